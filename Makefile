@@ -1,0 +1,34 @@
+# The two commands: `make pretrain` and `make test`. Both build the same .venv first.
+PYTHON ?= python3
+VENV   ?= .venv
+CONFIG ?= configs/gpt2_tiny_fp4.json
+GPUS   ?= 2
+ARGS   ?=
+BIN    := $(VENV)/bin
+
+.PHONY: pretrain test lint types install clean
+
+install: $(VENV)/installed
+
+# A stamp, so that the second command starts at once; a change of the dependencies installs again.
+$(VENV)/installed: setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,12) and "megalowbit needs Python 3.10-3.12, not " + sys.version.split()[0] + ": run make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[test]'
+	@touch $@
+
+pretrain: install
+	PATH="$(abspath $(BIN)):$$PATH" deepspeed --num_accelerators $(GPUS) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
+
+test: install lint types
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not slow"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

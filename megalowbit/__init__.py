@@ -1,0 +1,75 @@
+"""megalowbit pretrains language models in FP4 with DeepSpeed.
+
+These names are the public API. They load on first use, so that `import megalowbit` costs nothing and never
+imports deepspeed or transformers behind the user's back.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megalowbit.engine.initialize import initialize
+    from megalowbit.errors import UserError
+    from megalowbit.layers.bitlinear import BitLinear
+    from megalowbit.layers.recipe import Recipe, recipe, recipes
+    from megalowbit.layers.surgery import bit_layers, convert, restore, set_observer
+    from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
+    from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+    from megalowbit.quantize.names import quantizer, quantizer_names
+    from megalowbit.telemetry.overflow import GradientOverflowTracker
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BitLinear": "layers.bitlinear",
+    "ConstantGradScaler": "optim.grad_scaler",
+    "DynamicGradScaler": "optim.grad_scaler",
+    "FP32Optimizer": "optim.mixed_precision",
+    "Float16OptimizerWithFloat16Params": "optim.mixed_precision",
+    "GradientOverflowTracker": "telemetry.overflow",
+    "Recipe": "layers.recipe",
+    "UserError": "errors",
+    "bit_layers": "layers.surgery",
+    "convert": "layers.surgery",
+    "initialize": "engine.initialize",
+    "quantizer": "quantize.names",
+    "quantizer_names": "quantize.names",
+    "recipe": "layers.recipe",
+    "recipes": "layers.recipe",
+    "restore": "layers.surgery",
+    "set_observer": "layers.surgery",
+}
+
+__all__ = [
+    "BitLinear",
+    "ConstantGradScaler",
+    "DynamicGradScaler",
+    "FP32Optimizer",
+    "Float16OptimizerWithFloat16Params",
+    "GradientOverflowTracker",
+    "Recipe",
+    "UserError",
+    "bit_layers",
+    "convert",
+    "initialize",
+    "quantizer",
+    "quantizer_names",
+    "recipe",
+    "recipes",
+    "restore",
+    "set_observer",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'megalowbit' has no attribute {name!r}")
+    value = getattr(import_module(f"megalowbit.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

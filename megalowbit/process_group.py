@@ -1,0 +1,128 @@
+"""Who am I: rank, local rank and world size, whichever launcher started this process.
+
+torchrun and the DeepSpeed launcher export `RANK`, `LOCAL_RANK` and `WORLD_SIZE`; `srun` exports
+`SLURM_PROCID`, `SLURM_LOCALID` and `SLURM_NTASKS`; a plain `python` exports nothing and is rank 0 of 1.
+DeepSpeed itself understands the first form only (without it it tries MPI), so `export` rewrites the others.
+Group creation beyond the default group belongs to the engine; here are only identity and small collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megalowbit.errors import UserError
+
+SLURM_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessIdentity:
+    """One process of a job.
+
+    Attributes:
+        rank: 0 … world_size-1 over all nodes.
+        local_rank: 0 … processes on this node - 1; the device index.
+        world_size: processes in the job.
+        launcher: `"environment"` (torchrun, deepspeed), `"slurm"` or `"single"`.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    launcher: str = "single"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes for the whole job."""
+        return self.rank == 0
+
+
+def identify(environ: MutableMapping[str, str] | None = None) -> ProcessIdentity:
+    """Read this process's identity from the environment.
+
+    Raises:
+        UserError: a rank variable is set without the others, is not an integer, or is out of range.
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _from_names({name: name for name in SLURM_NAMES}, environ, "environment")
+    # A batch script itself also sees SLURM_PROCID; only a step started by srun has SLURM_STEP_ID.
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        return _from_names(SLURM_NAMES, environ, "slurm")
+    return ProcessIdentity()
+
+
+def _from_names(names: dict[str, str], environ: MutableMapping[str, str], launcher: str) -> ProcessIdentity:
+    rank = _whole_number(names["RANK"], environ)
+    world_size = _whole_number(names["WORLD_SIZE"], environ)
+    is_alone = world_size == 1 and names["LOCAL_RANK"] not in environ
+    local_rank = 0 if is_alone else _whole_number(names["LOCAL_RANK"], environ)
+    if rank >= world_size:
+        raise UserError(f"RANK {rank} is out of range for WORLD_SIZE {world_size}: use 0 … {world_size - 1}")
+    return ProcessIdentity(rank=rank, local_rank=local_rank, world_size=world_size, launcher=launcher)
+
+
+def _whole_number(name: str, environ: MutableMapping[str, str]) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise UserError(f"{name} is not set although other rank variables are: set it, or unset the others")
+    if not text.isdecimal():
+        raise UserError(f"{name} must be a whole number ≥ 0, not {text!r}")
+    return int(text)
+
+
+def export(identity: ProcessIdentity, environ: MutableMapping[str, str] | None = None) -> None:
+    """Write `identity` under the names torch and DeepSpeed read, with a master address if none is set.
+
+    A single process gets a free port of its own, so that two runs on one machine do not collide.
+    """
+    environ = os.environ if environ is None else environ
+    environ["RANK"] = str(identity.rank)
+    environ["LOCAL_RANK"] = str(identity.local_rank)
+    environ["WORLD_SIZE"] = str(identity.world_size)
+    if "MASTER_ADDR" not in environ:
+        environ["MASTER_ADDR"] = _slurm_head(environ) if identity.launcher == "slurm" else "127.0.0.1"
+    if "MASTER_PORT" not in environ:
+        environ["MASTER_PORT"] = str(_port(identity, environ))
+
+
+def _slurm_head(environ: MutableMapping[str, str]) -> str:
+    """First host of a SLURM node list: `n[3-5,9]` → `n3`, `a1,b2` → `a1`."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    if match is None:
+        raise UserError(f"SLURM node list {nodes!r} is not understood: set MASTER_ADDR")
+    return match.group(1) + (match.group(2) or "")
+
+
+def _port(identity: ProcessIdentity, environ: MutableMapping[str, str]) -> int:
+    if identity.launcher == "slurm":
+        # All tasks must agree without talking: derive the port from the job id.
+        return 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000
+    if identity.world_size == 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+    return DEFAULT_PORT
+
+
+def is_initialized() -> bool:
+    """Whether a default process group exists, so that collectives reach other processes."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Size of `group` (default: the world); 1 where nothing is initialised."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in `group` (default: the world); 0 where nothing is initialised."""
+    return dist.get_rank(group) if is_initialized() else 0

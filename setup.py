@@ -1,0 +1,36 @@
+"""Package metadata and dependencies; exact versions of the pinned ones stand in constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megalowbit",
+    version="0.1.0",
+    description="Pretrain language models in FP4 with DeepSpeed",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["megalowbit", "megalowbit.*"]),
+    package_data={"megalowbit": ["py.typed"]},
+    python_requires=">=3.10,<3.13",
+    install_requires=[
+        "torch==2.13.0",
+        "deepspeed==0.19.8",  # its internal interfaces are used: see docs/architecture.md
+        "transformers>=5.0,<6",
+        "datasets>=4.0",
+        "tokenizers>=0.22",
+        "safetensors>=0.5",
+        "pyarrow>=18",
+        "numpy>=1.26",
+        "pydantic>=2.8,<3",
+        "rich>=13",
+        "tensorboard>=2.18",
+        "wandb>=0.19",
+        "setuptools",  # deepspeed and triton import it at run time; Python 3.12 environments lack it
+    ],
+    extras_require={
+        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
+    },
+)
