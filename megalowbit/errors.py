@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, get_args
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
 
 
 class UserError(ValueError):
@@ -27,3 +31,58 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"unknown {what} {value!r}: {hint}known: {', '.join(names)}")
+
+
+def invalid_settings(
+    error: ValidationError, where: str, model: type[BaseModel], *, also: Iterable[str] = ()
+) -> UserError:
+    """Turn a pydantic `ValidationError` into one line about its first problem.
+
+    Args:
+        error: what `model.model_validate` raised.
+        where: the dotted key `model` was read from (`"megalowbit"`); prefixes the key in the message.
+        model: the validated model, whose field names serve for the nearest match of an unknown key.
+        also: keys beside the model's fields that are valid at its top level.
+    """
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if not _is_union_tag(part)]
+    key = ".".join([where, *path]) if where else ".".join(path)
+    if first["type"] == "extra_forbidden":
+        siblings = _sibling_keys(model, path, where)
+        if len(path) == 1:
+            siblings += [f"{where}.{name}" if where else name for name in also]
+        return unknown_name("key", key, siblings)
+    if first["type"] == "missing":
+        return UserError(f"{key} is missing: {_describe(model, path) or 'set it'}")
+    reason = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    return UserError(f"{key} = {first['input']!r} is not valid: {reason}")
+
+
+def _is_union_tag(part: int | str) -> bool:
+    # pydantic puts the tried branch of a union ("dict[str,any]", "literal['auto']", "str") into the location
+    return isinstance(part, str) and (part in {"str", "int", "float", "bool"} or "[" in part)
+
+
+def _model_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+    for part in path:
+        field = model.model_fields.get(part)
+        inner = field.annotation if field else None
+        candidates = [inner, *get_args(inner)]
+        nested = [c for c in candidates if isinstance(c, type) and hasattr(c, "model_fields")]
+        if not nested:
+            return None
+        model = nested[0]
+    return model
+
+
+def _sibling_keys(model: type[BaseModel], path: list[str], where: str) -> list[str]:
+    owner = _model_at(model, path[:-1])
+    prefix = ".".join([where, *path[:-1]] if where else path[:-1])
+    names = owner.model_fields if owner is not None else ()
+    return [f"{prefix}.{name}" if prefix else name for name in names]
+
+
+def _describe(model: type[BaseModel], path: list[str]) -> str | None:
+    owner = _model_at(model, path[:-1])
+    field = owner.model_fields.get(path[-1]) if owner is not None else None
+    return field.description if field else None

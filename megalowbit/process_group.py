@@ -13,10 +13,12 @@ import re
 import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from megalowbit.errors import UserError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 SLURM_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
 DEFAULT_PORT = 29500
@@ -113,16 +115,25 @@ def _port(identity: ProcessIdentity, environ: MutableMapping[str, str]) -> int:
     return DEFAULT_PORT
 
 
+# torch.distributed is imported at use: a configuration is checked before the seconds torch takes to load.
+
+
 def is_initialized() -> bool:
     """Whether a default process group exists, so that collectives reach other processes."""
+    import torch.distributed as dist
+
     return dist.is_available() and dist.is_initialized()
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
     """Size of `group` (default: the world); 1 where nothing is initialised."""
+    import torch.distributed as dist
+
     return dist.get_world_size(group) if is_initialized() else 1
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:
     """This process's rank in `group` (default: the world); 0 where nothing is initialised."""
+    import torch.distributed as dist
+
     return dist.get_rank(group) if is_initialized() else 0

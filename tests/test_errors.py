@@ -1,6 +1,7 @@
 import pytest
+from pydantic import BaseModel, Field, ValidationError
 
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import UserError, invalid_settings, unknown_name
 
 
 def test_unknown_name_names_the_value_the_nearest_and_all_known():
@@ -15,3 +16,35 @@ def test_unknown_name_makes_no_wild_guess():
 def test_a_user_error_is_a_value_error():
     with pytest.raises(ValueError, match="block_size"):
         raise UserError("block_size must be positive, not 0")
+
+
+class Inner(BaseModel, extra="forbid", frozen=True):
+    growth_interval: int = 4
+    initial_scale: float = Field(default=1.0, gt=0)
+
+
+class Outer(BaseModel, extra="forbid", frozen=True):
+    scaler: Inner = Inner()
+    steps: int = Field(description="number of optimizer steps")
+    recipe: str | dict[str, str] = "bf16"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"steps": 1, "stepz": 2}, "unknown key 'block.stepz': did you mean 'block.steps'?"),
+        (
+            {"steps": 1, "scaler": {"growth_intervall": 2}},
+            "unknown key 'block.scaler.growth_intervall': did you mean 'block.scaler.growth_interval'?",
+        ),
+        ({}, "block.steps is missing: number of optimizer steps"),
+        ({"steps": 1, "scaler": {"initial_scale": -2}}, "block.scaler.initial_scale = -2 is not valid: "),
+        ({"steps": 1, "recipe": 3}, "block.recipe = 3 is not valid: "),
+    ],
+)
+def test_a_validation_error_becomes_one_line_with_key_value_and_remedy(data, message):
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate(data)
+    line = str(invalid_settings(caught.value, "block", Outer))
+    assert line.startswith(message)
+    assert "\n" not in line
