@@ -1,0 +1,150 @@
+"""The figures of a training step as text: one table for log lines and terminal, in plain ASCII.
+
+Every figure has a fixed width, so that the lines of a run stand in columns and a total of 78 characters fits
+any terminal. What is not known is a dash.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megalowbit.telemetry.facts import Fact, Facts
+
+UNKNOWN = "-"
+SKIP = "SKIP"
+OVERFLOW_RATE = "gradient_overflow/element_overflow_rate"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure: its heading, width, the fact it shows and how."""
+
+    title: str
+    width: int
+    fact: str
+    text: Callable[[Fact], str]
+
+
+def number(value: Fact) -> float | None:
+    """`value` if it is a number."""
+    return value if isinstance(value, (int, float)) else None
+
+
+def loss_text(value: Fact) -> str:
+    """`5.4821`; large and non-finite losses in short."""
+    figure = number(value)
+    if figure is None:
+        return UNKNOWN
+    return f"{figure:.4f}" if abs(figure) < 1000 else f"{figure:.2e}"
+
+
+def rate_text(value: Fact) -> str:
+    """Learning rate, `6.00e-04`."""
+    figure = number(value)
+    return UNKNOWN if figure is None else f"{figure:.2e}"
+
+
+def norm_text(value: Fact) -> str:
+    """Gradient norm, four figures."""
+    figure = number(value)
+    if figure is None:
+        return UNKNOWN
+    return f"{figure:.3f}" if abs(figure) < 100 else f"{figure:.2e}"
+
+
+def scale_text(value: Fact) -> str:
+    """Loss scale; a power of two as such, `2^16`."""
+    figure = number(value)
+    if figure is None:
+        return UNKNOWN
+    if figure > 1 and math.isfinite(figure) and math.frexp(figure)[0] == 0.5:
+        return f"2^{math.frexp(figure)[1] - 1}"
+    return f"{figure:.4g}"
+
+
+def count_text(value: Fact) -> str:
+    """A whole number."""
+    figure = number(value)
+    return UNKNOWN if figure is None else f"{figure:.0f}"
+
+
+def percent_text(value: Fact) -> str:
+    """A share, `3.51%`; a share too small to show is not shown as zero."""
+    figure = number(value)
+    if figure is None:
+        return UNKNOWN
+    return "<0.01%" if 0 < figure < 0.00005 else f"{100 * figure:.2f}%"
+
+
+def amount_text(value: Fact) -> str:
+    """A large amount in three or four figures: `950`, `12.3k`, `4.56M`, `1.20T`."""
+    figure = number(value)
+    if figure is None or not math.isfinite(figure):
+        return UNKNOWN
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(figure) < 999.5 or unit == "T":
+            break
+        figure /= 1000
+    if not unit:
+        return f"{figure:.0f}"
+    return (
+        f"{figure:.2f}{unit}"
+        if abs(figure) < 10
+        else f"{figure:.1f}{unit}"
+        if abs(figure) < 100
+        else f"{figure:.0f}{unit}"
+    )
+
+
+def duration_text(seconds: float | None) -> str:
+    """`0:02:13`, from a day on `3d04:05`."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours < 24 else f"{hours // 24}d{hours % 24:02}:{minutes:02}"
+
+
+COLUMNS = (
+    Column("loss", 9, "loss", loss_text),
+    Column("lr", 9, "lr", rate_text),
+    Column("grad_norm", 11, "grad_norm", norm_text),
+    Column("scale", 7, "loss_scale", scale_text),
+    Column("skips", 6, "skipped_steps", count_text),
+    Column("overflow", 9, OVERFLOW_RATE, percent_text),
+    Column("tok/s", 7, "tokens_per_second", amount_text),
+)
+_ETA_WIDTH = 10
+
+
+def _step_width(total_steps: int) -> int:
+    return max(2 * len(str(total_steps)) + 1, len("step"))
+
+
+def heading(total_steps: int) -> str:
+    """Headings of the columns."""
+    titles = "".join(column.title.rjust(column.width) for column in COLUMNS)
+    return "step".rjust(_step_width(total_steps)) + titles + "ETA".rjust(_ETA_WIDTH)
+
+
+def line(step: int, total_steps: int, facts: Facts, *, eta: float | None, is_skipped: bool) -> str:
+    """One step as a line below `heading`; a skipped step ends in `SKIP`.
+
+    Args:
+        step: this step, 1 … total_steps.
+        total_steps: steps of the whole run.
+        facts: the step's facts.
+        eta: seconds to the end.
+        is_skipped: whether the optimizer left the weights alone.
+    """
+    # the space stands apart from rjust: a figure wider than its column pushes the next, but never touches it
+    figures = "".join(" " + column.text(facts.get(column.fact)).rjust(column.width - 1) for column in COLUMNS)
+    text = (
+        f"{step}/{total_steps}".rjust(_step_width(total_steps))
+        + figures
+        + " "
+        + duration_text(eta).rjust(_ETA_WIDTH - 1)
+    )
+    return f"{text} {SKIP}" if is_skipped else text

@@ -1,0 +1,140 @@
+"""What is counted when a tensor is quantised, and the rates that follow from the counts.
+
+A quantiser hands over eight integers and two sums for every tensor it quantises. Their names are stated here
+a second time, beside their meaning: telemetry does not look into the quantisers, and a test holds both lists
+equal.
+
+Overflow means true clipping: |x| > 6·scale, `saturated`. The older rule |x| > 3·scale, which calls a third of
+a Gaussian an overflow, is kept under the name of what it measures, `upper_half`.
+
+What a tensor with inf or NaN loses says nothing of the format, and its step is skipped anyway. Such a
+quantisation is set apart: its non-finite elements are counted, and nothing else of it enters any rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+COUNT_MEANINGS = {
+    "elements": "elements quantised",
+    "saturated": "elements clipped: |x| > 6·scale with the scale as stored",
+    "upper_half": "elements above half of the range: |x| > 3·scale",
+    "underflow": "non-zero elements that became zero",
+    "nonfinite": "elements that are inf or NaN",
+    "blocks": "blocks that share a scale",
+    "saturated_scales": "blocks whose scale was clipped to its format's largest value",
+    "zero_blocks": "blocks whose scale is zero, so that every element is",
+}
+COUNT_NAMES = tuple(COUNT_MEANINGS)
+ERROR_NAMES = ("squared_error", "squared_norm")  # Σ(x - quantised x)² and Σx², in float64
+OPERATION_NAMES = ("quantizations", "quantizations_with_overflow", "nonfinite_quantizations")
+TABLE_NAMES = COUNT_NAMES + OPERATION_NAMES  # the integer columns of every table in this folder
+ROLES = ("input", "weight", "grad_output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandCounts:
+    """Counts of any number of quantisations, as exact Python integers.
+
+    The first eight are explained in `COUNT_MEANINGS`. A rate is `None` where nothing was counted: 0 of 0 is
+    not 0.
+
+    Attributes:
+        quantizations: quantisations of tensors without inf and NaN ("batches").
+        quantizations_with_overflow: those of them that clipped at least one element.
+        nonfinite_quantizations: quantisations of tensors with inf or NaN; no other count but `nonfinite` has
+            their elements.
+        squared_error: Σ(x - quantised x)².
+        squared_norm: Σx².
+    """
+
+    elements: int = 0
+    saturated: int = 0
+    upper_half: int = 0
+    underflow: int = 0
+    nonfinite: int = 0
+    blocks: int = 0
+    saturated_scales: int = 0
+    zero_blocks: int = 0
+    quantizations: int = 0
+    quantizations_with_overflow: int = 0
+    nonfinite_quantizations: int = 0
+    squared_error: float = 0.0
+    squared_norm: float = 0.0
+
+    @classmethod
+    def from_rows(cls, integers: Sequence[float], errors: Sequence[float]) -> OperandCounts:
+        """Build from a table row: `integers` in the columns of `TABLE_NAMES`, `errors` of `ERROR_NAMES`."""
+        whole = {name: int(value) for name, value in zip(TABLE_NAMES, integers, strict=True)}
+        squared_error, squared_norm = errors
+        return cls(**whole, squared_error=float(squared_error), squared_norm=float(squared_norm))
+
+    def __add__(self, other: OperandCounts) -> OperandCounts:
+        names = [field.name for field in fields(self)]
+        return OperandCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @property
+    def saturation_rate(self) -> float | None:
+        """Share of elements that were clipped."""
+        return ratio(self.saturated, self.elements)
+
+    @property
+    def batch_rate(self) -> float | None:
+        """Share of quantisations that clipped something."""
+        return ratio(self.quantizations_with_overflow, self.quantizations)
+
+    @property
+    def underflow_rate(self) -> float | None:
+        """Share of elements that were not zero and became zero."""
+        return ratio(self.underflow, self.elements)
+
+    @property
+    def upper_half_rate(self) -> float | None:
+        """Share of elements above half of the range."""
+        return ratio(self.upper_half, self.elements)
+
+    @property
+    def scale_saturation_rate(self) -> float | None:
+        """Share of blocks whose scale was clipped."""
+        return ratio(self.saturated_scales, self.blocks)
+
+    @property
+    def zero_block_rate(self) -> float | None:
+        """Share of blocks whose scale is zero."""
+        return ratio(self.zero_blocks, self.blocks)
+
+    @property
+    def snr_db(self) -> float | None:
+        """Signal to quantisation noise, 10·log10(Σx² / Σerror²) in dB; inf where nothing was lost."""
+        if not self.squared_norm > 0:
+            return None
+        if self.squared_error == 0:
+            return math.inf
+        return 10 * (math.log10(self.squared_norm) - math.log10(self.squared_error))
+
+    def rates(self) -> dict[str, float | None]:
+        """All rates and the signal to noise ratio, by name."""
+        return {
+            "saturation_rate": self.saturation_rate,
+            "underflow_rate": self.underflow_rate,
+            "upper_half_rate": self.upper_half_rate,
+            "scale_saturation_rate": self.scale_saturation_rate,
+            "zero_block_rate": self.zero_block_rate,
+            "snr_db": self.snr_db,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOverflow:
+    """Counts of one operand of one layer."""
+
+    layer: str
+    role: str
+    counts: OperandCounts
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """`part / whole`, or `None` where there is no whole."""
+    return part / whole if whole else None

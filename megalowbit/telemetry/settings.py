@@ -1,0 +1,63 @@
+"""The `megalowbit.telemetry` section of the configuration, and what DeepSpeed's monitor blocks mean to us.
+
+DeepSpeed documents two top-level blocks, `tensorboard` {enabled, output_path, job_name} and `wandb` {enabled,
+project, group, team}. They keep their names, places and defaults; the loop reads them into `TensorBoardBlock`
+and `WandbSettings` and writes the events itself, because the engine's own events know nothing of overflow and
+are indexed by samples. Neither block is handed on, or every curve would be drawn twice.
+
+This module imports pydantic only, so that a configuration is checked without loading torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TelemetrySettings(BaseModel):
+    """What a run records, and how often.
+
+    Attributes:
+        log_every: steps between two lines in a log; skipped steps and the last one always get a line.
+        tensorboard: write TensorBoard event files into the run's folder.
+        overflow: count saturation, underflow and rounding error of every quantised operand.
+        layers_every: steps between two rows of the table by layer (`overflow_layers.jsonl`); 0: at the end
+        only.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    log_every: int = Field(default=10, ge=1)
+    tensorboard: bool = True
+    overflow: bool = True
+    layers_every: int = Field(default=0, ge=0)
+
+
+class TensorBoardBlock(BaseModel):
+    """DeepSpeed's top-level `tensorboard` block, with DeepSpeed's defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+    def folder(self, default: Path) -> Path:
+        """Folder of the event files: `output_path/job_name` as DeepSpeed does, `default` without a path."""
+        return Path(self.output_path) / self.job_name if self.enabled and self.output_path else default
+
+
+class WandbSettings(BaseModel):
+    """DeepSpeed's top-level `wandb` block, with DeepSpeed's defaults.
+
+    There is no `mode`: `WANDB_MODE` decides, and where neither it nor an API key is set a run is kept
+    offline.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = False
+    project: str = "deepspeed"
+    group: str | None = None
+    team: str | None = None

@@ -1,0 +1,72 @@
+"""What a training step reports of itself, from all ranks, for one all-reduce of 64 bytes and one host read.
+
+The loss average needs an all-reduce anyway; the overflow headline rides with it. The packet is eight float64
+numbers, summed: loss·weight, weight, and the tracker's six. Nothing else of a step crosses the network for
+the sake of telemetry, whatever the model and the number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalowbit import process_group
+from megalowbit.telemetry.overflow import HEADLINE_NAMES, GradientOverflowTracker, StepOverflow
+from megalowbit.telemetry.reduction import reduction_device
+
+PACKET_LENGTH = 2 + len(HEADLINE_NAMES)  # float64: 64 bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """One step, seen from all ranks.
+
+    Attributes:
+        loss: mean over the ranks, by weight; NaN or inf if any rank's is.
+        overflow: counts of this step; `None` where nothing is tracked.
+    """
+
+    loss: float
+    overflow: StepOverflow | None
+
+    def facts(self) -> dict[str, float | int | None]:
+        """Flat facts for the sinks."""
+        return {"loss": self.loss, **(self.overflow.facts() if self.overflow else {})}
+
+
+def reduce_step_facts(
+    loss: Tensor,
+    *,
+    weight: float = 1.0,
+    tracker: GradientOverflowTracker | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> StepFacts:
+    """End the step: reduce loss and overflow over `group`, read both once. Every rank of it must call this.
+
+    Args:
+        loss: 0-dim mean loss of this rank's share of the step, on its device.
+        weight: how much of the step it stands for, such as its number of predicted tokens.
+        tracker: counts of this step, for the same group. Its step ends here: do not call `end_step` as well.
+        group: ranks that share the step; `None` for all.
+    """
+    if tracker is not None and tracker.group is not group:
+        raise ValueError("tracker counts over another group than the loss: pass the tracker's own group")
+    if not weight > 0:
+        raise ValueError(f"weight must be positive, not {weight}: a rank without data has no mean loss")
+    mean = loss.detach().double()
+    packet = torch.stack([mean * weight, torch.full_like(mean, weight)])  # (2,)
+    local = packet[:0]
+    if tracker is not None:
+        packet = torch.cat([packet, tracker.pack_step().to(packet.device)])  # (8,)
+        local = tracker.pack_local_step().to(packet.device)
+    if process_group.world_size(group) > 1:
+        packet = packet.to(reduction_device(group, packet.device))
+        dist.all_reduce(packet, group=group)
+    numbers = torch.cat([packet, local.to(packet.device)]).tolist()  # the step's one host read
+    overflow = None
+    if tracker is not None:
+        overflow = tracker.unpack_step(numbers[2:PACKET_LENGTH], numbers[PACKET_LENGTH:])
+    return StepFacts(loss=numbers[0] / numbers[1], overflow=overflow)

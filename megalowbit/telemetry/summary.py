@@ -1,0 +1,219 @@
+"""The end of a run on one screen, and the same in `summary.json`.
+
+`RunTotals` goes through the run, and through its checkpoints, adding up steps, tokens and time; a
+`RunSummary` is what it looks like at the end, with the overflow totals and, per role, the layers that came
+off worst.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megalowbit.telemetry import columns
+from megalowbit.telemetry.atomic_file import replacing
+from megalowbit.telemetry.counters import ROLES, LayerOverflow, OperandCounts
+from megalowbit.telemetry.facts import Fact
+from megalowbit.telemetry.jsonl import json_ready
+from megalowbit.telemetry.overflow import OverflowTotals
+
+WIDTH = 80
+_LAYER_WIDTH = 36
+
+
+@dataclass(kw_only=True)
+class RunTotals:
+    """Adds up a run step by step; resumed parts included.
+
+    Attributes:
+        steps: steps trained, skipped ones included.
+        skipped_steps: steps whose update was left out.
+        tokens: tokens trained on, over all ranks.
+        seconds: time in steps.
+        final_loss: loss of the last step; `None` before the first.
+        best_loss: lowest finite loss of a step that was not skipped, and in `best_step` which.
+    """
+
+    steps: int = 0
+    skipped_steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    final_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+
+    def add_step(self, *, loss: float, tokens: int, seconds: float, is_skipped: bool) -> None:
+        """Add one step: its loss, its tokens over all ranks and how long it took."""
+        self.steps += 1
+        self.skipped_steps += is_skipped
+        self.tokens += tokens
+        self.seconds += seconds
+        self.final_loss = loss
+        if not is_skipped and math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            self.best_loss, self.best_step = loss, self.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers for the checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        for field in fields(self):
+            setattr(self, field.name, state[field.name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorstLayer:
+    """The layer that came off worst in one measure, beside all layers together."""
+
+    role: str
+    measure: str
+    layer: str
+    value: float
+    all_layers: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What is left to say when a run ends.
+
+    Attributes:
+        totals: steps, tokens, time, losses.
+        tokens_per_second: speed without the first step of the process, if it was measured.
+        overflow: output gradients over the whole run; `None` where nothing was tracked.
+        worst: the worst layer per role and measure, output gradients first.
+    """
+
+    totals: RunTotals
+    tokens_per_second: float | None = None
+    overflow: OverflowTotals | None = None
+    worst: tuple[WorstLayer, ...] = ()
+
+    @classmethod
+    def build(
+        cls,
+        totals: RunTotals,
+        *,
+        tokens_per_second: float | None = None,
+        overflow: OverflowTotals | None = None,
+        layers: Sequence[LayerOverflow] = (),
+    ) -> RunSummary:
+        """Summarise a run; `layers` as `GradientOverflowTracker.reduce_layers` returns them."""
+        return cls(
+            totals=totals, tokens_per_second=tokens_per_second, overflow=overflow, worst=worst_layers(layers)
+        )
+
+    def facts(self) -> dict[str, Fact]:
+        """Flat facts, for `summary.json` and W&B."""
+        facts: dict[str, Fact] = {**asdict(self.totals), "tokens_per_second": self.tokens_per_second}
+        if self.overflow is not None:
+            facts |= {
+                "gradient_overflow/total_overflow_elements": self.overflow.saturated,
+                "gradient_overflow/total_elements": self.overflow.elements,
+                "gradient_overflow/element_overflow_rate": self.overflow.element_rate,
+                "gradient_overflow/total_overflow_batches": self.overflow.quantizations_with_overflow,
+                "gradient_overflow/total_batches": self.overflow.quantizations,
+                "gradient_overflow/batch_overflow_rate": self.overflow.batch_rate,
+                "gradient_overflow/underflow_rate": self.overflow.underflow_rate,
+                "gradient_overflow/nonfinite_elements": self.overflow.nonfinite,
+            }
+        return facts
+
+    def write(self, path: Path) -> None:
+        """Write `summary.json`, whole or not at all."""
+        record = json_ready(self.facts()) | {"worst_layers": [json_ready(asdict(row)) for row in self.worst]}
+        with replacing(path) as file:
+            json.dump(record, file, indent=2, allow_nan=False)
+            file.write("\n")
+
+    def render(self) -> str:
+        """The summary as ASCII text of at most 23 lines of 80 characters."""
+        blocks = [self._render_run()]
+        if self.overflow is not None:
+            blocks.append(_render_overflow(self.overflow))
+        if self.worst:
+            blocks.append(_render_worst(self.worst))
+        return "\n".join([" Summary ".center(WIDTH, "="), *"\n\n".join(blocks).splitlines(), "=" * WIDTH])
+
+    def _render_run(self) -> str:
+        totals = self.totals
+        best = f" (step {totals.best_step})" if totals.best_step is not None else ""
+        best_loss = columns.loss_text(totals.best_loss) + best
+        steps = f"{totals.steps:,} ({totals.skipped_steps:,} skipped)"
+        rows = [
+            ("steps", steps, "time", columns.duration_text(totals.seconds)),
+            ("final loss", columns.loss_text(totals.final_loss), "best loss", best_loss),
+            ("tokens", f"{totals.tokens:,}", "tokens/s", columns.amount_text(self.tokens_per_second)),
+        ]
+        return "\n".join(f"{a:<12}{b:<28}{c:<12}{d}".rstrip() for a, b, c, d in rows)
+
+
+def worst_layers(layers: Sequence[LayerOverflow]) -> tuple[WorstLayer, ...]:
+    """For each role, output gradients first: the layer that clips most, loses most to zero, is noisiest."""
+    measures: tuple[tuple[str, Callable[[OperandCounts], float | None], int], ...] = (
+        ("saturation", lambda counts: counts.saturation_rate, 1),
+        ("underflow", lambda counts: counts.underflow_rate, 1),
+        ("snr_db", lambda counts: counts.snr_db, -1),
+    )
+    worst = []
+    for role in reversed(ROLES):
+        rows = [row for row in layers if row.role == role]
+        together = sum((row.counts for row in rows), OperandCounts())
+        for name, measure, sign in measures:
+            known = [(value, row.layer) for row in rows if (value := measure(row.counts)) is not None]
+            if known:
+                value, layer = max(known, key=lambda pair: sign * pair[0])
+                worst.append(
+                    WorstLayer(
+                        role=role, measure=name, layer=layer, value=value, all_layers=measure(together)
+                    )
+                )
+    return tuple(worst)
+
+
+def _render_overflow(overflow: OverflowTotals) -> str:
+    def row(name: str, part: int, whole: int, what: str, rate: float | None) -> str:
+        return f"{name:<12}{columns.percent_text(rate):>7}  {part:,} of {whole:,} {what}"
+
+    lines = [
+        "overflow of output gradients, over the run",
+        row("  clipped", overflow.saturated, overflow.elements, "elements", overflow.element_rate),
+        row(
+            "  batches",
+            overflow.quantizations_with_overflow,
+            overflow.quantizations,
+            "quantisations",
+            overflow.batch_rate,
+        ),
+        row("  to zero", overflow.underflow, overflow.elements, "elements", overflow.underflow_rate),
+    ]
+    if overflow.nonfinite:
+        lines.append(f"{'  inf or NaN':<12}{'':>7}  {overflow.nonfinite:,} elements, in none of these rates")
+    return "\n".join(lines)
+
+
+def _render_worst(worst: Sequence[WorstLayer]) -> str:
+    lines = ["worst layer".ljust(25 + _LAYER_WIDTH) + "there".rjust(8) + "all layers".rjust(11)]
+    role = ""
+    for row in worst:
+        is_snr = row.measure == "snr_db"
+        name = "SNR" if is_snr else row.measure
+        there, everywhere = (
+            columns.UNKNOWN if value is None else f"{value:.1f} dB" if is_snr else columns.percent_text(value)
+            for value in (row.value, row.all_layers)
+        )
+        heading = "" if row.role == role else row.role
+        layer = _shortened(row.layer).ljust(_LAYER_WIDTH)
+        lines.append(f"  {heading:<12}{name:<11}{layer}{there:>8}{everywhere:>11}")
+        role = row.role
+    return "\n".join(lines)
+
+
+def _shortened(layer: str) -> str:
+    """`layer`, without its beginning where it is too long: its end has the number and the kind."""
+    room = _LAYER_WIDTH - 1
+    return layer if len(layer) <= room else ".." + layer[2 - room :]

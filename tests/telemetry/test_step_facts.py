@@ -1,0 +1,62 @@
+import math
+
+import pytest
+import torch
+
+from megalowbit.telemetry.overflow import GradientOverflowTracker
+from megalowbit.telemetry.step_facts import PACKET_LENGTH, reduce_step_facts
+
+
+def test_a_step_costs_one_all_reduce_of_64_bytes(run_two_ranks):
+    first, second = run_two_ranks("one_small_all_reduce")
+    assert first["sizes"] == second["sizes"] == [64]
+    assert PACKET_LENGTH * 8 == 64
+
+
+def test_loss_is_the_mean_by_weight_and_counts_are_exact(run_two_ranks):
+    first, second = run_two_ranks("one_small_all_reduce")
+    assert first["loss"] == second["loss"] == (3 * 2.0 + 1 * 5.0) / 4
+    assert first["facts"]["gradient_overflow/total_elements"] == 2 * 50 * 2**40
+    assert first["facts"]["gradient_overflow/total_overflow_elements"] == 50 * 1 + 50 * 2
+    assert first["facts"]["gradient_overflow/batch_overflow_rate"] == 1.0
+
+
+def test_a_nan_loss_on_one_rank_is_seen_by_all(run_two_ranks):
+    assert run_two_ranks("nan_loss_on_one_rank") == [{"loss": "nan"}, {"loss": "nan"}]
+
+
+@pytest.mark.parametrize("weight", [1.0, 3, 4095, 1_000_003])
+def test_one_process_gets_its_own_loss_back_to_the_bit(weight):
+    for loss in torch.randn(50, generator=torch.Generator().manual_seed(3)):
+        facts = reduce_step_facts(loss, weight=weight)
+        assert facts.loss == loss.item()
+        assert facts.overflow is None
+        assert facts.facts() == {"loss": loss.item()}
+
+
+def test_the_loss_is_reported_in_a_backward_graph_without_keeping_it():
+    weight = torch.tensor(2.0, requires_grad=True)
+    assert reduce_step_facts(weight * 3).loss == 6.0
+
+
+def test_step_facts_end_the_trackers_step():
+    tracker = GradientOverflowTracker()
+    counts, error = torch.tensor([16, 2, 5, 1, 0, 1, 0, 0]), torch.tensor([1.0, 10.0], dtype=torch.float64)
+    for step in (1, 2):
+        tracker.observe("a", "grad_output", counts, error)
+        facts = reduce_step_facts(torch.tensor(1.5), tracker=tracker).facts()
+        assert facts["loss"] == 1.5
+        assert facts["gradient_overflow/element_overflow_rate"] == 2 / 16
+        assert facts["gradient_overflow/total_elements"] == 16 * step
+        assert facts["quantization/grad_output/snr_db"] == pytest.approx(10)
+    assert math.isnan(reduce_step_facts(torch.tensor(float("nan")), tracker=tracker).loss)
+
+
+def test_a_weight_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="weight must be positive, not 0"):
+        reduce_step_facts(torch.tensor(1.0), weight=0)
+
+
+def test_a_tracker_of_another_group_is_refused():
+    with pytest.raises(ValueError, match="another group"):
+        reduce_step_facts(torch.tensor(1.0), tracker=GradientOverflowTracker(group=object()))

@@ -1,0 +1,47 @@
+import math
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megalowbit.errors import UserError
+from megalowbit.telemetry.tensorboard_sink import TensorBoardSink
+
+
+def scalars(folder):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_every_numeric_fact_is_a_scalar_under_its_own_name(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    rate = "gradient_overflow/element_overflow_rate"
+    sink.write(1, {"loss": 2.5, rate: 0.25, "skipped_steps": 3, "name": "x", "lr": None})
+    sink.write(2, {"loss": math.inf, rate: None})
+    sink.close()
+    assert scalars(tmp_path) == {
+        "loss": [(1, 2.5), (2, math.inf)],
+        rate: [(1, 0.25)],
+        "skipped_steps": [(1, 3.0)],
+    }
+
+
+def test_a_resumed_run_hides_what_was_written_after_its_checkpoint(tmp_path):
+    first = TensorBoardSink(tmp_path)
+    for step in range(1, 6):
+        first.write(step, {"loss": float(step)})
+    first.close()
+    second = TensorBoardSink(tmp_path, resume_step=3)
+    second.write(4, {"loss": 40.0})
+    second.close()
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+
+def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(
+        UserError, match=r"pip install tensorboard, or set megalowbit.telemetry.tensorboard=false"
+    ):
+        TensorBoardSink(tmp_path)
