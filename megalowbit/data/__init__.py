@@ -1,0 +1,1 @@
+"""Training text: corpora, tokenisation, packing into fixed-length samples, a resumable sharded loader."""

@@ -1,0 +1,83 @@
+"""Text from a Hugging Face data set: any name `datasets.load_dataset` knows, downloaded or in its cache.
+
+The library keeps its own download cache; here are only its errors in one line and a fingerprint that does
+not change from machine to machine (the library's own is made of file times). Not covered: streaming, data
+sets that run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from megalowbit.data.corpus import Corpus
+from megalowbit.errors import UserError, unknown_name
+
+ROWS_IN_FINGERPRINT = 256
+ROWS_PER_READ = 1024
+
+
+class HubCorpus(Corpus):
+    """One split of a data set, one row a document.
+
+    Args:
+        dataset_name: as `load_dataset` takes it.
+        config: configuration of the data set, if it has several.
+        split: in the library's notation, `"train"` or `"train[:10%]"`.
+        text_field: the column that holds the text.
+
+    Raises:
+        UserError: not found, not reachable, no such configuration, split or column, or the column is not
+        text.
+    """
+
+    def __init__(
+        self, dataset_name: str, *, config: str | None = None, split: str = "train", text_field: str = "text"
+    ) -> None:
+        self.dataset_name = dataset_name
+        self.config = config
+        self.split = split
+        self.text_field = text_field
+        self._rows = self._load()
+
+    @property
+    def name(self) -> str:
+        return "/".join(part for part in (self.dataset_name, self.config, self.split) if part)
+
+    def _load(self) -> Any:
+        import datasets  # slow to import, and only this kind of corpus needs it
+
+        try:
+            rows = datasets.load_dataset(self.dataset_name, self.config, split=self.split, streaming=False)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(
+                f"data set {self.name!r} cannot be loaded ({reason}): check corpus, corpus_config, split and "
+                "the network, or fill the cache of the datasets library; a local path would have to exist"
+            ) from error
+        if self.text_field not in rows.column_names:
+            raise UserError(
+                f"data set {self.name!r}: {unknown_name('text_field', self.text_field, rows.column_names)}"
+            )
+        kind = getattr(rows.features[self.text_field], "dtype", "nested")
+        if kind not in ("string", "large_string"):
+            raise UserError(
+                f"data set {self.name!r}: column {self.text_field!r} is {kind}, not text: set text_field"
+            )
+        return rows.select_columns([self.text_field])
+
+    @cached_property
+    def fingerprint(self) -> str:  # it reads rows
+        count = len(self._rows)
+        digest = hashlib.sha256(f"hub {self.name!r} {self.text_field!r} {count}".encode())
+        num_read = min(count, ROWS_IN_FINGERPRINT)
+        for number in range(num_read):
+            text = self._rows[number * count // num_read][self.text_field] or ""
+            digest.update(f"{len(text)}\0{text}".encode())
+        return digest.hexdigest()
+
+    def documents(self) -> Iterator[str]:
+        for rows in self._rows.iter(batch_size=ROWS_PER_READ):
+            yield from (text for text in rows[self.text_field] if text)

@@ -1,0 +1,181 @@
+"""An endless, sharded, resumable iterator over packed samples.
+
+There is one counter for the whole job: samples consumed so far. Each micro-batch takes the next world_size ×
+micro_batch_size positions, of which rank r takes the r-th contiguous slice; `order.sample_index` turns
+positions into samples, epoch after epoch without a gap. Nothing else is state, so a run continues on another
+number of ranks without repeating or skipping a sample. Labels equal the inputs: Hugging Face models shift
+them inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from megalowbit.data.cache import run_on_each_node_first
+from megalowbit.data.corpus import open_corpus
+from megalowbit.data.order import sample_index
+from megalowbit.data.packing import PackedDataset, pack
+from megalowbit.data.settings import DataSettings
+from megalowbit.data.tokenize import Tokenizer, build_tokenizer
+from megalowbit.errors import UserError
+
+
+class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
+    """Micro-batches of one data-parallel rank, without end.
+
+    Yields `{"input_ids", "labels"}`, both int64 (micro_batch_size, sequence_length), on the CPU.
+
+    Args:
+        dataset: the samples.
+        micro_batch_size: samples per rank and micro-batch.
+        rank: data-parallel rank.
+        world_size: number of data-parallel ranks.
+        seed: decides the order of the samples.
+        tokenizer: made the samples; kept for whoever saves the model.
+
+    Raises:
+        UserError: the data set has fewer samples than one micro-batch of all ranks takes.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        *,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        tokenizer: Tokenizer,
+    ) -> None:
+        if micro_batch_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(
+                "micro_batch_size must be ≥ 1 and rank below world_size: "
+                f"{micro_batch_size}, {rank}, {world_size}"
+            )
+        self.dataset = dataset
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.tokenizer = tokenizer
+        self.position = 0
+        if dataset.num_samples < self.samples_per_batch:
+            raise UserError(
+                f"corpus {dataset.name} has {dataset.num_samples} sequences of {dataset.sequence_length} "
+                f"tokens, fewer than one micro-batch of {micro_batch_size} on each of {world_size} ranks: "
+                "give more text, or lower data.sequence_length or train_micro_batch_size_per_gpu"
+            )
+
+    @property
+    def samples_per_batch(self) -> int:
+        """Samples one micro-batch takes over all ranks."""
+        return self.micro_batch_size * self.world_size
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Tokens one micro-batch takes over all ranks."""
+        return self.samples_per_batch * self.dataset.sequence_length
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in an epoch."""
+        return self.dataset.num_samples
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies corpus, tokenizer and sequence length."""
+        return self.dataset.fingerprint
+
+    def __iter__(self) -> ShardedLoader:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        first = self.position + self.rank * self.micro_batch_size
+        epochs, positions = np.divmod(np.arange(first, first + self.micro_batch_size), self.num_samples)
+        input_ids = self.dataset.batch(sample_index(self.seed, epochs, positions, self.num_samples))
+        self.position += self.samples_per_batch
+        return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """`position` (samples consumed by all ranks together) and what it is a position in."""
+        return {
+            "position": self.position,
+            "seed": self.seed,
+            "num_samples": self.num_samples,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken, on any number of ranks.
+
+        Raises:
+            UserError: the state belongs to other data or another seed, or is incomplete.
+        """
+        mine = self.state_dict()
+        missing = mine.keys() - state.keys()
+        if missing:
+            raise UserError(
+                f"the data position in the checkpoint lacks {', '.join(sorted(missing))}: it is damaged"
+            )
+        for key in ("fingerprint", "num_samples", "seed"):
+            if state[key] != mine[key]:
+                raise UserError(
+                    f"the checkpoint was made with data {key} {state[key]}, this run has {mine[key]} "
+                    f"(corpus {self.dataset.name}): resume with the data settings of the checkpoint"
+                )
+        if not (isinstance(state["position"], int) and state["position"] >= 0):
+            raise UserError(f"the data position in the checkpoint is {state['position']!r}: it is damaged")
+        self.position = state["position"]
+
+
+def build_loader(
+    settings: DataSettings, *, micro_batch_size: int, rank: int, world_size: int
+) -> ShardedLoader:
+    """Open the corpus, the tokenizer and the tokenised samples, making what is not in the cache.
+
+    Collective where a process group exists: one process a node works, the others wait and then read the
+    cache. Work that outlasts the group's timeout is better done once beforehand, by `count_samples` in a
+    single process.
+
+    Args:
+        settings: the `"data"` section.
+        micro_batch_size: samples per rank and micro-batch.
+        rank: data-parallel rank of this process.
+        world_size: number of data-parallel ranks.
+
+    Raises:
+        UserError: anything wrong with corpus, tokenizer or cache, on whichever rank: all ranks raise it.
+    """
+
+    def work() -> ShardedLoader:
+        dataset, tokenizer = _open(settings)
+        return ShardedLoader(
+            dataset,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=settings.seed,
+            tokenizer=tokenizer,
+        )
+
+    return run_on_each_node_first(work, lambda loader: loader.fingerprint)
+
+
+def count_samples(settings: DataSettings) -> int:
+    """Number of samples in an epoch; tokenises the corpus if it is not in the cache. Not collective.
+
+    Raises:
+        UserError: as `build_loader`.
+    """
+    dataset, _ = _open(settings)
+    return dataset.num_samples
+
+
+def _open(settings: DataSettings) -> tuple[PackedDataset, Tokenizer]:
+    corpus = open_corpus(settings)
+    tokenizer = build_tokenizer(settings, corpus)
+    return pack(corpus, tokenizer, settings.sequence_length, settings.cache_dir), tokenizer

@@ -1,0 +1,173 @@
+"""Local text: `.txt`, `.jsonl` and `.parquet` files, or a folder of them.
+
+A `.txt` file is one document, a line of `.jsonl` or a row of `.parquet` is one; a `.txt` file beyond 16 MiB
+is cut at line ends into documents of about that size, so that no file has to fit into memory. Text is UTF-8,
+strictly: the first byte, line or field that is wrong stops the run with its file and line, because text that
+was skipped in silence is never missed. Blank lines and empty texts within a file are no documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+from megalowbit.data.cache import content_digest
+from megalowbit.data.corpus import LOCAL_SUFFIXES, Corpus
+from megalowbit.errors import UserError, unknown_name
+
+LARGEST_DOCUMENT = 16 * 2**20  # bytes
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class LocalCorpus(Corpus):
+    """A file, or all text files below a folder in the order of their paths.
+
+    Args:
+        path: an existing file or folder.
+        text_field: field (jsonl) or column (parquet) that holds the text.
+
+    Raises:
+        UserError: a file of another kind, an empty file, a file that cannot be read, a folder without text
+        files.
+    """
+
+    def __init__(self, path: Path, *, text_field: str = "text") -> None:
+        self.path = path
+        self.text_field = text_field
+        self.files = tuple(_find_files(path))
+        for file in self.files:
+            _refuse_unreadable(file)
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @cached_property
+    def fingerprint(self) -> str:  # it reads the files
+        digest = hashlib.sha256(f"files {self.text_field!r}".encode())
+        for file in self.files:
+            relative = file.relative_to(self.path).as_posix() if self.path.is_dir() else file.suffix
+            digest.update(f"{relative}\0{content_digest(file)}\0".encode())
+        return digest.hexdigest()
+
+    def documents(self) -> Iterator[str]:
+        readers = {".txt": _text_documents, ".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
+        for file in self.files:
+            is_empty = True
+            for document in readers[file.suffix](file, self.text_field):
+                is_empty = False
+                yield document
+            if is_empty:
+                raise UserError(f"corpus file {file} has no text in it: remove or replace it")
+
+
+def _find_files(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.suffix not in LOCAL_SUFFIXES:
+            raise UserError(
+                f"corpus file {path} is of no known kind: rename it to one of {', '.join(LOCAL_SUFFIXES)}"
+            )
+        return [path]
+    found = (file for file in path.rglob("*") if file.is_file() and file.suffix in LOCAL_SUFFIXES)
+    files = sorted(
+        (file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)),
+        key=lambda file: file.relative_to(path).as_posix(),
+    )
+    if not files:
+        raise UserError(f"corpus folder {path} has no {', '.join(LOCAL_SUFFIXES)} files: name another")
+    return files
+
+
+def _refuse_unreadable(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            is_empty = not opened.read(1)
+    except OSError as error:
+        raise UserError(f"corpus file {file} cannot be read ({error.strerror}): mend or remove it") from error
+    if is_empty:
+        raise UserError(f"corpus file {file} is empty: remove or replace it")
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers from 1, line ends kept."""
+    with file.open("rb") as opened:
+        for number, line in enumerate(opened, start=1):
+            if number == 1:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            try:
+                yield number, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"corpus file {file}, line {number}: byte {error.object[error.start]:#04x} is not UTF-8: "
+                    "convert the file"
+                ) from error
+
+
+def _text_documents(file: Path, _text_field: str) -> Iterator[str]:
+    lines: list[str] = []
+    size = 0
+    for _, line in _lines(file):
+        lines.append(line)
+        size += len(line)
+        if size >= LARGEST_DOCUMENT:
+            yield "".join(lines)
+            lines, size = [], 0
+    if size:
+        yield "".join(lines)
+
+
+def _jsonl_documents(file: Path, text_field: str) -> Iterator[str]:
+    for number, line in _lines(file):
+        if not line.strip():
+            continue
+        where = f"corpus file {file}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{where}: not JSON ({error.msg}, column {error.colno}): mend the line"
+            ) from error
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: a {type(row).__name__}, not an object: write {{{text_field!r}: …}}")
+        if text_field not in row:
+            raise UserError(f"{where}: {unknown_name('text_field', text_field, map(str, row))}")
+        text = row[text_field]
+        if not isinstance(text, str):
+            raise UserError(f"{where}: {text_field!r} is a {type(text).__name__}, not text: set text_field")
+        if text:
+            yield _storable(text, where)
+
+
+def _parquet_documents(file: Path, text_field: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            if text_field not in table.schema_arrow.names:
+                raise UserError(
+                    f"corpus file {file}: {unknown_name('text_field', text_field, table.schema_arrow.names)}"
+                )
+            kind = table.schema_arrow.field(text_field).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise UserError(
+                    f"corpus file {file}: column {text_field!r} is {kind}, not text: set text_field"
+                )
+            for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
+                yield from (text for text in batch.column(0).to_pylist() if text)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"corpus file {file} is not a readable parquet file ({error}): replace it") from error
+
+
+def _storable(text: str, where: str) -> str:
+    # JSON can spell halves of surrogate pairs, which no encoding of text can hold.
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: lone surrogate {text[error.start]!r} is not text: mend the line"
+        ) from error
+    return text

@@ -1,0 +1,264 @@
+"""Text to token ids: bytes, a BPE trained on the corpus, or a Hugging Face tokenizer folder.
+
+Every tokenizer has an end-of-document id, which packing puts after each document, and can be saved as a
+Hugging Face tokenizer that gives the same ids, so that a trained model is usable with `AutoTokenizer`. No
+tokens are added at the beginning of a text. Text that spells a special token (`<|endoftext|>`) becomes that
+token, as it does in the saved tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from megalowbit.data.cache import cached_file
+from megalowbit.data.corpus import Corpus, open_corpus
+from megalowbit.data.settings import BPE_TOKENIZER, BYTE_TOKENIZER, SMALLEST_BPE, DataSettings
+from megalowbit.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+END_OF_TEXT = "<|endoftext|>"
+SPECIAL_TOKENS = [END_OF_TEXT]  # they get the first ids
+END_OF_DOCUMENT_BYTE = "\0"
+# More text no longer changes which merges are frequent, only the time they take to count.
+BPE_TRAINING_CHARACTERS = 256 * 2**20
+BPE_FORMAT = 1  # raise when training changes, so that cached tokenizers are trained again
+# What decides a folder's token ids; the folder may hold gigabytes of weights as well.
+FOLDER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.model",
+)
+
+
+class Tokenizer(ABC):
+    """Text to ids in 0 … vocab_size-1.
+
+    Attributes:
+        name: what the user would call it.
+        vocab_size: number of ids, the least `vocab_size` of a model for it.
+        eos_token_id: id that ends a document.
+        fingerprint: hexadecimal; equal for tokenizers that give equal ids.
+    """
+
+    name: str
+    vocab_size: int
+    eos_token_id: int
+    fingerprint: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest dtype, uint16 or uint32, that holds every id."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    @abstractmethod
+    def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
+        """Ids of each text, `dtype`, one-dimensional, without an end-of-document id."""
+
+    @abstractmethod
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the tokenizer so that `AutoTokenizer.from_pretrained(folder)` gives the same ids."""
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8; an id is the value of a byte and 0, the NUL byte, ends a document.
+
+    NULs inside a document would end it early, so they are dropped.
+    """
+
+    name = BYTE_TOKENIZER
+    vocab_size = 256
+    eos_token_id = 0
+    fingerprint = hashlib.sha256(b"UTF-8 bytes, NUL ends a document").hexdigest()
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
+        return [
+            np.frombuffer(text.replace(END_OF_DOCUMENT_BYTE, "").encode("utf-8"), dtype=np.uint8).astype(
+                self.dtype
+            )
+            for text in texts
+        ]
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write a byte-level BPE without merges; it differs in that a NUL within a text stays, as id 0."""
+        vocabulary = {letter: byte for byte, letter in _letters_of_bytes().items()}
+        # The end-of-document token must have id 0 and match nothing but a NUL: it takes that byte's place.
+        vocabulary = {
+            END_OF_DOCUMENT_BYTE if byte == 0 else letter: byte for letter, byte in vocabulary.items()
+        }
+        bytewise = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+        bytewise.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bytewise.decoder = tokenizers.decoders.ByteLevel()
+        bytewise.add_special_tokens([END_OF_DOCUMENT_BYTE])
+        _save(bytewise, END_OF_DOCUMENT_BYTE, folder)
+
+
+class BPETokenizer(Tokenizer):
+    """A byte-level BPE with `<|endoftext|>` (id 0) as the end of a document.
+
+    Args:
+        path: a `tokenizer.json` as `train_bpe` writes it.
+    """
+
+    name = BPE_TOKENIZER
+
+    def __init__(self, path: Path) -> None:
+        text = path.read_text(encoding="utf-8")
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        self._bpe = tokenizers.Tokenizer.from_str(text)
+        self.vocab_size = self._bpe.get_vocab_size()
+        self.eos_token_id = SPECIAL_TOKENS.index(END_OF_TEXT)
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
+        encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=self.dtype) for encoding in encodings]
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        _save(self._bpe, END_OF_TEXT, folder)
+
+
+class FolderTokenizer(Tokenizer):
+    """A Hugging Face tokenizer in a local folder.
+
+    Raises:
+        UserError: no tokenizer in `folder`, or one without an end-of-sequence token.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer  # slow to import, and only this kind needs it
+
+        self.name = str(folder)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(f"no usable tokenizer in folder {folder} ({reason}): name another") from error
+        eos_token_id = self._tokenizer.eos_token_id
+        if eos_token_id is None:
+            raise UserError(
+                f"tokenizer {folder} has no end-of-sequence token, which must end documents: "
+                'set "eos_token" in its tokenizer_config.json'
+            )
+        self.vocab_size = len(self._tokenizer)
+        self.eos_token_id = int(eos_token_id)
+        self.fingerprint = _folder_fingerprint(folder)
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
+        # verbose: it would warn that whole documents exceed the model's length; they are cut afterwards.
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [np.asarray(ids, dtype=self.dtype) for ids in encoded["input_ids"]]
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        self._tokenizer.save_pretrained(folder)
+
+
+def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tokenizer:
+    """The tokenizer `settings` names; a BPE is trained on the corpus, or found in the cache.
+
+    Makes no collective calls: any process may call it, alone.
+
+    Args:
+        settings: the `"data"` section.
+        corpus: the corpus of `settings`, if it is open already.
+
+    Raises:
+        UserError: an unusable tokenizer folder, or (BPE) an unusable corpus or cache folder.
+    """
+    if settings.tokenizer == BYTE_TOKENIZER:
+        return ByteTokenizer()
+    if settings.tokenizer != BPE_TOKENIZER:
+        folder = Path(settings.tokenizer).expanduser()
+        if not folder.is_dir():
+            raise UserError(
+                f"tokenizer {settings.tokenizer!r} is neither "
+                f'"{BYTE_TOKENIZER}" nor "{BPE_TOKENIZER}" nor an existing folder: set data.tokenizer to one'
+            )
+        return FolderTokenizer(folder)
+    assert settings.vocab_size is not None, "DataSettings has checked it"
+    return train_bpe(corpus or open_corpus(settings), settings.vocab_size, settings.cache_dir)
+
+
+def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: Path) -> BPETokenizer:
+    """Train a byte-level BPE on the first 256 Mi characters of `corpus`, once for every corpus and size.
+
+    A corpus too small for `vocab_size` gives a smaller vocabulary.
+    """
+    parts = (BPE_FORMAT, tokenizers.__version__, vocab_size, corpus.fingerprint)
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+    def build(path: Path) -> None:
+        logger.info("training a BPE of %d tokens on %s", vocab_size, corpus.name)
+        bpe = _train(_limited(corpus.documents()), vocab_size)
+        path.write_text(bpe.to_str(), encoding="utf-8")
+
+    tokenizer = BPETokenizer(cached_file(cache_dir / "tokenizers" / f"bpe-{key}.json", build))
+    if tokenizer.vocab_size < vocab_size:
+        logger.warning(
+            "corpus %s yields %d tokens only, not vocab_size %d",
+            corpus.name,
+            tokenizer.vocab_size,
+            vocab_size,
+        )
+    return tokenizer
+
+
+def _train(texts: Iterator[str], vocab_size: int) -> Any:
+    assert vocab_size >= SMALLEST_BPE
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        # sorted: the library's own order changes from call to call, and with it the ids
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer=trainer)
+    return bpe
+
+
+def _limited(texts: Iterator[str]) -> Iterator[str]:
+    room = BPE_TRAINING_CHARACTERS
+    for text in texts:
+        yield text
+        room -= len(text)
+        if room <= 0:
+            return
+
+
+def _letters_of_bytes() -> dict[int, str]:
+    """The letter that byte-level BPE (GPT-2) writes for each byte: itself, or the next from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(0x100)
+    return {byte: chr(byte if byte in printable else next(others)) for byte in range(256)}
+
+
+def _save(tokenizer: Any, eos_token: str, folder: str | os.PathLike[str]) -> None:
+    from transformers import PreTrainedTokenizerFast  # slow to import, and needed at the end of a run only
+
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token).save_pretrained(folder)
+
+
+def _folder_fingerprint(folder: Path) -> str:
+    paths = {path for pattern in FOLDER_FILES for path in folder.glob(pattern) if path.is_file()}
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()

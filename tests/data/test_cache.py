@@ -1,0 +1,209 @@
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from megalowbit.data import cache
+from megalowbit.data.cache import cached_file, content_digest, run_on_each_node_first
+from megalowbit.errors import UserError
+
+TIMEOUT = 90
+
+
+class Builder:
+    def __init__(self, content=b"tokens" * 100):
+        self.content = content
+        self.calls = 0
+
+    def __call__(self, path):
+        self.calls += 1
+        path.write_bytes(self.content)
+
+
+def test_a_file_is_built_once_and_found_afterwards(tmp_path):
+    build = Builder()
+    path = tmp_path / "deep" / "file"
+    for _ in range(3):
+        assert cached_file(path, build).read_bytes() == build.content
+    assert build.calls == 1
+    assert sorted(p.name for p in path.parent.iterdir()) == ["file", "file.manifest.json"]
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[17] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lose_manifest(path):
+    path.with_name("file.manifest.json").unlink()
+
+
+def break_manifest(path):
+    path.with_name("file.manifest.json").write_text("{")
+
+
+def lie_in_manifest(path):
+    path.with_name("file.manifest.json").write_text("[]")
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lose_manifest, break_manifest, lie_in_manifest])
+def test_a_damaged_file_is_built_again_with_a_line_in_the_log(tmp_path, caplog, damage):
+    build = Builder()
+    path = cached_file(tmp_path / "file", build)
+    damage(path)
+    with caplog.at_level(logging.WARNING):
+        assert cached_file(path, build).read_bytes() == build.content
+    assert build.calls == 2
+    assert "damaged" in caplog.text
+    assert str(path) in caplog.text
+    cached_file(path, build)
+    assert build.calls == 2
+
+
+def test_a_build_that_fails_leaves_nothing_behind(tmp_path):
+    def build(path):
+        path.write_bytes(b"half")
+        raise UserError("the corpus ends in the middle")
+
+    with pytest.raises(UserError, match="the corpus ends"):
+        cached_file(tmp_path / "file", build)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_builds_at_the_same_time_do_not_disturb_each_other(tmp_path):
+    barrier = threading.Barrier(4)
+    content = os.urandom(1 << 20)
+    seen = []
+
+    def build(path):
+        barrier.wait(TIMEOUT)  # all have found nothing, and now all write
+        path.write_bytes(content)
+
+    def use():
+        seen.append(cached_file(tmp_path / "file", build).read_bytes())
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert seen == [content] * 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "file.manifest.json"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "taken").write_text("a file, not a folder")
+    with pytest.raises(UserError, match=r"cache folder .*taken cannot be written .*MEGALOWBIT_CACHE"):
+        cached_file(tmp_path / "taken" / "file", Builder())
+
+
+def test_the_digest_sees_every_byte_of_a_file_up_to_64_mib(tmp_path):
+    path = tmp_path / "file"
+    content = bytearray(os.urandom(3 * cache.BLOCK_BYTES + 5))
+    digests = set()
+    for position in (None, 0, cache.BLOCK_BYTES - 1, cache.BLOCK_BYTES, len(content) - 1):
+        if position is not None:
+            content[position] ^= 0x80
+        path.write_bytes(content)
+        digests.add(content_digest(path))
+    path.write_bytes(content[:-1])
+    digests.add(content_digest(path))
+    assert len(digests) == 6
+
+
+def test_the_digest_of_a_large_file_reads_its_ends_and_its_size(tmp_path):
+    path = tmp_path / "file"
+    size = 70 * 2**20
+    digests = set()
+    for position, length in ((0, size), (size - 1, size), (0, size + 1)):
+        with path.open("wb") as file:  # sparse: takes no room
+            file.truncate(length)
+            file.seek(position)
+            file.write(b"x")
+        digests.add(content_digest(path))
+    assert len(digests) == 3
+
+
+def test_alone_the_work_is_just_done():
+    assert run_on_each_node_first(lambda: 7, str) == 7
+
+
+# What each of two processes runs; `work` and `fingerprint` are the scenario's.
+PROCESS = """
+    import os, sys, datetime
+    from pathlib import Path
+    import torch.distributed as dist
+    from megalowbit.data.cache import run_on_each_node_first
+    from megalowbit.errors import UserError
+
+    folder, scenario, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
+                            timeout=datetime.timedelta(seconds=60))
+
+    def work():
+        if scenario == "order":
+            if rank == 0:
+                (folder / "made").touch()
+            return (folder / "made").exists()
+        if scenario == f"user_error_on_{rank}":
+            raise UserError("no such corpus")
+        if scenario == "defect" and rank == 0:
+            raise KeyError("a bug")
+        return rank if scenario == "difference" else 1
+
+    try:
+        print("result", run_on_each_node_first(work, str))
+    except Exception as error:
+        print(type(error).__name__, error)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        ("order", ["result True", "result True"]),
+        ("user_error_on_0", ["UserError no such corpus"] * 2),
+        ("user_error_on_1", ["UserError no such corpus"] * 2),
+        ("defect", ["KeyError 'a bug'", "RuntimeError rank 0 failed: KeyError('a bug')"]),
+        ("difference", ["UserError rank 1 reads other data than rank 0 (1 instead of 0)"] * 2),
+    ],
+)
+def test_two_processes_work_in_turn_and_fail_together(tmp_path, scenario, expected):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PROCESS), str(tmp_path), scenario],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
+    for (output, errors), line in zip(outputs, expected, strict=True):
+        assert output.startswith(line), output + errors
+
+
+def test_the_manifest_is_plain_json(tmp_path):
+    path = cached_file(tmp_path / "file", Builder(b"12345"))
+    facts = json.loads((tmp_path / "file.manifest.json").read_text())
+    assert facts == {"size": 5, "digest": content_digest(path)}

@@ -1,0 +1,119 @@
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalowbit.data import local_files
+from megalowbit.data.local_files import LocalCorpus
+from megalowbit.errors import UserError
+
+
+def write_parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def write_jsonl(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+
+
+def documents(path, **values):
+    return list(LocalCorpus(path, **values).documents())
+
+
+def test_a_text_file_is_one_document_as_it_stands(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffeins\r\n\r\n  zwei\tdrei ünd\n".encode())
+    assert documents(path) == ["eins\r\n\r\n  zwei\tdrei ünd\n"]
+
+
+def test_a_large_text_file_is_cut_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_files, "LARGEST_DOCUMENT", 100)
+    text = "".join(f"line {number}\n" for number in range(100))
+    (tmp_path / "a.txt").write_text(text)
+    pieces = documents(tmp_path / "a.txt")
+    assert "".join(pieces) == text
+    assert all(piece.endswith("\n") for piece in pieces)
+    assert all(len(piece) < 110 for piece in pieces)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=5))
+def test_jsonl_and_parquet_give_back_any_text(tmp_path_factory, texts):
+    folder = tmp_path_factory.mktemp("files")
+    write_jsonl(folder / "a.jsonl", [{"text": text, "other": 1} for text in texts])
+    write_parquet(folder / "a.parquet", text=texts, other=list(range(len(texts))))
+    assert documents(folder / "a.jsonl") == texts
+    assert documents(folder / "a.parquet") == texts
+
+
+def test_blank_lines_and_empty_texts_are_no_documents(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n  \n{"text": "one"}\n')
+    write_parquet(tmp_path / "a.parquet", text=["", None, "two"])
+    assert documents(tmp_path) == ["one", "two"]
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_path):
+    for name in ("b.txt", "a/z.txt", "a/c.txt", ".hidden.txt", ".git/x.txt", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert documents(tmp_path) == ["a/c.txt", "a/z.txt", "b.txt"]
+
+
+def test_another_field_may_hold_the_text(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"body": "one"}])
+    write_parquet(tmp_path / "b.parquet", body=["two"])
+    assert documents(tmp_path, text_field="body") == ["one", "two"]
+
+
+def test_the_fingerprint_follows_the_content_not_the_place_or_the_time(tmp_path):
+    def fingerprint(folder, text):
+        folder.mkdir(exist_ok=True)
+        (folder / "a.txt").write_text(text)
+        return LocalCorpus(folder).fingerprint
+
+    assert fingerprint(tmp_path / "one", "text") == fingerprint(tmp_path / "two", "text")
+    assert fingerprint(tmp_path / "one", "text") != fingerprint(tmp_path / "two", "tex!")
+    assert LocalCorpus(tmp_path / "one").fingerprint != LocalCorpus(tmp_path, text_field="body").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", r"a\.txt is empty"),
+        ("a.jsonl", b"", r"a\.jsonl is empty"),
+        ("a.jsonl", b"\n\n", r"a\.jsonl has no text in it"),
+        ("a.csv", b"x", r"a\.csv is of no known kind: rename it"),
+        ("a.txt", b"fine\nbad \xff byte\n", r"a\.txt, line 2: byte 0xff is not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', r"a\.jsonl, line 3: a list, not an object"),
+        (
+            "a.jsonl",
+            b'{"texts": "a"}\n',
+            r"a\.jsonl, line 1: unknown text_field 'text': did you mean 'texts'\?",
+        ),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl, line 1: 'text' is a int, not text"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl, line 1: lone surrogate"),
+        ("a.parquet", b"PAR1 no parquet", r"a\.parquet is not a readable parquet file"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named_with_its_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        documents(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_parquet_column_that_is_missing_or_no_text_is_named(tmp_path):
+    write_parquet(tmp_path / "a.parquet", text=[1, 2])
+    with pytest.raises(UserError, match="column 'text' is int64, not text"):
+        documents(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="unknown text_field 'body'"):
+        documents(tmp_path / "a.parquet", text_field="body")
+
+
+def test_a_folder_without_text_files_is_refused(tmp_path):
+    (tmp_path / "notes.md").write_text("x")
+    with pytest.raises(UserError, match=r"has no \.txt, \.jsonl, \.parquet files"):
+        LocalCorpus(tmp_path)

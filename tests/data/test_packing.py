@@ -1,0 +1,115 @@
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from megalowbit.data import packing
+from megalowbit.data.corpus import Corpus
+from megalowbit.data.packing import PackedDataset, pack
+from megalowbit.data.tokenize import ByteTokenizer
+from megalowbit.errors import UserError
+
+
+class Documents(Corpus):
+    name = "documents"
+    fingerprint = ""
+
+    def __init__(self, *texts, fingerprint="f"):
+        self.texts = texts
+        self.fingerprint = fingerprint
+        self.reads = 0
+
+    def documents(self):
+        self.reads += 1
+        yield from self.texts
+
+
+class WideTokenizer(ByteTokenizer):
+    """Ids beyond 16 bits."""
+
+    vocab_size = 70_256
+    eos_token_id = 70_000
+    fingerprint = "wide"
+
+
+def token_file(folder):
+    (path,) = (folder / "tokens").glob("*.npy")
+    return path
+
+
+def test_samples_are_the_documents_in_a_row_each_with_an_end(tmp_path):
+    dataset = pack(Documents("abc", "de", "fghij"), ByteTokenizer(), 4, tmp_path)
+    expected = np.frombuffer(b"abc\0de\0fghij", np.uint8).astype(np.int64).reshape(3, 4)
+    assert len(dataset) == dataset.num_samples == 3
+    assert dataset.num_tokens == 13
+    for index in range(3):
+        assert dataset[index].dtype == torch.int64
+        assert dataset[index].tolist() == expected[index].tolist()
+    assert dataset.batch(np.array([2, 0])).tolist() == expected[[2, 0]].tolist()
+
+
+def test_batches_of_documents_do_not_change_the_result(tmp_path, monkeypatch):
+    texts = [f"document {number} " * (number % 7 + 1) for number in range(200)]
+    tokens = np.frombuffer("".join(f"{text}\0" for text in texts).encode(), np.uint8)
+    for number, (documents, characters) in enumerate([(512, 2**20), (1, 2**20), (7, 50)]):
+        monkeypatch.setattr(packing, "BATCH_DOCUMENTS", documents)
+        monkeypatch.setattr(packing, "BATCH_CHARACTERS", characters)
+        pack(Documents(*texts), ByteTokenizer(), 8, tmp_path / str(number))
+        assert np.array_equal(np.load(token_file(tmp_path / str(number))), tokens)
+
+
+def test_two_bytes_a_token_where_the_vocabulary_allows_else_four(tmp_path):
+    pack(Documents("abcdef"), ByteTokenizer(), 2, tmp_path / "narrow")
+    wide = pack(Documents("abcdef"), WideTokenizer(), 7, tmp_path / "wide")
+    assert np.load(token_file(tmp_path / "narrow")).dtype == np.uint16
+    assert np.load(token_file(tmp_path / "wide")).dtype == np.uint32
+    assert wide[0].tolist() == [*b"abcdef", 70_000]
+
+
+def test_a_corpus_is_tokenised_once_for_all_lengths(tmp_path):
+    corpus = Documents("abcdefgh")
+    first = pack(corpus, ByteTokenizer(), 2, tmp_path)
+    again = pack(corpus, ByteTokenizer(), 2, tmp_path)
+    other = pack(corpus, ByteTokenizer(), 4, tmp_path)
+    assert corpus.reads == 1
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert (
+        pack(Documents("x" * 9, fingerprint="g"), ByteTokenizer(), 2, tmp_path).fingerprint
+        != first.fingerprint
+    )
+    assert pack(corpus, WideTokenizer(), 2, tmp_path).fingerprint != first.fingerprint
+
+
+def test_a_damaged_token_file_is_made_again(tmp_path, caplog):
+    corpus = Documents("abcdefgh")
+    pack(corpus, ByteTokenizer(), 4, tmp_path)
+    path = token_file(tmp_path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with caplog.at_level(logging.WARNING):
+        assert pack(corpus, ByteTokenizer(), 4, tmp_path)[1].tolist() == [*b"efgh"]
+    assert "is damaged" in caplog.text
+    assert corpus.reads == 2
+
+
+def test_a_corpus_shorter_than_one_sequence_is_refused_with_both_sizes(tmp_path):
+    with pytest.raises(UserError, match="documents has 4 tokens, fewer than one sequence of 5"):
+        pack(Documents("abc"), ByteTokenizer(), 5, tmp_path)
+    assert len(pack(Documents("abc"), ByteTokenizer(), 4, tmp_path)) == 1
+
+
+def test_a_corpus_without_documents_is_refused_and_nothing_is_cached(tmp_path):
+    with pytest.raises(UserError, match="documents has no text in it"):
+        pack(Documents(), ByteTokenizer(), 4, tmp_path)
+    assert not list((tmp_path / "tokens").iterdir())
+
+
+def test_a_sample_beyond_the_end_is_an_error():
+    dataset = PackedDataset(np.arange(10, dtype=np.uint16), 4, fingerprint="f")
+    with pytest.raises(IndexError):
+        dataset[2]
+
+
+def test_the_header_has_one_length_for_every_number_of_tokens():
+    lengths = {len(packing._header(np.dtype(np.uint16), 10**digits)) for digits in range(16)}
+    assert lengths == {packing.HEADER_BYTES}
