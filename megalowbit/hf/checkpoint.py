@@ -1,0 +1,144 @@
+"""Checkpoints in and out: what `"model"` names becomes a model, a training checkpoint an HF folder.
+
+Two kinds of folder are read: Hugging Face's (`config.json` and weights) and our own training checkpoints
+(`training_checkpoint`). A model to train always comes out in fp32 and without low-bit layers; precision and
+conversion are the caller's. Not covered: optimizer states, which the engine restores on `--resume`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict, read_json
+from megalowbit.hf.model import SavableTokenizer, fill_weights, load_weights, random_model, save_hf
+from megalowbit.hf.new_folder import refuse_existing
+from megalowbit.hf.settings import ModelSettings
+from megalowbit.hf.training_checkpoint import (
+    TrainingCheckpoint,
+    is_training_checkpoint,
+    read_checkpoint,
+    write_start_checkpoint,
+)
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.surgery import convert, restore
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def read_config(settings: ModelSettings) -> PretrainedConfig:
+    """The configuration `settings` describes, overrides applied and checked.
+
+    Raises:
+        UserError: no such file, not a configuration of a known family, unknown fields, impossible values.
+    """
+    if settings.config is not None:
+        raw = read_json(settings.config)
+        return config_from_dict(raw, settings.overrides, str(settings.config), is_strict=True)
+    folder = _checkpoint_of(settings)
+    is_ours = is_training_checkpoint(folder)
+    raw = read_checkpoint(folder).hf_config if is_ours else read_json(_config_file(folder))
+    return config_from_dict(raw, settings.overrides, str(folder))
+
+
+def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> PreTrainedModel:
+    """Build the model `settings` describes: fp32, in training mode, without key-value cache.
+
+    Args:
+        settings: the `"model"` section.
+        seed: decides random weights, whatever the rank.
+        device: `"cpu"`, or `"meta"` for a model of the same shapes without weights (a dry run).
+
+    Raises:
+        UserError: as `read_config`; missing, superfluous, misshapen or damaged weights in a checkpoint.
+    """
+    if device not in ("cpu", "meta"):
+        raise ValueError(f"device must be cpu or meta: {device!r}")
+    if settings.config is not None or device == "meta":
+        model = random_model(read_config(settings), seed=seed, device=device)
+    elif is_training_checkpoint(_checkpoint_of(settings)):
+        folder = _checkpoint_of(settings)
+        model = _rebuild(read_checkpoint(folder), settings.overrides, str(folder))
+    else:
+        model = load_weights(read_config(settings), _checkpoint_of(settings), dtype=torch.float32)
+    model.config.use_cache = False
+    return model.train()
+
+
+def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4") -> Path:
+    """Turn a Hugging Face folder into a training checkpoint to start from, in the dtype of its weights.
+
+    Args:
+        source: `config.json` and weights of a GPT-2 or LLaMA.
+        folder: a new folder.
+        recipe: what the model will be trained with.
+
+    Returns:
+        The step folder inside `folder`.
+
+    Raises:
+        UserError: as `build_model` for `source` and as `write_start_checkpoint` for `folder`.
+    """
+    refuse_existing(folder)  # before the minutes a large model takes
+    if is_training_checkpoint(source):
+        raise UserError(f"{source} is a training checkpoint already: start from it as it is")
+    config = config_from_dict(read_json(_config_file(source)), {}, str(source))
+    return write_start_checkpoint(load_weights(config, source, dtype="auto"), recipe, folder)
+
+
+def export_checkpoint(
+    source: Path,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    tokenizer: SavableTokenizer | None = None,
+) -> None:
+    """Turn a training checkpoint into an ordinary Hugging Face folder.
+
+    Args:
+        source: a step folder, a `checkpoints/` folder or a run's folder.
+        folder: a new folder.
+        dtype: of the saved weights; `None` keeps the stored one.
+        tokenizer: saved beside the weights.
+
+    Raises:
+        UserError: no undamaged checkpoint in `source`; `folder` exists and is not empty, or cannot be
+        written.
+    """
+    refuse_existing(folder)
+    stored = read_checkpoint(source)
+    model = _rebuild(stored, {}, str(source))
+    stored_dtypes = {value.dtype for value in stored.state_dict.values()}
+    if dtype is None and len(stored_dtypes) == 1:
+        (dtype,) = stored_dtypes
+    save_hf(model, folder, tokenizer, dtype=dtype)
+
+
+def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) -> PreTrainedModel:
+    """The stored model in fp32, turned back into plain layers."""
+    config = config_from_dict(stored.hf_config, overrides, where)
+    model = random_model(config, seed=0)
+    convert(model, stored.recipe)
+    fill_weights(model, stored.state_dict, where)
+    restore(model)
+    return model
+
+
+def _checkpoint_of(settings: ModelSettings) -> Path:
+    assert settings.checkpoint is not None, "ModelSettings holds exactly one of config and checkpoint"
+    return settings.checkpoint.expanduser()
+
+
+def _config_file(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise UserError(
+            f"checkpoint {folder} is no folder: name a Hugging Face folder or one of our checkpoints"
+        )
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(
+            f"checkpoint {folder} has no {CONFIG_FILE} and no training checkpoint in it: name another"
+        )
+    return folder / CONFIG_FILE

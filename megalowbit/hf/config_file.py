@@ -1,0 +1,85 @@
+"""Hugging Face configurations: `config.json` in, checked and with overrides, and every mistake in one line.
+
+A file a person wrote is read strictly: transformers ignores a field it does not know, and "n_layers" instead
+of "n_layer" would train a model of another depth. A checkpoint's file was written by a program, often by
+another version of transformers, and may hold fields unknown here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalowbit.errors import UserError, unknown_name
+from megalowbit.hf.families import check_config, family
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+CONFIG_FILE = "config.json"
+# Written by other versions of transformers, without effect on the weights of these families.
+IDLE_FIELDS = ("torch_dtype", "n_ctx", "task_specific_params", "gradient_checkpointing", "auto_map")
+
+
+def config_from_dict(
+    raw: dict[str, Any], overrides: dict[str, Any], where: str, *, is_strict: bool = False
+) -> PretrainedConfig:
+    """A checked configuration from the fields of a `config.json`.
+
+    Args:
+        raw: the fields, `model_type` among them.
+        overrides: fields to change; unknown ones are always refused.
+        where: the file's name, for messages.
+        is_strict: refuse unknown fields in `raw` too.
+
+    Raises:
+        UserError: naming field, value and remedy.
+    """
+    if "model_type" not in raw:
+        raise UserError(f'{where} has no "model_type": add "gpt2" or "llama"')
+    row = family(raw["model_type"])
+    config_class = row.load_config_class()
+    known = sorted({*config_class().to_dict(), *config_class.attribute_map, *row.further_fields})
+    for name in raw if is_strict else ():
+        if name not in known and name not in IDLE_FIELDS:
+            raise UserError(f"{where}: {unknown_name('field', name, known)}")
+    for name in overrides:
+        if name not in known or name == "model_type":
+            raise unknown_name("field in model.overrides", name, known)
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        config = config_class.from_dict(_with_overrides(raw, overrides, config_class))
+    except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where} is not a valid {raw['model_type']} configuration: {reason}") from error
+    check_config(config, where)
+    return config
+
+
+def _with_overrides(raw: dict[str, Any], overrides: dict[str, Any], config_class: Any) -> dict[str, Any]:
+    # An alias ("hidden_size" of GPT-2's "n_embd") must replace the field it stands for, not stand beside it.
+    own_names = {config_class.attribute_map.get(name, name): value for name, value in overrides.items()}
+    return {**raw, **own_names}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): name a Hugging Face config.json"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): mend or replace it") from error
+    if not isinstance(raw, dict):
+        raise UserError(
+            f"{path} holds a {type(raw).__name__}, not an object: name a Hugging Face config.json"
+        )
+    return raw

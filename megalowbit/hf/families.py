@@ -1,0 +1,189 @@
+"""What differs between model families, as a table: GPT-2 and LLaMA.
+
+A row names the classes, where the blocks live, the projections inside a block and the fields of the
+configuration that sizes are read from. A new family is one more row. `check_config` says what would fail
+later, inside transformers, with a traceback or not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megalowbit.errors import UserError, unknown_name
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family.
+
+    Attributes:
+        model_type: as `config.json` says it.
+        config_class: name of its configuration in transformers.
+        model_class: name of its causal language model in transformers.
+        blocks: dotted name of the list of blocks in the model.
+        projections: names of the linear projections inside a block.
+        num_layers, hidden_size, num_heads, position_limit, activation: names of configuration fields.
+        sizes: further fields that are whole numbers ≥ 1.
+        dropouts: fields that are probabilities.
+        further_fields: fields that are understood when read, and stored under another name.
+    """
+
+    model_type: str
+    config_class: str
+    model_class: str
+    blocks: str
+    projections: tuple[str, ...]
+    num_layers: str
+    hidden_size: str
+    num_heads: str
+    position_limit: str
+    activation: str
+    sizes: tuple[str, ...]
+    dropouts: tuple[str, ...]
+    further_fields: tuple[str, ...] = ()
+
+    def load_config_class(self) -> Any:
+        """The configuration class, imported now."""
+        import transformers
+
+        return getattr(transformers, self.config_class)
+
+    def load_model_class(self) -> Any:
+        """The model class, imported now."""
+        import transformers
+
+        return getattr(transformers, self.model_class)
+
+
+FAMILIES = (
+    Family(
+        model_type="gpt2",
+        config_class="GPT2Config",
+        model_class="GPT2LMHeadModel",
+        blocks="transformer.h",
+        projections=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+        num_layers="n_layer",
+        hidden_size="n_embd",
+        num_heads="n_head",
+        position_limit="n_positions",
+        activation="activation_function",
+        sizes=("vocab_size",),
+        dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+    ),
+    Family(
+        model_type="llama",
+        config_class="LlamaConfig",
+        model_class="LlamaForCausalLM",
+        blocks="model.layers",
+        projections=(
+            *(f"self_attn.{name}_proj" for name in "qkvo"),
+            *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+        ),
+        num_layers="num_hidden_layers",
+        hidden_size="hidden_size",
+        num_heads="num_attention_heads",
+        position_limit="max_position_embeddings",
+        activation="hidden_act",
+        sizes=("vocab_size", "intermediate_size", "num_key_value_heads", "head_dim"),
+        dropouts=("attention_dropout",),
+        further_fields=("rope_theta", "rope_scaling"),
+    ),
+)
+
+
+def family(model_type: object) -> Family:
+    """The family of a `model_type`.
+
+    Raises:
+        UserError: it is none of the table's.
+    """
+    for row in FAMILIES:
+        if row.model_type == model_type:
+            return row
+    raise unknown_name("model_type", model_type, [row.model_type for row in FAMILIES])
+
+
+def expected_projections(config: PretrainedConfig) -> list[str]:
+    """Full module names of all attention and MLP projections of a model with this configuration."""
+    row = family(config.model_type)
+    blocks = range(getattr(config, row.num_layers))
+    return [f"{row.blocks}.{block}.{name}" for block in blocks for name in row.projections]
+
+
+def position_limit(config: PretrainedConfig) -> int:
+    """The longest sequence, in tokens, the model was configured for."""
+    return int(getattr(config, family(config.model_type).position_limit))
+
+
+def check_config(config: PretrainedConfig, where: str) -> None:
+    """Refuse sizes and names that no model can be built from.
+
+    Args:
+        config: of one of the families.
+        where: file the configuration was read from, for the message.
+
+    Raises:
+        UserError: naming field, value and what is allowed.
+    """
+    row = family(config.model_type)
+    for field in (row.num_layers, row.hidden_size, row.num_heads, row.position_limit, *row.sizes):
+        value = getattr(config, field)
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{where}: {field} must be a whole number ≥ 1, not {value!r}")
+    for field in row.dropouts:
+        value = getattr(config, field)
+        if not 0 <= value <= 1:
+            raise UserError(f"{where}: {field} must be a probability, 0 … 1, not {value!r}")
+    _check_heads(config, row, where)
+    activation = getattr(config, row.activation)
+    from transformers.activations import ACT2FN
+
+    if activation not in ACT2FN:
+        raise UserError(f"{where}: {unknown_name(row.activation, activation, ACT2FN)}")
+    padding = config.pad_token_id
+    if padding is not None and not 0 <= padding < config.vocab_size:
+        raise UserError(
+            f"{where}: pad_token_id {padding} is outside vocab_size {config.vocab_size}: use null"
+        )
+
+
+def _check_heads(config: PretrainedConfig, row: Family, where: str) -> None:
+    hidden_size, num_heads = getattr(config, row.hidden_size), getattr(config, row.num_heads)
+    if hidden_size % num_heads:
+        raise UserError(f"{where}: {row.num_heads} {num_heads} must divide {row.hidden_size} {hidden_size}")
+    if row.model_type != "llama":
+        return
+    if num_heads % config.num_key_value_heads:
+        raise UserError(
+            f"{where}: num_key_value_heads must divide {row.num_heads}: "
+            f"{config.num_key_value_heads} does not divide {num_heads}"
+        )
+
+
+def check_fits(config: PretrainedConfig, *, vocab_size: int, sequence_length: int) -> None:
+    """Refuse data that a model of this configuration cannot read.
+
+    Args:
+        config: of one of the families.
+        vocab_size: of the tokenizer.
+        sequence_length: of the samples.
+
+    Raises:
+        UserError: token ids beyond the embedding, or sequences beyond the position limit.
+    """
+    if vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {vocab_size} tokens, the model's vocab_size is only {config.vocab_size}: "
+            f"set model.overrides.vocab_size to {vocab_size} or more"
+        )
+    limit = position_limit(config)
+    if sequence_length > limit:
+        field = family(config.model_type).position_limit
+        raise UserError(
+            f"data.sequence_length {sequence_length} is longer than the model's {field} {limit}: "
+            f"lower it or set model.overrides.{field}"
+        )

@@ -1,0 +1,173 @@
+"""Hugging Face models: random ones, ones with the weights of a folder, and saving.
+
+Random weights depend on the seed alone: every rank initialises the same ones, on the CPU, without touching
+the global generator. Saving works on a copy of the weights, so a model in the middle of training, low-bit
+layers, hooks and all, is not disturbed. Not covered: models larger than the memory of a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+
+from megalowbit.errors import UserError
+from megalowbit.hf.families import family
+from megalowbit.hf.new_folder import new_folder
+from megalowbit.layers.surgery import bit_layers, convert, restore
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+class SavableTokenizer(Protocol):
+    """What `save_hf` needs of a tokenizer: ours and those of transformers have it."""
+
+    eos_token_id: Any
+
+    def save_pretrained(self, folder: Any) -> Any:
+        """Write the tokenizer's files into `folder`."""
+
+
+def random_model(config: PretrainedConfig, *, seed: int, device: str = "cpu") -> PreTrainedModel:
+    """An fp32 model with random weights that depend on `config` and `seed` only."""
+    model_class = family(config.model_type).load_model_class()
+    with _seeded(seed), torch.device(device):
+        return model_class._from_config(config, dtype=torch.float32)
+
+
+def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype | str) -> PreTrainedModel:
+    """The model of a Hugging Face folder, every weight of it from there.
+
+    Args:
+        config: read from `folder`, perhaps with overrides.
+        folder: `model.safetensors` or another form transformers knows.
+        dtype: of the result; `"auto"` for the stored one.
+
+    Raises:
+        UserError: no weights, damaged ones, or others than `config` asks for.
+    """
+    model_class = family(config.model_type).load_model_class()
+    try:
+        with _seeded(0), _quiet_transformers():
+            model, report = model_class.from_pretrained(
+                folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"the weights in {folder} cannot be loaded ({reason}): replace the folder") from error
+    _refuse_differences(report["missing_keys"], report["unexpected_keys"], str(folder))
+    return model
+
+
+def fill_weights(
+    model: PreTrainedModel, state_dict: dict[str, torch.Tensor], where: str, *, is_assigned: bool = False
+) -> None:
+    """Put `state_dict`, which must be complete, into `model`.
+
+    Args:
+        model: of the same architecture, converted or not like the one the weights are from.
+        state_dict: the weights.
+        where: what they are from, for messages.
+        is_assigned: take over the tensors themselves, with their dtype, instead of copying their values.
+
+    Raises:
+        UserError: names or shapes differ.
+    """
+    expected = model.state_dict()
+    _refuse_differences(expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys(), where)
+    for name, value in state_dict.items():
+        if value.shape != expected[name].shape:
+            raise UserError(
+                f"{where}: weight {name} has shape {tuple(value.shape)}, its configuration says "
+                f"{tuple(expected[name].shape)}: correct the overrides"
+            )
+    model.load_state_dict(state_dict, strict=True, assign=is_assigned)
+    model.tie_weights()  # assigning separates what the configuration ties
+
+
+def save_hf(
+    model: PreTrainedModel,
+    folder: Path,
+    tokenizer: SavableTokenizer | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Save `model` as an ordinary Hugging Face checkpoint for `from_pretrained`; whole or not at all.
+
+    The model itself is left as it is: its weights are copied to the CPU and low-bit layers are turned back
+    into plain ones there.
+
+    Args:
+        model: converted or not, on any device.
+        folder: a new folder.
+        tokenizer: saved beside the weights; its end-of-text id becomes the model's.
+        dtype: of the saved weights; `None` keeps the model's.
+
+    Raises:
+        UserError: `folder` exists and is not empty, or cannot be written.
+    """
+    plain = _plain_copy(model)
+    if dtype is not None:
+        plain = plain.to(dtype)
+    plain.config.use_cache = True  # off for training only
+    if tokenizer is not None:
+        for settings in (plain.config, plain.generation_config):
+            if settings is not None:
+                settings.eos_token_id = settings.bos_token_id = tokenizer.eos_token_id
+    with new_folder(Path(folder)) as draft:
+        plain.save_pretrained(draft)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+
+
+def _refuse_differences(missing: Any, unexpected: Any, where: str) -> None:
+    if missing:
+        raise UserError(f"{where} lacks the weight {min(missing)} and {len(missing) - 1} others: replace it")
+    if unexpected:
+        raise UserError(
+            f"{where} has the weight {min(unexpected)} and {len(unexpected) - 1} others, for which its "
+            "configuration has no place: correct its config.json or the overrides"
+        )
+
+
+def _plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy on the CPU with plain layers, made from the weights alone.
+
+    `copy.deepcopy` would also copy what hooks and observers hold: the engine, its optimizer, the run's
+    writers.
+    """
+    layers = bit_layers(model)
+    config = type(model.config).from_dict(model.config.to_dict())
+    copy = random_model(config, seed=0, device="meta")
+    if layers:
+        convert(copy, next(iter(layers.values())).recipe)
+    state = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+    fill_weights(copy, state, "the model", is_assigned=True)
+    restore(copy)
+    return copy
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the CPU generator inside the block and leave it as it was afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Hold back the report of missing and superfluous weights, which is judged here and said in one line."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

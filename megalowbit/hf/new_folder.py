@@ -1,0 +1,44 @@
+"""A folder that appears whole or not at all, and never in place of another."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megalowbit.errors import UserError
+
+
+def refuse_existing(folder: Path) -> None:
+    """Check that `folder` may be written: absent, or an empty folder.
+
+    Raises:
+        UserError: there is something under that name.
+    """
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() or folder.is_symlink():
+        raise UserError(f"{folder} exists already and is never overwritten: name a new folder")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `folder` when the block ends well, and removed otherwise.
+
+    Raises:
+        UserError: `folder` exists and is not empty, or cannot be written.
+    """
+    refuse_existing(folder)
+    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        draft.rename(folder)
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror or error}): check the place and its free room"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,68 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+ROOT = Path(__file__).parents[2]
+GPT2 = GPT2Config(
+    vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+)
+
+
+def convert_hf(*arguments):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "convert_hf.py"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        # The folder of a script is on its path, not the working directory; an installed package would do too.
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+    )
+
+
+def test_there_and_back_from_the_command_line(tmp_path):
+    model = GPT2LMHeadModel(GPT2).eval()
+    model.save_pretrained(tmp_path / "source")
+    start = tmp_path / "start"
+    done = convert_hf("to-megalowbit", tmp_path / "source", start, "--recipe", "nvfp4")
+    assert done.returncode == 0, done.stderr
+    assert f'"model": {{"checkpoint": "{start}"}}' in done.stdout
+    done = convert_hf("to-hf", start, tmp_path / "back", "--tokenizer", "byte")
+    assert done.returncode == 0, done.stderr
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "back")("import this", return_tensors="pt")["input_ids"]
+    assert tokens.tolist() == [list(b"import this")]
+    with torch.no_grad():
+        assert back(tokens).logits.equal(model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["to-megalowbit", "nowhere", "out"], "checkpoint nowhere is no folder"),
+        (["to-hf", "nowhere", "out"], "no complete training checkpoint in nowhere"),
+        (["to-hf", "nowhere", "out", "--dtype", "int8"], "unknown dtype 'int8': known: float32"),
+        (["to-hf", "nowhere", "out", "--tokenizer", "bpe"], '--tokenizer "bpe" is trained on a corpus'),
+        (["to-hf", "nowhere", "tests"], "tests exists already and is never overwritten"),
+        (["to-mars", "a", "b"], "invalid choice: 'to-mars'"),
+        (["to-hf", "a"], "the following arguments are required: OUT; see --help"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
+    done = convert_hf(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_help_names_both_ways():
+    done = convert_hf("--help")
+    assert done.returncode == 0
+    assert "to-megalowbit" in done.stdout
+    assert "to-hf" in done.stdout
+    assert "python tools/convert_hf.py to-hf runs/tiny/ tiny-hf/" in done.stdout

@@ -1,0 +1,171 @@
+import pytest
+import torch
+from megalowbit.layers.surgery import bit_layers, convert
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
+
+from megalowbit.data.tokenize import ByteTokenizer
+from megalowbit.errors import UserError
+from megalowbit.hf.model import fill_weights, load_weights, random_model, save_hf
+
+GPT2 = GPT2Config(
+    vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+)
+LLAMA = LlamaConfig(
+    vocab_size=256,
+    max_position_embeddings=32,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+TOKENS = torch.arange(20).reshape(2, 10) * 7 % 256
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA])
+def test_random_weights_depend_on_the_seed_alone(config):
+    torch.manual_seed(1)
+    first = weights(random_model(config, seed=5))
+    torch.manual_seed(2)
+    assert equal(first, weights(random_model(config, seed=5)))
+    assert not equal(first, weights(random_model(config, seed=6)))
+    assert {value.dtype for value in first.values()} == {torch.float32}
+
+
+def test_the_callers_random_numbers_go_on_undisturbed():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    random_model(GPT2, seed=5)
+    assert torch.rand(4).equal(expected)
+
+
+def test_a_model_without_weights_has_the_same_shapes():
+    model = random_model(GPT2, seed=0, device="meta")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    assert shapes == {name: value.shape for name, value in random_model(GPT2, seed=0).state_dict().items()}
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA])
+@pytest.mark.parametrize("recipe", [None, "nvfp4", "bf16"])
+def test_a_saved_model_has_the_logits_of_the_plain_one(tmp_path, config, recipe):
+    model = random_model(config, seed=1)
+    expected = logits(model)
+    if recipe is not None:
+        convert(model, recipe)
+    save_hf(model, tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert logits(loaded).equal(expected)
+    assert loaded.config.use_cache
+
+
+def test_saving_does_not_disturb_the_live_model(tmp_path):
+    model = random_model(GPT2, seed=1).half()
+    convert(model, "nvfp4")
+    layers = bit_layers(model)
+    # What training hangs on a model must neither be copied nor be lost.
+    next(iter(layers.values())).register_forward_hook(lambda *_: None)
+    parameters = list(model.parameters())
+    handle = parameters[0].register_post_accumulate_grad_hook(lambda _: pytest.fail("copied"))
+    before, use_cache = weights(model), model.config.use_cache
+    model.config.use_cache = False
+    save_hf(model, tmp_path / "hf", ByteTokenizer())
+    assert bit_layers(model) == layers
+    assert all(mine is theirs for mine, theirs in zip(parameters, model.parameters(), strict=True))
+    assert equal(before, weights(model))
+    assert model.training
+    assert model.config.use_cache is False
+    assert use_cache
+    assert handle is not None
+
+
+def test_half_weights_are_saved_as_they_are_or_in_the_dtype_asked_for(tmp_path):
+    model = random_model(GPT2, seed=1).to(torch.bfloat16)
+    convert(model, "nvfp4")
+    save_hf(model, tmp_path / "same")
+    save_hf(model, tmp_path / "wide", dtype=torch.float32)
+    same, wide = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("same", "wide")
+    )
+    assert (same.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    assert equal(weights(same.float()), weights(wide))
+
+
+def test_the_tokenizer_is_saved_beside_and_gives_its_end_of_text_to_the_model(tmp_path):
+    save_hf(random_model(LLAMA, seed=1), tmp_path / "hf", ByteTokenizer())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert tokenizer("né\n")["input_ids"] == list("né\n".encode())
+    assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == tokenizer.eos_token_id == 0
+    ids = tokenizer("ab", return_tensors="pt")
+    assert loaded.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] <= 5
+
+
+def test_an_existing_folder_is_never_overwritten(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine").write_text("precious")
+    with pytest.raises(UserError, match="exists already"):
+        save_hf(random_model(GPT2, seed=1), tmp_path / "hf")
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine"]
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def garble(path):
+    path.write_bytes(b"\0" * 200)
+
+
+@pytest.mark.parametrize("damage", [cut, garble, lambda path: path.unlink()])
+def test_weights_that_are_damaged_or_gone_are_one_line(tmp_path, damage):
+    GPT2LMHeadModel(GPT2).save_pretrained(tmp_path)
+    damage(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"the weights in .* cannot be loaded \(.*\): replace") as caught:
+        load_weights(GPT2, tmp_path, dtype=torch.float32)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layer": 3}, r"lacks the weight transformer\.h\.2\.attn\.c_attn\.bias and 11 others"),
+        ({"n_layer": 1}, r"has the weight transformer\.h\.1\..* and \d+ others, for which"),
+        ({"n_positions": 16}, "cannot be loaded"),
+    ],
+)
+def test_weights_of_another_architecture_are_refused(tmp_path, change, message):
+    GPT2LMHeadModel(GPT2).save_pretrained(tmp_path)
+    config = GPT2Config(**{**GPT2.to_dict(), **change})
+    with pytest.raises(UserError, match=message):
+        load_weights(config, tmp_path, dtype=torch.float32)
+
+
+def test_filling_checks_names_and_shapes_first():
+    model = random_model(GPT2, seed=1)
+    state = weights(random_model(GPT2, seed=2))
+    before = weights(model)
+    broken = {**state, "transformer.wpe.weight": torch.zeros(3, 3)}
+    with pytest.raises(UserError, match=r"here: weight transformer\.wpe\.weight has shape \(3, 3\)"):
+        fill_weights(model, broken, "here")
+    broken = {name: value for name, value in state.items() if "ln_f" not in name}
+    with pytest.raises(UserError, match=r"here lacks the weight transformer\.ln_f\.bias and 1 others"):
+        fill_weights(model, broken, "here")
+    assert equal(before, weights(model))
+    fill_weights(model, state, "here")
+    assert equal(state, weights(model))

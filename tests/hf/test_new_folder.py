@@ -1,0 +1,66 @@
+import pytest
+
+from megalowbit.errors import UserError
+from megalowbit.hf.new_folder import new_folder, refuse_existing
+
+
+def names(folder):
+    return [path.name for path in folder.iterdir()]
+
+
+def test_the_folder_appears_when_the_block_ends(tmp_path):
+    with new_folder(tmp_path / "a" / "b") as draft:
+        (draft / "file").write_text("content")
+        assert not (tmp_path / "a" / "b").exists()
+    assert (tmp_path / "a" / "b" / "file").read_text() == "content"
+    assert names(tmp_path / "a") == ["b"]
+
+
+def test_an_empty_folder_may_be_filled(tmp_path):
+    (tmp_path / "a").mkdir()
+    with new_folder(tmp_path / "a") as draft:
+        (draft / "file").touch()
+    assert names(tmp_path / "a") == ["file"]
+
+
+def test_nothing_is_left_of_a_block_that_fails(tmp_path):
+    def fail():
+        with new_folder(tmp_path / "a") as draft:
+            (draft / "file").touch()
+            raise KeyError("a defect")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert names(tmp_path) == []
+
+
+def test_what_exists_is_not_touched(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "mine").write_text("precious")
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("a", "file", "link"):
+        with pytest.raises(UserError, match="exists already and is never overwritten"):
+            refuse_existing(tmp_path / name)
+    assert (tmp_path / "a" / "mine").read_text() == "precious"
+
+
+def test_a_folder_that_another_filled_in_between_is_not_touched(tmp_path):
+    def fill_late():
+        with new_folder(tmp_path / "a"):
+            (tmp_path / "a").mkdir()
+            (tmp_path / "a" / "theirs").touch()
+
+    with pytest.raises(UserError, match="cannot be written"):
+        fill_late()
+    assert names(tmp_path) == ["a"]
+    assert names(tmp_path / "a") == ["theirs"]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match=r"file/a cannot be written \(.*\): check the place"),
+        new_folder(tmp_path / "file" / "a"),
+    ):
+        pass

@@ -1,0 +1,179 @@
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from megalowbit.layers.surgery import bit_layers, convert
+from transformers import GPT2Config
+
+from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.errors import UserError
+from megalowbit.hf.model import random_model
+from megalowbit.hf.training_checkpoint import (
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    find_checkpoint,
+    is_training_checkpoint,
+    read_checkpoint,
+    write_start_checkpoint,
+)
+from megalowbit.layers.recipe import recipe
+
+GPT2 = GPT2Config(
+    vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("start") / "checkpoints"
+    write_start_checkpoint(random_model(GPT2, seed=1).half(), "nvfp4", folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, original):
+    """A copy to damage: run/checkpoints."""
+    return shutil.copytree(original, tmp_path / "run" / "checkpoints")
+
+
+def rewrite(step, content):
+    """Save other content under a manifest that fits it."""
+    torch.save(content, step / WEIGHTS_FILE)
+    data = (step / WEIGHTS_FILE).read_bytes()
+    facts = {"name": WEIGHTS_FILE, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (step / MANIFEST_FILE).write_text(json.dumps({"format": 1, "files": [facts]}))
+
+
+def test_what_was_written_is_read_back(folder):
+    hf_config, read_recipe, state_dict = read_checkpoint(folder)
+    expected = random_model(GPT2, seed=1).half()
+    convert(expected, "nvfp4")
+    assert hf_config["n_embd"] == 32
+    assert read_recipe == recipe("nvfp4")
+    assert state_dict.keys() == expected.state_dict().keys()
+    assert all(state_dict[name].equal(value) for name, value in expected.state_dict().items())
+    assert {value.dtype for value in state_dict.values()} == {torch.float16}
+
+
+def test_writing_leaves_the_model_as_it_is(tmp_path):
+    model = random_model(GPT2, seed=1)
+    step = write_start_checkpoint(model, recipe("bf16"), tmp_path / "start")
+    assert not bit_layers(model)
+    assert step == tmp_path / "start" / "step-00000000"
+    assert (tmp_path / "start" / "latest").read_text() == "step-00000000"
+    with pytest.raises(UserError, match="never overwritten"):
+        write_start_checkpoint(model, "bf16", tmp_path / "start")
+
+
+def test_the_manifest_holds_size_and_sha256(folder):
+    step = folder / "step-00000000"
+    data = (step / WEIGHTS_FILE).read_bytes()
+    expected = {"name": WEIGHTS_FILE, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert json.loads((step / MANIFEST_FILE).read_text()) == {"format": 1, "files": [expected]}
+
+
+def test_the_engine_takes_it_for_one_of_its_own(folder):
+    store = CheckpointStore(folder)
+    assert store.latest() == folder / "step-00000000"
+    store.verify(store.latest())
+
+
+def test_a_checkpoint_is_found_from_its_run_its_folder_and_itself(folder):
+    shutil.copytree(folder / "step-00000000", folder / "step-00000040")
+    (folder / "latest").write_text("step-00000040\n")
+    assert find_checkpoint(folder.parent) == folder / "step-00000040"
+    assert find_checkpoint(folder) == folder / "step-00000040"
+    assert find_checkpoint(folder / "step-00000000") == folder / "step-00000000"
+    for path in (folder.parent, folder, folder / "step-00000040"):
+        assert is_training_checkpoint(path)
+    assert not is_training_checkpoint(folder.parent.parent)
+
+
+def test_a_place_without_a_complete_checkpoint_is_refused(folder):
+    with pytest.raises(UserError, match="no complete training checkpoint in"):
+        find_checkpoint(folder / "nowhere")
+    (folder / "latest").write_text("step-00000099")
+    with pytest.raises(UserError, match="latest names 'step-00000099', which is no folder there"):
+        read_checkpoint(folder)
+    (folder / "latest").write_text("../elsewhere")
+    with pytest.raises(UserError, match="which is no folder there"):
+        read_checkpoint(folder)
+    (folder / "latest").unlink()
+    with pytest.raises(UserError, match="no complete training checkpoint in"):
+        read_checkpoint(folder.parent)
+
+
+def cut(step):
+    path = step / WEIGHTS_FILE
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_one_bit(step):
+    path = step / WEIGHTS_FILE
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def empty(step):
+    (step / WEIGHTS_FILE).write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "is damaged"),
+        (flip_one_bit, "is damaged"),
+        (empty, "is damaged"),
+        (lambda step: (step / WEIGHTS_FILE).unlink(), f"lacks {WEIGHTS_FILE}"),
+        (lambda step: (step / MANIFEST_FILE).unlink(), "has no manifest.json, so it is incomplete"),
+        (lambda step: (step / MANIFEST_FILE).write_text("{"), "has a damaged manifest.json"),
+        (lambda step: (step / MANIFEST_FILE).write_text("[]"), "has a damaged manifest.json"),
+        (lambda step: (step / MANIFEST_FILE).write_text('{"format": 2, "files": []}'), "has format 2, not 1"),
+        (lambda step: (step / MANIFEST_FILE).write_text('{"format": 1, "files": []}'), "merge its shards"),
+    ],
+)
+def test_damage_of_every_kind_is_one_line_that_names_the_checkpoint(folder, damage, message):
+    step = folder / "step-00000000"
+    damage(step)
+    with pytest.raises(UserError, match=message) as caught:
+        read_checkpoint(step)
+    assert str(step) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_of_another_program_or_version_is_refused(folder):
+    step = folder / "step-00000000"
+    rewrite(step, {"module": {}})
+    with pytest.raises(UserError, match="was not written by megalowbit"):
+        read_checkpoint(step)
+    rewrite(step, {"module": {}, "megalowbit": {"format": 9}})
+    with pytest.raises(UserError, match="has format 9, not 1"):
+        read_checkpoint(step)
+    rewrite(step, [1])
+    with pytest.raises(UserError, match="holds a list"):
+        read_checkpoint(step)
+
+
+class Harmful:
+    def __reduce__(self):
+        return (print, ("code from a checkpoint has run",))
+
+
+def test_code_inside_a_checkpoint_is_not_run(folder, capsys):
+    step = folder / "step-00000000"
+    rewrite(step, {"module": {}, "megalowbit": Harmful()})
+    with pytest.raises(UserError, match="cannot be read"):
+        read_checkpoint(step)
+    assert capsys.readouterr().out == ""
+
+
+def test_tensor_parallel_shards_are_refused(folder):
+    step = folder / "step-00000000"
+    manifest = json.loads((step / MANIFEST_FILE).read_text())
+    manifest["files"].append({"name": "mp_rank_01_model_states.pt", "size": 0, "sha256": ""})
+    (step / MANIFEST_FILE).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="merge its shards"):
+        read_checkpoint(step)

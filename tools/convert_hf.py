@@ -1,0 +1,118 @@
+"""Convert between Hugging Face folders and megalowbit training checkpoints.
+
+    python tools/convert_hf.py to-megalowbit gpt2/ start/
+    python tools/convert_hf.py to-hf runs/tiny/ tiny-hf/
+
+The first writes a checkpoint to start training from (`"model": {"checkpoint": "start/"}`), the second an
+ordinary folder that `AutoModelForCausalLM.from_pretrained` loads. GPT-2 and LLaMA; nothing is overwritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from megalowbit.errors import UserError, unknown_name
+
+EXIT_USER_ERROR = 2
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    description, _, examples = str(__doc__).partition("\n\n")
+    parser = _OneLineParser(
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    to_ours = commands.add_parser(
+        "to-megalowbit", help="a Hugging Face folder becomes a checkpoint to start from", allow_abbrev=False
+    )
+    to_ours.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and weights")
+    to_ours.add_argument("folder", type=Path, metavar="OUT", help="new folder for the checkpoint")
+    to_ours.add_argument(
+        "--recipe", default="nvfp4", help="what the model will be trained with (default: %(default)s)"
+    )
+    to_hf = commands.add_parser(
+        "to-hf", help="a training checkpoint becomes a Hugging Face folder", allow_abbrev=False
+    )
+    to_hf.add_argument(
+        "source", type=Path, metavar="SRC", help="a run's folder, its checkpoints/ or one step-… folder below"
+    )
+    to_hf.add_argument("folder", type=Path, metavar="OUT", help="new folder for the model")
+    to_hf.add_argument(
+        "--dtype", metavar="DTYPE", help=f"of the weights, {', '.join(DTYPES)} (default: as stored)"
+    )
+    to_hf.add_argument(
+        "--tokenizer",
+        metavar="TOKENIZER",
+        help='save a tokenizer beside the weights: "byte" or a folder of one',
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        options = build_parser().parse_args(arguments)
+        if options.command == "to-megalowbit":
+            _to_megalowbit(options)
+        else:
+            _to_hf(options)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+# Heavy imports stand below the parsing: --help and a slip in the arguments are answered at once.
+
+
+def _to_megalowbit(options: argparse.Namespace) -> None:
+    from megalowbit.hf.checkpoint import import_checkpoint
+
+    _silence_progress()
+    step = import_checkpoint(options.source, options.folder, options.recipe)
+    print(f'{step}: start from it with "model": {{"checkpoint": "{options.folder}"}}')
+
+
+def _to_hf(options: argparse.Namespace) -> None:
+    if options.dtype not in (None, *DTYPES):
+        raise unknown_name("dtype", options.dtype, DTYPES)
+    import torch
+
+    from megalowbit.data.settings import DataSettings
+    from megalowbit.data.tokenize import build_tokenizer
+    from megalowbit.hf.checkpoint import export_checkpoint
+
+    _silence_progress()
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    tokenizer = None
+    if options.tokenizer is not None:
+        if options.tokenizer == "bpe":
+            raise UserError(
+                '--tokenizer "bpe" is trained on a corpus: name the folder it was saved to instead'
+            )
+        tokenizer = build_tokenizer(DataSettings(tokenizer=options.tokenizer, sequence_length=2))
+    export_checkpoint(options.source, options.folder, dtype, tokenizer)
+    print(f"{options.folder}: load it with transformers.AutoModelForCausalLM.from_pretrained")
+
+
+def _silence_progress() -> None:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
