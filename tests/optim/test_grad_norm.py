@@ -1,0 +1,97 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalowbit.errors import UserError
+from megalowbit.optim.grad_norm import clip_coefficient, inspect_gradients, is_counted_once
+
+BAD = [math.inf, -math.inf, math.nan]
+
+
+def reference_norm(tensors, p):
+    values = [abs(v) for t in tensors for v in t.double().flatten().tolist()]
+    return max(values) if p == math.inf else math.fsum(v**p for v in values) ** (1 / p)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.sampled_from([1, 2, 3, 2.5, math.inf]))
+@settings(max_examples=30, deadline=None)
+def test_norm_equals_float64_reference(sizes, p):
+    tensors = [torch.randn(size) * 10 ** torch.randint(-3, 4, ()).item() for size in sizes]
+    facts = inspect_gradients(tensors, norm_type=p)
+    assert not facts.found_inf
+    assert facts.norm == pytest.approx(reference_norm(tensors, p), rel=1e-5)
+
+
+def test_norm_of_millions_of_elements_keeps_six_digits():
+    gradient = torch.randn(4_000_003) + 0.3
+    exact = float(gradient.double().square().sum().sqrt())
+    assert inspect_gradients([gradient]).norm == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("p", [2, math.inf])
+@pytest.mark.parametrize("place", [0, 70_000, 199_999])
+def test_one_bad_element_anywhere_is_found(bad, p, place):
+    gradient = torch.ones(200_000)
+    gradient[place] = bad
+    assert inspect_gradients([torch.ones(3), gradient], norm_type=p).found_inf
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_element_in_an_uncounted_gradient_is_found_but_not_measured(bad):
+    facts = inspect_gradients([torch.tensor([3.0, 4.0])], uncounted=[torch.tensor([1e3])])
+    assert (facts.found_inf, facts.norm) == (False, 5.0)
+    assert inspect_gradients([torch.ones(2)], uncounted=[torch.tensor([bad])]).found_inf
+
+
+def test_huge_finite_gradients_are_not_taken_for_infinite():
+    facts = inspect_gradients([torch.tensor([3e30, 4e30]), torch.ones(2)])
+    assert not facts.found_inf
+    assert facts.norm == pytest.approx(5e30, rel=1e-6)
+
+
+def test_huge_and_infinite_together_are_infinite():
+    assert inspect_gradients([torch.tensor([3e30, math.inf])]).found_inf
+
+
+def test_zeros_are_counted_exactly():
+    tensors = [torch.tensor([0.0, 1.0, -0.0]), torch.zeros(2, 3)]
+    assert inspect_gradients(tensors, count_zeros=True).num_zeros == 8
+    assert inspect_gradients(tensors, count_zeros=True, norm_type=math.inf).num_zeros == 8
+    assert inspect_gradients([torch.tensor([3e30, 0.0])], count_zeros=True).num_zeros == 1
+    assert inspect_gradients(tensors).num_zeros is None
+
+
+def test_no_gradients_at_all_are_fine():
+    facts = inspect_gradients([], count_zeros=True)
+    assert (facts.found_inf, facts.norm, facts.num_zeros) == (False, 0.0, 0)
+    assert inspect_gradients([torch.empty(0)]).norm == 0
+
+
+@pytest.mark.parametrize("p", [0, 0.5, -1, math.nan])
+def test_a_norm_type_that_is_no_norm_is_refused(p):
+    with pytest.raises(UserError, match="norm_type must be"):
+        inspect_gradients([torch.ones(1)], norm_type=p)
+
+
+@given(st.floats(0.01, 1e4), st.floats(0, 1e8))
+def test_clipped_norm_is_at_most_the_limit_and_small_ones_stay(max_norm, norm):
+    coefficient = clip_coefficient(max_norm, norm)
+    assert norm * coefficient <= max_norm * (1 + 1e-9)
+    assert coefficient <= 1
+    if norm < max_norm - 1e-5:
+        assert coefficient == 1
+
+
+def test_zero_turns_clipping_off():
+    assert clip_coefficient(0.0, 1e30) == 1.0
+
+
+def test_shared_parameters_are_not_counted():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert is_counted_once(parameter)
+    parameter.shared = True
+    assert not is_counted_once(parameter)

@@ -1,0 +1,218 @@
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megalowbit.errors import UserError
+from megalowbit.optim.grad_scaler import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    GradScalerSettings,
+    build_grad_scaler,
+)
+
+
+def run(scaler, steps):
+    """Apply a string of steps, `x` overflow and `.` clean."""
+    for step in steps:
+        scaler.update(step == "x")
+    state = scaler.state_dict()
+    return state["scale"], state["growth_tracker"], state["hysteresis_tracker"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ("", (65536, 0, 2)),
+        ("x", (65536, 0, 1)),
+        ("xx", (32768, 0, 0)),
+        ("x.x", (32768, 0, 0)),
+        ("....", (131072, 0, 2)),
+        ("x...x....x", (65536, 0, 1)),
+    ],
+)
+def test_scale_growth_and_hysteresis_follow_megatron(steps, expected):
+    assert run(DynamicGradScaler(65536, growth_interval=4), steps) == expected
+
+
+def test_backoff_stops_at_the_minimum():
+    scaler = DynamicGradScaler(100, min_scale=7, hysteresis=1)
+    scales = []
+    for _ in range(5):
+        scaler.update(True)
+        scales.append(scaler.scale)
+    assert scales == [50, 25, 12.5, 7, 7]
+
+
+def test_after_the_first_backoff_every_overflow_backs_off_at_once():
+    scaler = DynamicGradScaler(65536, growth_interval=100)
+    assert run(scaler, "xx.....x.....x")[0] == 65536 / 8
+
+
+def test_growth_stops_at_the_maximum_and_never_reaches_infinity():
+    scaler = DynamicGradScaler(2.0**31, growth_interval=1)
+    assert run(scaler, "." * 2000)[0] == 2.0**32
+
+
+@given(
+    st.lists(st.booleans(), max_size=200),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.sampled_from([0.5, 0.25]),
+)
+def test_any_sequence_gives_the_scale_counted_by_hand(overflows, interval, hysteresis, backoff):
+    scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, backoff, interval, hysteresis, max_scale=2.0**20)
+    exponent, clean, left = 10, 0, hysteresis  # all factors are powers of two: count octaves
+    down = int(-math.log2(backoff))
+    for found_inf in overflows:
+        scaler.update(found_inf)
+        if found_inf:
+            clean, left = 0, left - 1
+            exponent = max(exponent - down, 0) if left <= 0 else exponent
+        elif clean + 1 == interval:
+            clean, left, exponent = 0, hysteresis, min(exponent + 1, 20)
+        else:
+            clean += 1
+    assert scaler.scale == 2.0**exponent
+    assert scaler.inv_scale == 2.0**-exponent
+
+
+@given(st.lists(st.booleans(), max_size=40), st.lists(st.booleans(), max_size=40))
+def test_a_saved_scaler_continues_as_if_not_stopped(before, after):
+    whole, first = (DynamicGradScaler(2.0**16, growth_interval=3) for _ in range(2))
+    for found_inf in before:
+        whole.update(found_inf)
+        first.update(found_inf)
+    second = DynamicGradScaler(4.0, growth_interval=3)
+    second.load_state_dict(first.state_dict())
+    for found_inf in after:
+        whole.update(found_inf)
+        second.update(found_inf)
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_a_tracker_loaded_into_a_shorter_interval_grows_at_the_next_clean_step():
+    scaler = DynamicGradScaler(16, growth_interval=4)
+    scaler.load_state_dict({"scale": 16.0, "growth_tracker": 8, "hysteresis_tracker": 2})
+    assert run(scaler, ".")[0] == 32
+
+
+def test_a_loaded_scale_below_the_minimum_is_raised_to_it_with_a_warning(caplog):
+    scaler = DynamicGradScaler(16, min_scale=4, hysteresis=1)
+    scaler.load_state_dict({"scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 1})
+    assert scaler.scale == 4
+    assert "outside [4" in caplog.text
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 0.0, -2.0])
+def test_a_loaded_scale_that_is_no_positive_number_is_refused(scale):
+    state = {"scale": scale, "growth_tracker": 0, "hysteresis_tracker": 1}
+    with pytest.raises(UserError, match="finite number > 0"):
+        DynamicGradScaler().load_state_dict(state)
+
+
+def test_a_loaded_state_without_keys_is_refused_by_name():
+    with pytest.raises(UserError, match="lacks growth_tracker, hysteresis_tracker"):
+        DynamicGradScaler().load_state_dict({"scale": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"initial_scale": 0}, "initial_scale"),
+        ({"initial_scale": math.inf}, "initial_scale"),
+        ({"initial_scale": 1, "min_scale": 2}, "initial_scale"),
+        ({"initial_scale": 2.0**33}, "initial_scale"),
+        ({"min_scale": -1}, "min_scale"),
+        ({"max_scale": math.nan}, "max_scale"),
+        ({"growth_factor": 1}, "growth_factor"),
+        ({"backoff_factor": 1}, "backoff_factor"),
+        ({"backoff_factor": 0}, "backoff_factor"),
+        ({"growth_interval": 2.5}, "growth_interval"),
+        ({"growth_interval": 0}, "growth_interval"),
+        ({"hysteresis": 0}, "hysteresis"),
+        ({"hysteresis": True}, "hysteresis"),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name(arguments, name):
+    with pytest.raises(UserError, match=f"^{name} must be"):
+        DynamicGradScaler(**arguments)
+
+
+def test_a_constant_scale_never_changes_and_ignores_a_dynamic_state():
+    scaler = ConstantGradScaler(1024)
+    for found_inf in (True, False) * 50:
+        scaler.update(found_inf)
+    scaler.load_state_dict(DynamicGradScaler().state_dict())
+    assert (scaler.scale, scaler.inv_scale, scaler.state_dict()) == (1024, 1 / 1024, {})
+
+
+@pytest.mark.parametrize("scale", [0, -1, math.inf, math.nan, "8"])
+def test_a_constant_scale_must_be_a_positive_number(scale):
+    with pytest.raises(UserError, match="scale must be"):
+        ConstantGradScaler(scale)
+
+
+def test_defaults_by_precision():
+    settings = GradScalerSettings()
+    dynamic = build_grad_scaler(settings, "fp16")
+    assert isinstance(dynamic, DynamicGradScaler)
+    assert (dynamic.scale, dynamic.growth_interval, dynamic.hysteresis) == (2.0**32, 1000, 2)
+    assert build_grad_scaler(settings, "bf16") is None
+    assert build_grad_scaler(settings, "fp32") is None
+
+
+def test_fp16_without_a_scaler_is_refused():
+    with pytest.raises(UserError, match=r"fp16 expects a grad scaler\."):
+        build_grad_scaler(GradScalerSettings(type="none"), "fp16")
+
+
+def test_fp32_with_a_scaler_is_refused():
+    with pytest.raises(UserError, match="fp32 uses no grad scaler"):
+        build_grad_scaler(GradScalerSettings(type="dynamic"), "fp32")
+
+
+def test_bf16_takes_a_constant_scaler():
+    assert build_grad_scaler(GradScalerSettings(type="constant", scale=8), "bf16").scale == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"type": "constant"}, 'needs "scale"'),
+        ({"type": "constant", "scale": -1}, "scale must be"),
+        ({"type": "constant", "scale": 2, "hysteresis": 2}, "hysteresis belong"),
+        ({"type": "dynamic", "scale": 2}, 'belongs to type "constant"'),
+        ({"type": "none", "growth_interval": 5}, "growth_interval belong"),
+        ({"growth_interval": 0}, "growth_interval must be"),
+        ({"hystresis": 2}, "Extra inputs"),
+        ({"type": "static"}, "type"),
+    ],
+)
+def test_settings_refuse_what_does_not_belong_together(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        GradScalerSettings.model_validate(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"type": "none"},
+        {"type": "constant", "scale": 2.0},
+        {"type": "dynamic", "initial_scale": 4.0, "hysteresis": 3},
+    ],
+)
+def test_written_settings_read_back_as_they_are(settings):
+    first = GradScalerSettings.model_validate(settings)
+    again = GradScalerSettings.model_validate(first.model_dump(mode="json"))
+    assert again.model_dump() == first.model_dump()
+
+
+def test_settings_load_without_torch():
+    code = "import sys, megalowbit.optim.grad_scaler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,187 @@
+"""The step itself: order, skip, unscale, clip. Numbers against a float64 loop written here."""
+
+import math
+
+import pytest
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+
+def half_optimizer(model, inner=None, **arguments):
+    arguments = {"clip_grad": 0.0, "grad_scaler": None, "bf16": True, "cast_parameters": True, **arguments}
+    return Float16OptimizerWithFloat16Params(
+        inner or torch.optim.SGD(model.parameters(), lr=1.0), **arguments
+    )
+
+
+def set_grad(parameter, value):
+    parameter.main_grad.copy_(torch.as_tensor(value, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("scale", [16.0, 2.0**15, 1000.0])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_sgd_with_lr_1_and_gradient_1_moves_by_exactly_minus_1(scale, is_fused):
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    inner = torch.optim.SGD([parameter], lr=1.0, fused=is_fused)
+    optimizer = half_optimizer(None, inner, grad_scaler=ConstantGradScaler(scale), bf16=False)
+    optimizer.scale_loss(parameter.float().sum()).backward()
+    success, norm, _ = optimizer.step()
+    assert success
+    assert norm == pytest.approx(math.sqrt(3), rel=1e-6)
+    assert parameter.tolist() == [-1.0, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.5, 100.0])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_adamw_follows_a_float64_reference(clip_grad, is_fused):
+    torch.manual_seed(0)
+    start = torch.randn(7)
+    parameter = torch.nn.Parameter(start.clone())
+    inner = torch.optim.AdamW(
+        [parameter], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, fused=is_fused
+    )
+    optimizer = half_optimizer(None, inner, clip_grad=clip_grad, grad_scaler=ConstantGradScaler(64.0))
+    weight, m, v = start.double(), torch.zeros(7).double(), torch.zeros(7).double()
+    for step in range(1, 6):
+        gradient = torch.randn(7)
+        set_grad(parameter, gradient * 64)
+        _, norm, _ = optimizer.step()
+        exact = gradient.double()
+        assert norm == pytest.approx(float(exact.norm()), rel=1e-6)
+        if clip_grad:
+            exact = exact * min(1.0, clip_grad / (float(exact.norm()) + 1e-6))
+        m, v = 0.8 * m + 0.2 * exact, 0.9 * v + 0.1 * exact**2
+        weight = weight * (1 - 0.1 * 0.2)
+        weight -= 0.1 * (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-6)
+        master = optimizer.fp32_from_float16_groups[0][0]
+        torch.testing.assert_close(master.detach().double(), weight, rtol=1e-5, atol=1e-6)
+        assert torch.equal(parameter.data, master.detach().bfloat16())
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("scaler", [None, DynamicGradScaler(16.0, hysteresis=1)], ids=["bf16", "fp16"])
+def test_a_non_finite_gradient_changes_nothing_but_the_scale(bad, scaler):
+    parameter = torch.nn.Parameter(torch.randn(4))
+    inner = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+    optimizer = half_optimizer(None, inner, grad_scaler=scaler, bf16=scaler is None)
+    set_grad(parameter, torch.ones(4))
+    optimizer.step()
+    master = optimizer.fp32_from_float16_groups[0][0]
+    before = [master.detach().clone(), parameter.detach().clone()]
+    before += [value.clone() for value in optimizer.state[master].values()]
+    scale = optimizer.loss_scale
+    set_grad(parameter, [1.0, bad, 1.0, 1.0])
+    assert optimizer.step() == (False, None, None)
+    after = [master, parameter, *optimizer.state[master].values()]
+    assert all(torch.equal(old, new.detach()) for old, new in zip(before, after, strict=True))
+    assert optimizer.found_inf
+    assert optimizer.grad_norm is None
+    assert optimizer.loss_scale == (scale / 2 if scaler else 1.0)
+    assert not parameter.main_grad.any()
+
+
+def test_an_overflow_is_not_replayed_and_the_next_step_is_ordinary():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = half_optimizer(None, torch.optim.SGD([parameter], lr=1.0))
+    set_grad(parameter, [math.nan])
+    optimizer.step()
+    optimizer.step()  # nothing new has come in
+    assert parameter.item() == 0.0
+    parameter.float().sum().backward()
+    assert optimizer.step()[0]
+    assert parameter.item() == -1.0
+
+
+def test_a_step_leaves_no_gradient_that_could_be_applied_twice():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = half_optimizer(None, torch.optim.SGD([parameter], lr=1.0))
+    parameter.float().sum().backward()
+    optimizer.step()
+    optimizer.step()
+    assert parameter.tolist() == [-1.0, -1.0]
+
+
+def test_zeros_in_the_gradient_are_reported():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = half_optimizer(None, torch.optim.SGD([parameter], lr=1.0), log_num_zeros_in_grad=True)
+    set_grad(parameter, [0.0, 1.0, 0.0, 0.0])
+    assert optimizer.step() == (True, 1.0, 3)
+
+
+def test_a_shared_parameter_is_stepped_but_not_counted():
+    ours, shared = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    shared.shared = True
+    optimizer = half_optimizer(None, torch.optim.SGD([ours, shared], lr=1.0), clip_grad=1.5)
+    set_grad(ours, [3.0])
+    set_grad(shared, [8.0])
+    _, norm, _ = optimizer.step()
+    assert norm == 3.0
+    assert ours.item() == pytest.approx(-1.5, rel=1e-2)
+    assert shared.item() == pytest.approx(-4.0, rel=1e-2)
+
+
+def test_groups_without_parameters_are_fine():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    inner = torch.optim.SGD([{"params": []}, {"params": [parameter], "lr": 0.5}], lr=1.0)
+    optimizer = half_optimizer(None, inner)
+    set_grad(parameter, [1.0])
+    assert optimizer.step()[0]
+    assert parameter.item() == -0.5
+
+
+def test_an_optimizer_without_any_parameter_takes_part():
+    optimizer = half_optimizer(None, torch.optim.SGD([{"params": []}], lr=1.0))
+    assert optimizer.step() == (True, 0.0, None)
+
+
+def test_torch_schedulers_and_step_hooks_work():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = FP32Optimizer(torch.optim.SGD([parameter], lr=1.0), clip_grad=0.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    for _ in range(2):
+        set_grad(parameter, [1.0])
+        optimizer.step()
+        scheduler.step()
+    assert parameter.item() == -1.5
+    assert len(called) == 2
+    assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_gradients_in_param_grad_work_without_a_buffer():
+    used, unused = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([used, unused], lr=1.0, weight_decay=0.1)
+    optimizer = half_optimizer(None, inner, params_have_main_grad=False)
+    used.float().sum().backward()
+    assert used.grad is not None
+    assert optimizer.step()[0]
+    assert used.tolist() == [-1.0, -1.0]
+    assert unused.tolist() == [1.0, 1.0]  # no gradient, no update, no decay
+    assert used.grad is None
+
+
+def test_main_grads_kept_by_someone_else_are_used():
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    parameter.main_grad = torch.tensor([1.0, 2.0])
+    optimizer = half_optimizer(None, torch.optim.SGD([parameter], lr=1.0))
+    assert optimizer.grad_buffer is None
+    optimizer.step()
+    assert parameter.tolist() == [-1.0, -2.0]
+    assert parameter.main_grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("clip_grad", [-1.0, math.inf, math.nan])
+def test_a_limit_that_is_no_limit_is_refused(clip_grad):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(UserError, match="clip_grad must be"):
+        FP32Optimizer(torch.optim.SGD([parameter]), clip_grad=clip_grad)
+
+
+def test_a_closure_is_refused():
+    optimizer = FP32Optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), clip_grad=0.0)
+    with pytest.raises(TypeError, match="closure"):
+        optimizer.step(lambda: 1.0)

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.optim.param_groups import weight_decay_groups
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(5, 4)
+        self.norm = torch.nn.LayerNorm(4)
+        self.head = torch.nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+
+
+def test_matrices_decay_and_biases_and_norms_do_not():
+    model = Tied()
+    decayed, plain = weight_decay_groups(model.named_parameters(), 0.1)
+    assert [id(p) for p in decayed["params"]] == [id(model.embedding.weight)]
+    assert {id(p) for p in plain["params"]} == {
+        id(model.norm.weight), id(model.norm.bias), id(model.head.bias)
+    }  # fmt: skip
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+
+
+def test_a_parameter_under_two_names_is_in_one_group_once():
+    model = Tied()
+    named = model.named_parameters(remove_duplicate=False)
+    assert sum(len(group["params"]) for group in weight_decay_groups(named, 0.1)) == 4
+
+
+def test_a_two_dimensional_bias_does_not_decay():
+    named = [("bias", torch.nn.Parameter(torch.zeros(2, 2)))]
+    assert [group["weight_decay"] for group in weight_decay_groups(named, 0.5)] == [0.0]
+
+
+def test_groups_hold_every_trainable_parameter_exactly_once():
+    model = torch.nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+    model.encoder.requires_grad_(False)
+    grouped = [p for group in weight_decay_groups(model.named_parameters(), 0.1) for p in group["params"]]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    assert sorted(map(id, grouped)) == sorted(map(id, trainable))
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    model = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(UserError, match="no trainable parameter"):
+        weight_decay_groups(model.named_parameters(), 0.1)
