@@ -1,0 +1,1 @@
+"""The only room that imports deepspeed: its configuration, its engine with our optimizer, checkpoints."""

@@ -1,0 +1,64 @@
+"""The three batch sizes of DeepSpeed, of which two determine the third.
+
+`train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × processes`. DeepSpeed
+divides with remainder dropped and then reports the product as wrong; here the message says which division
+fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalowbit.errors import UserError
+
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
+
+
+def fill_batch_sizes(config: dict[str, Any], world_size: int) -> None:
+    """Set all three keys in `config`; `"auto"` counts as not given, and an undetermined one becomes 1.
+
+    Args:
+        config: is changed in place.
+        world_size: data-parallel processes.
+
+    Raises:
+        UserError: none of batch size and micro batch size is given, a value is no positive whole number, or
+            the product does not come out.
+    """
+    given = {key: _read(config, key) for key in (TRAIN, MICRO, STEPS)}
+    train, micro, steps = given[TRAIN], given[MICRO], given[STEPS]
+    if train is None and micro is None and "auto" not in (config.get(TRAIN), config.get(MICRO)):
+        raise UserError(f"{MICRO} is missing: set it, or {TRAIN}")
+    if train is None:
+        micro, steps = micro or 1, steps or 1
+        train = micro * steps * world_size
+    elif micro is None:
+        steps = steps or 1
+        micro = _divide(train, world_size * steps, f"{world_size} processes × {STEPS} {steps}")
+    elif steps is None:
+        steps = _divide(train, world_size * micro, f"{world_size} processes × {MICRO} {micro}")
+    if train != micro * steps * world_size:
+        raise UserError(
+            f"{TRAIN} {train} is not {MICRO} {micro} × {STEPS} {steps} × {world_size} processes = "
+            f"{micro * steps * world_size}: change one of them, or remove {TRAIN}"
+        )
+    config.update({TRAIN: train, MICRO: micro, STEPS: steps})
+
+
+def _read(config: dict[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{key} = {value!r} must be a whole number ≥ 1")
+    return value
+
+
+def _divide(train: int, divisor: int, what: str) -> int:
+    if train % divisor:
+        raise UserError(
+            f"{TRAIN} {train} is not a multiple of {what} = {divisor}: use {-(-train // divisor) * divisor}"
+        )
+    return train // divisor

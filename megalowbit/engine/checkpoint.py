@@ -1,0 +1,251 @@
+"""Checkpoints that are complete or do not count, and that say so when they are damaged.
+
+`folder/step-00000040/` holds DeepSpeed's files and, written last, `manifest.json` with size and SHA-256 of
+each: the commit mark. A folder without it is what a killed process left; it is ignored and, in time,
+removed. Every rank's random generators are saved, so that a resumed run is bitwise the run that was not
+stopped. What can fail on one rank is decided by rank 0 and raised by all. Names are never used twice: a
+complete checkpoint is not overwritten. `latest` is kept for DeepSpeed's own tools. Loading executes pickled
+code, as DeepSpeed's does: load only what you trust.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalowbit import process_group
+from megalowbit.engine.agreement import agree
+from megalowbit.engine.atomic_file import describe_write_error, sha256_of, write_atomically
+from megalowbit.engine.random_state import (
+    random_state,
+    restore_random_state,
+    seed_missing_rank,
+    state_of_rank,
+)
+from megalowbit.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+ENGINE_KEY = "megalowbit_engine"
+TAG = re.compile(r"step-(\d{8,})")
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        folder: shared by all ranks; made by the first save.
+        keep: how many of the newest to keep; None keeps all.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise UserError(f"keep must be ≥ 1, or None to keep all checkpoints, not {keep}")
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or would be."""
+        return self.folder / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        return sorted(step for step, path in self._tags() if (path / MANIFEST).is_file())
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, the same on every rank; every rank must call it.
+
+        Incomplete ones are named in the log and passed over.
+        """
+        return agree(self._latest)
+
+    def _latest(self) -> Path | None:
+        for step, path in sorted(self._tags(), reverse=True):
+            if (path / MANIFEST).is_file():
+                return self.path_of(step)
+            logger.warning("%s is incomplete (its save was interrupted): ignored", path)
+        return None
+
+    def save(self, engine: Any, step: int, client_state: Mapping[str, Any]) -> Path:
+        """Write a checkpoint; every rank must call it, between optimizer steps.
+
+        Args:
+            engine: from `initialize`.
+            step: names the checkpoint.
+            client_state: rank 0's is saved; picklable.
+
+        Raises:
+            UserError: the step has a complete checkpoint, or it could not be written; all ranks raise it and
+                earlier checkpoints are as they were.
+        """
+        if engine.micro_steps % engine.gradient_accumulation_steps():
+            raise UserError(
+                "save between optimizer steps: gradients of a half-accumulated step are not saved"
+            )
+        path = self.path_of(step)
+        agree(lambda: self._begin(path))
+        state = {**client_state, ENGINE_KEY: self._engine_state(engine, step, client_state)}
+        try:
+            engine.save_checkpoint(str(self.folder), tag=path.name, client_state=state, save_latest=False)
+            agree(lambda: self._commit(path))
+        except UserError:
+            if process_group.rank() == 0:
+                _remove(path)
+            raise
+        return path
+
+    def verify(self, path: str | Path) -> None:
+        """Compare a checkpoint's files with its manifest.
+
+        Raises:
+            UserError: names the file that is missing or damaged, what was expected and found.
+        """
+        path = Path(path)
+        for entry in self._read_manifest(path):
+            file, damaged = path / entry["name"], f"checkpoint {path} is damaged: {entry['name']}"
+            if not file.is_file():
+                raise UserError(f"{damaged} is missing; {self._remedy(path)}")
+            size = file.stat().st_size
+            if size != entry["size"]:
+                raise UserError(
+                    f"{damaged} has {size} bytes instead of {entry['size']}; {self._remedy(path)}"
+                )
+            if (found := sha256_of(file)) != entry["sha256"]:
+                raise UserError(
+                    f"{damaged} has SHA-256 {found[:12]}… instead of {entry['sha256'][:12]}…; "
+                    f"{self._remedy(path)}"
+                )
+
+    def load(self, engine: Any, path: str | Path) -> dict[str, Any]:
+        """Verify a checkpoint and continue from it; every rank must call it.
+
+        Weights, optimizer, scaler, scheduler, counters and this rank's random generators are restored.
+
+        Returns:
+            The `client_state` it was saved with.
+
+        Raises:
+            UserError: it is damaged, or it is of another model; all ranks raise it.
+        """
+        path = Path(path)
+        agree(lambda: self.verify(path))
+        try:
+            loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name)
+        except (RuntimeError, KeyError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(
+                f"checkpoint {path} does not fit the model: {reason}; use the model it was saved with"
+            ) from error
+        if loaded is None or ENGINE_KEY not in state:
+            raise UserError(f"checkpoint {path} is of another program: start from its weights instead")
+        own = state[ENGINE_KEY]
+        self._restore_random(own, engine.device)
+        return {key: state[key] for key in own["client_keys"]}
+
+    def _tags(self) -> list[tuple[int, Path]]:
+        if not self.folder.is_dir():
+            return []
+        matches = ((TAG.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir())
+        return [(int(match.group(1)), path) for match, path in matches if match]
+
+    def _begin(self, path: Path) -> None:
+        if (path / MANIFEST).is_file():
+            raise UserError(
+                f"checkpoint {path} exists already and is not overwritten: remove it, or use another folder"
+            )
+        try:
+            if path.exists():
+                logger.warning("%s is incomplete (its save was interrupted): replaced", path)
+                shutil.rmtree(path)
+            path.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"checkpoint {describe_write_error(path, error)}") from error
+
+    def _engine_state(self, engine: Any, step: int, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        mine = random_state(engine.device)
+        states: list[Any] = [mine]
+        if process_group.world_size() > 1:
+            states = [None] * process_group.world_size()
+            dist.all_gather_object(states, mine)
+        return {"format": 1, "step": step, "client_keys": list(client_state), "random_states": states}
+
+    def _commit(self, path: Path) -> None:
+        """Rank 0, all files written: manifest, `latest`, removal of old checkpoints."""
+        try:
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+            entries = [
+                {
+                    "name": str(file.relative_to(path)),
+                    "size": file.stat().st_size,
+                    "sha256": sha256_of(file),
+                }
+                for file in files
+            ]
+            text = json.dumps({"format": 1, "files": entries}, indent=1)
+            write_atomically(path / MANIFEST, lambda file: file.write(text.encode()))
+            write_atomically(self.folder / LATEST, lambda file: file.write(path.name.encode()))
+        except OSError as error:
+            raise UserError(f"checkpoint {describe_write_error(path, error)}") from error
+        self._prune()
+
+    def _prune(self) -> None:
+        steps = self.steps()
+        kept = set(steps if self.keep is None else steps[-self.keep :])
+        for step, path in self._tags():
+            if step in kept or step > steps[-1]:
+                continue
+            _remove(path)
+
+    def _read_manifest(self, path: Path) -> list[dict[str, Any]]:
+        manifest = path / MANIFEST
+        if not path.is_dir():
+            raise UserError(f"checkpoint {path} does not exist: {self._remedy(path)}")
+        if not manifest.is_file():
+            raise UserError(f"checkpoint {path} is incomplete, it has no {MANIFEST}: {self._remedy(path)}")
+        try:
+            entries = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+            is_sound = all({"name", "size", "sha256"} <= entry.keys() for entry in entries)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            is_sound = False
+        if not is_sound:
+            raise UserError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read; {self._remedy(path)}")
+        return entries
+
+    def _remedy(self, path: Path) -> str:
+        others = [self.path_of(step) for step in self.steps() if self.path_of(step).name != path.name]
+        if others:
+            return f"remove {path.name} and resume from {others[-1]}"
+        return "there is no other checkpoint here: start anew"
+
+    def _restore_random(self, own: Mapping[str, Any], device: torch.device) -> None:
+        rank, states = process_group.rank(), own["random_states"]
+        state = state_of_rank(states, rank)
+        if len(states) != process_group.world_size() and rank == 0:
+            logger.warning(
+                "checkpoint of %d processes continued with %d: losses will differ from the stopped run",
+                len(states), process_group.world_size(),
+            )  # fmt: skip
+        if state is not None:
+            restore_random_state(state, device)
+            return
+        seed = seed_missing_rank(own["step"], rank)
+        logger.warning("rank %d was not part of the saved run: its generators start from seed %d", rank, seed)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, its manifest first: an interrupted removal must not look like a checkpoint."""
+    try:
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("checkpoint %s could not be removed: %s", path, error)

@@ -1,0 +1,170 @@
+"""The DeepSpeed half of a configuration: read, checked and filled in before anything heavy is imported.
+
+DeepSpeed's keys stay DeepSpeed's; ours are in the `"megalowbit"` block, of which the engine reads
+`precision`, `grad_scaler` and `recipe`. What DeepSpeed would ignore, misread or fail on much later is
+refused here in one line: unknown keys, batch sizes that do not multiply, parallelism that is not possible
+yet. Stock `fp16`/`bf16` blocks are translated and every `"auto"` gets its documented value, so that what is
+handed on is complete. This file imports neither torch nor deepspeed: the command line runs it first.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megalowbit.engine.batch_size import fill_batch_sizes
+from megalowbit.engine.deepspeed_keys import check_keys, check_no_auto_left
+from megalowbit.engine.optimizer_settings import fill_optimizer, fill_scheduler
+from megalowbit.engine.stock_precision import take_stock_precision
+from megalowbit.errors import UserError, invalid_settings
+from megalowbit.optim.grad_scaler import GradScalerSettings, Precision, build_grad_scaler, default_scaler_type
+
+BLOCK = "megalowbit"
+DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default
+
+
+class EngineSettings(BaseModel):
+    """What the engine reads from the `"megalowbit"` block.
+
+    Attributes:
+        precision: of parameters, activations and `.grad`; masters and gradient sums are fp32 in any case.
+        grad_scaler: loss scale; by default dynamic with fp16 and none otherwise.
+        recipe: a recipe's name, or `{"base": name, …}`; None leaves the layers as they are.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    precision: Precision = Field(default="bf16", description="fp16, bf16 or fp32")
+    grad_scaler: GradScalerSettings = Field(default=GradScalerSettings(), validate_default=True)
+    recipe: str | dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_scaler(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        scaler = values.get("grad_scaler") or {}
+        precision = values.get("precision", "bf16")
+        if isinstance(scaler, dict) and scaler.get("type") is None:
+            return {**values, "grad_scaler": {**scaler, "type": default_scaler_type(precision)}}
+        return values
+
+    @model_validator(mode="after")
+    def _scaler_fits_the_precision(self) -> EngineSettings:
+        build_grad_scaler(self.grad_scaler, self.precision)
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedConfigParts:
+    """A configuration taken apart.
+
+    Attributes:
+        deepspeed: complete and without our block, to be handed to DeepSpeed.
+        megalowbit: our block as it was written, with what stock blocks added.
+        settings: the engine's part of it, validated.
+    """
+
+    deepspeed: dict[str, Any]
+    megalowbit: dict[str, Any]
+    settings: EngineSettings
+
+
+def load_json(path: str | Path) -> dict[str, Any]:
+    """Read a JSON object from a file; duplicate keys, NaN and Infinity are refused.
+
+    Raises:
+        UserError: names the file and, for a syntax error, line and column.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}; give an existing JSON file"
+        ) from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text: save it as UTF-8 JSON") from None
+    try:
+        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}: write one JSON object {{…}}")
+    return value
+
+
+def read_deepspeed_config(
+    config: str | Path | dict[str, Any],
+    *,
+    world_size: int = 1,
+    total_steps: int | None = None,
+    has_optimizer: bool = False,
+) -> DeepSpeedConfigParts:
+    """Take a DeepSpeed configuration apart, check it and fill it in.
+
+    Args:
+        config: a file, or its content, which is not changed.
+        world_size: data-parallel processes, for the arithmetic of batch sizes.
+        total_steps: optimizer steps of the run, for `"auto"` in the scheduler.
+        has_optimizer: the caller brings an optimizer, so the file need not describe one.
+
+    Raises:
+        UserError: one line naming key, value and remedy.
+    """
+    raw = copy.deepcopy(config) if isinstance(config, dict) else load_json(config)
+    block = raw.pop(BLOCK, {})
+    if not isinstance(block, dict):
+        raise UserError(f'"{BLOCK}" = {block!r} must be an object {{…}}')
+    check_keys(raw)
+    block = {**block, **take_stock_precision(raw, block)}
+    settings = _read_settings(block)
+    fill_batch_sizes(raw, world_size)
+    _fill_clipping(raw)
+    if "optimizer" in raw and raw["optimizer"] is not None:
+        fill_optimizer(raw)
+    elif not has_optimizer:
+        raise UserError('optimizer is missing: add for example {"type": "AdamW", "params": {"lr": 3e-4}}')
+    fill_scheduler(raw, total_steps)
+    check_no_auto_left(raw)
+    return DeepSpeedConfigParts(deepspeed=raw, megalowbit=block, settings=settings)
+
+
+def _read_settings(block: dict[str, Any]) -> EngineSettings:
+    ours = {key: value for key, value in block.items() if key in EngineSettings.model_fields}
+    try:
+        return EngineSettings.model_validate(ours)
+    except ValidationError as error:
+        raise invalid_settings(error, BLOCK, EngineSettings) from None
+
+
+def _fill_clipping(config: dict[str, Any]) -> None:
+    value = config.get("gradient_clipping")
+    if value is None or value == "auto":
+        value = DEFAULT_CLIPPING
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise UserError(f"gradient_clipping = {value!r} must be a finite number ≥ 0 (0 turns clipping off)")
+    config["gradient_clipping"] = float(value)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise UserError(f"key {key!r} occurs twice in one object: remove one of them")
+        result[key] = value
+    return result
+
+
+def _refuse_constant(name: str) -> float:
+    raise UserError(f"{name} is not a JSON number: write a finite number")

@@ -1,0 +1,198 @@
+"""Which keys of a DeepSpeed configuration exist, and which of them this release cannot honour yet.
+
+DeepSpeed ignores a top-level key it does not know, so a misspelt block is a run with other settings than the
+file says. The tables here are those of DeepSpeed 0.19.8; a contract test compares them with the installed
+one. Nested blocks are checked by DeepSpeed's own models, except those that are refused or read by us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megalowbit.errors import UserError, unknown_name
+
+# What DeepSpeedConfig and deepspeed.initialize read from the top level, removed features left out.
+KNOWN_KEYS = frozenset(
+    {
+        "activation_checkpointing",
+        "aio",
+        "autotuning",
+        "bf16",
+        "bfloat16",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "communication_data_type",
+        "compile",
+        "csv_monitor",
+        "data_efficiency",
+        "data_parallel_size",
+        "data_types",
+        "dataloader_drop_last",
+        "datastates_ckpt",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "expert_parallel",
+        "flops_profiler",
+        "fp16",
+        "gradient_accumulation_steps",
+        "gradient_allreduce_op",
+        "gradient_clipping",
+        "gradient_predivide_factor",
+        "hybrid_engine",
+        "log_level",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "optimizer",
+        "pipeline",
+        "prescale_gradients",
+        "scheduler",
+        "seq_parallel_communication_data_type",
+        "sequence_parallel_size",
+        "steps_per_print",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+        "torch_autocast",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "use_data_before_expert_parallelism",
+        "vocabulary_size",
+        "wall_clock_breakdown",
+        "wandb",
+        "weight_quantization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "zero_optimization",
+    }
+)
+
+# DeepSpeed 0.19.8 raises on these itself, after seconds of imports.
+REMOVED_KEYS = frozenset(
+    {
+        "amp",
+        "compression_training",
+        "curriculum_learning",
+        "eigenvalue",
+        "elasticity",
+        "graph_harvesting",
+        "nebula",
+        "progressive_layer_drop",
+        "quantize_training",
+        "sparse_attention",
+        "sparse_gradients",
+    }
+)
+
+
+def _is_on(value: Any) -> bool:
+    return value not in (None, False, {}, [])
+
+
+def _is_sharded(value: Any) -> bool:
+    return value not in (None, 0, 1)
+
+
+def _is_device(value: Any) -> bool:
+    return _is_on(value) and not (
+        isinstance(value, Mapping) and value.get("device", "none") in (None, "none")
+    )
+
+
+def _is_no_fp32(value: Any) -> bool:
+    return value not in (None, "fp32", "float32", "torch.float32", "float")
+
+
+# dotted key, when it is refused, what to do instead
+REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "zero_optimization.stage",
+        lambda value: value not in (None, 0),
+        "only stage 0 works so far: set it to 0",
+    ),
+    ("zero_optimization.offload_optimizer", _is_device, "offload is not supported yet: remove it"),
+    ("zero_optimization.offload_param", _is_device, "offload is not supported yet: remove it"),
+    ("zero_optimization.cpu_offload", _is_on, "offload is not supported yet: remove it"),
+    ("zero_optimization.cpu_offload_param", _is_on, "offload is not supported yet: remove it"),
+    ("zero_optimization.zenflow", _is_on, "offload is not supported yet: remove it"),
+    ("tensor_parallel.autotp_size", _is_sharded, "tensor parallelism is not supported yet: set it to 1"),
+    ("sequence_parallel_size", _is_sharded, "sequence parallelism is not supported yet: remove it"),
+    (
+        "data_parallel_size",
+        lambda value: value is not None,
+        "it follows from the number of processes: remove it",
+    ),
+    ("pipeline", _is_on, "pipeline parallelism is not supported yet: remove it"),
+    ("expert_parallel.enabled", _is_on, "expert parallelism is not supported yet: set it to false"),
+    ("hybrid_engine.enabled", _is_on, "it is for RLHF inference: set it to false"),
+    ("autotuning.enabled", _is_on, "autotuning is not supported: set it to false"),
+    ("compile.deepcompile", _is_on, "DeepCompile replaces the gradient reduction: set it to false"),
+    ("data_efficiency.enabled", _is_on, "curriculum sampling is not supported: set it to false"),
+    ("weight_quantization", _is_on, 'it is for inference: use megalowbit.recipe, for example "nvfp4"'),
+    ("torch_autocast.enabled", _is_on, 'set it to false and megalowbit.precision to "bf16" or "fp16"'),
+    ("data_types.param_dtype", _is_on, "use megalowbit.precision instead"),
+    ("data_types.grad_accum_dtype", _is_no_fp32, 'gradients always add up in fp32: set it to "fp32"'),
+    (
+        "managed_gradient_accumulation",
+        lambda value: value not in (None, True),
+        "boundaries are counted by the engine: remove it and set gradient_accumulation_steps",
+    ),
+    ("checkpoint.writer", _is_on, "checkpoints are written atomically by megalowbit: remove it"),
+    ("checkpoint.load_universal", _is_on, "universal checkpoints are not supported yet: remove it"),
+    ("checkpoint.use_node_local_storage", _is_on, "checkpoints need a folder all nodes share: remove it"),
+    ("checkpoint.parallel_write", _is_on, "checkpoints are written by rank 0: remove it"),
+    ("datastates_ckpt", _is_on, "checkpoints are written atomically by megalowbit: remove it"),
+)
+# Values that are DeepSpeed's own and do not ask us to fill anything in.
+AUTO_OF_DEEPSPEED = frozenset({"data_types.keep_in_fp32_modules"})
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Refuse unknown top-level keys and everything that is not possible yet.
+
+    Args:
+        config: the configuration without its `"megalowbit"` block.
+
+    Raises:
+        UserError: names the key, its value and what to write instead.
+    """
+    for key in config:
+        if key in REMOVED_KEYS:
+            raise UserError(f"{key} = {config[key]!r} was removed from DeepSpeed: remove it")
+        if key not in KNOWN_KEYS:
+            raise unknown_name("key", key, sorted([*KNOWN_KEYS, "megalowbit"]))
+    if config.get("zero_optimization") is True:
+        raise UserError(
+            'zero_optimization = true means stage 1; only stage 0 works so far: write {"stage": 0}'
+        )
+    for dotted, is_refused, remedy in REFUSED:
+        value = _lookup(config, dotted)
+        if value != "auto" and is_refused(value):
+            raise UserError(f"{dotted} = {value!r} cannot be used: {remedy}")
+
+
+def check_no_auto_left(config: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse `"auto"` where nothing fills it in; DeepSpeed would fail on it, or take it for a name.
+
+    Raises:
+        UserError: names the key.
+    """
+    for key, value in config.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            check_no_auto_left(value, f"{dotted}.")
+        elif value == "auto" and dotted not in AUTO_OF_DEEPSPEED:
+            raise UserError(
+                f"{dotted} = 'auto' cannot be filled in: write its value, or remove it for the default"
+            )
+
+
+def _lookup(config: Mapping[str, Any], dotted: str) -> Any:
+    node: Any = config
+    for part in dotted.split("."):
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(part)
+    return node

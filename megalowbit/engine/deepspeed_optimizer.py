@@ -1,0 +1,95 @@
+"""Our optimizers with the surface that DeepSpeed's engine expects at ZeRO stage 0.
+
+The engine scales the loss, reduces gradients and reports overflow through methods of `ZeROOptimizer`; being
+one makes it call them. It reduces whatever `get_grads_for_reduction` returns: here one contiguous fp32
+buffer, in place. `step` does the rest, clipping included, so the engine's own clipping must stay off (it
+looks for `.grad`, which is None here). Everything read by the engine is held by
+tests/engine/test_deepspeed_contract.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.utils import maybe_loss_for_backward
+
+from megalowbit.optim.grad_scaler import DynamicGradScaler
+from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megalowbit.optim.optimizer_step import MixedPrecisionOptimizer
+
+
+class EngineSurface(ZeROOptimizer, MixedPrecisionOptimizer):
+    """What the engine reads and calls; mixed into a concrete optimizer."""
+
+    custom_loss_scaler = False
+    external_loss_scale = None
+    torch_autocast_gradscaler = None
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped."""
+        return self.found_inf
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self.grad_norm
+
+    @property
+    def cur_scale(self) -> float:
+        """DeepSpeed's name of `loss_scale`."""
+        return self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale can change."""
+        return isinstance(self.grad_scaler, DynamicGradScaler)
+
+    def needs_scaler(self) -> bool:
+        """Whether a backward without `scale_if_loss` would give wrong gradients."""
+        return self.grad_scaler is not None
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """Multiply a loss by the scale; leave everything else alone."""
+        if self.grad_scaler is not None and maybe_loss_for_backward(value):
+            return self.scale_loss(value)
+        return value
+
+    def get_grads_for_reduction(self) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+        """Gradients to average over data parallel, and those of experts (none)."""
+        if self.grad_buffer is None or not self.grad_buffer.flat.numel():
+            return [], {}
+        return [self.grad_buffer.flat], {}
+
+    def refresh_fp32_params(self) -> None:
+        """Called after module weights alone were loaded."""
+        self.reload_model_params()
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True, **_: Any
+    ) -> None:
+        """Continue from a saved state; DeepSpeed's further arguments concern ZeRO only."""
+        MixedPrecisionOptimizer.load_state_dict(self, state_dict, load_optimizer_states)
+
+    def destroy(self) -> None:
+        """Called when the engine goes: the parameters get ordinary gradients again."""
+        if self.grad_buffer is not None:
+            self.grad_buffer.detach()
+
+
+class DeepSpeedFloat16Optimizer(EngineSurface, Float16OptimizerWithFloat16Params):
+    """`Float16OptimizerWithFloat16Params` inside DeepSpeed's engine."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **arguments: Any) -> None:
+        ZeROOptimizer.__init__(self)
+        Float16OptimizerWithFloat16Params.__init__(self, optimizer, **arguments)
+
+
+class DeepSpeedFP32Optimizer(EngineSurface, FP32Optimizer):
+    """`FP32Optimizer` inside DeepSpeed's engine."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **arguments: Any) -> None:
+        ZeROOptimizer.__init__(self)
+        FP32Optimizer.__init__(self, optimizer, **arguments)

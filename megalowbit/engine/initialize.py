@@ -1,0 +1,234 @@
+"""`megalowbit.initialize`: the counterpart of `deepspeed.initialize`.
+
+DeepSpeed gets a configuration without precision blocks and a callable that builds our optimizer after the
+model has been moved and broadcast in fp32; so masters are the exact initial weights, on every rank the same.
+Parameters are cast to half precision then, buffers keep their type. If the configuration names a recipe that
+quantises, the model leaves here with low-bit layers or not at all. Not covered: ZeRO stages above 0, tensor
+and pipeline parallelism; the configuration reader refuses them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from megalowbit import process_group
+from megalowbit.engine.agreement import agree as agree
+from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, read_deepspeed_config
+from megalowbit.engine.optimizer_settings import build_optimizer
+from megalowbit.engine.process_start import import_deepspeed, start_process_group
+from megalowbit.errors import UserError
+from megalowbit.optim.grad_scaler import build_grad_scaler
+from megalowbit.optim.param_groups import weight_decay_groups
+
+logger = logging.getLogger(__name__)
+
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+Scheduler = Any  # torch's LRScheduler or DeepSpeed's look-alikes
+ModelParameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+
+
+def initialize(
+    *,
+    model: torch.nn.Module,
+    config: str | Path | dict[str, Any] | DeepSpeedConfigParts,
+    optimizer: torch.optim.Optimizer | None = None,
+    model_parameters: ModelParameters | None = None,
+    training_data: torch.utils.data.Dataset | None = None,
+    lr_scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    seed: int = 0,
+    total_steps: int | None = None,
+    timeout: timedelta | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Build a DeepSpeed engine that trains `model` with our layers and optimizer; every rank must call it.
+
+    Args:
+        model: fp32, or already in the configured precision; converted and cast in place.
+        config: DeepSpeed configuration with a `"megalowbit"` block: a file, its content, or read already.
+        optimizer: a torch optimizer over the model's parameters, instead of the configuration's.
+        model_parameters: parameters or groups to train; by default all, biases and 1-D ones without decay.
+        training_data: dataset from which a data loader is made.
+        lr_scheduler: callable from optimizer to scheduler, or a scheduler of the `optimizer` passed; by
+            default the configuration's.
+        mpu: model-parallel unit; norm and overflow are reduced over its model-parallel group.
+        dist_init_required: as for `deepspeed.initialize`.
+        collate_fn: for the data loader.
+        seed: of stochastic rounding in layers that are converted here.
+        total_steps: optimizer steps of the run, for `"auto"` in the scheduler.
+        timeout: after which a collective that does not end fails.
+
+    Returns:
+        `(engine, optimizer, dataloader, lr_scheduler)`; dataloader and scheduler may be None.
+
+    Raises:
+        UserError: configuration, model and arguments do not fit together.
+    """
+    start_process_group(timeout=timeout, dist_init_required=dist_init_required)
+    deepspeed = import_deepspeed()
+    parts = config if isinstance(config, DeepSpeedConfigParts) else _read(config, mpu, total_steps, optimizer)
+    deepspeed_config = {"log_level": "warning", **parts.deepspeed}
+    _check_nested_blocks(deepspeed_config, mpu)
+    _check_arguments(model, parts.settings, optimizer, model_parameters, lr_scheduler)
+    recipe = _convert_if_asked(model, parts.settings.recipe, seed)
+    groups = None if optimizer is not None else _parameter_groups(model, model_parameters, deepspeed_config)
+    group = mpu.get_model_parallel_group() if mpu is not None else None
+
+    def make_optimizer(_: object) -> torch.optim.Optimizer:
+        inner = optimizer or build_optimizer(deepspeed_config["optimizer"], groups or [])
+        return _wrap(inner, model, parts, group)
+
+    engine, wrapped, dataloader, scheduler = deepspeed.initialize(
+        model=model,
+        optimizer=make_optimizer,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        dist_init_required=False,
+        collate_fn=collate_fn,
+        config=deepspeed_config,
+    )
+    engine.clip_fp32_gradients = _leave_clipping_to_the_optimizer
+    from megalowbit.engine.checkpoint_engine import AtomicCheckpointEngine
+
+    engine.checkpoint_engine = AtomicCheckpointEngine()
+    check_quantised(engine.module, recipe)
+    return engine, wrapped, dataloader, scheduler
+
+
+def _read(
+    config: str | Path | dict[str, Any], mpu: Any, total_steps: int | None, optimizer: object
+) -> DeepSpeedConfigParts:
+    world_size = process_group.world_size() if mpu is None else mpu.get_data_parallel_world_size()
+    return read_deepspeed_config(
+        config, world_size=world_size, total_steps=total_steps, has_optimizer=optimizer is not None
+    )
+
+
+def _check_nested_blocks(config: dict[str, Any], mpu: Any) -> None:
+    """Let DeepSpeed's own models read the configuration, and turn their findings into one line."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    try:
+        DeepSpeedConfig(config, mpu)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or error.title
+        raise UserError(f"DeepSpeed rejects {key} = {first['input']!r}: {first['msg']}") from None
+    except (AssertionError, ValueError, TypeError, DeepSpeedConfigError) as error:
+        raise UserError(f"DeepSpeed rejects the configuration: {error}") from None
+
+
+def _check_arguments(
+    model: torch.nn.Module,
+    settings: EngineSettings,
+    optimizer: torch.optim.Optimizer | None,
+    model_parameters: ModelParameters | None,
+    lr_scheduler: object,
+) -> None:
+    from deepspeed.pipe import PipelineModule
+
+    if isinstance(model, PipelineModule):
+        raise UserError("model is a PipelineModule: pipeline parallelism is not supported yet, unwrap it")
+    if optimizer is not None and model_parameters is not None:
+        raise UserError("pass optimizer or model_parameters, not both: an optimizer has its parameters")
+    is_bound = isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    if is_bound and getattr(lr_scheduler, "optimizer", None) is not optimizer:
+        raise UserError(
+            "lr_scheduler belongs to another optimizer: pass a callable from optimizer to scheduler instead"
+        )
+    allowed = {torch.float32, HALF.get(settings.precision, torch.float32)}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in allowed:
+            raise UserError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')} but precision is "
+                f"{settings.precision}: call model.float() first"
+            )
+
+
+def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | None, seed: int) -> Any:
+    """Swap layers if the recipe quantises and nothing is swapped yet; returns the recipe, or None."""
+    if setting is None:
+        return None
+    from megalowbit.layers.recipe import recipe as recipe_of
+    from megalowbit.layers.surgery import bit_layers, convert
+
+    recipe = recipe_of(setting)
+    if recipe.quantizes and not bit_layers(model):
+        report = convert(model, recipe, seed=seed, rank=process_group.rank())
+        if process_group.rank() == 0:
+            logger.info("%s", report)
+    return recipe
+
+
+def check_quantised(module: torch.nn.Module, recipe: Any) -> None:
+    """Make sure that a run which asks for low-bit layers has some.
+
+    Raises:
+        UserError: `recipe` quantises, and `module` holds no low-bit layer.
+    """
+    if recipe is None or not recipe.quantizes:
+        return
+    from megalowbit.layers.surgery import bit_layers
+
+    if not bit_layers(module):
+        raise UserError(
+            f"megalowbit.recipe = {recipe.name!r} asks for low-bit layers but the model has none: "
+            'use recipe "bf16", or a model with projections the recipe does not keep'
+        )
+
+
+def _parameter_groups(
+    model: torch.nn.Module, model_parameters: ModelParameters | None, config: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Groups to train; those given must be the model's, which layer conversion may have replaced."""
+    if model_parameters is None:
+        decay = config["optimizer"]["params"].get("weight_decay", 0.0)
+        return weight_decay_groups(model.named_parameters(), decay)
+    given: list[Any] = list(model_parameters)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    groups = [{**group, "params": list(group["params"])} for group in groups]
+    known = {id(parameter) for parameter in model.parameters()}
+    strangers = sum(id(parameter) not in known for group in groups for parameter in group["params"])
+    if strangers or not any(group["params"] for group in groups):
+        raise UserError(
+            f"model_parameters holds {strangers} parameters that are not (or no longer) the model's: "
+            "convert the model first, then collect its parameters"
+        )
+    return groups
+
+
+def _wrap(
+    inner: torch.optim.Optimizer, model: torch.nn.Module, parts: DeepSpeedConfigParts, group: Any
+) -> torch.optim.Optimizer:
+    """Our optimizer around `inner`; the model has its final dtype afterwards."""
+    from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
+
+    settings, clip_grad = parts.settings, parts.deepspeed["gradient_clipping"]
+    if settings.precision == "fp32":
+        return DeepSpeedFP32Optimizer(inner, clip_grad=clip_grad, model_parallel_group=group)
+    wrapped = DeepSpeedFloat16Optimizer(
+        inner,
+        clip_grad=clip_grad,
+        grad_scaler=build_grad_scaler(settings.grad_scaler, settings.precision),
+        bf16=settings.precision == "bf16",
+        cast_parameters=True,
+        model_parallel_group=group,
+    )
+    # frozen parameters have no master, but meet the others in the same products
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(HALF[settings.precision])
+    return wrapped
+
+
+def _leave_clipping_to_the_optimizer() -> None:
+    """Take the place of the engine's own clipping, which fails without `.grad`."""

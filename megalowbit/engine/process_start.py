@@ -1,0 +1,73 @@
+"""Start DeepSpeed in this process: accelerator, process group, log level.
+
+DeepSpeed asks for MPI where the rank variables are missing, compiles a shared-memory kernel on CPUs that
+training never uses (and fails where there is no compiler), and warns that it found no GPU. All three are
+settled here, before its first collective.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalowbit import process_group
+from megalowbit.process_group import ProcessIdentity
+
+SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+def start_process_group(
+    identity: ProcessIdentity | None = None,
+    *,
+    timeout: timedelta | None = None,
+    dist_init_required: bool | None = None,
+) -> ProcessIdentity:
+    """Make sure that a process group exists and that DeepSpeed uses it; harmless if called again.
+
+    Args:
+        identity: who this process is; read from the environment if not given.
+        timeout: after which a collective that does not end fails; torch's default if None.
+        dist_init_required: as for `deepspeed.init_distributed`.
+
+    Returns:
+        The identity that was used.
+    """
+    identity = _started_identity() or identity or process_group.identify()
+    process_group.export(identity)
+    deepspeed = import_deepspeed()
+    arguments: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    deepspeed.init_distributed(
+        dist_backend=deepspeed.get_accelerator().communication_backend_name(),
+        dist_init_required=dist_init_required,
+        verbose=False,
+        **arguments,
+    )
+    return identity
+
+
+def import_deepspeed() -> Any:
+    """Import deepspeed, on a CPU without its compiler run and its search for a GPU."""
+    has_no_device = not torch.accelerator.is_available()
+    if has_no_device:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    if deepspeed.get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
+    return deepspeed
+
+
+def _started_identity() -> ProcessIdentity | None:
+    """Identity in a group that someone else has started, whatever the environment says."""
+    if not process_group.is_initialized():
+        return None
+    rank = dist.get_rank()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return ProcessIdentity(
+        rank=rank, local_rank=local_rank, world_size=dist.get_world_size(), launcher="environment"
+    )

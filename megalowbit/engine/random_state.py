@@ -1,0 +1,54 @@
+"""Random number generators of a process: torch, CUDA, Python and numpy, as plain data.
+
+A resumed run draws the same dropout masks only if every rank gets back its own generators. A rank that did
+not exist when the checkpoint was written gets seeds derived from step and rank (SHA-256 of `"step:rank"`),
+so that at least all its runs are alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """States of all generators of this process; `device` says whether there is a CUDA one."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.array(keys, dtype=np.int64)), position, has_gauss, cached),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Set all generators as `random_state` found them."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def seed_missing_rank(step: int, rank: int) -> int:
+    """Seed all generators of a rank without a saved state; returns the seed, a function of step and rank."""
+    seed = int.from_bytes(hashlib.sha256(f"{step}:{rank}".encode()).digest()[:4], "big")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    return seed
+
+
+def state_of_rank(states: Sequence[Mapping[str, Any]], rank: int) -> Mapping[str, Any] | None:
+    """The state saved by `rank`, or None if there was no such rank."""
+    return states[rank] if rank < len(states) else None

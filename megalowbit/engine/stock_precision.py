@@ -1,0 +1,160 @@
+"""DeepSpeed's `fp16` and `bf16` blocks, read as our precision and grad scaler.
+
+A configuration written for plain DeepSpeed should run here unchanged, but DeepSpeed must not see these
+blocks: it would wrap our optimizer in its own. So they are translated and taken out. Where they say
+something that has no counterpart here, the message says so; where they say nothing, DeepSpeed's defaults
+hold (2**16, not 2**32).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megalowbit.errors import UserError, unknown_name
+
+logger = logging.getLogger(__name__)
+
+BLOCKS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+SCALER_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+SCALER_DEFAULTS = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+# keys that must have this value, and why
+FIXED = {
+    "auto_cast": (False, "inputs of the model keep their type"),
+    "consecutive_hysteresis": (False, "hysteresis is refilled on growth only, as in Megatron"),
+    "fp16_master_weights_and_grads": (False, "masters are fp32"),
+    "bf16_master_weights_and_grads": (False, "masters are fp32"),
+    "bf16_optimizer_states": (False, "optimizer states are fp32"),
+}
+# keys whose value makes no difference, and why
+IGNORED = {
+    "immediate_grad_update": "gradients are always added to fp32 as soon as they exist",
+    "check_grad_overflow": "non-finite gradients are always skipped",
+}
+KEYS = {
+    "fp16": ("enabled", *SCALER_KEYS, "auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads"),
+    "bf16": ("enabled", *IGNORED, "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+}
+
+
+def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the stock blocks from `config` and return what they add to our block.
+
+    Args:
+        config: DeepSpeed's part of the configuration; changed in place.
+        block: our `"megalowbit"` block, with which they must agree.
+
+    Returns:
+        `precision` and, for fp16, `grad_scaler`; empty if no stock block is enabled.
+
+    Raises:
+        UserError: two blocks are enabled, a key is unknown or has no counterpart, or our block says
+        otherwise.
+    """
+    enabled: dict[str, Mapping[str, Any]] = {}
+    for name, precision in BLOCKS.items():
+        if name not in config:
+            continue
+        stock = config.pop(name)
+        _check_block(name, stock, KEYS[precision])
+        if _is_enabled(name, stock, precision, block.get("precision")):
+            enabled[name] = stock
+    if not enabled:
+        return {}
+    if len(enabled) > 1:
+        raise UserError(
+            f"{' and '.join(f'{name}.enabled' for name in enabled)} are both true: enable one of them"
+        )
+    (name, stock), *_ = enabled.items()
+    precision = BLOCKS[name]
+    if block.get("precision", precision) != precision:
+        raise UserError(
+            f"{name}.enabled = true contradicts megalowbit.precision = {block['precision']!r}: "
+            "remove one of them"
+        )
+    _check_counterparts(name, stock)
+    if precision == "bf16":
+        return {"precision": precision}
+    scaler = _scaler(stock)
+    given = [key for key in SCALER_KEYS if key in stock]
+    if given and block.get("grad_scaler") not in (None, scaler):
+        raise UserError(
+            f"fp16.{given[0]} = {stock[given[0]]!r} contradicts megalowbit.grad_scaler = "
+            f"{block['grad_scaler']!r}: remove one of them"
+        )
+    if not given and block.get("grad_scaler") is not None:
+        return {"precision": precision}
+    return {"precision": precision, "grad_scaler": scaler}
+
+
+def _check_block(name: str, stock: object, keys: tuple[str, ...]) -> None:
+    if not isinstance(stock, Mapping):
+        raise UserError(f'{name} = {stock!r} must be an object such as {{"enabled": true}}')
+    for key in stock:
+        if key not in keys:
+            raise unknown_name("key", f"{name}.{key}", [f"{name}.{known}" for known in keys])
+
+
+def _is_enabled(name: str, stock: Mapping[str, Any], precision: str, wanted: object) -> bool:
+    value = stock.get("enabled", False)
+    if value == "auto":
+        return wanted == precision
+    if not isinstance(value, bool):
+        raise UserError(f'{name}.enabled = {value!r} must be true, false or "auto"')
+    return value
+
+
+def _check_counterparts(name: str, stock: Mapping[str, Any]) -> None:
+    for key, (value, reason) in FIXED.items():
+        if stock.get(key, value) not in (value, "auto"):
+            raise UserError(f"{name}.{key} = {stock[key]!r} cannot be used: {reason}; remove it")
+    for key, reason in IGNORED.items():
+        if key in stock:
+            logger.info("%s.%s is ignored: %s", name, key, reason)
+
+
+def _scaler(stock: Mapping[str, Any]) -> dict[str, Any]:
+    """The `grad_scaler` settings that an enabled `fp16` block describes."""
+    values = {}
+    for key, default in SCALER_DEFAULTS.items():
+        value = stock.get(key, default)
+        values[key] = default if value == "auto" else value
+        if not _is_number(values[key]):
+            raise UserError(f"fp16.{key} = {value!r} must be a finite number ≥ 0")
+    if values["loss_scale"]:
+        return {"type": "constant", "scale": float(values["loss_scale"])}
+    if values["initial_scale_power"] > 32:
+        raise UserError(f"fp16.initial_scale_power = {values['initial_scale_power']!r} must be ≤ 32")
+    initial = 2.0 ** values["initial_scale_power"]
+    for key in ("loss_scale_window", "hysteresis"):
+        if not isinstance(values[key], int) or values[key] < 1:
+            raise UserError(f"fp16.{key} = {values[key]!r} must be a whole number ≥ 1")
+    if not 0 < values["min_loss_scale"] <= initial:
+        raise UserError(
+            f"fp16.min_loss_scale = {values['min_loss_scale']!r} must be > 0 and at most "
+            f"the initial scale {initial:g}"
+        )
+    return {
+        "type": "dynamic",
+        "initial_scale": initial,
+        "min_scale": float(values["min_loss_scale"]),
+        "growth_interval": values["loss_scale_window"],
+        "hysteresis": values["hysteresis"],
+    }
+
+
+def _is_number(value: object) -> bool:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value >= 0
+    )

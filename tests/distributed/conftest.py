@@ -1,0 +1,109 @@
+"""`launch_ranks`: real processes, as a launcher would start them, on a free port and with a hard end.
+
+Importing deepspeed takes seconds, so one launch should check several things: a program of this folder writes
+what it saw to `$RESULTS/rank<r>.json`, and the test compares.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+RANK_NAMES = {
+    "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID"),
+}
+
+
+@dataclass
+class Ranks:
+    """Running processes, one a rank."""
+
+    processes: list
+    folder: Path
+    logs: list = field(default_factory=list)
+
+    def wait(self, timeout: float) -> list:
+        """What each rank wrote; fails with all output if a rank ends with an error or not in time."""
+        end = time.monotonic() + timeout
+        try:
+            for process in self.processes:
+                process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"not done after {timeout} s\n{self.output()}")
+        if any(process.returncode for process in self.processes):
+            pytest.fail(f"exit codes {[p.returncode for p in self.processes]}\n{self.output()}")
+        return [json.loads((self.folder / f"rank{r}.json").read_text()) for r in range(len(self.processes))]
+
+    def kill(self) -> None:
+        """End all ranks at once, as a power cut would."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def output(self) -> str:
+        """The last lines of every rank."""
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.logs)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def launch_ranks(tmp_path_factory):
+    """`launch_ranks(program, *arguments, world_size=2, launcher="torchrun") -> Ranks`.
+
+    `program` is a file of this folder; launcher `"slurm"` exports what `srun` does, not what torchrun does.
+    """
+    launched = []
+
+    def launch(program: str, *arguments: object, world_size: int = 2, launcher: str = "torchrun") -> Ranks:
+        folder = tmp_path_factory.mktemp("launch")
+        port = str(free_port())
+        ranks = Ranks([], folder)
+        for rank in range(world_size):
+            log = folder / f"rank{rank}.log"
+            env = {
+                **{key: value for key, value in os.environ.items() if key not in RANK_NAMES["torchrun"]},
+                **dict(zip(RANK_NAMES[launcher], map(str, (rank, rank, world_size, 0)), strict=False)),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{HERE}", "RESULTS": str(folder),
+            }  # fmt: skip
+            command = [sys.executable, str(HERE / program), *map(str, arguments)]
+            with log.open("w") as file:
+                process = subprocess.Popen(
+                    command, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=folder
+                )
+            ranks.processes.append(process)
+            ranks.logs.append(log)
+        launched.append(ranks)
+        return ranks
+
+    yield launch
+    for ranks in launched:
+        ranks.kill()
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The module `tiny_training`, which the launched programs import by name."""
+    spec = importlib.util.spec_from_file_location("tiny_training", HERE / "tiny_training.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,77 @@
+"""Train, save in the middle; or continue from there. Arguments: checkpoint folder, `whole` or `resume`."""
+
+import random
+import resource
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from tiny_training import TinyModel, config, facts, make, rank_and_size, report, train_step, weights
+
+from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.errors import UserError
+
+STEPS, SAVED = 9, 5
+folder, mode = Path(sys.argv[1]), sys.argv[2]
+rank, world_size = rank_and_size()
+random.seed(rank)
+np.random.seed(rank)
+
+
+def build(seed):
+    settings = config(
+        "fp16",
+        steps=2,
+        clipping=1.0,
+        scaler={"initial_scale": 1024.0, "growth_interval": 3},
+        scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 7}},
+    )
+    engine, *_ = make(TinyModel(dropout=0.3, seed=seed), settings)
+    torch.manual_seed(100 * seed + rank)  # every rank draws its own dropout
+    return engine
+
+
+def message_of(action):
+    try:
+        action()
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def save_on_a_full_disk(engine, store):
+    """Rank 0 may write 8 KiB to a file, the other rank as much as it likes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        return message_of(lambda: store.save(engine, 77, {}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+store = CheckpointStore(folder)
+result = {"errors": []}
+if mode == "whole":
+    engine, first = build(seed=1), 0
+else:
+    engine = build(seed=2)
+    state = store.load(engine, store.latest())
+    first = state["step"]
+    result["client_state"] = state
+result["steps"] = []
+for step in range(first, STEPS):
+    losses = train_step(engine, step)
+    draws = [random.random(), float(np.random.rand()), torch.rand(1).item()]
+    result["steps"].append({"losses": losses, "draws": draws, **facts(engine)})
+    if mode == "whole" and step + 1 == SAVED:
+        store.save(engine, SAVED, {"step": SAVED, "note": {"nested": [1, 2]}})
+        result["errors"] = [
+            message_of(lambda: store.save(engine, SAVED, {})),
+            save_on_a_full_disk(engine, store),
+            message_of(lambda: store.load(engine, folder / "step-00000004")),
+        ]
+        result["left"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+result["weights"] = weights(engine)
+report(result)

@@ -1,0 +1,21 @@
+"""One process; that several ranks return and raise together is shown in tests/distributed/test_steps.py."""
+
+import pytest
+
+from megalowbit.engine.agreement import agree
+from megalowbit.errors import UserError
+
+
+def test_the_result_is_returned():
+    assert agree(lambda: {"folder": "x"}) == {"folder": "x"}
+    assert agree(lambda: None) is None
+
+
+@pytest.mark.parametrize("error", [UserError("wrong"), KeyError("odd")])
+def test_an_error_is_raised_as_it_is(error):
+    def decide():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        agree(decide)
+    assert caught.value is error

@@ -1,0 +1,142 @@
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megalowbit.engine.config import EngineSettings, load_json, read_deepspeed_config
+from megalowbit.errors import UserError
+
+PLAIN = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def test_a_stock_config_with_auto_everywhere_is_complete_after_reading(tmp_path):
+    stock = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        },
+        "fp16": {"enabled": True, "initial_scale_power": 10},
+        "zero_optimization": {"stage": 0},
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(stock))
+    parts = read_deepspeed_config(path, world_size=4, total_steps=200)
+    assert "auto" not in json.dumps(parts.deepspeed)
+    assert not {"fp16", "bf16", "megalowbit"} & parts.deepspeed.keys()
+    assert parts.deepspeed["train_batch_size"] == 12
+    assert parts.deepspeed["gradient_clipping"] == 1.0
+    assert parts.deepspeed["scheduler"]["params"]["warmup_max_lr"] == 3e-4
+    assert parts.settings.precision == "fp16"
+    assert parts.settings.grad_scaler.initial_scale == 1024
+
+
+def test_the_resolved_configuration_reads_back_as_itself():
+    first = read_deepspeed_config({**PLAIN, "fp16": {"enabled": True}, "megalowbit": {"recipe": "nvfp4"}})
+    written = {**first.deepspeed, "megalowbit": first.settings.model_dump(mode="json")}
+    again = read_deepspeed_config(json.loads(json.dumps(written)))
+    assert again.deepspeed == first.deepspeed
+    assert again.settings.model_dump() == first.settings.model_dump()
+
+
+def test_reading_does_not_change_what_was_passed():
+    config = {**copy.deepcopy(PLAIN), "bf16": {"enabled": True}, "gradient_clipping": "auto"}
+    before = copy.deepcopy(config)
+    read_deepspeed_config(config)
+    assert config == before
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("fp16", "dynamic"), ("bf16", "none"), ("fp32", "none")])
+def test_the_scaler_follows_the_precision(precision, kind):
+    assert EngineSettings(precision=precision).grad_scaler.type == kind
+
+
+def test_the_default_precision_is_bf16_without_a_recipe():
+    settings = read_deepspeed_config(PLAIN).settings
+    assert (settings.precision, settings.recipe) == ("bf16", None)
+
+
+def test_keys_of_other_rooms_in_our_block_are_left_to_them():
+    parts = read_deepspeed_config({**PLAIN, "megalowbit": {"run": {"steps": 3}, "precision": "fp32"}})
+    assert parts.megalowbit["run"] == {"steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"megalowbit": {"precision": "fp8"}}, "megalowbit.precision = 'fp8'"),
+        (
+            {"megalowbit": {"precision": "fp16", "grad_scaler": {"type": "none"}}},
+            "fp16 expects a grad scaler",
+        ),
+        (
+            {"megalowbit": {"grad_scaler": {"hysteresys": 2}}},
+            "unknown key 'megalowbit.grad_scaler.hysteresys'",
+        ),
+        (
+            {"megalowbit": {"precision": "fp16", "grad_scaler": {"growth_interval": 0}}},
+            "growth_interval must be",
+        ),
+        ({"megalowbit": []}, "must be an object"),
+        ({"optimizer": None}, "optimizer is missing"),
+        ({"gradient_clipping": -1}, "gradient_clipping = -1"),
+        ({"gradient_clipping": float("inf")}, "gradient_clipping = inf"),
+        ({"gradient_clipping": True}, "gradient_clipping = True"),
+        ({"train_batch_size": 7}, "train_batch_size 7"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3"),
+        ({"tensorbord": {}}, "did you mean 'tensorboard'"),
+        ({"wandb": {"team": "auto"}}, "wandb.team = 'auto'"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(change, message):
+    with pytest.raises(UserError, match=message) as caught:
+        read_deepspeed_config({**PLAIN, **change}, world_size=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_optimizer_of_the_callers_own_replaces_the_block():
+    config = {"train_batch_size": 4}
+    assert "optimizer" not in read_deepspeed_config(config, has_optimizer=True).deepspeed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1,\n "b": }', "is not JSON: line 2, column 7"),
+        ('{"a": {"b": 1, "b": 2}}', "key 'b' occurs twice"),
+        ("[1]", "holds a list"),
+        ('{"a": NaN}', "NaN is not a JSON number"),
+        ("", "line 1, column 1"),
+    ],
+)
+def test_a_file_that_is_no_json_object_is_refused_with_its_place(tmp_path, text, message):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load_json(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read .*missing\.json: No such file"):
+        load_json(tmp_path / "missing.json")
+    with pytest.raises(UserError, match="Is a directory"):
+        load_json(tmp_path)
+    (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_json(tmp_path / "latin.json")
+
+
+def test_reading_a_configuration_imports_neither_torch_nor_deepspeed():
+    code = (
+        "import sys; from megalowbit.engine.config import read_deepspeed_config; "
+        f"read_deepspeed_config({PLAIN!r}); "
+        "sys.exit(bool({'torch', 'deepspeed'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,66 @@
+import pytest
+
+from megalowbit.engine.deepspeed_keys import check_keys, check_no_auto_left
+from megalowbit.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"zero_optimization": {"stage": 0}},
+        {"zero_optimization": False},
+        {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
+        {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1},
+        {"data_types": {"grad_accum_dtype": "fp32"}, "torch_autocast": {"enabled": False}},
+        {"managed_gradient_accumulation": True, "hybrid_engine": {"enabled": False}},
+    ],
+)
+def test_what_says_nothing_out_of_reach_passes(config):
+    check_keys(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2"),
+        ({"zero_optimization": True}, "zero_optimization = true means stage 1"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param"),
+        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload = True"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size = 2"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size = 2"),
+        ({"pipeline": {"stages": 2}}, "pipeline = "),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled = True"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled = True"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype = 'bf16'"),
+        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation = False"),
+    ],
+)
+def test_what_is_not_possible_yet_is_refused_with_key_value_and_remedy(config, key):
+    with pytest.raises(UserError) as caught:
+        check_keys(config)
+    message = str(caught.value)
+    assert message.startswith(key)
+    assert ": " in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("key", ["amp", "elasticity", "sparse_attention"])
+def test_a_feature_deepspeed_removed_is_refused(key):
+    with pytest.raises(UserError, match=f"^{key} = .* was removed from DeepSpeed: remove it"):
+        check_keys({key: {"enabled": True}})
+
+
+def test_an_unknown_key_names_the_nearest():
+    with pytest.raises(UserError, match="unknown key 'gradient_cliping': did you mean 'gradient_clipping'"):
+        check_keys({"gradient_cliping": 1.0})
+
+
+def test_an_auto_that_nothing_fills_is_refused_by_its_path():
+    with pytest.raises(UserError, match=r"^zero_optimization\.reduce_bucket_size = 'auto' cannot be filled"):
+        check_no_auto_left({"zero_optimization": {"stage": 0, "reduce_bucket_size": "auto"}})
+
+
+def test_deepspeeds_own_auto_stays():
+    check_no_auto_left({"data_types": {"keep_in_fp32_modules": "auto"}})

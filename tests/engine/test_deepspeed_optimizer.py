@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
+from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
+
+
+def make(scaler=None, *, bf16=True):
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = DeepSpeedFloat16Optimizer(
+        inner, clip_grad=0.0, grad_scaler=scaler, bf16=bf16, cast_parameters=True
+    )
+    return parameter, optimizer
+
+
+@pytest.mark.parametrize("scaler", [ConstantGradScaler(8.0), DynamicGradScaler(8.0)])
+def test_only_losses_are_scaled(scaler):
+    parameter, optimizer = make(scaler, bf16=False)
+    loss = parameter.float().sum() + 1
+    assert optimizer.scale_if_loss(loss).item() == 8.0
+    assert optimizer.scale_if_loss("text") == "text"
+    assert torch.equal(optimizer.scale_if_loss(torch.ones(3)), torch.ones(3))
+    assert optimizer.needs_scaler()
+    assert optimizer.cur_scale == 8.0
+    assert optimizer.dynamic_loss_scale == isinstance(scaler, DynamicGradScaler)
+
+
+def test_without_a_scaler_the_loss_is_left_alone():
+    parameter, optimizer = make()
+    loss = parameter.float().sum()
+    assert optimizer.scale_if_loss(loss) is loss
+    assert not optimizer.needs_scaler()
+
+
+def test_the_gradients_to_reduce_are_the_buffer_itself():
+    parameter, optimizer = make()
+    (flat,), experts = optimizer.get_grads_for_reduction()
+    flat.fill_(2.0)
+    assert experts == {}
+    assert parameter.main_grad.tolist() == [[2, 2], [2, 2]]
+    empty = DeepSpeedFP32Optimizer(torch.optim.SGD([{"params": []}]), clip_grad=0.0)
+    assert empty.get_grads_for_reduction() == ([], {})
+
+
+def test_overflow_and_norm_are_what_the_step_found():
+    parameter, optimizer = make()
+    parameter.main_grad.fill_(1.0)
+    optimizer.step()
+    assert (optimizer.overflow, optimizer._global_grad_norm) == (False, 2.0)
+    parameter.main_grad.fill_(torch.nan)
+    optimizer.step()
+    assert (optimizer.overflow, optimizer._global_grad_norm) == (True, None)
+
+
+def test_refresh_takes_weights_that_were_loaded_into_the_model():
+    parameter, optimizer = make()
+    parameter.data.fill_(3.0)
+    optimizer.refresh_fp32_params()
+    assert (optimizer.fp32_from_float16_groups[0][0] == 3).all()
+
+
+def test_after_destroy_gradients_are_ordinary_again():
+    parameter, optimizer = make()
+    optimizer.destroy()
+    parameter.float().sum().backward()
+    assert parameter.grad.tolist() == [[1, 1], [1, 1]]
+
+
+def test_deepspeeds_further_arguments_of_load_are_accepted():
+    parameter, optimizer = make()
+    parameter.main_grad.fill_(1.0)
+    optimizer.step()
+    other, fresh = make()
+    fresh.load_state_dict(optimizer.state_dict(), load_optimizer_states=False, load_from_fp32_weights=True)
+    assert torch.equal(other, parameter)

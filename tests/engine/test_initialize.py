@@ -1,0 +1,232 @@
+import json
+import logging
+
+import pytest
+import torch
+
+from megalowbit.engine.config import read_deepspeed_config
+from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
+from megalowbit.engine.initialize import check_quantised, initialize
+from megalowbit.errors import UserError
+from megalowbit.layers.recipe import recipe
+from megalowbit.layers.surgery import bit_layers, convert, random_stream
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def config(precision="bf16", **changes):
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
+        "megalowbit": {"precision": precision, "grad_scaler": {"type": "constant", "scale": 64.0}}
+        if precision == "fp16"
+        else {"precision": precision},
+        **changes,
+    }
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def train(engine, steps=30):
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(4, 4, generator=generator)
+        y = engine(x.to(engine.module[0].weight.dtype)).float()
+        loss = (y - x.sum(1, keepdim=True)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_every_precision_trains(precision):
+    engine, optimizer, dataloader, scheduler = initialize(model=model(), config=config(precision))
+    assert type(optimizer) is (DeepSpeedFP32Optimizer if precision == "fp32" else DeepSpeedFloat16Optimizer)
+    assert {p.dtype for p in engine.module.parameters()} == {DTYPES[precision]}
+    assert (dataloader, scheduler) == (None, None)
+    losses = train(engine)
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    assert engine.skipped_steps == 0
+
+
+def test_masters_are_the_initial_weights_exactly():
+    original = model()
+    expected = [p.detach().clone() for p in original.parameters()]
+    _, optimizer, _, _ = initialize(model=original, config=config())
+    masters = [m for group in optimizer.fp32_from_float16_groups for m in group]
+    halves = [p for group in optimizer.float16_groups for p in group]
+    for parameter, start in zip(original.parameters(), expected, strict=True):
+        (index,) = [i for i, half in enumerate(halves) if half is parameter]
+        assert torch.equal(masters[index], start)
+
+
+def test_matrices_decay_and_biases_do_not():
+    _, optimizer, _, _ = initialize(model=model(), config=config())
+    decays = {p.ndim: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decays == {2: 0.1, 1: 0.0}
+
+
+def test_given_groups_are_used_as_they_are():
+    net = model()
+    groups = [{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}]
+    _, optimizer, _, _ = initialize(model=net, config=config(), model_parameters=groups)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.02]
+
+
+def test_frozen_parameters_are_cast_and_buffers_are_not():
+    net = model()
+    net[0].requires_grad_(False)
+    net.register_buffer("table", torch.ones(2))
+    engine, optimizer, _, _ = initialize(model=net, config=config())
+    assert engine.module[0].weight.dtype == torch.bfloat16
+    assert engine.module.table.dtype == torch.float32
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 2
+    assert len(train(engine, 2)) == 2
+
+
+def test_a_read_configuration_and_a_file_do_the_same(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config("fp32")))
+    runs = [train(initialize(model=model(), config=c)[0], 3) for c in (path, read_deepspeed_config(path))]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 4}},
+        {"type": "LinearLR", "params": {"start_factor": 0.1, "total_iters": "auto"}},
+    ],
+)
+def test_the_configured_scheduler_moves_the_learning_rate(block):
+    engine, _, _, scheduler = initialize(model=model(), config=config(scheduler=block), total_steps=10)
+    rates = [engine.get_lr()[0]]
+    for _ in range(4):
+        train(engine, 1)
+        rates.append(engine.get_lr()[0])
+    assert scheduler is not None
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1] <= 0.02
+
+
+def test_a_scheduler_callable_gets_our_optimizer():
+    def make(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    engine, *_ = initialize(model=model(), config=config(), lr_scheduler=make)
+    train(engine, 2)
+    assert engine.get_lr() == [0.005, 0.005]
+
+
+def test_an_optimizer_of_ones_own_comes_with_its_scheduler():
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    settings = config()
+    del settings["optimizer"]
+    engine, optimizer, _, _ = initialize(model=net, config=settings, optimizer=inner, lr_scheduler=scheduler)
+    assert optimizer.optimizer is inner
+    train(engine, 2)
+    assert engine.get_lr() == [0.125]
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_training_data_gives_a_loader_of_micro_batches():
+    data = torch.utils.data.TensorDataset(torch.randn(12, 4))
+    _, _, loader, _ = initialize(model=model(), config=config(), training_data=data)
+    assert [batch[0].shape for batch in loader] == [(4, 4)] * 3
+
+
+def test_deepspeed_logs_only_warnings_unless_asked():
+    levels = []
+    for changes in ({}, {"log_level": "info"}, {}):
+        initialize(model=model(), config=config(**changes))
+        levels.append(logging.getLogger("DeepSpeed").level)
+    assert levels == [logging.WARNING, logging.INFO, logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": config(tensorboard={"enabledd": True})}, "DeepSpeed rejects .*enabledd"),
+        ({"config": config(communication_data_type="int8")}, "DeepSpeed rejects the configuration"),
+        ({"model": model().double()}, "parameter 0.weight is float64 but precision is bf16"),
+        ({"model": model().half()}, "parameter 0.weight is float16 but precision is bf16"),
+        ({"model_parameters": list(model().parameters())}, "holds 4 parameters that are not"),
+        ({"model_parameters": []}, "holds 0 parameters"),
+        ({"model": model().requires_grad_(False)}, "no trainable parameter"),
+        (
+            {"lr_scheduler": torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model().parameters()))},
+            "belongs to another optimizer",
+        ),
+        (
+            {"optimizer": torch.optim.SGD(model().parameters()), "model_parameters": []},
+            "pass optimizer or model_parameters",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_one_clear_line(arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
+        initialize(**{"model": model(), "config": config(), **arguments})
+    assert "\n" not in str(caught.value)
+
+
+def quantised(recipe):
+    return config(megalowbit={"precision": "bf16", "recipe": recipe})
+
+
+def test_a_recipe_that_quantises_converts_the_model_and_it_trains():
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
+    engine, *_ = initialize(model=net, config=quantised("nvfp4"), seed=3)
+    assert list(bit_layers(engine.module)) == ["0", "2"]
+    assert random_stream(engine.module).seed == 3
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    losses = []
+    for _ in range(8):
+        loss = (engine(x).float() - 1).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_converted_model_is_left_as_it_is():
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    convert(net, "nvfp4")
+    layers = bit_layers(net)
+    engine, *_ = initialize(model=net, config=quantised("nvfp4"))
+    assert bit_layers(engine.module) == layers
+
+
+def test_a_recipe_without_quantisers_leaves_plain_layers():
+    engine, *_ = initialize(model=model(), config=quantised("bf16"))
+    assert bit_layers(engine.module) == {}
+
+
+def test_a_recipe_that_finds_nothing_to_quantise_is_an_error():
+    net = torch.nn.Sequential(torch.nn.Embedding(4, 4))
+    with pytest.raises(UserError):
+        initialize(model=net, config=quantised("nvfp4"))
+
+
+def test_low_bit_layers_that_got_lost_on_the_way_are_an_error():
+    with pytest.raises(UserError, match="'nvfp4' asks for low-bit layers but the model has none"):
+        check_quantised(model(), recipe("nvfp4"))
+
+
+def test_parameters_collected_before_the_conversion_are_refused_where_it_replaced_them():
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    parameters = [torch.nn.Parameter(p.detach().clone()) for p in net.parameters()]
+    with pytest.raises(UserError, match="convert the model first"):
+        initialize(model=net, config=quantised("nvfp4"), model_parameters=parameters)
+
+
+def test_an_unknown_recipe_is_named():
+    with pytest.raises(UserError, match="nvfp5"):
+        initialize(model=model(), config=quantised("nvfp5"))

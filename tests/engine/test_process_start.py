@@ -1,0 +1,37 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megalowbit.engine.process_start import start_process_group
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_plain_python_starts_a_group_of_one_and_says_nothing():
+    rank_names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environ = {key: value for key, value in os.environ.items() if key not in rank_names}
+    environ["PYTHONPATH"] = str(ROOT)
+    code = (
+        "from megalowbit.engine.process_start import start_process_group as start\n"
+        "import torch.distributed as dist\n"
+        "identity = start(); again = start()\n"
+        "import deepspeed\n"
+        "print(identity.rank, identity.world_size, again.world_size, dist.get_backend(),\n"
+        "      deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0", "1", "1", "gloo", "False"], "")
+
+
+def test_a_group_that_someone_else_started_is_used():
+    start_process_group()
+    size = dist.get_world_size()
+    os.environ.pop("RANK")
+    identity = start_process_group()
+    assert (identity.rank, identity.world_size) == (0, size)
+    assert os.environ["RANK"] == "0"

@@ -1,0 +1,50 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalowbit.engine.random_state import (
+    random_state,
+    restore_random_state,
+    seed_missing_rank,
+    state_of_rank,
+)
+
+CPU = torch.device("cpu")
+
+
+def draws():
+    python = [random.gauss(0, 1), random.random()]
+    return [*torch.rand(3).tolist(), *python, *np.random.rand(2).tolist(), float(np.random.randn())]
+
+
+@given(st.integers(0, 2**31), st.integers(0, 5))
+@settings(max_examples=20, deadline=None)
+def test_every_generator_continues_where_it_was(tmp_path_factory, seed, used):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    for _ in range(used):
+        draws()
+    path = tmp_path_factory.mktemp("state") / "state.pt"
+    torch.save(random_state(CPU), path)
+    expected = draws()
+    draws()
+    restore_random_state(torch.load(path, weights_only=True), CPU)
+    assert draws() == expected
+
+
+def test_a_missing_rank_is_seeded_by_step_and_rank_alone():
+    def run(step, rank):
+        return seed_missing_rank(step, rank), draws()
+
+    assert run(40, 2) == run(40, 2)
+    assert len({run(step, rank)[0] for step in (40, 41) for rank in range(8)}) == 16
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, {"a": 1}), (1, {"b": 2}), (2, None)])
+def test_states_are_found_by_rank(rank, expected):
+    assert state_of_rank([{"a": 1}, {"b": 2}], rank) == expected
