@@ -7,6 +7,7 @@ settled here, before its first collective.
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import timedelta
 from typing import Any
@@ -59,7 +60,15 @@ def import_deepspeed() -> Any:
 
     if deepspeed.get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
+    log_filters = deepspeed.utils.logger.filters
+    if _is_no_false_alarm not in log_filters:
+        deepspeed.utils.logger.addFilter(_is_no_false_alarm)
     return deepspeed
+
+
+def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+    # DeepSpeed's own schedulers ask themselves for the rate too early, at every start.
+    return "Attempting to get learning rate from scheduler before it has started" not in record.getMessage()
 
 
 def _started_identity() -> ProcessIdentity | None:

@@ -40,13 +40,18 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def seed_missing_rank(step: int, rank: int) -> int:
-    """Seed all generators of a rank without a saved state; returns the seed, a function of step and rank."""
-    seed = int.from_bytes(hashlib.sha256(f"{step}:{rank}".encode()).digest()[:4], "big")
+def seed_generators(number: int, rank: int) -> int:
+    """Seed all generators of this process; returns the seed, a function of `number` and `rank`."""
+    seed = int.from_bytes(hashlib.sha256(f"{number}:{rank}".encode()).digest()[:4], "big")
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     return seed
+
+
+def seed_missing_rank(step: int, rank: int) -> int:
+    """Seed a rank that has no state in the checkpoint of `step`; returns the seed."""
+    return seed_generators(step, rank)
 
 
 def state_of_rank(states: Sequence[Mapping[str, Any]], rank: int) -> Mapping[str, Any] | None:

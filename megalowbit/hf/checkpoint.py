@@ -66,6 +66,7 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
     else:
         model = load_weights(read_config(settings), _checkpoint_of(settings), dtype=torch.float32)
     model.config.use_cache = False
+    model.loss_type = "ForCausalLM"  # transformers finds it by class name and misses GPT2LMHeadModel's
     return model.train()
 
 

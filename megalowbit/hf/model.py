@@ -119,7 +119,7 @@ def save_hf(
         for settings in (plain.config, plain.generation_config):
             if settings is not None:
                 settings.eos_token_id = settings.bos_token_id = tokenizer.eos_token_id
-    with new_folder(Path(folder)) as draft:
+    with new_folder(Path(folder)) as draft, _quiet_transformers():
         plain.save_pretrained(draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
@@ -162,12 +162,15 @@ def _seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hold back the report of missing and superfluous weights, which is judged here and said in one line."""
+    """Hold back progress bars, and the report of wrong weights, which is judged here and said in one line."""
     from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
+    verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        if has_progress_bar:
+            logging.enable_progress_bar()

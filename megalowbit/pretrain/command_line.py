@@ -1,0 +1,133 @@
+"""The command line of pretraining: arguments in, exit code out.
+
+A mistake of the user ends as one line and exit code 2 and never as a traceback; anything else that raises
+is a defect of ours and keeps it. The configuration is checked before torch is imported, so a typing mistake
+is answered at once and nothing has been allocated, joined or written by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from megalowbit.errors import UserError
+from megalowbit.process_group import ProcessIdentity, identify
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+# Launchers stop all ranks when one fails: the main rank must get to print first.
+SECONDS_FOR_THE_MAIN_RANK = 5.0
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of `launch/pretrain.py`."""
+    parser = _OneLineParser(
+        prog="pretrain.py",
+        description="Pretrain GPT-2 or LLaMA in FP4, under deepspeed, torchrun, srun or plain python.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ds-config",
+        "--deepspeed_config",
+        type=Path,
+        required=True,
+        metavar="X.json",
+        help='DeepSpeed configuration with a "megalowbit" block',
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override one value, e.g. --set megalowbit.recipe=bf16 --set megalowbit.run.steps=100",
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="where the run writes (default: a new folder below runs/)"
+    )
+    parser.add_argument(
+        "--resume",
+        choices=("no", "auto"),
+        default="no",
+        help="auto: continue from the newest complete checkpoint, or start if there is none (default: no)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved configuration, the swapped layers, sizes and memory, and exit",
+    )
+    # Launchers add these; ranks are read from the environment instead.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    identity = ProcessIdentity()
+    try:
+        identity = identify()
+        options = build_parser().parse_args(arguments)
+        _run(options, identity)
+    except UserError as error:
+        _report(error, identity)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        if identity.is_main:
+            print("interrupted: continue from the last checkpoint with --resume auto", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
+    from megalowbit.pretrain.config import load_config
+
+    config = load_config(options.ds_config, options.overrides, world_size=identity.world_size)
+    _share_cores()
+    if options.dry_run:
+        from megalowbit.pretrain.dry_run import describe
+
+        if identity.is_main:
+            print(describe(config, world_size=identity.world_size))
+        return
+    from megalowbit.engine.process_start import import_deepspeed
+
+    import_deepspeed()  # first of all imports that lead to it, for it is set up on the way
+    from megalowbit.pretrain.loop import pretrain
+
+    pretrain(config, identity, run_dir=options.run_dir, is_resume=options.resume == "auto")
+
+
+def _share_cores() -> None:
+    """Give each process of this node its part of the cores, where nobody has said otherwise.
+
+    The DeepSpeed launcher leaves OMP_NUM_THREADS alone, and two processes with a thread per core each run
+    several times slower than with half of them.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+    local_world_size = next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdecimal()), 1)
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    threads = max(1, cores // max(1, local_world_size))
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # read by torch when it is first imported
+
+
+def _report(error: UserError, identity: ProcessIdentity) -> None:
+    line = " ".join(str(error).split("\n"))
+    if identity.is_main:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(SECONDS_FOR_THE_MAIN_RANK)
+        print(f"error on rank {identity.rank}: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,181 @@
+"""The configuration of a run: one DeepSpeed JSON file with a strict `"megalowbit"` block.
+
+Everything DeepSpeed understands stays where DeepSpeed documents it; `engine.config` reads that half. Each
+section of our block is a frozen model that lives beside its owner (data, hf, optim, telemetry); here they are
+put together, `--set key=value` is applied and relative paths are made absolute: those written in the file
+against the file's folder, those given with `--set` against the working directory.
+Not covered: anything that needs torch. A typing mistake must be answered in a second, before heavy imports.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megalowbit.data.settings import DataSettings
+from megalowbit.engine.config import DeepSpeedConfigParts, load_json, read_deepspeed_config
+from megalowbit.errors import UserError, invalid_settings
+from megalowbit.hf.settings import ModelSettings
+from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
+
+BLOCK = "megalowbit"
+ENGINE_KEYS = ("precision", "grad_scaler", "recipe")
+PATH_KEYS = (("model", "config"), ("model", "checkpoint"), ("data", "corpus"), ("data", "tokenizer"))
+NOT_PATHS = {"stdlib", "byte", "bpe"}
+DEFAULT_RECIPE = "nvfp4"  # what the project is for; an engine without the loop leaves layers alone
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+class CheckpointSettings(BaseModel):
+    """`"checkpoint"`: when to save, how many to keep, what to leave at the end."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every: int = Field(default=0, ge=0, description="optimizer steps between checkpoints; 0: only at the end")
+    keep: int | None = Field(default=3, ge=1, description="newest checkpoints kept; null keeps all")
+    export_hf: bool = Field(default=True, description="write hf/, an ordinary HuggingFace checkpoint")
+
+
+class RunSettings(BaseModel):
+    """`"run"`: how long, from which seed, under which name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: int = Field(ge=1, description="number of optimizer steps")
+    name: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="folder below runs/")
+    seed: int = Field(default=1234, ge=0, lt=2**63, description="of weights, data order, dropout, rounding")
+    max_consecutive_skips: int = Field(
+        default=50, ge=1, description="stop after so many steps in a row with non-finite gradients"
+    )
+
+
+class PretrainSettings(BaseModel):
+    """The parts of the `"megalowbit"` block that the pretraining loop reads; the engine reads the others."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelSettings
+    data: DataSettings
+    run: RunSettings
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+
+class Monitors(BaseModel):
+    """DeepSpeed's top-level monitor blocks that our sinks serve, so that they are not handed on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tensorboard: TensorBoardBlock = TensorBoardBlock()
+    wandb: WandbSettings = WandbSettings()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """A validated configuration with every default and every `"auto"` filled in.
+
+    Attributes:
+        source: the file it was read from.
+        parts: what DeepSpeed gets, and the engine's settings.
+        settings: what the loop reads.
+        monitors: what the sinks read.
+    """
+
+    source: Path
+    parts: DeepSpeedConfigParts
+    settings: PretrainSettings
+    monitors: Monitors
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved configuration as one JSON object that can be run again."""
+        block = {
+            **self.settings.model_dump(mode="json"),
+            **self.parts.settings.model_dump(mode="json"),
+        }
+        monitors = self.monitors.model_dump(mode="json", exclude_defaults=True)
+        return {**self.parts.deepspeed, **monitors, BLOCK: block}
+
+
+def load_config(path: Path, overrides: list[str], *, world_size: int) -> PretrainConfig:
+    """Read, override, validate and resolve a configuration.
+
+    Args:
+        path: a DeepSpeed JSON file with a `"megalowbit"` block.
+        overrides: `"dotted.key=value"`; values are JSON, or else plain strings.
+        world_size: number of processes, for the arithmetic of batch sizes.
+
+    Raises:
+        UserError: anything wrong with file, keys, values or their combination.
+    """
+    raw = load_json(path)
+    _make_paths_absolute(_block(raw, path), path.parent)
+    for override in overrides:
+        _apply_override(raw, override)
+    _make_paths_absolute(_block(raw, path), Path.cwd())
+    monitors = _validate(Monitors, {name: raw.pop(name) for name in Monitors.model_fields if name in raw}, "")
+    settings = _validate_block(raw[BLOCK])
+    raw[BLOCK].setdefault("recipe", DEFAULT_RECIPE)
+    parts = read_deepspeed_config(raw, world_size=world_size, total_steps=settings.run.steps)
+    return PretrainConfig(source=path, parts=parts, settings=settings, monitors=monitors)
+
+
+def _block(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    if BLOCK not in raw:
+        raise UserError(f'{path} has no "{BLOCK}" object: add one with at least model, data and run')
+    block = raw[BLOCK]
+    if not isinstance(block, dict):
+        raise UserError(f'"{BLOCK}" = {block!r} must be an object with at least model, data and run')
+    return block
+
+
+def _validate_block(block: dict[str, Any]) -> PretrainSettings:
+    ours = {key: value for key, value in block.items() if key not in ENGINE_KEYS}
+    settings = _validate(PretrainSettings, ours, BLOCK, also=ENGINE_KEYS)
+    if "seed" not in settings.data.model_fields_set:
+        data = settings.data.model_copy(update={"seed": settings.run.seed})
+        settings = settings.model_copy(update={"data": data})
+    return settings
+
+
+def _validate(model: type[Settings], values: Any, where: str, *, also: tuple[str, ...] = ()) -> Settings:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise invalid_settings(error, where, model, also=also) from None
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {override!r} is not key=value: write for example --set {BLOCK}.run.steps=100")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    *parents, last = key.split(".")
+    node = raw
+    for depth, parent in enumerate(parents):
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            where = ".".join(parents[: depth + 1])
+            raise UserError(f"--set {override!r}: {where} is {node!r}, not an object that holds {last!r}")
+    node[last] = value
+
+
+def _make_paths_absolute(block: dict[str, Any], base: Path) -> None:
+    """Resolve the path-valued keys of `block` against `base`, in place; names that are no paths stay."""
+    for section, key in PATH_KEYS:
+        holder = block.get(section)
+        value = holder.get(key) if isinstance(holder, dict) else None
+        if not isinstance(value, str) or value in NOT_PATHS:
+            continue
+        path = base / Path(value).expanduser()
+        # A corpus may also be the name of a data set: only what exists or looks like a file is a path.
+        looks_like_file = section == "model" or Path(value).suffix in {".txt", ".jsonl", ".parquet", ".json"}
+        if path.exists() or looks_like_file or value.startswith((".", "~")):
+            holder[key] = str(path.resolve())

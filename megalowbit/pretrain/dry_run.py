@@ -1,0 +1,61 @@
+"""What a run would do, without doing it: configuration, swapped layers, sizes, memory.
+
+The model is built on fake tensors, so a model that would not fit here is described all the same, and nothing
+is written: no run folder, no cache.
+"""
+
+from __future__ import annotations
+
+import json
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megalowbit.data.corpus import open_corpus
+from megalowbit.hf.checkpoint import build_model
+from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.surgery import bit_layers, convert
+from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.pretrain.job import check_nothing_missed
+from megalowbit.pretrain.memory import estimate_memory
+
+
+def describe(config: PretrainConfig, *, world_size: int) -> str:
+    """The report `--dry-run` prints.
+
+    Args:
+        config: the resolved configuration.
+        world_size: number of processes the run is started with.
+
+    Raises:
+        UserError: model, recipe or corpus would fail in the real run.
+    """
+    settings, engine = config.settings, config.parts.settings
+    recipe = recipe_of(engine.recipe)
+    corpus = open_corpus(settings.data)
+    with FakeTensorMode():
+        model = build_model(settings.model, seed=settings.run.seed)
+        report = convert(model, recipe)
+        check_nothing_missed(model.config, report)
+        total = sum(parameter.numel() for parameter in model.parameters())
+        swapped = sum(layer.weight.numel() for layer in bit_layers(model).values())
+    optimizer = config.parts.deepspeed["optimizer"]
+    micro_batch_size = config.parts.deepspeed["train_micro_batch_size_per_gpu"]
+    memory = estimate_memory(
+        settings.model,
+        recipe,
+        precision=engine.precision,
+        optimizer_type=optimizer["type"],
+        has_momentum=bool(optimizer["params"].get("momentum")),
+        micro_batch_size=micro_batch_size,
+        sequence_length=settings.data.sequence_length,
+    )
+    tokens = config.parts.deepspeed["train_batch_size"] * settings.data.sequence_length
+    sections = {
+        "configuration": json.dumps(config.to_dict(), indent=2),
+        "layers": str(report),
+        "parameters": f"{total:,}, of which {swapped:,} ({swapped / total:.1%}) in low-bit layers",
+        "data": f"{corpus.name}; {tokens:,} tokens a step on {world_size} process(es), "
+        f"{tokens * settings.run.steps:,} in {settings.run.steps:,} steps",
+        "memory of one process (estimate)": str(memory),
+    }
+    return "\n\n".join(f"== {title}\n{text}" for title, text in sections.items())

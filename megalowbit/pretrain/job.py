@@ -1,0 +1,170 @@
+"""A run put together: model, data, engine and telemetry in one place, and what of them a checkpoint holds.
+
+Every rank builds the same job in the same order. A checkpoint's client state has two parts: `megalowbit` is
+what an exporter needs to read the weights (model configuration, recipe), `progress` is what the loop needs to
+go on as if nothing had happened (data position, random stream, totals).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megalowbit.data.loader import ShardedLoader, build_loader
+from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.engine.initialize import initialize
+from megalowbit.engine.random_state import seed_generators
+from megalowbit.errors import UserError
+from megalowbit.hf.checkpoint import build_model
+from megalowbit.hf.families import check_fits, expected_projections
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.surgery import ConversionReport, convert, random_stream, set_observer
+from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.pretrain.run_folder import RunFolder
+from megalowbit.process_group import ProcessIdentity
+from megalowbit.telemetry.overflow import GradientOverflowTracker
+from megalowbit.telemetry.summary import RunTotals
+
+CHECKPOINT_FORMAT = 1
+
+
+@dataclass
+class Job:
+    """Everything a run works with.
+
+    Attributes:
+        config: the resolved configuration.
+        folder: where the run writes.
+        engine: DeepSpeed's engine around the converted model.
+        loader: endless, resumable batches of this rank.
+        report: what the conversion swapped and kept.
+        recipe: how the layers quantise.
+        store: the run's checkpoints.
+        tracker: overflow counts; `None` where telemetry or quantisation is off.
+        totals: what the run has done so far, resumed parts included.
+    """
+
+    config: PretrainConfig
+    folder: RunFolder
+    engine: Any
+    loader: ShardedLoader
+    report: ConversionReport
+    recipe: Recipe
+    store: CheckpointStore
+    tracker: GradientOverflowTracker | None
+    totals: RunTotals = field(default_factory=RunTotals)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far, skipped ones included."""
+        return self.totals.steps
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.config.parts.deepspeed["gradient_accumulation_steps"]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all ranks."""
+        return self.loader.tokens_per_batch * self.accumulation_steps
+
+    def save(self) -> None:
+        """Write a checkpoint of this step. Every rank must call it."""
+        state = {
+            "megalowbit": {
+                "format": CHECKPOINT_FORMAT,
+                "step": self.step,
+                "hf_config": self.engine.module.config.to_dict(),
+                "recipe": self.recipe.to_dict(),
+                "config": self.config.to_dict(),
+            },
+            "progress": {
+                "loader": self.loader.state_dict(),
+                "totals": self.totals.state_dict(),
+                "random_stream": _state_of(random_stream(self.engine.module)),
+                "tracker": _state_of(self.tracker),
+            },
+        }
+        self.store.save(self.engine, self.step, state)
+
+    def resume(self) -> bool:
+        """Continue from the newest complete checkpoint, if there is one. Every rank must call it."""
+        path = self.store.latest()
+        if path is None:
+            return False
+        state = self.store.load(self.engine, path)
+        progress = state.get("progress")
+        if progress is None:
+            raise UserError(
+                f"{path} holds weights only and cannot be resumed: "
+                "start from it with megalowbit.model.checkpoint"
+            )
+        self.loader.load_state_dict(progress["loader"])
+        self.totals.load_state_dict(progress["totals"])
+        stream = random_stream(self.engine.module)
+        if stream is not None and progress["random_stream"] is not None:
+            stream.load_state_dict(progress["random_stream"])
+        if self.tracker is not None and progress["tracker"] is not None:
+            self.tracker.load_state_dict(progress["tracker"])
+        return True
+
+
+def _state_of(part: Any) -> dict[str, Any] | None:
+    return None if part is None else part.state_dict()
+
+
+def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolder) -> Job:
+    """Build a job. Every rank must call it, in an initialised process group.
+
+    Raises:
+        UserError: model, data and batch sizes do not fit together.
+    """
+    settings, parts = config.settings, config.parts
+    loader = build_loader(
+        settings.data,
+        micro_batch_size=parts.deepspeed["train_micro_batch_size_per_gpu"],
+        rank=identity.rank,
+        world_size=identity.world_size,
+    )
+    model = build_model(settings.model, seed=settings.run.seed)
+    check_fits(
+        model.config,
+        vocab_size=loader.tokenizer.vocab_size,
+        sequence_length=settings.data.sequence_length,
+    )
+    recipe = recipe_of(parts.settings.recipe)
+    report = convert(model, recipe, seed=settings.run.seed, rank=identity.rank)
+    check_nothing_missed(model.config, report)
+    engine, _, _, _ = initialize(model=model, config=parts)
+    seed_generators(settings.run.seed, identity.rank)  # dropout differs between ranks, not between runs
+    tracker = None
+    if settings.telemetry.overflow and report.swapped:
+        tracker = GradientOverflowTracker()
+        set_observer(engine.module, tracker)
+    return Job(
+        config=config,
+        folder=folder,
+        engine=engine,
+        loader=loader,
+        report=report,
+        recipe=recipe,
+        store=CheckpointStore(folder.checkpoints, keep=settings.checkpoint.keep),
+        tracker=tracker,
+    )
+
+
+def check_nothing_missed(model_config: Any, report: ConversionReport) -> None:
+    """Make sure that every projection of the model's family was swapped, or kept on purpose.
+
+    Raises:
+        UserError: a projection is neither; the run would quietly be less quantised than asked for.
+    """
+    seen = {layer.name for layer in (*report.swapped, *report.kept)}
+    missing = [name for name in expected_projections(model_config) if name not in seen]
+    if missing:
+        raise UserError(
+            f"projection {missing[0]} (and {len(missing) - 1} more) is not a layer this version knows: "
+            "use a transformers version allowed by setup.py"
+        )

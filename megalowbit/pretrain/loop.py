@@ -1,0 +1,138 @@
+"""The loop: one step, its facts, its checkpoint, the end.
+
+Everything with state lives elsewhere (`job.py`, `recorder.py`); here is only the order of things. A step
+that is skipped because gradients were not finite is a step: it has a line in every record, it moves the data
+on and holds the learning rate.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from megalowbit.engine.agreement import agree
+from megalowbit.engine.process_start import start_process_group
+from megalowbit.errors import UserError
+from megalowbit.hf.model import save_hf
+from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.pretrain.job import Job, assemble
+from megalowbit.pretrain.recorder import Recorder
+from megalowbit.pretrain.run_folder import RunFolder, claim
+from megalowbit.process_group import ProcessIdentity
+from megalowbit.telemetry.console import Console
+from megalowbit.telemetry.facts import Facts
+from megalowbit.telemetry.step_facts import reduce_step_facts
+
+
+def pretrain(
+    config: PretrainConfig, identity: ProcessIdentity, *, run_dir: Path | None, is_resume: bool
+) -> None:
+    """Train until `run.steps`; every rank of the job calls this once.
+
+    Raises:
+        UserError: a mistake in configuration, data or folders, or training that cannot go on.
+    """
+    start_process_group(identity)
+    stem = config.settings.run.name or config.source.stem
+    folder: RunFolder = agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume))
+    job = assemble(config, identity, folder)
+    is_resumed = is_resume and job.resume()
+    steps = config.settings.run.steps
+    console = Console(
+        steps,
+        log_every=config.settings.telemetry.log_every,
+        start_step=job.step,
+        skipped_steps=job.totals.skipped_steps,
+        is_main=identity.is_main,
+    )
+    console.print(opening(job, identity, is_resumed=is_resumed))
+    if job.step >= steps:
+        console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
+    else:
+        agree(lambda: folder.write_config(config.to_dict()))
+        resume_step = job.step if is_resumed else None
+        with Recorder(job, console, is_main=identity.is_main, resume_step=resume_step) as recorder:
+            train(job, recorder)
+            recorder.finish()
+    export(job, console)
+
+
+def train(job: Job, recorder: Recorder) -> None:
+    """Step until the configured number of steps, recording and saving on the way and at the end.
+
+    Raises:
+        UserError: `run.max_consecutive_skips` steps in a row had non-finite gradients.
+    """
+    settings = job.config.settings
+    every = settings.checkpoint.every or settings.run.steps
+    skips_in_a_row = 0
+    while job.step < settings.run.steps:
+        facts, is_skipped = train_step(job)
+        recorder.step(facts)
+        skips_in_a_row = skips_in_a_row + 1 if is_skipped else 0
+        if skips_in_a_row >= settings.run.max_consecutive_skips:
+            raise UserError(
+                f"the gradients of {skips_in_a_row} steps in a row were not finite (step {job.step}, loss "
+                f"{facts['loss']}): resume from a checkpoint with a lower learning rate or loss scale"
+            )
+        if job.step % every == 0 or job.step == settings.run.steps:
+            job.save()
+
+
+def train_step(job: Job) -> tuple[Facts, bool]:
+    """One optimizer step over all its micro-batches; returns its facts and whether it was skipped."""
+    engine, optimizer = job.engine, job.engine.optimizer
+    started, skipped_before = time.perf_counter(), engine.skipped_steps
+    learning_rate, loss_scale = optimizer.param_groups[0]["lr"], optimizer.loss_scale
+    loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+    if job.tracker is not None:
+        job.tracker.begin_step()
+    for _ in range(job.accumulation_steps):
+        batch = {name: tensor.to(engine.device) for name, tensor in next(job.loader).items()}
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        loss_sum += loss.detach()
+    seen = reduce_step_facts(loss_sum / job.accumulation_steps, tracker=job.tracker)
+    is_skipped = engine.skipped_steps > skipped_before
+    seconds = time.perf_counter() - started
+    job.totals.add_step(loss=seen.loss, tokens=job.tokens_per_step, seconds=seconds, is_skipped=is_skipped)
+    facts = {
+        **seen.facts(),
+        "lr": learning_rate,
+        "grad_norm": engine.get_global_grad_norm(),
+        "loss_scale": loss_scale,
+        "skipped_steps": job.totals.skipped_steps,
+        "tokens_per_second": job.tokens_per_step / seconds,
+        "tokens": job.totals.tokens,
+    }
+    return facts, is_skipped
+
+
+def export(job: Job, console: Console) -> None:
+    """Leave an ordinary HuggingFace checkpoint of the final model in `hf/`, if asked to and not there yet."""
+    if not job.config.settings.checkpoint.export_hf or job.folder.hf.exists():
+        return
+    agree(lambda: save_hf(job.engine.module, job.folder.hf, job.loader.tokenizer))
+    console.print(f"HuggingFace checkpoint: {job.folder.hf}")
+
+
+def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool) -> str:
+    """What a run says before its first step."""
+    count = sum(parameter.numel() for parameter in job.engine.module.parameters())
+    settings, report = job.config.settings, job.report
+    return "\n".join(
+        [
+            f"run       {job.folder.path}" + (f", resumed after step {job.step}" if is_resumed else ""),
+            f"model     {job.engine.module.config.model_type}, {count:,} parameters, "
+            f"{job.config.parts.settings.precision}",
+            f"recipe    {job.recipe.name}: {len(report.swapped)} layers swapped, {len(report.kept)} kept",
+            f"data      {settings.data.corpus}, {job.loader.num_samples:,} sequences of "
+            f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
+            f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
+            f"process{'es' if identity.world_size > 1 else ''}",
+            "",
+        ]
+    )

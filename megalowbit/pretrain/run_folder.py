@@ -1,0 +1,122 @@
+"""One run, one folder: which one, and what lies where in it.
+
+Nothing is ever overwritten. A new run whose default folder is taken gets the next number
+(`runs/gpt2`, `runs/gpt2-2`, …); a folder the user named must be empty or absent unless the run is resumed.
+Creating the folder claims it: two jobs that start together cannot get the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalowbit.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside a run's folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def layers(self) -> Path:
+        """Overflow per layer and role."""
+        return self.path / "overflow_layers.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Training checkpoints, `step-00000040/` and so on."""
+        return self.path / "checkpoints"
+
+    @property
+    def hf(self) -> Path:
+        """The final model as a HuggingFace checkpoint."""
+        return self.path / "hf"
+
+    @property
+    def summary(self) -> Path:
+        """What the end of the run looked like."""
+        return self.path / "summary.json"
+
+    def write_config(self, resolved: dict[str, Any]) -> None:
+        """Save the resolved configuration, whole or not at all."""
+        draft = self.config.with_suffix(".json.tmp")
+        draft.write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+        draft.replace(self.config)
+
+
+def claim(stem: str, *, run_dir: Path | None, is_resume: bool, root: Path = Path("runs")) -> RunFolder:
+    """Choose this run's folder and create it.
+
+    Args:
+        stem: name of the default folder below `root`.
+        run_dir: the folder the user asked for; `None` for a default one.
+        is_resume: whether an existing run may be continued.
+        root: where default folders live.
+
+    Raises:
+        UserError: `run_dir` holds something and the run is not resumed, or it cannot be created.
+    """
+    try:
+        if run_dir is not None:
+            return _claim_named(run_dir, is_resume)
+        return _claim_numbered(root, stem, is_resume)
+    except OSError as error:
+        folder = run_dir or root / stem
+        raise UserError(
+            f"run folder {folder} cannot be created ({error.strerror}): choose another --run-dir"
+        ) from error
+
+
+def _claim_named(run_dir: Path, is_resume: bool) -> RunFolder:
+    if run_dir.is_dir() and any(run_dir.iterdir()) and not is_resume:
+        raise UserError(
+            f"run folder {run_dir} is not empty: continue it with --resume auto, or choose another --run-dir"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return RunFolder(run_dir)
+
+
+def _claim_numbered(root: Path, stem: str, is_resume: bool) -> RunFolder:
+    root.mkdir(parents=True, exist_ok=True)
+    taken = _numbers_taken(root, stem)
+    if is_resume and taken:
+        return RunFolder(_numbered(root, stem, max(taken)))
+    number = max(taken, default=0) + 1
+    while True:
+        folder = _numbered(root, stem, number)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1  # another job took it between the look and the claim
+        else:
+            return RunFolder(folder)
+
+
+def _numbered(root: Path, stem: str, number: int) -> Path:
+    return root / (stem if number == 1 else f"{stem}-{number}")
+
+
+def _numbers_taken(root: Path, stem: str) -> list[int]:
+    pattern = re.compile(re.escape(stem) + r"(?:-(\d+))?")
+    matches = [pattern.fullmatch(path.name) for path in root.iterdir()]
+    return [int(match.group(1) or 1) for match in matches if match]

@@ -1,0 +1,135 @@
+"""Start launch/pretrain.py the ways users do, with real launchers and real processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = str(ROOT / "launch" / "pretrain.py")
+BIN = Path(sys.executable).parent
+SECONDS = 240
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Done:
+    code: int
+    output: str
+
+    @property
+    def errors(self):
+        return [line for line in self.output.splitlines() if line.startswith("error")]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(cache):
+    inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    return {
+        **inherited,
+        "PATH": f"{BIN}:{inherited['PATH']}",
+        "MEGALOWBIT_CACHE": str(cache),
+        "OMP_NUM_THREADS": "1",
+        "WANDB_MODE": "offline",
+    }
+
+
+def command(launcher, processes=1):
+    if launcher == "deepspeed":
+        port = f"--master_port={free_port()}"
+        return [str(BIN / "deepspeed"), "--num_accelerators", str(processes), port, SCRIPT]
+    if launcher == "torchrun":
+        return [str(BIN / "torchrun"), f"--nproc-per-node={processes}", "--standalone", SCRIPT]
+    return [sys.executable, SCRIPT]
+
+
+def start(launcher, *arguments, cwd, processes=1, **more):
+    return subprocess.Popen(
+        [*command(launcher, processes), *map(str, arguments)],
+        cwd=cwd,
+        env={**environment(Path(cwd) / "cache"), **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(launcher, *arguments, cwd, processes=1, **more):
+    process = start(launcher, *arguments, cwd=cwd, processes=processes, **more)
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    finally:
+        kill(process)
+    return Done(process.returncode, output)
+
+
+def kill(process):
+    """End the launcher and every process it started, as a power cut would."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def metrics(run_dir):
+    path = Path(run_dir) / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def wait_for_step(run_dir, step, process):
+    deadline = time.monotonic() + SECONDS
+    while not (seen := metrics(run_dir)) or seen[-1]["step"] < step:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "no progress"
+        time.sleep(0.02)
+
+
+def write_config(folder, *, model=None, block=None, **deepspeed):
+    """A GPT-2 of a few thousand parameters on a text of some kilobytes; returns the path of its JSON."""
+    (folder / "text.txt").write_text("".join(p.read_text() for p in sorted(ROOT.glob("megalowbit/*.py"))))
+    hf_config = {
+        "model_type": "gpt2",
+        "vocab_size": 256,
+        "n_positions": 64,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **(model or {}),
+    }
+    (folder / "model.json").write_text(json.dumps(hf_config))
+    raw = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": "auto", "warmup_num_steps": 3},
+        },
+        **deepspeed,
+        "megalowbit": {
+            "model": {"config": "model.json"},
+            "data": {"corpus": "text.txt", "sequence_length": 32},
+            "run": {"steps": 6},
+            "telemetry": {"log_every": 1},
+            **(block or {}),
+        },
+    }
+    path = folder / "tiny.json"
+    path.write_text(json.dumps(raw, indent=2))
+    return path

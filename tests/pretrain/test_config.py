@@ -1,0 +1,186 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from megalowbit.errors import UserError
+from megalowbit.pretrain.config import load_config
+
+
+def raw_config(**block):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "megalowbit": {
+            "model": {"config": "model.json"},
+            "data": {"corpus": "stdlib", "sequence_length": 64},
+            "run": {"steps": 5},
+            **block,
+        },
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(raw):
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps(raw), encoding="utf-8")
+        return path
+
+    (tmp_path / "model.json").write_text("{}", encoding="utf-8")
+    return write
+
+
+def resolve(path, *overrides, world_size=2):
+    return load_config(path, list(overrides), world_size=world_size)
+
+
+def test_defaults_are_filled_in_and_the_result_runs_again(write, tmp_path):
+    config = resolve(write(raw_config()))
+    resolved = config.to_dict()
+    assert resolved["train_batch_size"] == 4
+    assert resolved["megalowbit"]["recipe"] == "nvfp4"
+    assert resolved["megalowbit"]["precision"] == "bf16"
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(resolved), encoding="utf-8")
+    assert resolve(again).to_dict() == resolved
+
+
+def test_the_seed_of_the_run_orders_the_data_unless_it_has_its_own(write):
+    path = write(raw_config())
+    assert resolve(path, "megalowbit.run.seed=77").settings.data.seed == 77
+    assert resolve(path, "megalowbit.run.seed=77", "megalowbit.data.seed=5").settings.data.seed == 5
+
+
+def test_paths_in_the_file_are_relative_to_the_file_and_overrides_to_the_working_directory(
+    write, tmp_path, monkeypatch
+):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "other.json").write_text("{}")
+    monkeypatch.chdir(elsewhere)
+    path = write(raw_config(data={"corpus": "text.jsonl", "sequence_length": 8}))
+    settings = resolve(path).settings
+    assert Path(settings.model.config) == tmp_path / "model.json"
+    assert Path(settings.data.corpus) == tmp_path / "text.jsonl"
+    settings = resolve(path, "megalowbit.model.config=other.json").settings
+    assert Path(settings.model.config) == elsewhere / "other.json"
+
+
+def test_the_name_of_a_data_set_is_no_path(write):
+    path = write(raw_config(data={"corpus": "someone/some-text", "sequence_length": 8}))
+    assert resolve(path).settings.data.corpus == "someone/some-text"
+
+
+def test_overrides_are_json_or_plain_text_and_create_what_is_missing(write):
+    config = resolve(
+        write(raw_config()),
+        "megalowbit.run.steps=9",
+        "megalowbit.recipe=bf16",
+        "gradient_clipping=0.5",
+        'scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}}',
+        "megalowbit.checkpoint.keep=null",
+    )
+    assert config.settings.run.steps == 9
+    assert config.parts.settings.recipe == "bf16"
+    assert config.parts.deepspeed["gradient_clipping"] == 0.5
+    assert config.parts.deepspeed["scheduler"]["type"] == "WarmupLR"
+    assert config.settings.checkpoint.keep is None
+    assert config.to_dict()["megalowbit"]["checkpoint"]["keep"] is None
+
+
+def test_a_later_override_wins(write):
+    config = resolve(write(raw_config()), "megalowbit.run.steps=9", "megalowbit.run.steps=3")
+    assert config.settings.run.steps == 3
+
+
+def test_a_stock_fp16_block_is_read_as_ours_and_not_handed_on(write):
+    raw = raw_config()
+    raw["fp16"] = {
+        "enabled": True,
+        "initial_scale_power": 12,
+        "loss_scale_window": 7,
+        "hysteresis": 3,
+        "min_loss_scale": 2,
+    }
+    config = resolve(write(raw))
+    assert "fp16" not in config.parts.deepspeed
+    assert config.parts.settings.precision == "fp16"
+    scaler = config.to_dict()["megalowbit"]["grad_scaler"]
+    assert scaler["initial_scale"] == 4096
+    assert (scaler["growth_interval"], scaler["hysteresis"], scaler["min_scale"]) == (7, 3, 2)
+
+
+def test_stock_monitor_blocks_go_to_our_sinks_and_not_to_deepspeed(write):
+    raw = raw_config()
+    raw["wandb"] = {"enabled": True, "project": "mine"}
+    raw["tensorboard"] = {"enabled": True, "output_path": "tb", "job_name": "j"}
+    config = resolve(write(raw))
+    assert config.monitors.wandb.project == "mine"
+    assert not {"wandb", "tensorboard"} & config.parts.deepspeed.keys()
+    assert config.to_dict()["wandb"] == {"enabled": True, "project": "mine"}
+
+
+def without(raw, *path):
+    node = raw
+    for key in path[:-1]:
+        node = node[key]
+    del node[path[-1]]
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["megalowbit.recipee=nvfp4"], "unknown key 'megalowbit.recipee': did you mean 'megalowbit.recipe'"),
+        (
+            ["megalowbit.run.stepz=3"],
+            "unknown key 'megalowbit.run.stepz': did you mean 'megalowbit.run.steps'",
+        ),
+        (["gradient_cliping=1"], "'gradient_cliping': did you mean 'gradient_clipping'"),
+        (["wandb.projekt=x"], "unknown key 'wandb.projekt': did you mean 'wandb.project'"),
+        (["megalowbit.run.steps=0"], "megalowbit.run.steps = 0 is not valid"),
+        (["megalowbit.run.steps=many"], "megalowbit.run.steps = 'many' is not valid"),
+        (["megalowbit.run.seed=-1"], "megalowbit.run.seed = -1 is not valid"),
+        (["megalowbit.run.name=a/b"], "megalowbit.run.name = 'a/b' is not valid"),
+        (["megalowbit.precision=fp8"], "megalowbit.precision = 'fp8' is not valid"),
+        (["megalowbit.data.sequence_length=1"], "megalowbit.data.sequence_length = 1 is not valid"),
+        (["megalowbit.run"], "--set 'megalowbit.run' is not key=value"),
+        (["megalowbit.run.steps.more=1"], "megalowbit.run.steps is 5, not an object that holds 'more'"),
+        (["megalowbit=3"], '"megalowbit" = 3 must be an object'),
+        (["zero_optimization.stage=2"], "zero_optimization.stage"),
+        (["train_batch_size=7"], "train_batch_size 7"),
+        (["bf16.enabled=true", "megalowbit.precision=fp16"], "bf16"),
+    ],
+)
+def test_a_mistake_is_one_line_with_key_value_and_remedy(write, overrides, message):
+    with pytest.raises(UserError) as caught:
+        resolve(write(raw_config()), *overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (("megalowbit",), 'has no "megalowbit" object'),
+        (("megalowbit", "run"), "megalowbit.run is missing"),
+        (("megalowbit", "run", "steps"), "megalowbit.run.steps is missing: number of optimizer steps"),
+        (("megalowbit", "data"), "megalowbit.data is missing"),
+        (("optimizer",), "optimizer is missing"),
+    ],
+)
+def test_a_missing_part_is_named(write, path, message):
+    with pytest.raises(UserError) as caught:
+        resolve(write(without(raw_config(), *path)))
+    assert message in str(caught.value)
+
+
+def test_an_unreadable_file_is_named_with_the_place(tmp_path):
+    with pytest.raises(UserError, match=r"nothing\.json"):
+        resolve(tmp_path / "nothing.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"a": 1,\n "b" 2}')
+    with pytest.raises(UserError, match=r"broken\.json is not JSON: line 2, column 6"):
+        resolve(broken)
