@@ -1,0 +1,120 @@
+"""Matrix products of low-precision operands.
+
+Operands carry codes × block scale, which bf16 holds exactly; tensor scales multiply the product, in fp32.
+What the GEMM itself runs in follows the layer's compute dtype:
+
+- bf16: bf16 operands, fp32 accumulation. On CUDA the product comes out in fp32 and is rounded once, after
+  scale and bias; a CPU GEMM rounds it to bf16 first (one rounding more, at twice the speed of an fp32
+  GEMM).
+- fp16, fp32: operands reach 2688, so a product overflows fp16; it is formed in fp32 (fp32 operands on a
+  CPU, where fp16 GEMMs are slow besides; bf16 operands with fp32 output on CUDA), scaled, then cast.
+- fp64: fp64 throughout.
+
+An operand that is not quantised enters in the GEMM's dtype with scale 1. Autocast never touches these
+products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from megalowbit.quantize.quantized_tensor import Operand, QuantizedTensor
+
+PIECE_ELEMENTS = 1 << 18
+
+
+def multiply(
+    left: Operand,
+    right: Operand,
+    *,
+    transpose_left: bool = False,
+    transpose_right: bool = False,
+    compute_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply two operands: left · right + bias.
+
+    Args:
+        left: (m, k), or (k, m) with `transpose_left`.
+        right: (k, n), or (n, k) with `transpose_right`.
+        transpose_left: multiply by leftᵀ.
+        transpose_right: multiply by rightᵀ.
+        compute_dtype: of the layer; decides the GEMM, see above.
+        out_dtype: of the result. What does not fit becomes infinite.
+        bias: (n,), added in fp32 (fp64).
+
+    Returns:
+        (m, n) in `out_dtype`.
+    """
+    dtype = _operand_dtype(left, right, compute_dtype)
+    a, b = left.operand(dtype), right.operand(dtype)
+    a, b = (a.t() if transpose_left else a), (b.t() if transpose_right else b)
+    with _no_autocast(a.device.type):
+        product = _product(a, b)
+        scale = _combined_scale(left, right)
+        if product.dtype == torch.bfloat16 and out_dtype == torch.bfloat16 and bias is None:
+            # A 0-dim factor keeps its fp32 value in a bf16 product on a CPU; the test of exact rounding
+            # holds it.
+            return product if scale is None else product.mul_(scale)
+        result = product if product.dtype == out_dtype else torch.empty_like(product, dtype=out_dtype)
+        for out, rows in _in_rows(result, product):
+            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            wide = wide if scale is None else wide.mul_(scale)
+            wide = wide if bias is None else wide.add_(bias)
+            out.copy_(wide)  # nothing is moved where both are the same memory
+        return result
+
+
+def column_sums(matrix: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Sum over the rows of (m, n), accumulated in fp32 (fp64 for fp64)."""
+    wide = torch.promote_types(matrix.dtype, torch.float32)
+    total = torch.zeros(matrix.shape[1], dtype=wide, device=matrix.device)
+    for (rows,) in _in_rows(matrix):
+        total += rows.to(wide).sum(0)
+    return total.to(out_dtype)
+
+
+def _in_rows(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """A few rows at a time on a CPU, where an fp32 copy of all can cost as much as the GEMM; else all."""
+    rows, cols = matrices[0].shape
+    size = max(1, PIECE_ELEMENTS // max(1, cols))
+    if matrices[0].device.type != "cpu" or rows <= size:
+        yield matrices
+        return
+    yield from zip(*(each.split(size) for each in matrices), strict=True)
+
+
+def _operand_dtype(left: Operand, right: Operand, compute_dtype: torch.dtype) -> torch.dtype:
+    if compute_dtype in (torch.float64, torch.bfloat16):
+        return compute_dtype
+    pair = [each for each in (left, right) if isinstance(each, QuantizedTensor)]
+    has_wide_output = bool(pair) and _has_wide_output(pair[0].codes.device)
+    return torch.bfloat16 if len(pair) == 2 and has_wide_output else torch.float32
+
+
+def _has_wide_output(device: torch.device) -> bool:
+    """Whether `torch.mm` multiplies bf16 matrices into an fp32 one there."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype == torch.bfloat16 and _has_wide_output(a.device):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)
+
+
+def _combined_scale(left: Operand, right: Operand) -> Tensor | None:
+    if left.tensor_scale is None or right.tensor_scale is None:
+        return left.tensor_scale if right.tensor_scale is None else right.tensor_scale
+    return left.tensor_scale * right.tensor_scale
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager[object]:
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

@@ -1,0 +1,259 @@
+"""Model surgery: linear layers out, BitLinear in, and back.
+
+`convert` swaps every `nn.Linear` and every transformers `Conv1D` (a linear layer with its weight
+transposed) of a model in place. It keeps the output head, layers with tied weights, subclasses of
+`nn.Linear` and what the recipe's `keep` names, and says so. A linear layer's parameters stay the same
+objects; a Conv1D's weight becomes a new parameter, (out, in), so convert before building an optimizer. No
+data is touched on the meta device.
+
+The model also gets one random stream, advanced by a hook at each training forward of the model converted: one
+forward is one micro-batch. Embeddings and norms are never touched. Transformers is not imported here: a
+model that has Conv1D layers has imported it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from megalowbit.errors import UserError
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion_report import ConversionReport, KeptLayer, SwappedLayer
+from megalowbit.layers.observer import Observer
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.use_counter import is_recomputing
+from megalowbit.quantize.random_stream import RandomStream
+
+_BITLINEAR_SLOTS = (
+    "recipe",
+    "layer_name",
+    "is_transposed",
+    "observer",
+    "random_stream",
+    "_own_stream",
+    "_uses",
+)
+
+
+class AdvanceStream:
+    """Forward pre-hook: each training forward is one micro-batch.
+
+    An object rather than a closure, so that deepcopy and pickle take the stream along.
+    """
+
+    def __init__(self, stream: RandomStream) -> None:
+        self.stream = stream
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Advance the stream, except where checkpointing repeats a forward."""
+        del args
+        if module.training and not is_recomputing():
+            self.stream.advance()
+
+
+def convert(
+    model: nn.Module, recipe: str | Recipe | Mapping[str, Any] = "nvfp4", *, seed: int = 0, rank: int = 0
+) -> ConversionReport:
+    """Swap a model's linear layers for `BitLinear`, in place.
+
+    Args:
+        model: any module with linear layers below it.
+        recipe: a recipe, its name, or a configuration block.
+        seed: of the random stream for stochastic rounding; the same on all ranks.
+        rank: data-parallel rank; ranks draw different numbers for their own data.
+
+    Returns:
+        What was swapped and what was kept, by name.
+
+    Raises:
+        UserError: the recipe quantises but nothing could be swapped, a `keep` pattern matches nothing, the
+            model is itself a linear layer, or it has been converted before.
+    """
+    chosen = recipe_of(recipe)
+    _refuse_unfit(model)
+    layers = _linear_layers(model)
+    reasons = _reasons_to_keep(model, layers, chosen)
+    if not chosen.quantizes:
+        reasons = {name: reasons.get(name, "the recipe quantises nothing") for name in layers}
+    kept = [KeptLayer(name, _kind(layer), reasons[name]) for name, layer in layers.items() if name in reasons]
+    if not chosen.quantizes:
+        return ConversionReport(recipe=chosen, swapped=(), kept=tuple(kept))
+    to_swap = {name: layer for name, layer in layers.items() if name not in reasons}
+    if not to_swap:
+        found = "; ".join(f"{each.name}: {each.reason}" for each in kept[:4]) or "it has no linear layers"
+        raise UserError(
+            f"recipe {chosen.name!r} swaps no layer of {type(model).__name__} ({found}): "
+            "change `keep`, or use the recipe 'bf16' to train unquantised"
+        )
+    replacements = {id(layer): _to_bitlinear(layer, chosen, name) for name, layer in to_swap.items()}
+    _replace_children(model, replacements)
+    stream = RandomStream(seed, rank)
+    for name, layer in bit_layers(model).items():
+        layer.layer_name, layer.random_stream = name, stream
+    model.register_forward_pre_hook(AdvanceStream(stream))
+    swapped = [
+        SwappedLayer(name, _kind(old), new.in_features, new.out_features)
+        for name, old in to_swap.items()
+        for new in [replacements[id(old)]]
+    ]
+    return ConversionReport(recipe=chosen, swapped=tuple(swapped), kept=tuple(kept))
+
+
+def restore(model: nn.Module) -> None:
+    """Put plain `nn.Linear` and `Conv1D` back, with the values trained since, and remove the stream's hook.
+
+    Raises:
+        UserError: the model is itself a BitLinear, or a Conv1D is due and transformers is not imported.
+    """
+    if isinstance(model, BitLinear):
+        raise UserError(
+            "restore cannot replace the model itself: pass the module that contains this BitLinear"
+        )
+    _replace_children(model, {id(layer): _from_bitlinear(layer) for layer in bit_layers(model).values()})
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, AdvanceStream):
+                del module._forward_pre_hooks[key]
+
+
+def bit_layers(model: nn.Module) -> dict[str, BitLinear]:
+    """All BitLinear layers of a model by name, in the model's order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, BitLinear)}
+
+
+def set_observer(model: nn.Module, observer: Observer | None) -> None:
+    """Attach an observer to every BitLinear of a model, or detach it with `None`."""
+    for layer in bit_layers(model).values():
+        layer.observer = observer
+
+
+def random_stream(model: nn.Module) -> RandomStream | None:
+    """The stream `convert` gave this model; `None` where it swapped nothing."""
+    for layer in bit_layers(model).values():
+        if layer.random_stream is not None:
+            return layer.random_stream
+    return None
+
+
+def _conv1d_class() -> type[nn.Module] | None:
+    module = sys.modules.get("transformers.pytorch_utils")
+    return getattr(module, "Conv1D", None)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    conv1d = _conv1d_class()
+    return isinstance(module, nn.Linear) or (conv1d is not None and isinstance(module, conv1d))
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    if _is_linear(model):
+        raise UserError(
+            f"the model is itself a {_kind(model)}, which cannot be replaced in place: "
+            "wrap it in nn.Sequential, or build a BitLinear"
+        )
+    if random_stream(model) is not None:
+        raise UserError(
+            f"this {type(model).__name__} has been converted before: call megalowbit.restore(model) first"
+        )
+
+
+def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if _is_linear(module)}
+
+
+def _reasons_to_keep(model: nn.Module, layers: dict[str, nn.Module], recipe: Recipe) -> dict[str, str]:
+    heads = {id(head) for head in map(_output_head, model.modules()) if head is not None}
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    plain = (nn.Linear, _conv1d_class())
+    reasons = {}
+    for name, layer in layers.items():
+        if any(_matches(name, pattern) for pattern in recipe.keep):
+            reasons[name] = "named by the recipe's keep"
+        elif id(layer) in heads:
+            reasons[name] = "output head"
+        elif isinstance(layer, BitLinear):
+            reasons[name] = "already a BitLinear"
+        elif type(layer) not in plain:
+            reasons[name] = "a subclass of its own, not a plain linear layer"
+        elif owners[id(layer.weight)] > 1:
+            reasons[name] = "its weight is tied to another module's"
+    for pattern in recipe.keep:
+        if not any(_matches(name, pattern) for name in layers):
+            raise _matches_nothing(pattern, layers)
+    return reasons
+
+
+def _output_head(module: nn.Module) -> nn.Module | None:
+    get_head = getattr(module, "get_output_embeddings", None)
+    if not callable(get_head):
+        return None
+    try:
+        head = get_head()
+    except (NotImplementedError, AttributeError):  # what models without a head raise
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names this layer or a module it lies in."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(len(parts), 0, -1))
+
+
+def _matches_nothing(pattern: str, layers: dict[str, nn.Module]) -> UserError:
+    near = difflib.get_close_matches(pattern, list(layers), n=1, cutoff=0.0)
+    hint = f"the nearest linear layer is {near[0]!r}" if near else "the model has no linear layers"
+    return UserError(f"keep pattern {pattern!r} matches no linear layer: {hint}")
+
+
+def _replace_children(model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:
+    # A module registered in two places must be replaced in both.
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and id(child) in replacements:
+                parent._modules[name] = replacements[id(child)]
+
+
+def _to_bitlinear(layer: nn.Module, recipe: Recipe, name: str) -> BitLinear:
+    # The whole state moves over: parameters, hooks, training mode, attributes others have hung on the layer.
+    new = BitLinear.__new__(BitLinear)
+    new.__dict__.update(layer.__dict__)
+    is_transposed = not isinstance(layer, nn.Linear)
+    if is_transposed:
+        weight = _transposed(layer)
+        new._parameters = {**layer._parameters, "weight": weight}
+        new.out_features, new.in_features = weight.shape
+    new.fill_slots(recipe, layer_name=name, is_transposed=is_transposed)
+    return new
+
+
+def _from_bitlinear(layer: BitLinear) -> nn.Module:
+    conv1d = _conv1d_class()
+    if layer.is_transposed and conv1d is None:
+        raise UserError(f"layer {layer.layer_name!r} was a Conv1D: import transformers before restoring it")
+    target = conv1d if layer.is_transposed and conv1d is not None else nn.Linear
+    new = target.__new__(target)
+    new.__dict__.update(layer.__dict__)
+    for slot in _BITLINEAR_SLOTS:
+        del new.__dict__[slot]
+    if layer.is_transposed:
+        new._parameters = {**layer._parameters, "weight": _transposed(layer)}
+        del new.__dict__["in_features"], new.__dict__["out_features"]
+    return new
+
+
+def _transposed(layer: nn.Module) -> nn.Parameter:
+    weight = layer._parameters["weight"]
+    assert weight is not None  # both layer classes register one
+    return nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)

@@ -1,0 +1,1 @@
+"""Tensors in and out of low precision: quantisers by name, packed tensors, their counts, random streams."""

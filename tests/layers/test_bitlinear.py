@@ -1,0 +1,265 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megalowbit.errors import UserError
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.recipe import recipe
+from megalowbit.quantize.random_stream import RandomStream
+
+
+def layer_and_input(seed=0, in_features=48, out_features=32, **kwargs):
+    torch.manual_seed(seed)
+    layer = BitLinear(in_features, out_features, **kwargs)
+    layer.random_stream, layer.layer_name = RandomStream(1), "layer"
+    return layer, torch.randn(20, in_features, dtype=kwargs.get("dtype"), requires_grad=True)
+
+
+def grads_of(layer, x, forward=None):
+    layer.zero_grad()
+    x.grad = None
+    output = (forward or layer)(x)
+    output.square().sum().backward()
+    return output.detach(), x.grad.clone(), layer.weight.grad.clone()
+
+
+def all_equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_output_is_close_to_the_plain_layers_and_parameters_are_its(reference):
+    layer, x = layer_and_input()
+    assert [(name, p.shape) for name, p in layer.named_parameters()] == [
+        ("weight", (32, 48)),
+        ("bias", (32,)),
+    ]
+    plain = nn.functional.linear(x, layer.weight, layer.bias)
+    assert (layer(x) - plain).norm() / plain.norm() < 0.2
+    q_x = reference.dequantized(x.detach().numpy())
+    q_w = reference.dequantized(layer.weight.detach().numpy())
+    exact = torch.from_numpy(q_x @ q_w.T) + layer.bias.double()
+    assert torch.allclose(layer(x).double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_initial_weights_and_random_state_are_those_of_a_plain_layer():
+    torch.manual_seed(3)
+    plain = [nn.Linear(16, 8), nn.Linear(8, 4)]
+    torch.manual_seed(3)
+    low = [BitLinear(16, 8), BitLinear(8, 4)]
+    for one, other in zip(plain, low, strict=True):
+        assert torch.equal(one.weight, other.weight)
+        assert torch.equal(one.bias, other.bias)
+
+
+def test_state_dicts_pass_both_ways():
+    plain, low = nn.Linear(16, 8), BitLinear(16, 8)
+    low.load_state_dict(plain.state_dict())
+    plain.load_state_dict(low.state_dict())
+    assert list(low.state_dict()) == ["weight", "bias"]
+
+
+def test_repr_names_the_recipe():
+    assert "in_features=16, out_features=8, bias=False, recipe='nvfp4'" in repr(BitLinear(16, 8, bias=False))
+
+
+def test_the_same_step_gives_the_same_bits_and_another_step_others():
+    layer, x = layer_and_input()
+    first = grads_of(layer, x)
+    layer.random_stream.advance()
+    other = grads_of(layer, x)
+    assert torch.equal(first[0], other[0])  # nearest even forward
+    assert not torch.equal(first[1], other[1])
+    again, x = layer_and_input()
+    assert all_equal(first, grads_of(again, x))
+
+
+def test_backward_uses_the_step_of_its_forward():
+    layer, x = layer_and_input()
+    expected = grads_of(layer, x)
+    layer, x = layer_and_input()
+    output = layer(x)
+    layer.random_stream.advance()
+    output.square().sum().backward()
+    assert torch.equal(x.grad, expected[1])
+
+
+def test_two_uses_in_one_micro_batch_draw_different_numbers():
+    layer, x = layer_and_input()
+    first, second = layer(x), layer(x)
+    grad = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    (one,) = torch.autograd.grad(first, x, grad)
+    (other,) = torch.autograd.grad(second, x, grad)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("stochastic_forward", [True, False])
+def test_checkpointing_changes_no_bit(use_reentrant, stochastic_forward):
+    chosen = recipe({"base": "nvfp4", "q_forward_input": "nvfp4e2m1b", "q_backward_input": "nvfp4e2m1b"})
+    options = {"recipe": chosen if stochastic_forward else "nvfp4"}
+    layer, x = layer_and_input(**options)
+    plain = grads_of(layer, x)
+    layer, x = layer_and_input(**options)
+    recomputed = grads_of(layer, x, lambda t: checkpoint(layer, t, use_reentrant=use_reentrant))
+    assert all_equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_two_segments_with_the_same_layer_changes_no_bit(use_reentrant):
+    chosen = recipe({"base": "nvfp4", "q_forward_input": "nvfp4e2m1b", "q_backward_input": "nvfp4e2m1b"})
+
+    def segments(layer, t, run):
+        return run(layer, run(layer, t))
+
+    layer, x = layer_and_input(in_features=32, recipe=chosen)
+    plain = grads_of(layer, x, lambda t: segments(layer, t, lambda f, u: f(u)))
+    layer, x = layer_and_input(in_features=32, recipe=chosen)
+    run = lambda f, u: checkpoint(f, u, use_reentrant=use_reentrant)  # noqa: E731
+    assert all_equal(plain, grads_of(layer, x, lambda t: segments(layer, t, run)))
+
+
+def test_micro_batches_accumulate_gradients():
+    layer, x = layer_and_input()
+    layer(x).sum().backward()
+    first = layer.weight.grad.clone()
+    layer.random_stream.advance()
+    layer(x).sum().backward()
+    layer.weight.grad -= first
+    assert layer.weight.grad.abs().sum() > 0
+    assert torch.allclose(layer.weight.grad, first, rtol=0.2, atol=first.abs().max().item() * 0.2)
+
+
+def test_without_grad_mode_nothing_is_recorded():
+    layer, x = layer_and_input()
+    expected = layer(x).detach()
+    with torch.no_grad():
+        output = layer(x)
+    assert not output.requires_grad
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_its_dtype_and_keeps_fp32_gradients(dtype):
+    layer, x = layer_and_input()
+    with torch.autocast("cpu", dtype=dtype):
+        output = layer(x)
+        loss = output.float().square().sum()
+    loss.backward()
+    full, _, full_grad = grads_of(*layer_and_input())
+    assert output.dtype == dtype
+    assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
+    assert (output.float() - full).norm() / full.norm() < 2e-2
+    assert (layer.weight.grad - full_grad).norm() / full_grad.norm() < 0.1
+
+
+def test_backward_inside_autocast_gives_the_same_gradients():
+    layer, x = layer_and_input()
+    outside = grads_of(layer, x)
+    layer, x = layer_and_input()
+    output = layer(x)
+    loss = output.square().sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss.backward()
+    assert torch.equal(x.grad, outside[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_dtype_trains(dtype):
+    layer, x = layer_and_input(dtype=dtype)
+    output = layer(x)
+    assert output.dtype == dtype
+    output.sum().backward()
+    assert layer.weight.grad.dtype == dtype
+    assert layer.weight.grad.isfinite().all()
+
+
+def test_tied_weights_collect_gradients_of_both_layers():
+    one, other = BitLinear(16, 16, bias=False), BitLinear(16, 16, bias=False)
+    other.weight = one.weight
+    x = torch.randn(4, 16)
+    one(x).sum().backward()
+    first = one.weight.grad.clone()
+    other(x).sum().backward()
+    assert torch.allclose(one.weight.grad, 2 * first, rtol=0.3, atol=0.3)
+    assert not torch.equal(one.weight.grad, first)
+
+
+def test_a_layer_alone_draws_anew_each_training_forward_and_follows_torchs_seed():
+    def two_gradients():
+        torch.manual_seed(5)
+        layer = BitLinear(32, 32)
+        x = torch.randn(8, 32, requires_grad=True)
+        grad = torch.randn(8, 32)
+        return [torch.autograd.grad(layer(x), x, grad)[0] for _ in range(2)]
+
+    first, second = two_gradients()
+    assert not torch.equal(first, second)
+    assert all_equal((first, second), two_gradients())
+
+
+def test_two_layers_alone_do_not_share_their_numbers():
+    torch.manual_seed(0)
+    one, other = BitLinear(32, 32), BitLinear(32, 32)
+    grad, x = torch.randn(8, 32), torch.randn(8, 32)
+    drawn = []
+    for layer in (one, other):
+        layer(x).backward(grad)
+        drawn.append(layer.weight.grad)
+    assert not torch.equal(*drawn)
+
+
+def test_copies_and_pickles_compute_the_same():
+    layer, x = layer_and_input()
+    expected = grads_of(layer, x)
+    stored = io.BytesIO()
+    torch.save(layer_and_input()[0], stored)
+    stored.seek(0)
+    for make in (
+        lambda: copy.deepcopy(layer_and_input()[0]),
+        lambda: pickle.loads(pickle.dumps(layer_and_input()[0])),
+        lambda: torch.load(stored, weights_only=False),
+    ):
+        assert all_equal(expected, grads_of(make(), layer_and_input()[1]))
+
+
+@pytest.mark.parametrize("shape", [(), (20, 47), (48, 20)])
+def test_a_wrong_input_size_is_refused_by_name(shape):
+    layer, _ = layer_and_input()
+    with pytest.raises(UserError, match="BitLinear 'layer' expects a last axis of 48"):
+        layer(torch.randn(shape))
+
+
+def test_an_integer_input_is_refused():
+    layer, _ = layer_and_input()
+    with pytest.raises(UserError, match="int64"):
+        layer(torch.ones(2, 48, dtype=torch.int64))
+
+
+def test_an_empty_batch_gives_zero_gradients():
+    layer, _ = layer_and_input()
+    output = layer(torch.randn(0, 5, 48))
+    output.sum().backward()
+    assert output.shape == (0, 5, 32)
+    assert layer.weight.grad.abs().sum() == 0
+    assert layer.bias.grad.abs().sum() == 0
+
+
+def test_training_with_low_bit_gradients_fits_a_linear_map():
+    torch.manual_seed(0)
+    target = nn.Linear(32, 16)
+    layer = BitLinear(32, 16)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(300):
+        x = torch.randn(64, 32)
+        loss = nn.functional.mse_loss(layer(x), target(x).detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-20:]) < 0.1 * sum(losses[:20])
