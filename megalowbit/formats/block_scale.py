@@ -16,13 +16,13 @@ disturbed. A block too small for E4M3 (below 2⁻¹⁰ after scaling) gets the s
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalowbit.formats.element import ElementFormat
+from megalowbit.formats.tables import cached_table
 
 BLOCK_SIZE = 16
 E4M3_MAX = 448.0
@@ -84,7 +84,7 @@ def two_level_scales(amax: Tensor, element: ElementFormat, tensor_amax: Tensor |
     return BlockScales(codes, decoded, encode, torch.reciprocal(encode_scale), unclamped)
 
 
-@functools.lru_cache(maxsize=16)
+@cached_table
 def _e4m3_values(device: torch.device) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).to(device)
 

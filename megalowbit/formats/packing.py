@@ -8,25 +8,26 @@ machines only: every machine PyTorch ships for.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.formats.element import ElementFormat
+from megalowbit.formats.tables import cached_table
 
 PIECE_BLOCKS = 1 << 14
 
 
-@functools.lru_cache(maxsize=64)
+@cached_table
 def _packed_by_key_pair(codes: tuple[int, ...], device: torch.device) -> Tensor:
     code = torch.tensor(codes, dtype=torch.int32)
     pair = torch.arange(1 << 16)
     return (code[pair & 0xFF] | (code[pair >> 8] << 4)).to(device, torch.uint8)
 
 
-@functools.lru_cache(maxsize=64)
+@cached_table
 def _values_by_byte(element: ElementFormat, device: torch.device) -> Tensor:
     values = torch.tensor(element.code_values(), dtype=torch.float32)
     byte = torch.arange(256)
@@ -70,7 +71,8 @@ def in_pieces(num_blocks: int, device: torch.device, *tensors: Tensor) -> Iterat
     """Walk through tensors that belong together, as many blocks at a time as suit the device.
 
     On a CPU a piece fits a core's second-level cache (1 MiB of fp32), so that temporaries are reused
-    instead of paged in: 3–5 times as fast on large tensors. Elsewhere there is one piece.
+    instead of paged in: 3–5 times as fast on large tensors. Elsewhere there is one piece, and for fake
+    tensors too: shapes are all they have.
 
     Args:
         num_blocks: blocks in all.
@@ -80,7 +82,7 @@ def in_pieces(num_blocks: int, device: torch.device, *tensors: Tensor) -> Iterat
     Yields:
         Views of the tensors, one for each of them.
     """
-    if device.type != "cpu" or num_blocks <= PIECE_BLOCKS:
+    if device.type != "cpu" or num_blocks <= PIECE_BLOCKS or isinstance(tensors[0], FakeTensor):
         yield tensors
         return
     splits = [each.split(each.shape[0] // num_blocks * PIECE_BLOCKS) for each in tensors]

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.quantize.quantized_tensor import Operand, QuantizedTensor
 
@@ -83,7 +84,7 @@ def _in_rows(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """A few rows at a time on a CPU, where an fp32 copy of all can cost as much as the GEMM; else all."""
     rows, cols = matrices[0].shape
     size = max(1, PIECE_ELEMENTS // max(1, cols))
-    if matrices[0].device.type != "cpu" or rows <= size:
+    if matrices[0].device.type != "cpu" or rows <= size or isinstance(matrices[0], FakeTensor):
         yield matrices
         return
     yield from zip(*(each.split(size) for each in matrices), strict=True)

@@ -91,6 +91,11 @@ class PretrainConfig:
     settings: PretrainSettings
     monitors: Monitors
 
+    @property
+    def recipe(self) -> str | dict[str, Any]:
+        """The recipe, as a name or a block."""
+        return self.parts.settings.recipe or DEFAULT_RECIPE
+
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as one JSON object that can be run again."""
         block = {
@@ -171,7 +176,9 @@ def _make_paths_absolute(block: dict[str, Any], base: Path) -> None:
     """Resolve the path-valued keys of `block` against `base`, in place; names that are no paths stay."""
     for section, key in PATH_KEYS:
         holder = block.get(section)
-        value = holder.get(key) if isinstance(holder, dict) else None
+        if not isinstance(holder, dict):
+            continue
+        value = holder.get(key)
         if not isinstance(value, str) or value in NOT_PATHS:
             continue
         path = base / Path(value).expanduser()

@@ -30,9 +30,9 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
         UserError: model, recipe or corpus would fail in the real run.
     """
     settings, engine = config.settings, config.parts.settings
-    recipe = recipe_of(engine.recipe)
+    recipe = recipe_of(config.recipe)
     corpus = open_corpus(settings.data)
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
         model = build_model(settings.model, seed=settings.run.seed)
         report = convert(model, recipe)
         check_nothing_missed(model.config, report)

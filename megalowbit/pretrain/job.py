@@ -134,7 +134,7 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
         vocab_size=loader.tokenizer.vocab_size,
         sequence_length=settings.data.sequence_length,
     )
-    recipe = recipe_of(parts.settings.recipe)
+    recipe = recipe_of(config.recipe)
     report = convert(model, recipe, seed=settings.run.seed, rank=identity.rank)
     check_nothing_missed(model.config, report)
     engine, _, _, _ = initialize(model=model, config=parts)
@@ -161,7 +161,7 @@ def check_nothing_missed(model_config: Any, report: ConversionReport) -> None:
     Raises:
         UserError: a projection is neither; the run would quietly be less quantised than asked for.
     """
-    seen = {layer.name for layer in (*report.swapped, *report.kept)}
+    seen = {layer.name for layer in report.swapped} | {layer.name for layer in report.kept}
     missing = [name for name in expected_projections(model_config) if name not in seen]
     if missing:
         raise UserError(

@@ -66,7 +66,7 @@ def estimate_memory(
         micro_batch_size: sequences per forward pass.
         sequence_length: tokens per sequence.
     """
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
         model = build_model(model_settings, seed=0)
         convert(model, recipe)
         half = HALF_DTYPES.get(precision)

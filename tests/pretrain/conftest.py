@@ -1,0 +1,47 @@
+"""A one-process job on a few kilobytes of text, in this process."""
+
+import os
+
+import pytest
+from launchers import write_config
+
+from megalowbit.engine.process_start import start_process_group
+from megalowbit.pretrain.config import load_config
+from megalowbit.pretrain.job import assemble
+from megalowbit.pretrain.run_folder import RunFolder
+from megalowbit.process_group import ProcessIdentity
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _environment_as_before(monkeypatch, tmp_path):
+    before = dict(os.environ)
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ["MEGALOWBIT_CACHE"] = str(tmp_path / "cache")
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def resolve(tmp_path):
+    """Resolve the tiny configuration with overrides."""
+
+    def resolve(*overrides):
+        return load_config(write_config(tmp_path), list(overrides), world_size=1)
+
+    return resolve
+
+
+@pytest.fixture
+def build_job(tmp_path, resolve):
+    """Assemble a job with overrides; its run folder is tmp_path/run."""
+
+    def build_job(*overrides):
+        start_process_group()
+        (tmp_path / "run").mkdir(exist_ok=True)
+        return assemble(resolve(*overrides), ProcessIdentity(), RunFolder(tmp_path / "run"))
+
+    return build_job

@@ -1,0 +1,71 @@
+import os
+
+import pytest
+from launchers import write_config
+
+from megalowbit.pretrain import command_line
+from megalowbit.pretrain.command_line import build_parser, main
+
+
+def test_launcher_arguments_are_accepted_and_ranks_come_from_the_environment(tmp_path):
+    config = str(tmp_path / "x.json")
+    options = build_parser().parse_args(["--local_rank=3", "--deepspeed", "--deepspeed_config", config])
+    assert str(options.ds_config) == config
+    assert options.resume == "no"
+
+
+def test_set_may_be_repeated():
+    options = build_parser().parse_args(["--ds-config", "x", "--set", "a=1", "--set", "b=2"])
+    assert options.overrides == ["a=1", "b=2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--ds-config"),
+        (["--ds-config", "missing.json"], "missing.json"),
+        (["--ds-config", "x.json", "--resume", "maybe"], "maybe"),
+        (["--ds-config", "x.json", "--ds-conf", "y"], "--ds-conf"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_code_2(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_ranks_let_the_main_rank_speak_first(capsys, monkeypatch):
+    waited = []
+    monkeypatch.setattr(command_line.time, "sleep", waited.append)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--ds-config", "missing.json"]) == 2
+    assert waited == [command_line.SECONDS_FOR_THE_MAIN_RANK]
+    assert capsys.readouterr().err.startswith("error on rank 1: ")
+
+
+def test_a_defect_keeps_its_traceback(tmp_path, monkeypatch):
+    config = write_config(tmp_path)
+    monkeypatch.setattr("megalowbit.pretrain.dry_run.describe", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["--ds-config", str(config), "--dry-run"])
+
+
+@pytest.mark.parametrize(("local_size", "share"), [("1", 1.0), ("2", 0.5), ("64", 0.0)])
+def test_cores_are_shared_between_the_processes_of_a_node(local_size, share, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_SIZE", local_size)
+    main(["--ds-config", str(write_config(tmp_path)), "--dry-run"])
+    cores = len(os.sched_getaffinity(0))
+    assert os.environ["OMP_NUM_THREADS"] == str(max(1, int(cores * share)))
+
+
+def test_a_number_of_threads_chosen_by_the_user_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    main(["--ds-config", str(write_config(tmp_path)), "--dry-run"])
+    assert os.environ["OMP_NUM_THREADS"] == "7"

@@ -1,0 +1,44 @@
+import json
+
+import pytest
+
+from megalowbit.errors import UserError
+from megalowbit.pretrain.dry_run import describe
+
+
+def sections(text):
+    return dict(part.split("\n", 1) for part in text.removeprefix("== ").split("\n\n== "))
+
+
+def test_the_report_has_configuration_layers_sizes_and_memory(resolve):
+    config = resolve()
+    parts = sections(describe(config, world_size=1))
+    assert json.loads(parts["configuration"]) == config.to_dict()
+    assert "swapped 8 layers" in parts["layers"]
+    # embeddings (256 + 64)·32, two blocks of 12·32² + 13·32, final norm 2·32; projections 12·32² each block
+    assert parts["parameters"] == f"{320 * 32 + 2 * (12 * 1024 + 13 * 32) + 64:,}, of which " + (
+        f"{2 * 12 * 1024:,} ({2 * 12 * 1024 / 35712:.1%}) in low-bit layers"
+    )
+    assert "128 tokens a step" in parts["data"]
+    assert "saved for backward" in parts["memory of one process (estimate)"]
+
+
+def test_a_model_that_would_not_fit_here_is_described_all_the_same(resolve):
+    overrides = {"n_embd": 8192, "n_layer": 4, "n_head": 64, "vocab_size": 50304}
+    config = resolve(*(f"megalowbit.model.overrides.{key}={value}" for key, value in overrides.items()))
+    parts = sections(describe(config, world_size=1))
+    assert "3,634," in parts["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("megalowbit.data.corpus=missing.txt", "does not exist"),
+        ("megalowbit.model.config=missing.json", r"missing\.json"),
+        ('megalowbit.recipe={"base": "nvfp4", "keep": ["nothing"]}', "nothing"),
+        ("megalowbit.recipe=nvfp5", "did you mean 'nvfp4'"),
+    ],
+)
+def test_what_would_fail_in_the_run_fails_here(resolve, override, message):
+    with pytest.raises(UserError, match=message):
+        describe(resolve(override), world_size=1)

@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.hf.training_checkpoint import read_checkpoint
+from megalowbit.layers.conversion_report import ConversionReport
+from megalowbit.layers.surgery import bit_layers, random_stream
+from megalowbit.pretrain.job import check_nothing_missed
+from megalowbit.pretrain.loop import train_step
+
+
+def test_a_job_is_quantised_observed_and_ready(build_job):
+    job = build_job()
+    layers = bit_layers(job.engine.module)
+    assert len(layers) == len(job.report.swapped) == 8
+    assert all(layer.observer is job.tracker for layer in layers.values())
+    assert {parameter.dtype for parameter in job.engine.module.parameters()} == {torch.bfloat16}
+    assert job.step == 0
+    # micro-batches of 2 sequences of 32 tokens, two of them accumulated
+    assert job.tokens_per_step == 2 * 32 * 2
+
+
+def test_telemetry_off_leaves_layers_unobserved(build_job):
+    job = build_job("megalowbit.telemetry.overflow=false")
+    assert job.tracker is None
+    assert all(layer.observer is None for layer in bit_layers(job.engine.module).values())
+
+
+def test_a_checkpoint_brings_back_position_stream_totals_and_counts(build_job):
+    job = build_job()
+    for _ in range(3):
+        train_step(job)
+    job.save()
+    expected = [train_step(job)[0]["loss"] for _ in range(2)]
+    again = build_job()
+    assert again.resume()
+    assert again.step == 3
+    assert again.loader.position == 3 * 4
+    assert random_stream(again.engine.module).step == 3 * 2
+    assert again.totals.tokens == 3 * again.tokens_per_step
+    assert again.tracker.run.elements > 0
+    assert [train_step(again)[0]["loss"] for _ in range(2)] == expected
+
+
+def test_there_is_nothing_to_resume_in_an_empty_folder(build_job):
+    assert build_job().resume() is False
+
+
+def test_what_an_exporter_reads_is_in_the_checkpoint(build_job, tmp_path):
+    job = build_job("megalowbit.recipe.base=nvfp4", 'megalowbit.recipe.keep=["transformer.h.0"]')
+    train_step(job)
+    job.save()
+    stored = read_checkpoint(tmp_path / "run")
+    assert stored.hf_config["n_embd"] == 32
+    assert stored.recipe.keep == ("transformer.h.0",)
+    weight = job.engine.module.transformer.h[1].mlp.c_fc.weight
+    assert torch.equal(stored.state_dict["transformer.h.1.mlp.c_fc.weight"], weight)
+
+
+def test_dropout_and_rounding_depend_on_the_seed_of_the_run(build_job):
+    same = [train_step(build_job("megalowbit.run.seed=5"))[0]["grad_norm"] for _ in range(2)]
+    other = train_step(build_job("megalowbit.run.seed=6"))[0]["grad_norm"]
+    assert same[0] == same[1] != other
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["megalowbit.data.sequence_length=65"], "n_positions 64"),
+        (["megalowbit.model.overrides.vocab_size=100"], "vocab_size is only 100"),
+        (['megalowbit.recipe={"base": "nvfp4", "keep": ["no.such.layer"]}'], "no.such.layer"),
+        (['megalowbit.recipe={"base": "nvfp4", "keep": ["*"]}'], "swaps no layer"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(build_job, overrides, message):
+    with pytest.raises(UserError, match=message):
+        build_job(*overrides)
+
+
+def test_a_projection_that_is_neither_swapped_nor_kept_is_an_error(build_job):
+    job = build_job()
+    report = ConversionReport(recipe=job.recipe, swapped=job.report.swapped[1:], kept=job.report.kept)
+    with pytest.raises(UserError, match=r"transformer\.h\.0\.attn\.c_attn"):
+        check_nothing_missed(job.engine.module.config, report)

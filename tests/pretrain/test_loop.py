@@ -1,0 +1,109 @@
+import json
+import math
+
+import pytest
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.pretrain.loop import pretrain, train, train_step
+from megalowbit.pretrain.recorder import Recorder
+from megalowbit.process_group import ProcessIdentity
+from megalowbit.telemetry.console import Console
+
+
+def reference_loss(module, batches):
+    """Mean cross entropy of next tokens, in float64 from the module's own logits."""
+    losses = []
+    with torch.no_grad():
+        for batch in batches:
+            logits = module(batch["input_ids"]).logits.double()[:, :-1]
+            targets = batch["input_ids"][:, 1:]
+            picked = logits.gather(-1, targets[..., None])[..., 0]
+            losses.append((logits.logsumexp(-1) - picked).mean().item())
+    return sum(losses) / len(losses)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_micro_batches(build_job):
+    overrides = [
+        f"megalowbit.model.overrides.{name}=0" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    ]
+    job = build_job("megalowbit.precision=fp32", *overrides)
+    position = job.loader.position
+    batches = [next(job.loader) for _ in range(2)]
+    job.loader.position = position
+    job.engine.module.eval()
+    expected = reference_loss(job.engine.module, batches)
+    job.engine.module.train()
+    facts, is_skipped = train_step(job)
+    assert facts["loss"] == pytest.approx(expected, rel=1e-5)
+    assert not is_skipped
+
+
+def test_a_step_with_an_infinite_gradient_is_recorded_as_skipped_and_changes_nothing(build_job):
+    job = build_job(
+        "megalowbit.precision=fp16",
+        'megalowbit.grad_scaler={"initial_scale": 1024, "hysteresis": 1}',
+    )
+    train_step(job)
+    before = [parameter.clone() for parameter in job.engine.module.parameters()]
+    rate = job.engine.optimizer.param_groups[0]["lr"]
+    weight = job.engine.module.transformer.h[0].mlp.c_fc.weight
+    hook = weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+    facts, is_skipped = train_step(job)
+    hook.remove()
+    assert is_skipped
+    assert facts["skipped_steps"] == 1
+    assert facts["loss_scale"] == 1024  # the scale this step was made with
+    assert facts["grad_norm"] is None
+    assert job.step == 2
+    assert job.engine.optimizer.loss_scale == 512
+    assert job.engine.optimizer.param_groups[0]["lr"] == rate
+    after = list(job.engine.module.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_training_that_only_skips_stops_with_the_reason(build_job, tmp_path):
+    job = build_job("megalowbit.run.steps=20", "megalowbit.run.max_consecutive_skips=3")
+    with torch.no_grad():
+        job.engine.module.transformer.ln_f.weight.fill_(math.nan)
+    console = Console(20, is_main=False)
+    with (
+        Recorder(job, console, is_main=True, resume_step=None) as recorder,
+        pytest.raises(UserError, match=r"3 steps in a row were not finite \(step 3, loss nan\)"),
+    ):
+        train(job, recorder)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert json.loads(lines[-1])["loss"] is None
+
+
+def test_a_run_ends_with_checkpoint_summary_and_model(resolve, tmp_path, capsys):
+    config = resolve("megalowbit.run.steps=4", "megalowbit.telemetry.layers_every=2")
+    folder = tmp_path / "run"
+    pretrain(config, ProcessIdentity(), run_dir=folder, is_resume=False)
+    assert (folder / "checkpoints" / "step-00000004" / "manifest.json").exists()
+    assert (folder / "hf" / "model.safetensors").exists()
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert summary["steps"] == 4
+    assert summary["final_loss"] == rows[-1]["loss"]
+    assert summary["tokens"] == 4 * 128
+    table = [json.loads(line) for line in (folder / "overflow_layers.jsonl").read_text().splitlines()]
+    assert sorted({row["step"] for row in table}) == [2, 4]
+    resolved = json.loads((folder / "config.json").read_text())
+    assert resolved == config.to_dict()
+    output = capsys.readouterr().out
+    assert "8 layers swapped, 1 kept" in output
+    assert "4/4" in output
+
+
+def test_a_finished_run_that_is_resumed_has_nothing_to_do_and_an_extended_one_goes_on(
+    resolve, tmp_path, capsys
+):
+    folder = tmp_path / "run"
+    pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), run_dir=folder, is_resume=False)
+    pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), run_dir=folder, is_resume=True)
+    assert "nothing left to do" in capsys.readouterr().out
+    pretrain(resolve("megalowbit.run.steps=3"), ProcessIdentity(), run_dir=folder, is_resume=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
