@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError
 from megalowbit.process_group import identify, is_initialized, world_size
 
@@ -96,15 +97,11 @@ def _move_into_place(draft: Path, path: Path) -> None:
     if path.exists() and _is_whole(path):
         return  # another process was quicker, and may be reading its file already
     facts = {"size": draft.stat().st_size, "digest": content_digest(draft)}
-    note = draft.with_name(draft.name + ".manifest")
-    try:
-        note.write_text(json.dumps(facts), encoding="utf-8")
+    with atomic_file(_manifest(path)) as note:
+        json.dump(facts, note)
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
         draft.replace(path)
-        note.replace(_manifest(path))
-    finally:
-        note.unlink(missing_ok=True)
 
 
 def run_on_each_node_first(work: Callable[[], Result], fingerprint: Callable[[Result], str]) -> Result:

@@ -10,7 +10,6 @@ code, as DeepSpeed's does: load only what you trust.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shutil
@@ -22,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from megalowbit import process_group
+from megalowbit.durable import MANIFEST, atomic_file, verify_folder, write_manifest
 from megalowbit.engine.agreement import agree
-from megalowbit.engine.atomic_file import describe_write_error, sha256_of, write_atomically
 from megalowbit.engine.random_state import (
     random_state,
     restore_random_state,
@@ -34,7 +33,6 @@ from megalowbit.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 LATEST = "latest"
 ENGINE_KEY = "megalowbit_engine"
 TAG = re.compile(r"step-(\d{8,})")
@@ -111,20 +109,7 @@ class CheckpointStore:
             UserError: names the file that is missing or damaged, what was expected and found.
         """
         path = Path(path)
-        for entry in self._read_manifest(path):
-            file, damaged = path / entry["name"], f"checkpoint {path} is damaged: {entry['name']}"
-            if not file.is_file():
-                raise UserError(f"{damaged} is missing; {self._remedy(path)}")
-            size = file.stat().st_size
-            if size != entry["size"]:
-                raise UserError(
-                    f"{damaged} has {size} bytes instead of {entry['size']}; {self._remedy(path)}"
-                )
-            if (found := sha256_of(file)) != entry["sha256"]:
-                raise UserError(
-                    f"{damaged} has SHA-256 {found[:12]}… instead of {entry['sha256'][:12]}…; "
-                    f"{self._remedy(path)}"
-                )
+        verify_folder(path, remedy=self._remedy(path))
 
     def load(self, engine: Any, path: str | Path) -> dict[str, Any]:
         """Verify a checkpoint and continue from it; every rank must call it.
@@ -182,18 +167,9 @@ class CheckpointStore:
     def _commit(self, path: Path) -> None:
         """Rank 0, all files written: manifest, `latest`, removal of old checkpoints."""
         try:
-            files = sorted(file for file in path.rglob("*") if file.is_file())
-            entries = [
-                {
-                    "name": str(file.relative_to(path)),
-                    "size": file.stat().st_size,
-                    "sha256": sha256_of(file),
-                }
-                for file in files
-            ]
-            text = json.dumps({"format": 1, "files": entries}, indent=1)
-            write_atomically(path / MANIFEST, lambda file: file.write(text.encode()))
-            write_atomically(self.folder / LATEST, lambda file: file.write(path.name.encode()))
+            write_manifest(path)
+            with atomic_file(self.folder / LATEST) as file:
+                file.write(path.name)
         except OSError as error:
             raise UserError(f"checkpoint {describe_write_error(path, error)}") from error
         self._prune()
@@ -205,21 +181,6 @@ class CheckpointStore:
             if step in kept or step > steps[-1]:
                 continue
             _remove(path)
-
-    def _read_manifest(self, path: Path) -> list[dict[str, Any]]:
-        manifest = path / MANIFEST
-        if not path.is_dir():
-            raise UserError(f"checkpoint {path} does not exist: {self._remedy(path)}")
-        if not manifest.is_file():
-            raise UserError(f"checkpoint {path} is incomplete, it has no {MANIFEST}: {self._remedy(path)}")
-        try:
-            entries = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-            is_sound = all({"name", "size", "sha256"} <= entry.keys() for entry in entries)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            is_sound = False
-        if not is_sound:
-            raise UserError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read; {self._remedy(path)}")
-        return entries
 
     def _remedy(self, path: Path) -> str:
         others = [self.path_of(step) for step in self.steps() if self.path_of(step).name != path.name]
@@ -240,6 +201,12 @@ class CheckpointStore:
             return
         seed = seed_missing_rank(own["step"], rank)
         logger.warning("rank %d was not part of the saved run: its generators start from seed %d", rank, seed)
+
+
+def describe_write_error(path: str | Path, error: Exception) -> str:
+    """One line: which file, why, what to do."""
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    return f"{path}: {reason}; free space or choose another folder (earlier checkpoints are untouched)"
 
 
 def _remove(path: Path) -> None:

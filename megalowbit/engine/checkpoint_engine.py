@@ -16,7 +16,8 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from megalowbit import process_group
-from megalowbit.engine.atomic_file import describe_write_error, write_atomically
+from megalowbit.durable import atomic_file
+from megalowbit.engine.checkpoint import describe_write_error
 from megalowbit.errors import UserError
 
 
@@ -34,9 +35,12 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file; a failure is raised by `commit`."""
-        self._keep_failure(
-            path, lambda: write_atomically(Path(path), lambda file: torch.save(state_dict, file))
-        )
+
+        def write() -> None:
+            with atomic_file(Path(path), "wb") as file:
+                torch.save(state_dict, file)
+
+        self._keep_failure(path, write)
 
     def commit(self, info: Any) -> bool:
         """End a save on every rank.

@@ -9,8 +9,6 @@ verified before it is unpickled. Not covered: optimizer states and tensor-parall
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import pickle
 import re
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megalowbit.durable import read_manifest, verify_folder, write_manifest
 from megalowbit.errors import UserError
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.layers.recipe import Recipe
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 WEIGHTS_FILE = "mp_rank_00_model_states.pt"
-MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest"
 CHECKPOINTS_FOLDER = "checkpoints"
 START_TAG = "step-00000000"
@@ -129,8 +127,7 @@ def write_start_checkpoint(model: PreTrainedModel, recipe: Recipe | str, folder:
         step = draft / START_TAG
         step.mkdir()
         torch.save(content, step / WEIGHTS_FILE)
-        manifest = json.dumps({"format": FORMAT, "files": [_facts(step / WEIGHTS_FILE)]}, indent=1)
-        (step / MANIFEST_FILE).write_text(manifest + "\n", encoding="utf-8")
+        write_manifest(step)
         (draft / LATEST_FILE).write_text(START_TAG, encoding="utf-8")
     return Path(folder) / START_TAG
 
@@ -140,36 +137,15 @@ def _is_step_folder(path: Path) -> bool:
     return is_named_so or (path / WEIGHTS_FILE).is_file()
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return {"name": path.name, "size": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
 def _verify(step: Path) -> None:
     remedy = "use an older checkpoint"
-    try:
-        manifest = json.loads((step / MANIFEST_FILE).read_text(encoding="utf-8"))
-        files = {entry["name"]: entry for entry in manifest["files"]}
-        written_format = manifest["format"]
-    except FileNotFoundError as error:
-        raise UserError(f"checkpoint {step} has no {MANIFEST_FILE}, so it is incomplete: {remedy}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"checkpoint {step} has a damaged {MANIFEST_FILE}: {remedy}") from error
-    if written_format != FORMAT:
-        raise UserError(f"checkpoint {step} has format {written_format!r}, not {FORMAT}: use its version")
-    shards = [name for name in files if re.fullmatch(r"mp_rank_\d+_model_states\.pt", name)]
+    names = [entry.name for entry in read_manifest(step, remedy=remedy)]
+    shards = [name for name in names if re.fullmatch(r"mp_rank_\d+_model_states\.pt", name)]
     if shards != [WEIGHTS_FILE]:
         raise UserError(
             f"checkpoint {step} holds {sorted(shards)}, not {WEIGHTS_FILE} alone: merge its shards first"
         )
-    for name, known in files.items():
-        if not (step / name).is_file():
-            raise UserError(f"checkpoint {step} lacks {name}: {remedy}")
-        if _facts(step / name) != known:
-            raise UserError(f"checkpoint {step}: {name} is damaged (size or SHA-256 differ): {remedy}")
+    verify_folder(step, remedy=remedy)
 
 
 def _load(path: Path) -> dict[str, Any]:

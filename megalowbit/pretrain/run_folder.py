@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError
 
 
@@ -59,9 +60,8 @@ class RunFolder:
 
     def write_config(self, resolved: dict[str, Any]) -> None:
         """Save the resolved configuration, whole or not at all."""
-        draft = self.config.with_suffix(".json.tmp")
-        draft.write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
-        draft.replace(self.config)
+        with atomic_file(self.config) as file:
+            file.write(json.dumps(resolved, indent=2) + "\n")
 
 
 def claim(stem: str, *, run_dir: Path | None, is_resume: bool, root: Path = Path("runs")) -> RunFolder:

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError
-from megalowbit.telemetry.atomic_file import replacing
 from megalowbit.telemetry.counters import LayerOverflow
 from megalowbit.telemetry.facts import Facts
 
@@ -54,7 +54,7 @@ class JsonlFile:
         self._file.close()
 
     def _keep_up_to(self, resume_step: int) -> None:
-        with replacing(self.path) as draft:
+        with atomic_file(self.path) as draft:
             for step, line in _lines(self.path):
                 if step <= resume_step:
                     draft.write(line)

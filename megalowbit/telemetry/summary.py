@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megalowbit.durable import atomic_file
 from megalowbit.telemetry import columns
-from megalowbit.telemetry.atomic_file import replacing
 from megalowbit.telemetry.counters import ROLES, LayerOverflow, OperandCounts
 from megalowbit.telemetry.facts import Fact
 from megalowbit.telemetry.jsonl import json_ready
@@ -126,7 +126,7 @@ class RunSummary:
     def write(self, path: Path) -> None:
         """Write `summary.json`, whole or not at all."""
         record = json_ready(self.facts()) | {"worst_layers": [json_ready(asdict(row)) for row in self.worst]}
-        with replacing(path) as file:
+        with atomic_file(path) as file:
             json.dump(record, file, indent=2, allow_nan=False)
             file.write("\n")
 

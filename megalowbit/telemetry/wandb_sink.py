@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError
-from megalowbit.telemetry.atomic_file import replacing
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.settings import WandbSettings
 
@@ -117,7 +117,8 @@ def _run_id(path: Path) -> str:
     if path.exists() and (run_id := path.read_text(encoding="utf-8").strip()):
         return run_id
     run_id = secrets.token_hex(4)
-    with replacing(path) as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as file:
         file.write(run_id + "\n")
     return run_id
 

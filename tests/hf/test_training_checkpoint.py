@@ -4,14 +4,13 @@ import shutil
 
 import pytest
 import torch
-from megalowbit.layers.surgery import bit_layers, convert
 from transformers import GPT2Config
 
+from megalowbit.durable import MANIFEST
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model
 from megalowbit.hf.training_checkpoint import (
-    MANIFEST_FILE,
     WEIGHTS_FILE,
     find_checkpoint,
     is_training_checkpoint,
@@ -19,6 +18,7 @@ from megalowbit.hf.training_checkpoint import (
     write_start_checkpoint,
 )
 from megalowbit.layers.recipe import recipe
+from megalowbit.layers.surgery import bit_layers, convert
 
 GPT2 = GPT2Config(
     vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
@@ -43,7 +43,7 @@ def rewrite(step, content):
     torch.save(content, step / WEIGHTS_FILE)
     data = (step / WEIGHTS_FILE).read_bytes()
     facts = {"name": WEIGHTS_FILE, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (step / MANIFEST_FILE).write_text(json.dumps({"format": 1, "files": [facts]}))
+    (step / MANIFEST).write_text(json.dumps({"format": 1, "files": [facts]}))
 
 
 def test_what_was_written_is_read_back(folder):
@@ -71,7 +71,7 @@ def test_the_manifest_holds_size_and_sha256(folder):
     step = folder / "step-00000000"
     data = (step / WEIGHTS_FILE).read_bytes()
     expected = {"name": WEIGHTS_FILE, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    assert json.loads((step / MANIFEST_FILE).read_text()) == {"format": 1, "files": [expected]}
+    assert json.loads((step / MANIFEST).read_text()) == {"format": 1, "files": [expected]}
 
 
 def test_the_engine_takes_it_for_one_of_its_own(folder):
@@ -127,12 +127,12 @@ def empty(step):
         (cut, "is damaged"),
         (flip_one_bit, "is damaged"),
         (empty, "is damaged"),
-        (lambda step: (step / WEIGHTS_FILE).unlink(), f"lacks {WEIGHTS_FILE}"),
-        (lambda step: (step / MANIFEST_FILE).unlink(), "has no manifest.json, so it is incomplete"),
-        (lambda step: (step / MANIFEST_FILE).write_text("{"), "has a damaged manifest.json"),
-        (lambda step: (step / MANIFEST_FILE).write_text("[]"), "has a damaged manifest.json"),
-        (lambda step: (step / MANIFEST_FILE).write_text('{"format": 2, "files": []}'), "has format 2, not 1"),
-        (lambda step: (step / MANIFEST_FILE).write_text('{"format": 1, "files": []}'), "merge its shards"),
+        (lambda step: (step / WEIGHTS_FILE).unlink(), f"{WEIGHTS_FILE} is missing"),
+        (lambda step: (step / MANIFEST).unlink(), "is incomplete, it has no manifest.json"),
+        (lambda step: (step / MANIFEST).write_text("{"), "is damaged: manifest.json cannot be read"),
+        (lambda step: (step / MANIFEST).write_text("[]"), "is damaged: manifest.json cannot be read"),
+        (lambda step: (step / MANIFEST).write_text('{"format": 2, "files": []}'), "has format 2, not 1"),
+        (lambda step: (step / MANIFEST).write_text('{"format": 1, "files": []}'), "merge its shards"),
     ],
 )
 def test_damage_of_every_kind_is_one_line_that_names_the_checkpoint(folder, damage, message):
@@ -172,8 +172,8 @@ def test_code_inside_a_checkpoint_is_not_run(folder, capsys):
 
 def test_tensor_parallel_shards_are_refused(folder):
     step = folder / "step-00000000"
-    manifest = json.loads((step / MANIFEST_FILE).read_text())
+    manifest = json.loads((step / MANIFEST).read_text())
     manifest["files"].append({"name": "mp_rank_01_model_states.pt", "size": 0, "sha256": ""})
-    (step / MANIFEST_FILE).write_text(json.dumps(manifest))
+    (step / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="merge its shards"):
         read_checkpoint(step)

@@ -1,0 +1,134 @@
+"""Files that are there wholly or not at all, and folders that can be checked against what was written.
+
+A file is written beside its place, forced to disk and renamed; a crash at any moment leaves the old file or
+the new one. A checkpoint is a folder with a `manifest.json`, written last, of size and SHA-256 of each of its
+files; without it the folder is incomplete. Only the standard library is needed, so looking at checkpoints
+does not load torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+from megalowbit.errors import UserError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+READ_SIZE = 2**22  # bytes
+
+
+class FileFacts(NamedTuple):
+    """One entry of a manifest: path relative to the folder, bytes, hexadecimal digest."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@contextmanager
+def atomic_file(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]:
+    """Open a draft that takes the place of `path` when the block ends, and vanishes if the block fails.
+
+    Writers of the same file at the same time do not disturb each other: the last one stays.
+
+    Args:
+        path: in a folder that exists.
+        mode: `"w"` for UTF-8 text, `"wb"` for bytes.
+    """
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    file = draft.open(mode, encoding="utf-8" if mode == "w" else None)
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        _sync_folder(path.parent)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(READ_SIZE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of all files in and below `folder`; its presence says that they are complete."""
+    manifest = folder / MANIFEST
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest)
+    facts = [
+        FileFacts(path.relative_to(folder).as_posix(), path.stat().st_size, sha256_of(path)) for path in paths
+    ]
+    content = {"format": FORMAT, "files": [entry._asdict() for entry in facts]}
+    with atomic_file(manifest) as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+
+
+def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
+    """Read what should be in a checkpoint's folder.
+
+    Args:
+        folder: of one checkpoint.
+        remedy: what the user can do, closes the messages.
+
+    Raises:
+        UserError: no such folder; no manifest, or a damaged one, or one of another format.
+    """
+    if not folder.is_dir():
+        raise UserError(f"checkpoint {folder} does not exist: {remedy}")
+    if not (folder / MANIFEST).is_file():
+        raise UserError(f"checkpoint {folder} is incomplete, it has no {MANIFEST}: {remedy}")
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        facts = [
+            FileFacts(str(entry["name"]), int(entry["size"]), str(entry["sha256"]))
+            for entry in content["files"]
+        ]
+        written_format = content["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} cannot be read; {remedy}") from error
+    if written_format != FORMAT:
+        raise UserError(f"checkpoint {folder} has format {written_format!r}, not {FORMAT}: use its version")
+    return facts
+
+
+def verify_folder(folder: Path, *, remedy: str) -> None:
+    """Compare a checkpoint's files with its manifest.
+
+    Args:
+        folder: of one checkpoint; files the manifest does not name are ignored.
+        remedy: what the user can do, closes the messages.
+
+    Raises:
+        UserError: as `read_manifest`, or a file is missing or damaged: its name, what was expected and found.
+    """
+    for name, size, sha256 in read_manifest(folder, remedy=remedy):
+        path, damaged = folder / name, f"checkpoint {folder} is damaged: {name}"
+        if not path.is_file():
+            raise UserError(f"{damaged} is missing; {remedy}")
+        if (found_size := path.stat().st_size) != size:
+            raise UserError(f"{damaged} has {found_size} bytes instead of {size}; {remedy}")
+        if (found := sha256_of(path)) != sha256:
+            raise UserError(f"{damaged} has SHA-256 {found[:12]}… instead of {sha256[:12]}…; {remedy}")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
