@@ -106,16 +106,30 @@ def open_corpus(settings: DataSettings) -> Corpus:
     from megalowbit.data.hub import HubCorpus
     from megalowbit.data.local_files import LocalCorpus
 
+    if is_on_hub(settings):
+        return HubCorpus(
+            settings.corpus,
+            config=settings.corpus_config,
+            split=settings.split,
+            text_field=settings.text_field,
+        )
     if settings.corpus == STDLIB:
         return StdlibCorpus()
+    return LocalCorpus(Path(settings.corpus).expanduser(), text_field=settings.text_field)
+
+
+def is_on_hub(settings: DataSettings) -> bool:
+    """Whether the corpus is a Hugging Face data set, so that opening it may download it.
+
+    Raises:
+        UserError: it is a path, and nothing is there.
+    """
     path = Path(settings.corpus).expanduser()
-    if path.exists():
-        return LocalCorpus(path, text_field=settings.text_field)
+    if settings.corpus == STDLIB or path.exists():
+        return False
     if path.suffix in LOCAL_SUFFIXES or not HUB_NAME.fullmatch(settings.corpus):
         raise UserError(
             f"corpus {settings.corpus!r} does not exist: "
             f'name a {", ".join(LOCAL_SUFFIXES)} file, a folder of them, "{STDLIB}" or a data set'
         )
-    return HubCorpus(
-        settings.corpus, config=settings.corpus_config, split=settings.split, text_field=settings.text_field
-    )
+    return True

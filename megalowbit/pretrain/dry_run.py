@@ -1,7 +1,7 @@
 """What a run would do, without doing it: configuration, swapped layers, sizes, memory.
 
 The model is built on fake tensors, so a model that would not fit here is described all the same, and nothing
-is written: no run folder, no cache.
+is written or downloaded: no run folder, no cache, no data set.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megalowbit.data.corpus import open_corpus
+from megalowbit.data.corpus import is_on_hub, open_corpus
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import bit_layers, convert
@@ -31,7 +31,8 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
     """
     settings, engine = config.settings, config.parts.settings
     recipe = recipe_of(config.recipe)
-    corpus = open_corpus(settings.data)
+    is_hub = is_on_hub(settings.data)
+    corpus = f"data set {settings.data.corpus} (not looked up)" if is_hub else open_corpus(settings.data).name
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
         model = build_model(settings.model, seed=settings.run.seed)
         report = convert(model, recipe)
@@ -54,7 +55,7 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
         "configuration": json.dumps(config.to_dict(), indent=2),
         "layers": str(report),
         "parameters": f"{total:,}, of which {swapped:,} ({swapped / total:.1%}) in low-bit layers",
-        "data": f"{corpus.name}; {tokens:,} tokens a step on {world_size} process(es), "
+        "data": f"{corpus}; {tokens:,} tokens a step on {world_size} process(es), "
         f"{tokens * settings.run.steps:,} in {settings.run.steps:,} steps",
         "memory of one process (estimate)": str(memory),
     }

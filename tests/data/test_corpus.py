@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megalowbit.data.corpus import StdlibCorpus, open_corpus
+from megalowbit.data.corpus import StdlibCorpus, is_on_hub, open_corpus
 from megalowbit.data.settings import DataSettings
 from megalowbit.errors import UserError
 
@@ -78,3 +78,13 @@ def test_a_path_that_does_not_exist_is_refused_before_any_download(name, tmp_pat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="does not exist: name a"):
         open_corpus(settings(name))
+
+
+@pytest.mark.parametrize(
+    ("corpus", "expected"),
+    [("stdlib", False), ("text.txt", False), ("wikitext", True), ("someone/some-text", True)],
+)
+def test_what_would_be_downloaded_is_known_without_opening_it(corpus, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("x")
+    assert is_on_hub(DataSettings(corpus=corpus, sequence_length=8)) is expected

@@ -1,0 +1,97 @@
+"""What README.md shows works: its commands parse, its JSON validates, its Python runs."""
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+from launchers import ROOT, write_config
+
+import megalowbit as mlb
+from megalowbit.pretrain.command_line import build_parser
+from megalowbit.pretrain.config import load_config
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def fences(language):
+    blocks, opened = [], None
+    for line in README.splitlines():
+        if not line.startswith("```"):
+            if opened is not None:
+                blocks[-1][1].append(line)
+        elif opened is None:
+            opened = line.removeprefix("```")
+            blocks.append((opened, []))
+        else:
+            opened = None
+    return ["\n".join(lines) + "\n" for name, lines in blocks if name == language]
+
+
+def commands(start):
+    lines = [line.split("  #")[0].strip() for block in fences("") for line in block.splitlines()]
+    found = [line for line in lines if line.startswith(start)]
+    assert found, f"README shows no command that starts with {start!r}"
+    return found
+
+
+@pytest.mark.parametrize("command", commands("make "))
+def test_make_targets_exist(command):
+    subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "command", [*commands("deepspeed "), *commands("torchrun "), *commands("python launch")]
+)
+def test_pretraining_commands_parse_and_name_real_configurations(command):
+    arguments = shlex.split(command)
+    options = build_parser().parse_args(arguments[arguments.index("launch/pretrain.py") + 1 :])
+    load_config(ROOT / options.ds_config, options.overrides, world_size=2)
+
+
+@pytest.mark.parametrize("command", commands("python tools/convert_hf.py"))
+def test_conversion_commands_parse(command):
+    spec = importlib.util.spec_from_file_location("convert_hf", ROOT / "tools" / "convert_hf.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    tool.build_parser().parse_args(shlex.split(command)[2:])
+
+
+def test_the_configuration_shown_is_valid(tmp_path):
+    (shown,) = fences("json")
+    raw = json.loads(shown)
+    raw["megalowbit"]["model"]["config"] = str(ROOT / "configs" / raw["megalowbit"]["model"]["config"])
+    path = tmp_path / "shown.json"
+    path.write_text(json.dumps(raw))
+    assert load_config(path, [], world_size=2).settings.run.steps > 0
+
+
+def test_the_code_shown_trains_a_model(tmp_path):
+    raw = json.loads(write_config(tmp_path).read_text())
+    del raw["scheduler"]
+    raw["megalowbit"] = {"recipe": "nvfp4"}
+    (tmp_path / "ds.json").write_text(json.dumps(raw))
+    fields = json.loads((tmp_path / "model.json").read_text())
+    prelude = (
+        "import torch, transformers\n"
+        f"config = transformers.AutoConfig.for_model(**{fields!r})\n"
+        "model = transformers.AutoModelForCausalLM.from_config(config)\n"
+        "tokens = torch.randint(0, 256, (2, 32))\n"
+        "loader = [{'input_ids': tokens, 'labels': tokens}] * 4\n"
+    )
+    (shown,) = fences("python")
+    (tmp_path / "shown.py").write_text(prelude + shown)
+    done = subprocess.run([sys.executable, "shown.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "gradient_overflow/element_overflow_rate" in done.stdout
+    assert "swapped 8 layers" in done.stdout
+
+
+@pytest.mark.parametrize("expression", re.findall(r"`(mlb\.\w+\([^`]*\)(?:\(x\))?)`", README))
+def test_one_liners_evaluate(expression):
+    x = torch.randn(4, 16)
+    assert eval(expression, {"mlb": mlb, "x": x}) is not None
