@@ -18,7 +18,7 @@ setup(
     install_requires=[
         "torch==2.13.0",
         "deepspeed==0.19.8",  # its internal interfaces are used: see docs/architecture.md
-        "transformers>=5.0,<6",
+        "transformers>=5.20,<6",
         "datasets>=4.0",
         "tokenizers>=0.22",
         "safetensors>=0.5",
