@@ -5,6 +5,8 @@ CONFIG ?= configs/gpt2_tiny_fp4.json
 GPUS   ?= 2
 ARGS   ?=
 BIN    := $(VENV)/bin
+# Two runs on one machine must not meet on the launcher's fixed default port.
+FREE_PORT = $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
 .PHONY: pretrain test lint types install clean
 
@@ -18,10 +20,10 @@ $(VENV)/installed: setup.py constraints.txt
 	@touch $@
 
 pretrain: install
-	PATH="$(abspath $(BIN)):$$PATH" deepspeed --num_accelerators $(GPUS) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" deepspeed --num_accelerators $(GPUS) --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
 
 test: install lint types
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not slow"
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

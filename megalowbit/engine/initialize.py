@@ -30,6 +30,8 @@ from megalowbit.optim.param_groups import weight_decay_groups
 logger = logging.getLogger(__name__)
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# DeepSpeed's throughput timer waits for the device twice a step, for a figure that telemetry has already.
+QUIET = {"log_level": "warning", "timers": {"throughput": {"enabled": False}}}
 Scheduler = Any  # torch's LRScheduler or DeepSpeed's look-alikes
 ModelParameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -75,10 +77,11 @@ def initialize(
     start_process_group(timeout=timeout, dist_init_required=dist_init_required)
     deepspeed = import_deepspeed()
     parts = config if isinstance(config, DeepSpeedConfigParts) else _read(config, mpu, total_steps, optimizer)
-    deepspeed_config = {"log_level": "warning", **parts.deepspeed}
-    _check_nested_blocks(deepspeed_config, mpu)
+    deepspeed_config = {**QUIET, **parts.deepspeed}
+    check_nested_blocks(parts, mpu)
     _check_arguments(model, parts.settings, optimizer, model_parameters, lr_scheduler)
     recipe = _convert_if_asked(model, parts.settings.recipe, seed)
+    _draw_own_numbers(model, mpu)
     groups = None if optimizer is not None else _parameter_groups(model, model_parameters, deepspeed_config)
     group = mpu.get_model_parallel_group() if mpu is not None else None
 
@@ -113,16 +116,30 @@ def _read(
     )
 
 
-def _check_nested_blocks(config: dict[str, Any], mpu: Any) -> None:
-    """Let DeepSpeed's own models read the configuration, and turn their findings into one line."""
+def check_nested_blocks(parts: DeepSpeedConfigParts, mpu: Any = None) -> None:
+    """Let DeepSpeed's own models read the configuration; needs a process group.
+
+    Raises:
+        UserError: their first finding, as one line.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     try:
-        DeepSpeedConfig(config, mpu)
+        DeepSpeedConfig({**QUIET, **parts.deepspeed}, mpu)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or error.title
-        raise UserError(f"DeepSpeed rejects {key} = {first['input']!r}: {first['msg']}") from None
+        path = [str(part) for part in first["loc"]]
+        # DeepSpeed validates block by block and does not say which block it is in.
+        blocks = [
+            name
+            for name, block in parts.deepspeed.items()
+            if isinstance(block, dict) and path and path[0] in block
+        ]
+        key = ".".join([*blocks, *path] if len(blocks) == 1 else path) or error.title
+        raise UserError(
+            f"DeepSpeed rejects {key} = {first['input']!r} ({first['msg']}): "
+            "correct it as DeepSpeed documents it, or remove it"
+        ) from None
     except (AssertionError, ValueError, TypeError, DeepSpeedConfigError) as error:
         raise UserError(f"DeepSpeed rejects the configuration: {error}") from None
 
@@ -162,11 +179,27 @@ def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | No
     from megalowbit.layers.surgery import bit_layers, convert
 
     recipe = recipe_of(setting)
-    if recipe.quantizes and not bit_layers(model):
+    layers = bit_layers(model)
+    for name, layer in layers.items():
+        if layer.recipe != recipe:
+            raise UserError(
+                f"megalowbit.recipe is {recipe.name!r} but layer {name} was converted with "
+                f"{layer.recipe.name!r}: convert the model with the recipe of the configuration"
+            )
+    if recipe.quantizes and not layers:
         report = convert(model, recipe, seed=seed, rank=process_group.rank())
         if process_group.rank() == 0:
             logger.info("%s", report)
     return recipe
+
+
+def _draw_own_numbers(model: torch.nn.Module, mpu: Any) -> None:
+    """Let every data-parallel rank round its own data with its own random numbers."""
+    from megalowbit.layers.surgery import random_stream
+
+    stream = random_stream(model)
+    if stream is not None:
+        stream.rank = process_group.rank() if mpu is None else mpu.get_data_parallel_rank()
 
 
 def check_quantised(module: torch.nn.Module, recipe: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megalowbit import process_group
+from megalowbit.errors import UserError
 from megalowbit.process_group import ProcessIdentity
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
@@ -36,17 +37,31 @@ def start_process_group(
 
     Returns:
         The identity that was used.
+
+    Raises:
+        UserError: the main process cannot be reached, or its port is taken.
     """
     identity = _started_identity() or identity or process_group.identify()
     process_group.export(identity)
     deepspeed = import_deepspeed()
+    accelerator = deepspeed.get_accelerator()
+    # Collectives of Python objects use the current device: it must be this rank's own from the first one on.
+    accelerator.set_device(identity.local_rank)
     arguments: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    deepspeed.init_distributed(
-        dist_backend=deepspeed.get_accelerator().communication_backend_name(),
-        dist_init_required=dist_init_required,
-        verbose=False,
-        **arguments,
-    )
+    try:
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name(),
+            dist_init_required=dist_init_required,
+            verbose=False,
+            **arguments,
+        )
+    except dist.DistNetworkError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"no connection to the main process at {address} ({reason}): if another job uses that port, "
+            "give the launcher another one (deepspeed --master_port, torchrun --master-port)"
+        ) from error
     return identity
 
 

@@ -66,6 +66,11 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the resolved configuration, the swapped layers, sizes and memory, and exit",
     )
+    parser.add_argument(
+        "--prepare-data",
+        action="store_true",
+        help="tokenise the corpus into the cache and exit: once, before a large corpus meets many processes",
+    )
     # Launchers add these; ranks are read from the environment instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
@@ -99,6 +104,14 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
 
         if identity.is_main:
             print(describe(config, world_size=identity.world_size))
+        return
+    if options.prepare_data:
+        from megalowbit.data.loader import count_samples
+
+        if identity.is_main:
+            data = config.settings.data
+            count = count_samples(data)
+            print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {data.cache_dir}")
         return
     from megalowbit.engine.process_start import import_deepspeed
 

@@ -21,6 +21,7 @@ from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import ConversionReport, convert, random_stream, set_observer
 from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.pretrain.resume import check_same_model
 from megalowbit.pretrain.run_folder import RunFolder
 from megalowbit.process_group import ProcessIdentity
 from megalowbit.telemetry.overflow import GradientOverflowTracker
@@ -95,6 +96,7 @@ class Job:
         if path is None:
             return False
         state = self.store.load(self.engine, path)
+        check_same_model(state["megalowbit"]["hf_config"], self.engine.module.config.to_dict())
         progress = state.get("progress")
         if progress is None:
             raise UserError(

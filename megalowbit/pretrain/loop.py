@@ -8,17 +8,21 @@ on and holds the learning rate.
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from megalowbit.engine.agreement import agree
+from megalowbit.engine.config import load_json
+from megalowbit.engine.initialize import check_nested_blocks
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
 from megalowbit.hf.model import save_hf
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.recorder import Recorder
+from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run_folder import RunFolder, claim
 from megalowbit.process_group import ProcessIdentity
 from megalowbit.telemetry.console import Console
@@ -35,28 +39,33 @@ def pretrain(
         UserError: a mistake in configuration, data or folders, or training that cannot go on.
     """
     start_process_group(identity)
+    check_nested_blocks(config.parts)
     stem = config.settings.run.name or config.source.stem
     folder: RunFolder = agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume))
-    job = assemble(config, identity, folder)
-    is_resumed = is_resume and job.resume()
-    steps = config.settings.run.steps
-    console = Console(
-        steps,
-        log_every=config.settings.telemetry.log_every,
-        start_step=job.step,
-        skipped_steps=job.totals.skipped_steps,
-        is_main=identity.is_main,
-    )
-    console.print(opening(job, identity, is_resumed=is_resumed))
-    if job.step >= steps:
-        console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
-    else:
-        agree(lambda: folder.write_config(config.to_dict()))
-        resume_step = job.step if is_resumed else None
-        with Recorder(job, console, is_main=identity.is_main, resume_step=resume_step) as recorder:
-            train(job, recorder)
-            recorder.finish()
-    export(job, console)
+    with ExitStack() as stack:
+        agree(lambda: stack.enter_context(folder.held()))
+        changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
+        job = assemble(config, identity, folder)
+        is_resumed = is_resume and job.resume()
+        console = Console(
+            config.settings.run.steps,
+            log_every=config.settings.telemetry.log_every,
+            start_step=job.step,
+            skipped_steps=job.totals.skipped_steps,
+            is_main=identity.is_main,
+        )
+        console.print(opening(job, identity, is_resumed=is_resumed, changes=changes))
+        if job.step < config.settings.run.steps:
+            with Recorder(job, console, is_main=identity.is_main, is_resume=is_resume) as recorder:
+                train(job, recorder)
+                recorder.finish()
+        else:
+            console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
+        export(job, console)
+
+
+def _compare_with_saved(config: PretrainConfig, folder: RunFolder) -> list[str]:
+    return changed_settings(load_json(folder.config), config.to_dict()) if folder.is_started else []
 
 
 def train(job: Job, recorder: Recorder) -> None:
@@ -75,7 +84,8 @@ def train(job: Job, recorder: Recorder) -> None:
         if skips_in_a_row >= settings.run.max_consecutive_skips:
             raise UserError(
                 f"the gradients of {skips_in_a_row} steps in a row were not finite (step {job.step}, loss "
-                f"{facts['loss']}): resume from a checkpoint with a lower learning rate or loss scale"
+                f"{facts['loss']}): start a new run with a lower learning rate, from the last good "
+                "checkpoint with megalowbit.model.checkpoint"
             )
         if job.step % every == 0 or job.step == settings.run.steps:
             job.save()
@@ -119,8 +129,8 @@ def export(job: Job, console: Console) -> None:
     console.print(f"HuggingFace checkpoint: {job.folder.hf}")
 
 
-def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool) -> str:
-    """What a run says before its first step."""
+def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
+    """What a run says before its first step; `changes` are settings that a resumed run changed."""
     count = sum(parameter.numel() for parameter in job.engine.module.parameters())
     settings, report = job.config.settings, job.report
     return "\n".join(
@@ -133,6 +143,7 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool) -> str:
             f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
             f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
             f"process{'es' if identity.world_size > 1 else ''}",
+            *(f"changed   {change}" for change in changes),
             "",
         ]
     )

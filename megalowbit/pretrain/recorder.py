@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from megalowbit.engine.agreement import agree
+from megalowbit.errors import UserError
 from megalowbit.pretrain.job import Job
 from megalowbit.telemetry.console import Console
 from megalowbit.telemetry.facts import Facts
@@ -24,26 +26,46 @@ class Recorder:
         job: the run.
         console: where a person follows it.
         is_main: whether this process writes.
-        resume_step: last step already trained when a run is resumed; `None` for a new run.
+        is_resume: whether records of an earlier part of the run may be there; later steps are dropped.
+
+    Raises:
+        UserError: a file cannot be opened; every rank raises it.
     """
 
-    def __init__(self, job: Job, console: Console, *, is_main: bool, resume_step: int | None) -> None:
+    def __init__(self, job: Job, console: Console, *, is_main: bool, is_resume: bool) -> None:
         self._job, self._console, self._is_main = job, console, is_main
         self._every = job.config.settings.telemetry.layers_every
         self._speed = MovingRate()
-        files = open_sinks(
-            job.folder.path,
-            is_main=is_main,
-            is_tensorboard=job.config.settings.telemetry.tensorboard,
-            tensorboard=job.config.monitors.tensorboard,
-            wandb=job.config.monitors.wandb,
-            run_name=job.folder.path.name,
-            config=job.config.to_dict(),
-            resume_step=resume_step,
-        )
-        self._sinks = SinkGroup([*files.sinks, console])
-        has_table = is_main and job.tracker is not None
-        self._table = LayerTableFile(job.folder.layers, resume_step=resume_step) if has_table else None
+        self._sinks = SinkGroup([console])
+        self._table: LayerTableFile | None = None
+        agree(lambda: self._open(job.step if is_resume else None))
+
+    def _open(self, resume_step: int | None) -> None:
+        """Open the files, on the main process; only then is the folder this run's own."""
+        if not self._is_main:
+            return
+        job, telemetry = self._job, self._job.config.settings.telemetry
+        try:
+            files = open_sinks(
+                job.folder.path,
+                is_main=True,
+                is_tensorboard=telemetry.tensorboard,
+                tensorboard=job.config.monitors.tensorboard,
+                wandb=job.config.monitors.wandb,
+                run_name=job.folder.path.name,
+                config=job.config.to_dict(),
+                resume_step=resume_step,
+            )
+            if job.tracker is not None:
+                self._table = LayerTableFile(job.folder.layers, resume_step=resume_step)
+            job.folder.set_export_aside(job.step)
+            job.folder.write_config(job.config.to_dict())
+        except OSError as error:
+            raise UserError(
+                f"the run cannot be recorded in {error.filename or job.folder.path} ({error.strerror}): "
+                "move away what is there, or choose another --run-dir"
+            ) from error
+        self._sinks = SinkGroup([*files.sinks, self._console])
 
     def step(self, facts: Facts) -> None:
         """Record one step. Every rank must call it."""

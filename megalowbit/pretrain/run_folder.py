@@ -2,13 +2,17 @@
 
 Nothing is ever overwritten. A new run whose default folder is taken gets the next number
 (`runs/gpt2`, `runs/gpt2-2`, …); a folder the user named must be empty or absent unless the run is resumed.
-Creating the folder claims it: two jobs that start together cannot get the same one.
+Creating the folder claims it, and its lock is held as long as the main process lives: two jobs never write
+into one folder. A start that fails leaves no folder behind.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +20,15 @@ from typing import Any
 from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError
 
+LOCK = ".lock"
+
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths inside a run's folder."""
+    """Paths inside a run's folder; `is_new` where this process has just made it."""
 
     path: Path
+    is_new: bool = False
 
     @property
     def config(self) -> Path:
@@ -58,6 +65,43 @@ class RunFolder:
         """What the end of the run looked like."""
         return self.path / "summary.json"
 
+    def set_export_aside(self, step: int) -> None:
+        """Rename an export of an earlier end of this run, so that `hf/` is never older than the run."""
+        if self.hf.exists():
+            aside = self.path / f"hf-step-{step:08d}"
+            number = 1
+            while aside.exists():
+                number += 1
+                aside = self.path / f"hf-step-{step:08d}-{number}"
+            self.hf.rename(aside)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a run has got as far as its first record here."""
+        return self.config.exists()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other jobs out while the block runs; afterwards remove the folder if nothing was written.
+
+        Raises:
+            UserError: another job holds the folder.
+        """
+        lock = self.path / LOCK
+        with lock.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"run folder {self.path} is in use by another job: wait for it, or use another --run-dir"
+                ) from None
+            try:
+                yield
+            finally:
+                if self.is_new and not has_content(self.path):
+                    lock.unlink()
+                    self.path.rmdir()
+
     def write_config(self, resolved: dict[str, Any]) -> None:
         """Save the resolved configuration, whole or not at all."""
         with atomic_file(self.config) as file:
@@ -87,20 +131,27 @@ def claim(stem: str, *, run_dir: Path | None, is_resume: bool, root: Path = Path
         ) from error
 
 
+def has_content(folder: Path) -> bool:
+    """Whether anything but a lock lies in `folder`."""
+    return any(path.name != LOCK for path in folder.iterdir())
+
+
 def _claim_named(run_dir: Path, is_resume: bool) -> RunFolder:
-    if run_dir.is_dir() and any(run_dir.iterdir()) and not is_resume:
+    if run_dir.is_dir() and has_content(run_dir) and not is_resume:
         raise UserError(
             f"run folder {run_dir} is not empty: continue it with --resume auto, or choose another --run-dir"
         )
+    is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
-    return RunFolder(run_dir)
+    return RunFolder(run_dir, is_new)
 
 
 def _claim_numbered(root: Path, stem: str, is_resume: bool) -> RunFolder:
     root.mkdir(parents=True, exist_ok=True)
     taken = _numbers_taken(root, stem)
-    if is_resume and taken:
-        return RunFolder(_numbered(root, stem, max(taken)))
+    started = [number for number in taken if RunFolder(_numbered(root, stem, number)).is_started]
+    if is_resume and started:
+        return RunFolder(_numbered(root, stem, max(started)))
     number = max(taken, default=0) + 1
     while True:
         folder = _numbered(root, stem, number)
@@ -109,7 +160,7 @@ def _claim_numbered(root: Path, stem: str, is_resume: bool) -> RunFolder:
         except FileExistsError:
             number += 1  # another job took it between the look and the claim
         else:
-            return RunFolder(folder)
+            return RunFolder(folder, is_new=True)
 
 
 def _numbered(root: Path, stem: str, number: int) -> Path:

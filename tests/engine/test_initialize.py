@@ -6,7 +6,7 @@ import torch
 
 from megalowbit.engine.config import read_deepspeed_config
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
-from megalowbit.engine.initialize import check_quantised, initialize
+from megalowbit.engine.initialize import _draw_own_numbers, check_quantised, initialize
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import recipe
 from megalowbit.layers.surgery import bit_layers, convert, random_stream
@@ -230,3 +230,29 @@ def test_parameters_collected_before_the_conversion_are_refused_where_it_replace
 def test_an_unknown_recipe_is_named():
     with pytest.raises(UserError, match="nvfp5"):
         initialize(model=model(), config=quantised("nvfp5"))
+
+
+def test_a_model_converted_with_another_recipe_than_the_configured_one_is_refused():
+    net = model()
+    convert(net, recipe("nvfp4"))
+    asked = config(megalowbit={"precision": "bf16", "recipe": "bf16"})
+    with pytest.raises(UserError, match=r"recipe is 'bf16' but layer 0 was converted with 'nvfp4'"):
+        initialize(model=net, config=asked)
+
+
+def test_every_data_parallel_rank_rounds_with_its_own_numbers():
+    class ModelParallelUnit:
+        def __getattr__(self, name):
+            return {"get_data_parallel_rank": lambda: 3}[name]
+
+    net = model()
+    convert(net, recipe("nvfp4"))
+    _draw_own_numbers(net, ModelParallelUnit())
+    assert random_stream(net).rank == 3
+    _draw_own_numbers(net, None)
+    assert random_stream(net).rank == 0
+
+
+def test_a_key_deep_in_a_block_is_named_with_its_block():
+    with pytest.raises(UserError, match=r"DeepSpeed rejects zero_optimization\.stagee = 0 .*: correct it"):
+        initialize(model=model(), config=config(zero_optimization={"stage": 0, "stagee": 0}))

@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,24 @@ def test_a_group_that_someone_else_started_is_used():
     identity = start_process_group()
     assert (identity.rank, identity.world_size) == (0, size)
     assert os.environ["RANK"] == "0"
+
+
+def test_a_port_that_is_taken_is_one_clear_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        code = (
+            "from megalowbit.engine.process_start import start_process_group as start\n"
+            "from megalowbit.errors import UserError\n"
+            "try:\n    start()\nexcept UserError as error:\n    print(error)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            capture_output=True, text=True, timeout=60, check=False, cwd=ROOT,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"no connection to the main process at 127.0.0.1:{port}" in done.stdout
+    assert "--master_port" in done.stdout

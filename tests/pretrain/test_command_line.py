@@ -69,3 +69,10 @@ def test_a_number_of_threads_chosen_by_the_user_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     main(["--ds-config", str(write_config(tmp_path)), "--dry-run"])
     assert os.environ["OMP_NUM_THREADS"] == "7"
+
+
+def test_data_can_be_prepared_in_advance(tmp_path, capsys):
+    config = str(write_config(tmp_path))
+    assert main(["--ds-config", config, "--prepare-data"]) == 0
+    assert "sequences of 32 tokens are ready in" in capsys.readouterr().out
+    assert list((tmp_path / "cache").rglob("*.npy"))

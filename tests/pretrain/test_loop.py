@@ -1,8 +1,10 @@
 import json
 import math
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.loop import pretrain, train, train_step
@@ -68,7 +70,7 @@ def test_training_that_only_skips_stops_with_the_reason(build_job, tmp_path):
         job.engine.module.transformer.ln_f.weight.fill_(math.nan)
     console = Console(20, is_main=False)
     with (
-        Recorder(job, console, is_main=True, resume_step=None) as recorder,
+        Recorder(job, console, is_main=True, is_resume=False) as recorder,
         pytest.raises(UserError, match=r"3 steps in a row were not finite \(step 3, loss nan\)"),
     ):
         train(job, recorder)
@@ -104,6 +106,50 @@ def test_a_finished_run_that_is_resumed_has_nothing_to_do_and_an_extended_one_go
     pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), run_dir=folder, is_resume=False)
     pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), run_dir=folder, is_resume=True)
     assert "nothing left to do" in capsys.readouterr().out
+    first = torch.load(folder / "checkpoints" / "step-00000002" / "mp_rank_00_model_states.pt")["module"]
     pretrain(resolve("megalowbit.run.steps=3"), ProcessIdentity(), run_dir=folder, is_resume=True)
+    assert "megalowbit.run.steps: 2 → 3" in capsys.readouterr().out
+    exports = {name: load_file(folder / name / "model.safetensors") for name in ("hf", "hf-step-00000002")}
+    bias = "transformer.h.0.mlp.c_fc.bias"
+    assert torch.equal(exports["hf-step-00000002"][bias], first[bias])
+    last = torch.load(folder / "checkpoints" / "step-00000003" / "mp_rank_00_model_states.pt")["module"]
+    assert torch.equal(exports["hf"][bias], last[bias])
+    assert not torch.equal(first[bias], last[bias])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(resolve, tmp_path):
+    config, folder = resolve("megalowbit.run.steps=2"), tmp_path / "run"
+    pretrain(config, ProcessIdentity(), run_dir=folder, is_resume=False)
+    shutil.rmtree(folder / "checkpoints")
+    pretrain(config, ProcessIdentity(), run_dir=folder, is_resume=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.params.lr=1e-5", r"optimizer\.params\.lr was 0\.003 .* is 1e-05 now"),
+        ("megalowbit.recipe=bf16", r"megalowbit\.recipe was 'nvfp4'"),
+        ("megalowbit.model.overrides.n_head=4", "n_head"),
+    ],
+)
+def test_a_resume_that_would_make_another_run_is_refused_and_leaves_the_first_alone(
+    resolve, tmp_path, override, message
+):
+    folder = tmp_path / "run"
+    pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), run_dir=folder, is_resume=False)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=message):
+        pretrain(
+            resolve("megalowbit.run.steps=4", override), ProcessIdentity(), run_dir=folder, is_resume=True
+        )
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_records_that_cannot_be_opened_are_one_clear_error(resolve, tmp_path):
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        pretrain(resolve(), ProcessIdentity(), run_dir=tmp_path / "run", is_resume=True)

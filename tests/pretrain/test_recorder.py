@@ -8,7 +8,7 @@ from megalowbit.telemetry.console import Console
 
 
 def record(job, steps, *, is_main=True):
-    with Recorder(job, Console(steps, is_main=False), is_main=is_main, resume_step=None) as recorder:
+    with Recorder(job, Console(steps, is_main=False), is_main=is_main, is_resume=False) as recorder:
         for _ in range(steps):
             recorder.step(train_step(job)[0])
         recorder.finish()
@@ -37,7 +37,7 @@ def test_records_are_closed_as_failed_when_training_raises(build_job, tmp_path):
     job = build_job()
 
     def fail_after_a_step():
-        with Recorder(job, Console(2, is_main=False), is_main=True, resume_step=None) as recorder:
+        with Recorder(job, Console(2, is_main=False), is_main=True, is_resume=False) as recorder:
             recorder.step(train_step(job)[0])
             raise RuntimeError("stop here")
 

@@ -1,9 +1,14 @@
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.run_folder import RunFolder, claim
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_new_run_gets_the_next_free_number(tmp_path):
@@ -24,8 +29,10 @@ def test_a_removed_folder_does_not_bring_back_an_old_number(tmp_path):
 
 def test_resume_continues_the_newest_or_starts_the_first(tmp_path):
     assert claim("gpt2", run_dir=None, is_resume=True, root=tmp_path).path.name == "gpt2"
-    (tmp_path / "gpt2-2").mkdir()
-    (tmp_path / "gpt2-10").mkdir()
+    for name in ("gpt2-2", "gpt2-10"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "gpt2-11").mkdir()  # a start that failed before its first record
     assert claim("gpt2", run_dir=None, is_resume=True, root=tmp_path).path.name == "gpt2-10"
 
 
@@ -50,3 +57,60 @@ def test_the_resolved_configuration_is_written_whole(tmp_path):
     folder.write_config({"a": [1, "β"]})
     assert json.loads(folder.config.read_text(encoding="utf-8")) == {"a": [1, "β"]}
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_held_folder_is_refused_to_another_job_and_free_afterwards(tmp_path):
+    code = (
+        "import pathlib, sys, time\n"
+        "from megalowbit.pretrain.run_folder import RunFolder\n"
+        "with RunFolder(pathlib.Path(sys.argv[1])).held():\n"
+        "    print('held', flush=True); time.sleep(60)\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert other.stdout.readline() == "held\n"
+    folder = RunFolder(tmp_path)
+    with pytest.raises(UserError, match="in use by another job"), folder.held():
+        pass
+    other.kill()
+    other.wait()
+    with folder.held():
+        pass
+
+
+def test_a_start_that_fails_leaves_no_new_folder_behind(tmp_path):
+    folder = claim("gpt2", run_dir=None, is_resume=False, root=tmp_path)
+
+    def fail():
+        with folder.held():
+            raise UserError("no such corpus")
+
+    with pytest.raises(UserError, match="no such corpus"):
+        fail()
+    assert not folder.path.exists()
+
+
+def test_a_folder_with_records_or_of_the_user_stays_after_a_failure(tmp_path):
+    recorded = claim("gpt2", run_dir=None, is_resume=False, root=tmp_path)
+    with recorded.held():
+        recorded.write_config({})
+    given = tmp_path / "given"
+    given.mkdir()
+    with claim("gpt2", run_dir=given, is_resume=False).held():
+        pass
+    assert recorded.is_started
+    assert given.is_dir()
+    assert claim("gpt2", run_dir=given, is_resume=False).path == given
+
+
+def test_an_older_export_is_set_aside_and_never_lost(tmp_path):
+    folder = RunFolder(tmp_path)
+    for content in ("first", "second"):
+        folder.hf.mkdir()
+        (folder.hf / "model").write_text(content)
+        folder.set_export_aside(4)
+    assert (tmp_path / "hf-step-00000004" / "model").read_text() == "first"
+    assert (tmp_path / "hf-step-00000004-2" / "model").read_text() == "second"
+    folder.set_export_aside(8)
+    assert not (tmp_path / "hf-step-00000008").exists()

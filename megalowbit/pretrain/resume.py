@@ -1,0 +1,93 @@
+"""What may change when a run is resumed, and what makes it another run.
+
+A checkpoint brings back the optimizer with its learning rate, the scaler with its scale, the data with its
+order. Settings that the checkpoint decides would have no effect, and settings that change the model or its
+arithmetic would quietly make one run out of two; both are refused. What decides only how long, how often or
+on how many processes may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megalowbit.errors import UserError
+
+MAY_CHANGE = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "scheduler.params.total_num_steps",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "log_level",
+    "timers.*",
+    "flops_profiler.*",
+    "comms_logger.*",
+    "tensorboard.*",
+    "wandb.*",
+    "csv_monitor.*",
+    "megalowbit.run.steps",
+    "megalowbit.run.name",
+    "megalowbit.run.max_consecutive_skips",
+    "megalowbit.checkpoint.*",
+    "megalowbit.telemetry.*",
+    # paths: what they hold is compared by fingerprint (data) and by value (model)
+    "megalowbit.data.cache_dir",
+    "megalowbit.data.corpus",
+    "megalowbit.data.tokenizer",
+    "megalowbit.model.config",
+    "megalowbit.model.checkpoint",
+)
+# Of a HuggingFace configuration: where it came from, and what the loop sets itself.
+NOT_OF_THE_MODEL = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
+REMEDY = "resume with the former value, or start a new run from its weights with megalowbit.model.checkpoint"
+
+
+def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Compare the resolved configurations of a run and of its continuation.
+
+    Returns:
+        What changed and may, as `"key: old → new"`.
+
+    Raises:
+        UserError: something changed that may not.
+    """
+    before, now = _flat(saved), _flat(current)
+    changes = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if old == new:
+            continue
+        if not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE):
+            raise UserError(f"{key} was {old!r} in the run to be resumed and is {new!r} now: {REMEDY}")
+        changes.append(f"{key}: {old} → {new}")
+    return changes
+
+
+def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to continue with a model that has the same shapes but computes something else.
+
+    Args:
+        saved: HuggingFace configuration in the checkpoint.
+        current: the one of the model that was built.
+
+    Raises:
+        UserError: a field differs.
+    """
+    before, now = _flat(saved), _flat(current)
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if old != new and key.split(".")[0] not in NOT_OF_THE_MODEL:
+            raise UserError(f"the model's {key} was {old!r} in the checkpoint and is {new!r} now: {REMEDY}")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat

@@ -1,0 +1,71 @@
+import copy
+
+import pytest
+
+from megalowbit.errors import UserError
+from megalowbit.pretrain.resume import changed_settings, check_same_model
+
+SAVED = {
+    "train_batch_size": 8,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+    "megalowbit": {
+        "recipe": "nvfp4",
+        "precision": "bf16",
+        "run": {"steps": 10, "seed": 1},
+        "telemetry": {"log_every": 10},
+    },
+}
+
+
+def changed(*path, value):
+    current = copy.deepcopy(SAVED)
+    node = current
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    return current
+
+
+def test_nothing_changed_is_no_change():
+    assert changed_settings(SAVED, copy.deepcopy(SAVED)) == []
+    assert changed_settings(SAVED, changed("optimizer", "params", "betas", value=(0.9, 0.95))) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "line"),
+    [
+        (("megalowbit", "run", "steps"), 20, "megalowbit.run.steps: 10 → 20"),
+        (("train_batch_size",), 16, "train_batch_size: 8 → 16"),
+        (("megalowbit", "telemetry", "log_every"), 1, "megalowbit.telemetry.log_every: 10 → 1"),
+    ],
+)
+def test_length_frequency_and_number_of_processes_may_change_and_are_named(path, value, line):
+    assert changed_settings(SAVED, changed(*path, value=value)) == [line]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            ("optimizer", "params", "lr"),
+            1e-5,
+            r"optimizer\.params\.lr was 0\.001 .* is 1e-05 now: resume with",
+        ),
+        (("optimizer", "type"), "SGD", r"optimizer\.type was 'AdamW'"),
+        (("megalowbit", "recipe"), "bf16", r"megalowbit\.recipe was 'nvfp4' .* is 'bf16' now"),
+        (("megalowbit", "precision"), "fp16", r"megalowbit\.precision was 'bf16'"),
+        (("megalowbit", "run", "seed"), 2, r"megalowbit\.run\.seed was 1"),
+        (("scheduler",), {"type": "WarmupLR"}, r"scheduler\.type was None"),
+    ],
+)
+def test_what_the_checkpoint_decides_may_not_change(path, value, message):
+    with pytest.raises(UserError, match=message):
+        changed_settings(SAVED, changed(*path, value=value))
+
+
+def test_a_model_of_the_same_shapes_that_computes_something_else_is_refused():
+    saved = {"n_head": 2, "n_embd": 32, "transformers_version": "5.1", "use_cache": True}
+    check_same_model(saved, {**saved, "transformers_version": "5.2", "use_cache": False})
+    with pytest.raises(UserError, match="the model's n_head was 2 in the checkpoint and is 4 now"):
+        check_same_model(saved, {**saved, "n_head": 4})
