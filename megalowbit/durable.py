@@ -2,8 +2,9 @@
 
 A file is written beside its place, forced to disk and renamed; a crash at any moment leaves the old file or
 the new one. A checkpoint is a folder with a `manifest.json`, written last, of size and SHA-256 of each of its
-files; without it the folder is incomplete. Only the standard library is needed, so looking at checkpoints
-does not load torch.
+files; without it the folder is incomplete. Such folders are called `step-00000040`, and the newest of a run
+is the highest complete step, whatever any pointer file says. Only the standard library is needed, so looking
+at checkpoints does not load torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +22,9 @@ from typing import IO, Any, Literal, NamedTuple
 from megalowbit.errors import UserError
 
 MANIFEST = "manifest.json"
+LATEST = "latest"  # names the newest step for DeepSpeed's tools; never read by us
 FORMAT = 1
+STEP = re.compile(r"step-([0-9]{8,})")
 READ_SIZE = 2**22  # bytes
 
 
@@ -103,6 +107,30 @@ def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
     if written_format != FORMAT:
         raise UserError(f"checkpoint {folder} has format {written_format!r}, not {FORMAT}: use its version")
     return facts
+
+
+def step_name(step: int) -> str:
+    """What the checkpoint of `step` is called: `step-00000040`."""
+    return f"step-{step:08d}"
+
+
+def is_step_name(name: str) -> bool:
+    """Whether a checkpoint may be called so."""
+    match = STEP.fullmatch(name)
+    return match is not None and name == step_name(int(match[1]))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps with a checkpoint in `folder`, complete or not, ascending; none if there is no such folder."""
+    if not folder.is_dir():
+        return []
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    return sorted(int(name.removeprefix("step-")) for name in names if is_step_name(name))
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint in `folder`, ascending: the last one is the newest."""
+    return [step for step in steps_in(folder) if (folder / step_name(step) / MANIFEST).is_file()]
 
 
 def verify_folder(folder: Path, *, remedy: str) -> None:

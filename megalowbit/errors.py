@@ -15,8 +15,18 @@ if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
 
+LONGEST_VALUE = 80  # characters of a value that a message repeats
+
+
 class UserError(ValueError):
     """A wrong name, value, file or combination, with the remedy in its message."""
+
+
+def shown(value: object) -> str:
+    """`repr(value)` for a message, cut in the middle if it is long."""
+    text = repr(value)
+    half = LONGEST_VALUE // 2
+    return text if len(text) <= LONGEST_VALUE else f"{text[:half]}…{text[-half:]}"
 
 
 def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
@@ -30,7 +40,7 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
     names = list(known)
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return UserError(f"unknown {what} {value!r}: {hint}known: {', '.join(names)}")
+    return UserError(f"unknown {what} {shown(value)}: {hint}known: {', '.join(names)}")
 
 
 def invalid_settings(
@@ -55,7 +65,7 @@ def invalid_settings(
     if first["type"] == "missing":
         return UserError(f"{key} is missing: {_describe(model, path) or 'set it'}")
     reason = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    return UserError(f"{key} = {first['input']!r} is not valid: {reason}")
+    return UserError(f"{key} = {shown(first['input'])} is not valid: {reason}")
 
 
 def _is_union_tag(part: int | str) -> bool:

@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalowbit.durable import MANIFEST, atomic_file, read_manifest, sha256_of, verify_folder, write_manifest
+from megalowbit.durable import (
+    MANIFEST,
+    atomic_file,
+    complete_steps,
+    is_step_name,
+    read_manifest,
+    sha256_of,
+    step_name,
+    steps_in,
+    verify_folder,
+    write_manifest,
+)
 from megalowbit.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -167,6 +178,34 @@ def test_a_folder_that_is_no_complete_checkpoint_is_refused(folder):
         verify_folder(folder, remedy=REMEDY)
     with pytest.raises(UserError, match=f"nowhere does not exist: {REMEDY}"):
         verify_folder(folder / "nowhere", remedy=REMEDY)
+
+
+@given(st.dictionaries(st.integers(0, 10**10), st.booleans(), max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_complete_steps_are_those_with_a_manifest_in_the_order_of_their_numbers(
+    tmp_path_factory, is_complete
+):
+    folder = tmp_path_factory.mktemp("run")
+    for step, has_manifest in is_complete.items():
+        (folder / step_name(step)).mkdir()
+        if has_manifest:
+            (folder / step_name(step) / MANIFEST).touch()
+    assert steps_in(folder) == sorted(is_complete)
+    assert complete_steps(folder) == sorted(
+        step for step, has_manifest in is_complete.items() if has_manifest
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["latest", "step-1", "step-000000040", "step-0000004x", "step-00000040.bak", "step-٠٠٠٠٠٠٤٠"]
+)
+def test_other_names_are_no_steps(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / MANIFEST).touch()
+    (tmp_path / "step-00000007").touch()  # a file
+    assert not is_step_name(name)
+    assert steps_in(tmp_path) == complete_steps(tmp_path) == []
+    assert complete_steps(tmp_path / "nowhere") == []
 
 
 def test_files_are_handled_without_torch():

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from megalowbit.errors import UserError, invalid_settings, unknown_name
+from megalowbit.errors import UserError, invalid_settings, shown, unknown_name
 
 
 def test_unknown_name_names_the_value_the_nearest_and_all_known():
@@ -16,6 +16,15 @@ def test_unknown_name_makes_no_wild_guess():
 def test_a_user_error_is_a_value_error():
     with pytest.raises(ValueError, match="block_size"):
         raise UserError("block_size must be positive, not 0")
+
+
+def test_a_long_value_is_shown_by_its_ends():
+    assert shown("x" * 78) == repr("x" * 78)
+    text = shown(["begin", "x" * 10_000, "end"])
+    assert text.startswith("['begin', 'xxx")
+    assert text.endswith("xxx', 'end']")
+    assert len(text) == 81
+    assert len(str(unknown_name("recipe", "x" * 10_000, ["bf16"]))) < 150
 
 
 class Inner(BaseModel, extra="forbid", frozen=True):
@@ -39,6 +48,7 @@ class Outer(BaseModel, extra="forbid", frozen=True):
         ),
         ({}, "block.steps is missing: number of optimizer steps"),
         ({"steps": 1, "scaler": {"initial_scale": -2}}, "block.scaler.initial_scale = -2 is not valid: "),
+        ({"steps": "x" * 10_000}, "block.steps = 'xxx"),
         ({"steps": 1, "recipe": 3}, "block.recipe = 3 is not valid: "),
     ],
 )
@@ -47,4 +57,5 @@ def test_a_validation_error_becomes_one_line_with_key_value_and_remedy(data, mes
         Outer.model_validate(data)
     line = str(invalid_settings(caught.value, "block", Outer))
     assert line.startswith(message)
+    assert len(line) < 250
     assert "\n" not in line

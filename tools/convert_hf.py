@@ -12,9 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import UserError, shown, unknown_name
+from megalowbit.hf.new_folder import refuse_existing
+
+if TYPE_CHECKING:
+    from megalowbit.data.tokenize import Tokenizer
 
 EXIT_USER_ERROR = 2
 DTYPES = ("float32", "bfloat16", "float16")
@@ -56,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_argument(
         "--tokenizer",
         metavar="TOKENIZER",
-        help='save a tokenizer beside the weights: "byte" or a folder of one',
+        help='save this tokenizer beside the weights: "byte" or a folder (default: the one the run has kept)',
     )
     return parser
 
@@ -65,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         options = build_parser().parse_args(arguments)
+        _check_places(options.source, options.folder)
+        refuse_existing(options.folder)
         if options.command == "to-megalowbit":
             _to_megalowbit(options)
         else:
@@ -73,6 +79,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
+
+
+def _check_places(source: Path, folder: Path) -> None:
+    try:
+        source, folder = source.resolve(), folder.resolve()
+        source.exists()
+    except (OSError, RuntimeError) as error:  # a name of more than 255 bytes, a loop of links
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{source} to {folder} is not possible ({reason}): name other folders") from error
+    if source in folder.parents:
+        raise UserError(f"{folder} is inside {source}, which is left as it is: name a folder outside of it")
 
 
 # Heavy imports stand below the parsing: --help and a slip in the arguments are answered at once.
@@ -91,21 +108,43 @@ def _to_hf(options: argparse.Namespace) -> None:
         raise unknown_name("dtype", options.dtype, DTYPES)
     import torch
 
-    from megalowbit.data.settings import DataSettings
-    from megalowbit.data.tokenize import build_tokenizer
     from megalowbit.hf.checkpoint import export_checkpoint
 
     _silence_progress()
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    tokenizer = None
-    if options.tokenizer is not None:
-        if options.tokenizer == "bpe":
-            raise UserError(
-                '--tokenizer "bpe" is trained on a corpus: name the folder it was saved to instead'
-            )
-        tokenizer = build_tokenizer(DataSettings(tokenizer=options.tokenizer, sequence_length=2))
+    tokenizer = (
+        _tokenizer_of_run(options.source) if options.tokenizer is None else _tokenizer(options.tokenizer)
+    )
     export_checkpoint(options.source, options.folder, dtype, tokenizer)
     print(f"{options.folder}: load it with transformers.AutoModelForCausalLM.from_pretrained")
+    if tokenizer is None:
+        print("no tokenizer lies beside the checkpoint and none was saved: name one with --tokenizer")
+
+
+def _tokenizer_of_run(source: Path) -> Tokenizer | None:
+    """The tokenizer a run keeps in its folder, next to `checkpoints/`."""
+    from megalowbit.data.tokenize import FolderTokenizer
+    from megalowbit.hf.training_checkpoint import find_checkpoint
+
+    folder = find_checkpoint(source).parent.parent / "tokenizer"
+    return FolderTokenizer(folder) if folder.is_dir() else None
+
+
+def _tokenizer(name: str) -> Tokenizer:
+    from megalowbit.data.tokenize import ByteTokenizer, FolderTokenizer
+
+    if name == "byte":
+        return ByteTokenizer()
+    if name == "bpe":
+        raise UserError('--tokenizer "bpe" is trained on a corpus: name the folder it was saved to instead')
+    folder = Path(name).expanduser()
+    try:
+        is_folder = folder.is_dir()
+    except OSError:  # a name of more than 255 bytes
+        is_folder = False
+    if not is_folder:
+        raise UserError(f'--tokenizer {shown(name)} is neither "byte" nor an existing folder: name one')
+    return FolderTokenizer(folder)
 
 
 def _silence_progress() -> None:

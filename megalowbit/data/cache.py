@@ -57,16 +57,20 @@ def cached_file(path: Path, build: Callable[[Path], None]) -> Path:
     Args:
         path: the final name; its folder is created.
         build: writes the file under the temporary name it is given; must write the same bytes every time.
+            An `OSError` of it is taken for one of writing, so what it reads must report its own, as every
+            `Corpus` does.
 
     Raises:
         UserError: the cache folder cannot be written.
     """
-    if path.exists():
-        if _is_whole(path):
-            return path
-        logger.warning("%s is damaged (it does not match its manifest): building it again", path)
     draft = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
+        if path.is_dir():
+            raise UserError(f"{path} in the cache is a folder where a file belongs: remove it")
+        if path.exists():
+            if _is_whole(path):
+                return path
+            logger.warning("%s is damaged (it does not match its manifest): building it again", path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             build(draft)

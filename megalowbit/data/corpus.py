@@ -91,7 +91,10 @@ class StdlibCorpus(Corpus):
 
     def documents(self) -> Iterator[str]:
         for path in self.paths:
-            text = path.read_bytes().decode("utf-8", errors="replace")
+            try:
+                text = path.read_bytes().decode("utf-8", errors="replace")
+            except OSError as error:
+                raise UserError(f"corpus file {path} cannot be read ({error.strerror}): mend it") from error
             if text:
                 yield text
 

@@ -79,5 +79,11 @@ class HubCorpus(Corpus):
         return digest.hexdigest()
 
     def documents(self) -> Iterator[str]:
-        for rows in self._rows.iter(batch_size=ROWS_PER_READ):
-            yield from (text for text in rows[self.text_field] if text)
+        try:
+            for rows in self._rows.iter(batch_size=ROWS_PER_READ):
+                yield from (text for text in rows[self.text_field] if text)
+        except OSError as error:
+            raise UserError(
+                f"data set {self.name!r} cannot be read ({error}): remove it from the cache of the datasets "
+                "library"
+            ) from error

@@ -9,7 +9,6 @@ was skipped in silence is never missed. Blank lines and empty texts within a fil
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from megalowbit.data.cache import content_digest
 from megalowbit.data.corpus import LOCAL_SUFFIXES, Corpus
 from megalowbit.errors import UserError, unknown_name
+from megalowbit.json_text import parse_json
 
 LARGEST_DOCUMENT = 16 * 2**20  # bytes
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -57,9 +57,12 @@ class LocalCorpus(Corpus):
         readers = {".txt": _text_documents, ".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
         for file in self.files:
             is_empty = True
-            for document in readers[file.suffix](file, self.text_field):
-                is_empty = False
-                yield document
+            try:
+                for document in readers[file.suffix](file, self.text_field):
+                    is_empty = False
+                    yield document
+            except OSError as error:  # of the file: what takes the documents does not raise in here
+                raise _unreadable(file, error) from error
             if is_empty:
                 raise UserError(f"corpus file {file} has no text in it: remove or replace it")
 
@@ -86,9 +89,13 @@ def _refuse_unreadable(file: Path) -> None:
         with file.open("rb") as opened:
             is_empty = not opened.read(1)
     except OSError as error:
-        raise UserError(f"corpus file {file} cannot be read ({error.strerror}): mend or remove it") from error
+        raise _unreadable(file, error) from error
     if is_empty:
         raise UserError(f"corpus file {file} is empty: remove or replace it")
+
+
+def _unreadable(file: Path, error: OSError) -> UserError:
+    return UserError(f"corpus file {file} cannot be read ({error.strerror or error}): mend or remove it")
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -124,17 +131,14 @@ def _jsonl_documents(file: Path, text_field: str) -> Iterator[str]:
         if not line.strip():
             continue
         where = f"corpus file {file}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{where}: not JSON ({error.msg}, column {error.colno}): mend the line"
-            ) from error
+        row = parse_json(line.rstrip("\r\n"), f"corpus file {file}", first_line=number)
         if not isinstance(row, dict):
             raise UserError(f"{where}: a {type(row).__name__}, not an object: write {{{text_field!r}: …}}")
         if text_field not in row:
             raise UserError(f"{where}: {unknown_name('text_field', text_field, map(str, row))}")
         text = row[text_field]
+        if text is None:
+            raise _null(where, text_field)
         if not isinstance(text, str):
             raise UserError(f"{where}: {text_field!r} is a {type(text).__name__}, not text: set text_field")
         if text:
@@ -152,14 +156,29 @@ def _parquet_documents(file: Path, text_field: str) -> Iterator[str]:
                     f"corpus file {file}: {unknown_name('text_field', text_field, table.schema_arrow.names)}"
                 )
             kind = table.schema_arrow.field(text_field).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
                 raise UserError(
                     f"corpus file {file}: column {text_field!r} is {kind}, not text: set text_field"
                 )
-            for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
-                yield from (text for text in batch.column(0).to_pylist() if text)
-    except pyarrow.ArrowException as error:
-        raise UserError(f"corpus file {file} is not a readable parquet file ({error}): replace it") from error
+            batches = table.iter_batches(batch_size=1024, columns=[text_field])
+            texts = (text for batch in batches for text in batch.column(0).to_pylist())
+            for row, text in enumerate(texts, start=1):
+                if text is None:
+                    raise _null(f"corpus file {file}, row {row}", text_field)
+                if text:
+                    yield text
+    except (pyarrow.ArrowException, OSError) as error:  # damage inside the file is an OSError
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"corpus file {file} is not a readable parquet file ({reason}): replace it"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"corpus file {file}: column {text_field!r} is not UTF-8: convert it") from error
+
+
+def _null(where: str, text_field: str) -> UserError:
+    return UserError(f"{where}: {text_field!r} is null, not text: remove it or set text_field")
 
 
 def _storable(text: str, where: str) -> str:

@@ -17,6 +17,8 @@ BYTE_TOKENIZER = "byte"
 BPE_TOKENIZER = "bpe"
 # A byte-level BPE starts from the 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
+# Far beyond any use; the library ends the process, without an exception, where it cannot allocate.
+LIMIT_OF_BPE = 2**24
 
 
 def default_cache_dir() -> Path:
@@ -51,7 +53,7 @@ class DataSettings(BaseModel):
     split: str = Field(default="train", min_length=1)
     text_field: str = Field(default="text", min_length=1)
     tokenizer: str = Field(default=BYTE_TOKENIZER, min_length=1)
-    vocab_size: int | None = Field(default=None, ge=SMALLEST_BPE, lt=2**32)
+    vocab_size: int | None = Field(default=None, ge=SMALLEST_BPE, lt=LIMIT_OF_BPE)
     sequence_length: int = Field(ge=2, description="tokens per sample, e.g. 1024")
     cache_dir: Path = Field(default_factory=default_cache_dir)
     seed: int = Field(default=0, ge=0, lt=2**63)

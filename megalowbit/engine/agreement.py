@@ -15,12 +15,11 @@ from megalowbit.errors import UserError
 T = TypeVar("T")
 
 
-def agree(decide: Callable[[], T], identity: object = None) -> T:  # noqa: ARG001
+def agree(decide: Callable[[], T]) -> T:
     """Run `decide` on rank 0 only and return its result on every rank; collective.
 
     Args:
         decide: called on rank 0; its result must be picklable.
-        identity: not needed: the rank is asked of the process group.
 
     Raises:
         UserError: `decide` raised one; raised on every rank with the same message.

@@ -11,7 +11,6 @@ code, as DeepSpeed's does: load only what you trust.
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,16 @@ import torch
 import torch.distributed as dist
 
 from megalowbit import process_group
-from megalowbit.durable import MANIFEST, atomic_file, verify_folder, write_manifest
+from megalowbit.durable import (
+    LATEST,
+    MANIFEST,
+    atomic_file,
+    complete_steps,
+    step_name,
+    steps_in,
+    verify_folder,
+    write_manifest,
+)
 from megalowbit.engine.agreement import agree
 from megalowbit.engine.random_state import (
     random_state,
@@ -33,9 +41,7 @@ from megalowbit.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest"
 ENGINE_KEY = "megalowbit_engine"
-TAG = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointStore:
@@ -54,11 +60,11 @@ class CheckpointStore:
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
-        return self.folder / f"step-{step:08d}"
+        return self.folder / step_name(step)
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        return sorted(step for step, path in self._tags() if (path / MANIFEST).is_file())
+        return complete_steps(self.folder)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, the same on every rank; every rank must call it.
@@ -68,11 +74,11 @@ class CheckpointStore:
         return agree(self._latest)
 
     def _latest(self) -> Path | None:
-        for step, path in sorted(self._tags(), reverse=True):
-            if (path / MANIFEST).is_file():
-                return self.path_of(step)
-            logger.warning("%s is incomplete (its save was interrupted): ignored", path)
-        return None
+        newest = max(self.steps(), default=-1)
+        for step in steps_in(self.folder):
+            if step > newest:
+                logger.warning("%s is incomplete (its save was interrupted): ignored", self.path_of(step))
+        return None if newest < 0 else self.path_of(newest)
 
     def save(self, engine: Any, step: int, client_state: Mapping[str, Any]) -> Path:
         """Write a checkpoint; every rank must call it, between optimizer steps.
@@ -137,12 +143,6 @@ class CheckpointStore:
         self._restore_random(own, engine.device)
         return {key: state[key] for key in own["client_keys"]}
 
-    def _tags(self) -> list[tuple[int, Path]]:
-        if not self.folder.is_dir():
-            return []
-        matches = ((TAG.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir())
-        return [(int(match.group(1)), path) for match, path in matches if match]
-
     def _begin(self, path: Path) -> None:
         if (path / MANIFEST).is_file():
             raise UserError(
@@ -177,10 +177,9 @@ class CheckpointStore:
     def _prune(self) -> None:
         steps = self.steps()
         kept = set(steps if self.keep is None else steps[-self.keep :])
-        for step, path in self._tags():
-            if step in kept or step > steps[-1]:
-                continue
-            _remove(path)
+        for step in steps_in(self.folder):
+            if step not in kept and step < steps[-1]:
+                _remove(self.path_of(step))
 
     def _remedy(self, path: Path) -> str:
         others = [self.path_of(step) for step in self.steps() if self.path_of(step).name != path.name]

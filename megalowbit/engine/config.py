@@ -10,22 +10,32 @@ handed on is complete. This file imports neither torch nor deepspeed: the comman
 from __future__ import annotations
 
 import copy
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from megalowbit.engine.batch_size import fill_batch_sizes
 from megalowbit.engine.deepspeed_keys import check_keys, check_no_auto_left
+from megalowbit.engine.deepspeed_values import check_values, is_finite_number
 from megalowbit.engine.optimizer_settings import fill_optimizer, fill_scheduler
 from megalowbit.engine.stock_precision import take_stock_precision
-from megalowbit.errors import UserError, invalid_settings
+from megalowbit.errors import UserError, invalid_settings, unknown_name
+from megalowbit.json_text import read_json_object
 from megalowbit.optim.grad_scaler import GradScalerSettings, Precision, build_grad_scaler, default_scaler_type
 
 BLOCK = "megalowbit"
+# read by the pretraining loop; accepted without it, so that one file serves both
+LOOP_SECTIONS = ("model", "data", "run", "checkpoint", "telemetry")
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default
 
 
@@ -34,6 +44,8 @@ class EngineSettings(BaseModel):
 
     Attributes:
         precision: of parameters, activations and `.grad`; masters and gradient sums are fp32 in any case.
+            Left out, a stock `fp16` or `bf16` block decides; one that is explicitly off, with none on, means
+            fp32, as in DeepSpeed. Without either it is bf16.
         grad_scaler: loss scale; by default dynamic with fp16 and none otherwise.
         recipe: a recipe's name, or `{"base": name, …}`; None leaves the layers as they are.
     """
@@ -49,16 +61,20 @@ class EngineSettings(BaseModel):
     def _name_the_scaler(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        scaler = values.get("grad_scaler") or {}
+        scaler = {} if values.get("grad_scaler") is None else values["grad_scaler"]
         precision = values.get("precision", "bf16")
         if isinstance(scaler, dict) and scaler.get("type") is None:
             return {**values, "grad_scaler": {**scaler, "type": default_scaler_type(precision)}}
         return values
 
-    @model_validator(mode="after")
-    def _scaler_fits_the_precision(self) -> EngineSettings:
-        build_grad_scaler(self.grad_scaler, self.precision)
-        return self
+    @field_validator("grad_scaler")
+    @classmethod
+    def _scaler_fits_the_precision(
+        cls, value: GradScalerSettings, info: ValidationInfo
+    ) -> GradScalerSettings:
+        if "precision" in info.data:  # it is not if it was invalid itself
+            build_grad_scaler(value, info.data["precision"])
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,26 +98,7 @@ def load_json(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: names the file and, for a syntax error, line and column.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror or error}; give an existing JSON file"
-        ) from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text: save it as UTF-8 JSON") from None
-    try:
-        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}: write one JSON object {{…}}")
-    return value
+    return read_json_object(Path(path), is_strict=True)
 
 
 def read_deepspeed_config(
@@ -126,7 +123,9 @@ def read_deepspeed_config(
     block = raw.pop(BLOCK, {})
     if not isinstance(block, dict):
         raise UserError(f'"{BLOCK}" = {block!r} must be an object {{…}}')
+    _check_block_keys(block)
     check_keys(raw)
+    check_values(raw)
     block = {**block, **take_stock_precision(raw, block)}
     settings = _read_settings(block)
     fill_batch_sizes(raw, world_size)
@@ -138,6 +137,13 @@ def read_deepspeed_config(
     fill_scheduler(raw, total_steps)
     check_no_auto_left(raw)
     return DeepSpeedConfigParts(deepspeed=raw, megalowbit=block, settings=settings)
+
+
+def _check_block_keys(block: dict[str, Any]) -> None:
+    known = (*EngineSettings.model_fields, *LOOP_SECTIONS)
+    for key in block:
+        if key not in known:
+            raise unknown_name("key", f"{BLOCK}.{key}", [f"{BLOCK}.{name}" for name in known])
 
 
 def _read_settings(block: dict[str, Any]) -> EngineSettings:
@@ -152,19 +158,6 @@ def _fill_clipping(config: dict[str, Any]) -> None:
     value = config.get("gradient_clipping")
     if value is None or value == "auto":
         value = DEFAULT_CLIPPING
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+    if not is_finite_number(value) or value < 0:
         raise UserError(f"gradient_clipping = {value!r} must be a finite number ≥ 0 (0 turns clipping off)")
     config["gradient_clipping"] = float(value)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise UserError(f"key {key!r} occurs twice in one object: remove one of them")
-        result[key] = value
-    return result
-
-
-def _refuse_constant(name: str) -> float:
-    raise UserError(f"{name} is not a JSON number: write a finite number")

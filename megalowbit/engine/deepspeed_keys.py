@@ -105,6 +105,10 @@ def _is_no_fp32(value: Any) -> bool:
     return value not in (None, "fp32", "float32", "torch.float32", "float")
 
 
+def _is_any_on(value: Any) -> bool:
+    return any(map(_is_on, value.values())) if isinstance(value, Mapping) else _is_on(value)
+
+
 # dotted key, when it is refused, what to do instead
 REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
@@ -138,6 +142,11 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "managed_gradient_accumulation",
         lambda value: value not in (None, True),
         "boundaries are counted by the engine: remove it and set gradient_accumulation_steps",
+    ),
+    (
+        "activation_checkpointing",
+        _is_any_on,
+        "Hugging Face models never call DeepSpeed's checkpointing, nothing would be saved: remove it",
     ),
     ("checkpoint.writer", _is_on, "checkpoints are written atomically by megalowbit: remove it"),
     ("checkpoint.load_universal", _is_on, "universal checkpoints are not supported yet: remove it"),

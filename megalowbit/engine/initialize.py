@@ -19,7 +19,6 @@ import torch
 from pydantic import ValidationError
 
 from megalowbit import process_group
-from megalowbit.engine.agreement import agree as agree
 from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, read_deepspeed_config
 from megalowbit.engine.optimizer_settings import build_optimizer
 from megalowbit.engine.process_start import import_deepspeed, start_process_group

@@ -12,22 +12,33 @@ schedulers: `warmup_min_lr` and `warmup_min_ratio` 0, `warmup_max_lr` (and `max_
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from megalowbit.engine.deepspeed_values import is_count, is_finite_number
 from megalowbit.errors import UserError, invalid_settings, unknown_name
 
 if TYPE_CHECKING:
     import torch
 
 
-class AdamParams(BaseModel):
-    """`optimizer.params` of AdamW and Adam."""
+class OptimizerParams(BaseModel):
+    """What `optimizer.params` of all optimizers have in common: `true` is not taken for 1.0."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        is_truth_value = cls.model_fields[info.field_name or ""].annotation is bool
+        if not is_truth_value and _has_truth_value(value):
+            raise ValueError("write a number, not true or false")
+        return value
+
+
+class AdamParams(OptimizerParams):
+    """`optimizer.params` of AdamW and Adam."""
 
     lr: float = Field(default=1e-3, allow_inf_nan=False, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
@@ -39,10 +50,8 @@ class AdamParams(BaseModel):
     torch_adam: bool = True
 
 
-class SGDParams(BaseModel):
+class SGDParams(OptimizerParams):
     """`optimizer.params` of SGD."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lr: float = Field(default=1e-3, allow_inf_nan=False, ge=0)
     momentum: float = Field(default=0.0, allow_inf_nan=False, ge=0, lt=1)
@@ -105,7 +114,13 @@ SCHEDULERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("total_steps", "pct_start", "anneal_strategy", "cycle_momentum", "div_factor", "final_div_factor"),
     ),
 }  # fmt: skip
+SWITCHES = ("cycle_momentum", "lr_range_test_staircase")  # the only parameters that are true or false
 ALL_STEPS = ("total_num_steps", "total_steps", "total_iters", "T_max")
+COUNTS = ("warmup_num_steps", *ALL_STEPS, "step_size", "T_0", "T_mult", "lr_range_test_step_size")
+RATIOS = ("warmup_min_ratio", "cos_min_ratio")
+LISTS = ("cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr", "max_lr", "milestones")  # or numbers
+NULLABLE = ("warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count")
+NAMES = {"warmup_type": ("log", "linear"), "anneal_strategy": ("cos", "linear")}
 SCHEDULER_AUTO = {"warmup_min_lr": 0.0, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.1, "warmup_type": "log"}
 
 
@@ -162,7 +177,7 @@ def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
         return
     block = _block(config, "scheduler")
     name = block.get("type")
-    if name not in SCHEDULERS:
+    if not isinstance(name, str) or name not in SCHEDULERS:
         raise unknown_name("scheduler.type", name, SCHEDULERS)
     required, optional = SCHEDULERS[name]
     params = _params(block, "scheduler")
@@ -176,11 +191,7 @@ def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
     lr = config.get("optimizer", {}).get("params", {}).get("lr")
     filled = {key: _auto(key, lr, total_steps) if value == "auto" else value for key, value in params.items()}
     for key, value in filled.items():
-        _check_numbers(f"scheduler.params.{key}", value)
-        if key in ("warmup_num_steps", *ALL_STEPS) and (not isinstance(value, int) or value < 1):
-            raise UserError(f"scheduler.params.{key} = {value!r} must be a whole number ≥ 1")
-    if filled.get("warmup_type", "log") not in ("log", "linear"):
-        raise unknown_name("scheduler.params.warmup_type", filled["warmup_type"], ("log", "linear"))
+        _check_scheduler_value(key, value)
     config["scheduler"] = {"type": name, "params": filled}
 
 
@@ -228,14 +239,32 @@ def _block(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _params(block: dict[str, Any], name: str) -> dict[str, Any]:
-    params = block.get("params") or {}
+    params = {} if block.get("params") is None else block["params"]
     if not isinstance(params, dict):
         raise UserError(f"{name}.params = {params!r} must be an object")
     return params
 
 
-def _check_numbers(key: str, value: Any) -> None:
-    values: Iterable[Any] = value if isinstance(value, list) else [value]
-    for one in values:
-        if isinstance(one, (int, float)) and not (math.isfinite(one) and one >= 0):
-            raise UserError(f"{key} = {value!r} must be finite and ≥ 0")
+def _has_truth_value(value: Any) -> bool:
+    return any(isinstance(one, bool) for one in (value if isinstance(value, (list, tuple)) else [value]))
+
+
+def _check_scheduler_value(key: str, value: Any) -> None:
+    what = f"scheduler.params.{key}"
+    values = value if key in LISTS and isinstance(value, list) else [value]
+    if key in NAMES:
+        if value not in NAMES[key]:
+            raise unknown_name(what, value, NAMES[key])
+    elif key in SWITCHES:
+        if not isinstance(value, bool):
+            raise UserError(f"{what} = {value!r} must be true or false")
+    elif value is None and key in NULLABLE:
+        return
+    elif _has_truth_value(value):
+        raise UserError(f"{what} = {value!r} is not valid: write a number")
+    elif not all(is_finite_number(one) and one >= 0 for one in values):
+        raise UserError(f"{what} = {value!r} must be a finite number ≥ 0")
+    elif key in COUNTS and not is_count(value):
+        raise UserError(f"{what} = {value!r} must be a whole number ≥ 1")
+    elif key in RATIOS and value > 1:
+        raise UserError(f"{what} = {value!r} must be a number in [0, 1]")

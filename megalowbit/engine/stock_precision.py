@@ -3,16 +3,16 @@
 A configuration written for plain DeepSpeed should run here unchanged, but DeepSpeed must not see these
 blocks: it would wrap our optimizer in its own. So they are translated and taken out. Where they say
 something that has no counterpart here, the message says so; where they say nothing, DeepSpeed's defaults
-hold (2**16, not 2**32).
+hold (2**16, not 2**32). A block that is explicitly off, with none on, means fp32 unless our block says more.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from megalowbit.engine.deepspeed_values import is_finite_number
 from megalowbit.errors import UserError, unknown_name
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,16 @@ def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> di
         block: our `"megalowbit"` block, with which they must agree.
 
     Returns:
-        `precision` and, for fp16, `grad_scaler`; empty if no stock block is enabled.
+        `precision` and, for fp16, `grad_scaler`; empty if no stock block says anything about them.
 
     Raises:
         UserError: two blocks are enabled, a key is unknown or has no counterpart, or our block says
         otherwise.
     """
+    if "bf16" in config and "bfloat16" in config:
+        raise UserError("bf16 and bfloat16 are two names of one block: remove bfloat16")
     enabled: dict[str, Mapping[str, Any]] = {}
+    is_switched_off = False
     for name, precision in BLOCKS.items():
         if name not in config:
             continue
@@ -67,8 +70,15 @@ def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> di
         _check_block(name, stock, KEYS[precision])
         if _is_enabled(name, stock, precision, block.get("precision")):
             enabled[name] = stock
+        elif stock.get("enabled") is False:
+            is_switched_off = True
+            if block.get("precision") == precision:
+                raise UserError(
+                    f"{name}.enabled = false contradicts megalowbit.precision = {precision!r}: "
+                    "remove one of them"
+                )
     if not enabled:
-        return {}
+        return {"precision": "fp32"} if is_switched_off and "precision" not in block else {}
     if len(enabled) > 1:
         raise UserError(
             f"{' and '.join(f'{name}.enabled' for name in enabled)} are both true: enable one of them"
@@ -101,6 +111,9 @@ def _check_block(name: str, stock: object, keys: tuple[str, ...]) -> None:
     for key in stock:
         if key not in keys:
             raise unknown_name("key", f"{name}.{key}", [f"{name}.{known}" for known in keys])
+        is_switch = key in FIXED or key in IGNORED
+        if is_switch and stock[key] != "auto" and not isinstance(stock[key], bool):
+            raise UserError(f"{name}.{key} = {stock[key]!r} must be true or false")
 
 
 def _is_enabled(name: str, stock: Mapping[str, Any], precision: str, wanted: object) -> bool:
@@ -127,13 +140,14 @@ def _scaler(stock: Mapping[str, Any]) -> dict[str, Any]:
     for key, default in SCALER_DEFAULTS.items():
         value = stock.get(key, default)
         values[key] = default if value == "auto" else value
-        if not _is_number(values[key]):
+        if not is_finite_number(values[key]) or values[key] < 0:
             raise UserError(f"fp16.{key} = {value!r} must be a finite number ≥ 0")
     if values["loss_scale"]:
         return {"type": "constant", "scale": float(values["loss_scale"])}
-    if values["initial_scale_power"] > 32:
-        raise UserError(f"fp16.initial_scale_power = {values['initial_scale_power']!r} must be ≤ 32")
-    initial = 2.0 ** values["initial_scale_power"]
+    power = values["initial_scale_power"]
+    if not isinstance(power, int) or power > 32:
+        raise UserError(f"fp16.initial_scale_power = {power!r} must be a whole number, 0 … 32")
+    initial = 2.0**power
     for key in ("loss_scale_window", "hysteresis"):
         if not isinstance(values[key], int) or values[key] < 1:
             raise UserError(f"fp16.{key} = {values[key]!r} must be a whole number ≥ 1")
@@ -149,12 +163,3 @@ def _scaler(stock: Mapping[str, Any]) -> dict[str, Any]:
         "growth_interval": values["loss_scale_window"],
         "hysteresis": values["hysteresis"],
     }
-
-
-def _is_number(value: object) -> bool:
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
-    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict, read_json
+from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
 from megalowbit.hf.model import SavableTokenizer, fill_weights, load_weights, random_model, save_hf
 from megalowbit.hf.new_folder import refuse_existing
 from megalowbit.hf.settings import ModelSettings
@@ -23,6 +23,7 @@ from megalowbit.hf.training_checkpoint import (
     read_checkpoint,
     write_start_checkpoint,
 )
+from megalowbit.json_text import read_json_object
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.surgery import convert, restore
 
@@ -37,11 +38,11 @@ def read_config(settings: ModelSettings) -> PretrainedConfig:
         UserError: no such file, not a configuration of a known family, unknown fields, impossible values.
     """
     if settings.config is not None:
-        raw = read_json(settings.config)
+        raw = read_json_object(settings.config)
         return config_from_dict(raw, settings.overrides, str(settings.config), is_strict=True)
     folder = _checkpoint_of(settings)
     is_ours = is_training_checkpoint(folder)
-    raw = read_checkpoint(folder).hf_config if is_ours else read_json(_config_file(folder))
+    raw = read_checkpoint(folder).hf_config if is_ours else read_json_object(_config_file(folder))
     return config_from_dict(raw, settings.overrides, str(folder))
 
 
@@ -59,7 +60,7 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
     if device not in ("cpu", "meta"):
         raise ValueError(f"device must be cpu or meta: {device!r}")
     if settings.config is not None or device == "meta":
-        model = random_model(read_config(settings), seed=seed, device=device)
+        model = random_model(read_config(settings), seed=seed, device=device, where=str(_source(settings)))
     elif is_training_checkpoint(_checkpoint_of(settings)):
         folder = _checkpoint_of(settings)
         model = _rebuild(read_checkpoint(folder), settings.overrides, str(folder))
@@ -87,7 +88,7 @@ def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4"
     refuse_existing(folder)  # before the minutes a large model takes
     if is_training_checkpoint(source):
         raise UserError(f"{source} is a training checkpoint already: start from it as it is")
-    config = config_from_dict(read_json(_config_file(source)), {}, str(source))
+    config = config_from_dict(read_json_object(_config_file(source)), {}, str(source))
     return write_start_checkpoint(load_weights(config, source, dtype="auto"), recipe, folder)
 
 
@@ -121,11 +122,15 @@ def export_checkpoint(
 def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) -> PreTrainedModel:
     """The stored model in fp32, turned back into plain layers."""
     config = config_from_dict(stored.hf_config, overrides, where)
-    model = random_model(config, seed=0)
+    model = random_model(config, seed=0, where=where)
     convert(model, stored.recipe)
     fill_weights(model, stored.state_dict, where)
     restore(model)
     return model
+
+
+def _source(settings: ModelSettings) -> Path:
+    return settings.config or _checkpoint_of(settings)
 
 
 def _checkpoint_of(settings: ModelSettings) -> Path:

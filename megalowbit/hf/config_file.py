@@ -7,8 +7,6 @@ another version of transformers, and may hold fields unknown here.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalowbit.errors import UserError, unknown_name
@@ -62,24 +60,3 @@ def _with_overrides(raw: dict[str, Any], overrides: dict[str, Any], config_class
     # An alias ("hidden_size" of GPT-2's "n_embd") must replace the field it stands for, not stand beside it.
     own_names = {config_class.attribute_map.get(name, name): value for name, value in overrides.items()}
     return {**raw, **own_names}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        UserError: the file cannot be read, or holds something else.
-    """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}): name a Hugging Face config.json"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): mend or replace it") from error
-    if not isinstance(raw, dict):
-        raise UserError(
-            f"{path} holds a {type(raw).__name__}, not an object: name a Hugging Face config.json"
-        )
-    return raw

@@ -28,6 +28,8 @@ class Family:
         projections: names of the linear projections inside a block.
         num_layers, hidden_size, num_heads, position_limit, activation: names of configuration fields.
         sizes: further fields that are whole numbers ≥ 1.
+        optional_sizes: likewise, or `None`.
+        numbers: fields that are numbers > 0, with the largest that makes sense.
         dropouts: fields that are probabilities.
         further_fields: fields that are understood when read, and stored under another name.
     """
@@ -44,6 +46,8 @@ class Family:
     activation: str
     sizes: tuple[str, ...]
     dropouts: tuple[str, ...]
+    numbers: dict[str, float]
+    optional_sizes: tuple[str, ...] = ()
     further_fields: tuple[str, ...] = ()
 
     def load_config_class(self) -> Any:
@@ -73,6 +77,8 @@ FAMILIES = (
         activation="activation_function",
         sizes=("vocab_size",),
         dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+        numbers={"layer_norm_epsilon": 1.0, "initializer_range": 10.0},
+        optional_sizes=("n_inner",),
     ),
     Family(
         model_type="llama",
@@ -90,9 +96,18 @@ FAMILIES = (
         activation="hidden_act",
         sizes=("vocab_size", "intermediate_size", "num_key_value_heads", "head_dim"),
         dropouts=("attention_dropout",),
+        numbers={"rms_norm_eps": 1.0, "initializer_range": 10.0, "rope_theta": 1e12},
         further_fields=("rope_theta", "rope_scaling"),
     ),
 )
+
+
+# Beyond any model there is. A slip of the keyboard is refused here, not after minutes of building.
+MAX_LAYERS = 10_000
+MAX_WIDTH = 2**20  # of the residual stream
+MAX_HEADS = 2**16
+MAX_POSITIONS = 2**26
+MAX_SIZE = 2**28  # anything else: vocabulary, MLP
 
 
 def family(model_type: object) -> Family:
@@ -130,25 +145,53 @@ def check_config(config: PretrainedConfig, where: str) -> None:
         UserError: naming field, value and what is allowed.
     """
     row = family(config.model_type)
-    for field in (row.num_layers, row.hidden_size, row.num_heads, row.position_limit, *row.sizes):
-        value = getattr(config, field)
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"{where}: {field} must be a whole number ≥ 1, not {value!r}")
+    _check_sizes(config, row, where)
     for field in row.dropouts:
         value = getattr(config, field)
         if not 0 <= value <= 1:
             raise UserError(f"{where}: {field} must be a probability, 0 … 1, not {value!r}")
+    for field, limit in row.numbers.items():
+        value = config.rope_parameters.get(field) if field == "rope_theta" else getattr(config, field)
+        if not isinstance(value, (int, float)) or not 0 < value <= limit:
+            raise UserError(f"{where}: {field} must be a number > 0, at most {limit:g}, not {value!r}")
     _check_heads(config, row, where)
     activation = getattr(config, row.activation)
     from transformers.activations import ACT2FN
 
     if activation not in ACT2FN:
         raise UserError(f"{where}: {unknown_name(row.activation, activation, ACT2FN)}")
-    padding = config.pad_token_id
-    if padding is not None and not 0 <= padding < config.vocab_size:
-        raise UserError(
-            f"{where}: pad_token_id {padding} is outside vocab_size {config.vocab_size}: use null"
-        )
+    _check_token_ids(config, where)
+
+
+def _check_sizes(config: PretrainedConfig, row: Family, where: str) -> None:
+    limits = dict.fromkeys((*row.sizes, *row.optional_sizes), MAX_SIZE) | {
+        row.num_layers: MAX_LAYERS,
+        row.hidden_size: MAX_WIDTH,
+        row.num_heads: MAX_HEADS,
+        row.position_limit: MAX_POSITIONS,
+    }
+    for field, limit in limits.items():
+        value = getattr(config, field)
+        if value is None and field in row.optional_sizes:
+            continue
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{where}: {field} must be a whole number ≥ 1, not {value!r}")
+        if value > limit:
+            raise UserError(f"{where}: {field} {value} is beyond any model: write {limit} at most")
+
+
+def _check_token_ids(config: PretrainedConfig, where: str) -> None:
+    defaults = type(config)()  # GPT-2's end of text is 50256 where nobody said so, whatever the vocabulary
+    for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, field)
+        if value == getattr(defaults, field):
+            continue
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and not 0 <= token < config.vocab_size:
+                raise UserError(
+                    f"{where}: {field} {token} is outside vocab_size {config.vocab_size}: "
+                    "correct it, or use null for none"
+                )
 
 
 def _check_heads(config: PretrainedConfig, row: Family, where: str) -> None:

@@ -7,21 +7,23 @@ layers, hooks and all, is not disturbed. Not covered: models larger than the mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 
 from megalowbit.errors import UserError
 from megalowbit.hf.families import family
 from megalowbit.hf.new_folder import new_folder
+from megalowbit.hf.weight_files import stored_dtypes
 from megalowbit.layers.surgery import bit_layers, convert, restore
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class SavableTokenizer(Protocol):
@@ -33,11 +35,30 @@ class SavableTokenizer(Protocol):
         """Write the tokenizer's files into `folder`."""
 
 
-def random_model(config: PretrainedConfig, *, seed: int, device: str = "cpu") -> PreTrainedModel:
-    """An fp32 model with random weights that depend on `config` and `seed` only."""
+def random_model(
+    config: PretrainedConfig, *, seed: int, device: str = "cpu", where: str = "the configuration"
+) -> PreTrainedModel:
+    """An fp32 model with random weights that depend on `config` and `seed` only.
+
+    Args:
+        config: of one of the families.
+        seed: decides the weights.
+        device: `"cpu"`, or `"meta"` for no weights.
+        where: what `config` was read from, for messages.
+
+    Raises:
+        UserError: values that transformers accepts in a file and fails on, or more weights than memory.
+    """
     model_class = family(config.model_type).load_model_class()
-    with _seeded(seed), torch.device(device):
-        return model_class._from_config(config, dtype=torch.float32)
+    try:
+        with _seeded(seed), torch.device(device):
+            return model_class._from_config(config, dtype=torch.float32)
+    except (ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise UserError(
+            f"no {config.model_type} can be built from {where} ({reason}): "
+            "correct its fields or model.overrides"
+        ) from error
 
 
 def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype | str) -> PreTrainedModel:
@@ -55,11 +76,20 @@ def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype |
     try:
         with _seeded(0), _quiet_transformers():
             model, report = model_class.from_pretrained(
-                folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+                folder,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report, with their names
             )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        reason = str(error).strip().split("\n")[0]
+        stored = stored_dtypes(folder)
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to spell
+        reason = _first_line(error) or type(error).__name__
         raise UserError(f"the weights in {folder} cannot be loaded ({reason}): replace the folder") from error
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise _misshapen(str(folder), name, found, expected)
+    _refuse_integers(model, stored, str(folder))
     _refuse_differences(report["missing_keys"], report["unexpected_keys"], str(folder))
     return model
 
@@ -82,10 +112,7 @@ def fill_weights(
     _refuse_differences(expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys(), where)
     for name, value in state_dict.items():
         if value.shape != expected[name].shape:
-            raise UserError(
-                f"{where}: weight {name} has shape {tuple(value.shape)}, its configuration says "
-                f"{tuple(expected[name].shape)}: correct the overrides"
-            )
+            raise _misshapen(where, name, value.shape, expected[name].shape)
     model.load_state_dict(state_dict, strict=True, assign=is_assigned)
     model.tie_weights()  # assigning separates what the configuration ties
 
@@ -123,6 +150,28 @@ def save_hf(
         plain.save_pretrained(draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
+
+
+def _misshapen(where: str, name: str, found: Sequence[int], expected: Sequence[int]) -> UserError:
+    return UserError(
+        f"{where}: weight {name} has shape {tuple(found)}, its configuration says {tuple(expected)}: "
+        "correct the overrides"
+    )
+
+
+def _refuse_integers(model: PreTrainedModel, stored: dict[str, torch.dtype], where: str) -> None:
+    # Folders of a bare GPT-2 lack the first part of the names.
+    own = {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in model.named_parameters()}
+    for name, dtype in sorted(stored.items()):
+        if name.removeprefix(f"{model.base_model_prefix}.") in own and dtype not in WEIGHT_DTYPES:
+            raise UserError(
+                f"{where}: weight {name} is {dtype}, whose scale is not known here: "
+                "save the model unquantised"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def _refuse_differences(missing: Any, unexpected: Any, where: str) -> None:

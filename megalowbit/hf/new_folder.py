@@ -15,11 +15,15 @@ def refuse_existing(folder: Path) -> None:
     """Check that `folder` may be written: absent, or an empty folder.
 
     Raises:
-        UserError: there is something under that name.
+        UserError: there is something under that name, or it cannot be a name.
     """
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if folder.exists() or folder.is_symlink():
+    try:
+        is_free = (
+            not any(folder.iterdir()) if folder.is_dir() else not (folder.exists() or folder.is_symlink())
+        )
+    except OSError as error:  # a name of more than 255 bytes, a folder that may not be looked into
+        raise UserError(f"{folder} cannot be used ({error.strerror}): name another folder") from error
+    if not is_free:
         raise UserError(f"{folder} exists already and is never overwritten: name a new folder")
 
 
@@ -31,6 +35,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         UserError: `folder` exists and is not empty, or cannot be written.
     """
     refuse_existing(folder)
+    folder = folder.absolute()  # "." has no name
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         draft.mkdir(parents=True)

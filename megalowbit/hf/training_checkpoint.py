@@ -2,8 +2,9 @@
 
 A checkpoint is a folder `step-00000040/` of `mp_rank_00_model_states.pt` (written by `torch.save`;
 `"module"` is the state dict of the converted model, `"megalowbit"` says which model and recipe it is) and
-`manifest.json` (size and SHA-256 of every file). `latest`, one folder up, names the newest. Everything is
-verified before it is unpickled. Not covered: optimizer states and tensor-parallel shards.
+`manifest.json` (size and SHA-256 of every file); the highest step that has one is the newest, for the
+trainer as for the tools. Everything is verified before it is unpickled. Not covered: optimizer states and
+tensor-parallel shards.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megalowbit.durable import read_manifest, verify_folder, write_manifest
+from megalowbit.durable import (
+    LATEST,
+    complete_steps,
+    is_step_name,
+    read_manifest,
+    step_name,
+    steps_in,
+    verify_folder,
+    write_manifest,
+)
 from megalowbit.errors import UserError
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.layers.recipe import Recipe
@@ -27,11 +37,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 WEIGHTS_FILE = "mp_rank_00_model_states.pt"
-LATEST_FILE = "latest"
 CHECKPOINTS_FOLDER = "checkpoints"
-START_TAG = "step-00000000"
 OUR_KEY = "megalowbit"
-TAG = re.compile(r"step-\d+")
 
 
 class TrainingCheckpoint(NamedTuple):
@@ -50,26 +57,20 @@ class TrainingCheckpoint(NamedTuple):
 
 def is_training_checkpoint(path: Path) -> bool:
     """Whether `path` is, or leads to, one of our checkpoints (damaged ones included)."""
-    return _is_step_folder(path) or (path / LATEST_FILE).is_file() or (path / CHECKPOINTS_FOLDER).is_dir()
+    return _is_step_folder(path) or bool(steps_in(path)) or (path / CHECKPOINTS_FOLDER).is_dir()
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The step folder meant by `path`: itself, or the newest of a `checkpoints/` folder or a run's folder.
+    """The step folder meant by `path`: itself, or the newest complete one of a run or its `checkpoints/`.
 
     Raises:
         UserError: there is none.
     """
     if _is_step_folder(path):
         return path
-    if (path / LATEST_FILE).is_file():
-        tag = (path / LATEST_FILE).read_text(encoding="utf-8").strip()
-        if not TAG.fullmatch(tag) or not (path / tag).is_dir():
-            raise UserError(
-                f"{path / LATEST_FILE} names {tag!r}, which is no folder there: name a step folder"
-            )
-        return path / tag
-    if (path / CHECKPOINTS_FOLDER / LATEST_FILE).is_file():
-        return find_checkpoint(path / CHECKPOINTS_FOLDER)
+    for folder in (path, path / CHECKPOINTS_FOLDER):
+        if steps := complete_steps(folder):
+            return folder / step_name(steps[-1])
     raise UserError(
         f"no complete training checkpoint in {path}: name a run's folder or a step-… folder below it"
     )
@@ -124,17 +125,16 @@ def write_start_checkpoint(model: PreTrainedModel, recipe: Recipe | str, folder:
         },
     }
     with new_folder(Path(folder)) as draft:
-        step = draft / START_TAG
+        step = draft / step_name(0)
         step.mkdir()
         torch.save(content, step / WEIGHTS_FILE)
         write_manifest(step)
-        (draft / LATEST_FILE).write_text(START_TAG, encoding="utf-8")
-    return Path(folder) / START_TAG
+        (draft / LATEST).write_text(step.name, encoding="utf-8")
+    return Path(folder) / step_name(0)
 
 
 def _is_step_folder(path: Path) -> bool:
-    is_named_so = TAG.fullmatch(path.name) is not None and path.is_dir()
-    return is_named_so or (path / WEIGHTS_FILE).is_file()
+    return (is_step_name(path.name) and path.is_dir()) or (path / WEIGHTS_FILE).is_file()
 
 
 def _verify(step: Path) -> None:

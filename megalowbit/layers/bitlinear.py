@@ -3,7 +3,8 @@
 Parameters, their names, shapes and dtypes are those of `nn.Linear`, so checkpoints pass both ways. It
 computes in its input's dtype, or in autocast's where that is on; the weight is quantised from the dtype it
 is kept in. Slots, filled by `megalowbit.convert` and its callers: the layer's name, a random stream shared
-by the model, an observer. Without a stream the layer makes its own from torch's initial seed.
+by the model, an observer. Without a stream the layer makes its own at its first forward, seeded from torch's
+default CPU generator.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class BitLinear(nn.Linear):
         self.observer: Observer | None = None
         self.random_stream: RandomStream | None = None
         self._own_stream: RandomStream | None = None
+        self._seeded_at: tuple[int, int] | None = None  # micro-batch and use that drew the stream's seed
         self._uses = UseCounter()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -86,13 +88,11 @@ class BitLinear(nn.Linear):
     def _call(self, input: Tensor) -> Call:
         device = input.device.type
         is_replay = is_recomputing()
-        stream = self.random_stream
-        if stream is None:
-            stream = self._stream_of_its_own()
-            if self.training and not is_replay:
-                stream.advance()
+        stream = self.random_stream or self._advanced_own_stream(is_replay=is_replay)
         step = stream.step
         use = self._uses.next(step, is_replay=is_replay)
+        if self.random_stream is None:
+            self._keep_torchs_generator_in_step(step, use, is_replay=is_replay)
         name = self.layer_name
 
         def generator(role: str, device: torch.device) -> torch.Generator:
@@ -116,13 +116,26 @@ class BitLinear(nn.Linear):
             needs_grad=torch.is_grad_enabled(),
         )
 
-    def _stream_of_its_own(self) -> RandomStream:
+    def _advanced_own_stream(self, *, is_replay: bool) -> RandomStream:
         if self._own_stream is None:
-            # Two unnamed layers must not share their numbers: their first weights tell them apart.
-            first = self.weight.detach().flatten()[:4].tolist()
-            self._own_stream = RandomStream(torch.initial_seed() ^ (hash(tuple(first)) & 0xFFFFFFFF))
+            self._own_stream = RandomStream(_draw_seed())
+        if self.training and not is_replay:
+            self._own_stream.advance()
         return self._own_stream
+
+    def _keep_torchs_generator_in_step(self, step: int, use: int, *, is_replay: bool) -> None:
+        if self._seeded_at is None:
+            self._seeded_at = (step, use)
+        elif is_replay and self._seeded_at == (step, use):
+            # Checkpointing has set torch's generator back to before the seed was drawn. Draw it again, or
+            # dropouts behind this layer would not recompute the masks they had.
+            _draw_seed()
 
     def extra_repr(self) -> str:
         """Sizes as `nn.Linear` prints them, and the recipe's name."""
         return f"{super().extra_repr()}, recipe={self.recipe.name!r}"
+
+
+def _draw_seed() -> int:
+    """A seed that no other layer has, without asking a device."""
+    return int(torch.randint(2**62, (), device="cpu"))

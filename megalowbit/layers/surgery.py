@@ -38,6 +38,7 @@ _BITLINEAR_SLOTS = (
     "observer",
     "random_stream",
     "_own_stream",
+    "_seeded_at",
     "_uses",
 )
 

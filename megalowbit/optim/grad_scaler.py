@@ -11,18 +11,29 @@ Everything here is plain Python: no tensors, so settings can be checked without 
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from megalowbit.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 Precision = Literal["fp16", "bf16", "fp32"]
+# strict: `true` and "8" are not numbers
+PositiveNumber = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=1)]
 STATE_KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
@@ -175,14 +186,23 @@ class GradScalerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["dynamic", "constant", "none"] | None = None
-    scale: float | None = None
-    initial_scale: float = 2.0**32
-    min_scale: float = 1.0
-    max_scale: float = 2.0**32
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
+    scale: PositiveNumber | None = None
+    min_scale: PositiveNumber = 1.0
+    max_scale: PositiveNumber = 2.0**32
+    # after the bounds, with which it is compared also where it is left out
+    initial_scale: PositiveNumber = Field(default=2.0**32, validate_default=True)
+    growth_factor: Annotated[PositiveNumber, Field(gt=1)] = 2.0
+    backoff_factor: Annotated[PositiveNumber, Field(lt=1)] = 0.5
+    growth_interval: Count = 1000
+    hysteresis: Count = 2
+
+    @field_validator("initial_scale")
+    @classmethod
+    def _within_its_bounds(cls, value: float, info: ValidationInfo) -> float:
+        low, high = info.data.get("min_scale", value), info.data.get("max_scale", value)
+        if not low <= value <= high:
+            raise ValueError(f"it must be from min_scale ({low:g}) to max_scale ({high:g})")
+        return value
 
     @model_validator(mode="after")
     def _only_arguments_of_the_type(self) -> GradScalerSettings:
@@ -193,13 +213,10 @@ class GradScalerSettings(BaseModel):
                 raise ValueError(
                     'type "constant" needs "scale", for example {"type": "constant", "scale": 1024}'
                 )
-            ConstantGradScaler(self.scale)
         elif "scale" in given:
             raise ValueError(f'"scale" belongs to type "constant", not {self.type!r}: use "initial_scale"')
         if self.type in {"constant", "none"} and dynamic:
             raise ValueError(f'{", ".join(sorted(dynamic))} belong to type "dynamic", not {self.type!r}')
-        if self.type in {"dynamic", None}:
-            DynamicGradScaler(**self.dynamic_arguments())
         return self
 
     @model_serializer
@@ -241,9 +258,8 @@ def build_grad_scaler(settings: GradScalerSettings, precision: Precision) -> Gra
 
 
 def _is_positive(value: object) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    )
+    # compared, because math.isfinite raises on integers beyond the largest float
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _is_count(value: object) -> bool:

@@ -9,7 +9,7 @@ Not covered: anything that needs torch. A typing mistake must be answered in a s
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,14 +18,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megalowbit.data.settings import DataSettings
 from megalowbit.engine.config import DeepSpeedConfigParts, load_json, read_deepspeed_config
-from megalowbit.errors import UserError, invalid_settings
+from megalowbit.errors import UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
+from megalowbit.json_text import NotJsonError, parse_json
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
 
 BLOCK = "megalowbit"
 ENGINE_KEYS = ("precision", "grad_scaler", "recipe")
-PATH_KEYS = (("model", "config"), ("model", "checkpoint"), ("data", "corpus"), ("data", "tokenizer"))
+FILE_KEYS = (("model", "config"), ("model", "checkpoint"), ("data", "cache_dir"))
+NAME_OR_FILE_KEYS = (("data", "corpus"), ("data", "tokenizer"))
 NOT_PATHS = {"stdlib", "byte", "bpe"}
+RUN_NAME = r"[\w.-]*[\w-][\w.-]*"  # dots alone would be another folder
 DEFAULT_RECIPE = "nvfp4"  # what the project is for; an engine without the loop leaves layers alone
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -47,7 +50,7 @@ class RunSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: int = Field(ge=1, description="number of optimizer steps")
-    name: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="folder below runs/")
+    name: str | None = Field(default=None, pattern=f"^{RUN_NAME}$", description="folder below runs/")
     seed: int = Field(default=1234, ge=0, lt=2**63, description="of weights, data order, dropout, rounding")
     max_consecutive_skips: int = Field(
         default=50, ge=1, description="stop after so many steps in a row with non-finite gradients"
@@ -123,7 +126,7 @@ def load_config(path: Path, overrides: list[str], *, world_size: int) -> Pretrai
         _apply_override(raw, override)
     _make_paths_absolute(_block(raw, path), Path.cwd())
     monitors = _validate(Monitors, {name: raw.pop(name) for name in Monitors.model_fields if name in raw}, "")
-    settings = _validate_block(raw[BLOCK])
+    settings = _validate_block(raw[BLOCK], path.stem)
     raw[BLOCK].setdefault("recipe", DEFAULT_RECIPE)
     parts = read_deepspeed_config(raw, world_size=world_size, total_steps=settings.run.steps)
     return PretrainConfig(source=path, parts=parts, settings=settings, monitors=monitors)
@@ -138,9 +141,11 @@ def _block(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     return block
 
 
-def _validate_block(block: dict[str, Any]) -> PretrainSettings:
+def _validate_block(block: dict[str, Any], stem: str) -> PretrainSettings:
     ours = {key: value for key, value in block.items() if key not in ENGINE_KEYS}
     settings = _validate(PretrainSettings, ours, BLOCK, also=ENGINE_KEYS)
+    if settings.run.name is None and re.fullmatch(RUN_NAME, stem):
+        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": stem})})
     if "seed" not in settings.data.model_fields_set:
         data = settings.data.model_copy(update={"seed": settings.run.seed})
         settings = settings.model_copy(update={"data": data})
@@ -157,10 +162,12 @@ def _validate(model: type[Settings], values: Any, where: str, *, also: tuple[str
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"--set {override!r} is not key=value: write for example --set {BLOCK}.run.steps=100")
+        raise UserError(
+            f"--set {shown(override)} is not key=value: write for example --set {BLOCK}.run.steps=100"
+        )
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse_json(text, f"--set {shown(override)}", is_strict=True)
+    except NotJsonError:
         value = text
     *parents, last = key.split(".")
     node = raw
@@ -168,21 +175,34 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
             where = ".".join(parents[: depth + 1])
-            raise UserError(f"--set {override!r}: {where} is {node!r}, not an object that holds {last!r}")
+            raise UserError(
+                f"--set {shown(override)}: {where} is {shown(node)}, not an object that holds {last!r}"
+            )
     node[last] = value
 
 
 def _make_paths_absolute(block: dict[str, Any], base: Path) -> None:
     """Resolve the path-valued keys of `block` against `base`, in place; names that are no paths stay."""
-    for section, key in PATH_KEYS:
+    for section, key in (*FILE_KEYS, *NAME_OR_FILE_KEYS):
         holder = block.get(section)
         if not isinstance(holder, dict):
             continue
         value = holder.get(key)
         if not isinstance(value, str) or value in NOT_PATHS:
             continue
-        path = base / Path(value).expanduser()
-        # A corpus may also be the name of a data set: only what exists or looks like a file is a path.
-        looks_like_file = section == "model" or Path(value).suffix in {".txt", ".jsonl", ".parquet", ".json"}
-        if path.exists() or looks_like_file or value.startswith((".", "~")):
-            holder[key] = str(path.resolve())
+        try:
+            holder[key] = _absolute(value, base, is_path=(section, key) in FILE_KEYS)
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, no text, no home
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"{BLOCK}.{section}.{key} = {shown(value)} is no possible path ({reason}): name another"
+            ) from None
+
+
+def _absolute(value: str, base: Path, *, is_path: bool) -> str:
+    path = base / Path(value).expanduser()
+    # A corpus may also be the name of a data set: only what exists or looks like a file is a path.
+    looks_like_file = is_path or Path(value).suffix in {".txt", ".jsonl", ".parquet", ".json"}
+    if path.exists() or looks_like_file or value.startswith((".", "~")):
+        return str(path.resolve())
+    return value

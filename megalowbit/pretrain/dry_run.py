@@ -11,7 +11,9 @@ import json
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalowbit.data.corpus import is_on_hub, open_corpus
+from megalowbit.data.tokenize import build_tokenizer
 from megalowbit.hf.checkpoint import build_model
+from megalowbit.hf.families import check_fits
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import bit_layers, convert
 from megalowbit.pretrain.config import PretrainConfig
@@ -39,6 +41,8 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
         check_nothing_missed(model.config, report)
         total = sum(parameter.numel() for parameter in model.parameters())
         swapped = sum(layer.weight.numel() for layer in bit_layers(model).values())
+    vocab_size = settings.data.vocab_size or build_tokenizer(settings.data).vocab_size
+    check_fits(model.config, vocab_size=vocab_size, sequence_length=settings.data.sequence_length)
     optimizer = config.parts.deepspeed["optimizer"]
     micro_batch_size = config.parts.deepspeed["train_micro_batch_size_per_gpu"]
     memory = estimate_memory(

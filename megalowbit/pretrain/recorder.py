@@ -13,7 +13,6 @@ from megalowbit.errors import UserError
 from megalowbit.pretrain.job import Job
 from megalowbit.telemetry.console import Console
 from megalowbit.telemetry.facts import Facts
-from megalowbit.telemetry.jsonl import LayerTableFile
 from megalowbit.telemetry.moving_rate import MovingRate
 from megalowbit.telemetry.sinks import SinkGroup, open_sinks
 from megalowbit.telemetry.summary import RunSummary
@@ -37,7 +36,6 @@ class Recorder:
         self._every = job.config.settings.telemetry.layers_every
         self._speed = MovingRate()
         self._sinks = SinkGroup([console])
-        self._table: LayerTableFile | None = None
         agree(lambda: self._open(job.step if is_resume else None))
 
     def _open(self, resume_step: int | None) -> None:
@@ -49,6 +47,7 @@ class Recorder:
             files = open_sinks(
                 job.folder.path,
                 is_main=True,
+                is_overflow=job.tracker is not None,
                 is_tensorboard=telemetry.tensorboard,
                 tensorboard=job.config.monitors.tensorboard,
                 wandb=job.config.monitors.wandb,
@@ -56,8 +55,7 @@ class Recorder:
                 config=job.config.to_dict(),
                 resume_step=resume_step,
             )
-            if job.tracker is not None:
-                self._table = LayerTableFile(job.folder.layers, resume_step=resume_step)
+            job.loader.tokenizer.save_pretrained(job.folder.tokenizer)
             job.folder.set_export_aside(job.step)
             job.folder.write_config(job.config.to_dict())
         except OSError as error:
@@ -93,9 +91,7 @@ class Recorder:
     def _write_layers(self) -> None:
         if self._job.tracker is None:
             return
-        layers = self._job.tracker.reduce_layers()
-        if self._table is not None:
-            self._table.write(self._job.step, layers)
+        self._sinks.write_layers(self._job.step, self._job.tracker.reduce_layers())
 
     def __enter__(self) -> Recorder:
         return self
@@ -104,5 +100,3 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._sinks.close(exit_code=0 if kind is None else 1)
-        if self._table is not None:
-            self._table.close()

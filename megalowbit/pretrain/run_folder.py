@@ -36,24 +36,14 @@ class RunFolder:
         return self.path / "config.json"
 
     @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def layers(self) -> Path:
-        """Overflow per layer and role."""
-        return self.path / "overflow_layers.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard event files."""
-        return self.path / "tensorboard"
-
-    @property
     def checkpoints(self) -> Path:
         """Training checkpoints, `step-00000040/` and so on."""
         return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer as a HuggingFace folder, for whoever exports a checkpoint."""
+        return self.path / "tokenizer"
 
     @property
     def hf(self) -> Path:

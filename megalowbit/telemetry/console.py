@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalowbit.telemetry import columns
+from megalowbit.telemetry.counters import LayerOverflow
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.moving_rate import MovingRate
 
@@ -110,6 +111,9 @@ class Console:
         if self._live and (is_due or self._clock() - self._drawn >= REDRAW_SECONDS):
             self._drawn = self._clock()
             self._live.update(self._foot(), refresh=True)
+
+    def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
+        """Nothing: a table of every layer is no progress to watch."""
 
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:  # noqa: ARG002
         """Take the bar away and say how far the run came."""

@@ -32,6 +32,7 @@ ERROR_NAMES = ("squared_error", "squared_norm")  # Σ(x - quantised x)² and Σx
 OPERATION_NAMES = ("quantizations", "quantizations_with_overflow", "nonfinite_quantizations")
 TABLE_NAMES = COUNT_NAMES + OPERATION_NAMES  # the integer columns of every table in this folder
 ROLES = ("input", "weight", "grad_output")
+CURVE_NAMES = ("saturation_rate", "underflow_rate", "snr_db")  # of each layer and role; files have all rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,11 @@ class LayerOverflow:
     layer: str
     role: str
     counts: OperandCounts
+
+    def facts(self) -> dict[str, float | None]:
+        """The three rates worth a curve, as `overflow/<role>/<layer>/<rate>`."""
+        rates = self.counts.rates()
+        return {f"overflow/{self.role}/{self.layer}/{name}": rates[name] for name in CURVE_NAMES}
 
 
 def ratio(part: float, whole: float) -> float | None:

@@ -73,18 +73,24 @@ class JsonlSink:
             raise ValueError(f"step {step} comes after step {self._file.last_step}: steps ascend")
         self._file.append({"step": step, **facts})
 
+    def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
+        """Nothing: the table by layer has a file of its own."""
+
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:  # noqa: ARG002
         """Close the file; the summary has a file of its own."""
         self._file.close()
 
 
-class LayerTableFile:
+class LayerTableSink:
     """`overflow_layers.jsonl`: for some steps, one object per layer and role. Arguments as of `JsonlFile`."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self._file = JsonlFile(path, resume_step=resume_step)
 
-    def write(self, step: int, layers: Sequence[LayerOverflow]) -> None:
+    def write(self, step: int, facts: Facts) -> None:
+        """Nothing: facts of a step have a file of their own."""
+
+    def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
         """Write the table as it stands after `step`: counts over the run so far, and their rates."""
         if step <= self._file.last_step:
             raise ValueError(
@@ -96,8 +102,8 @@ class LayerTableFile:
                 {"step": step, "layer": row.layer, "role": row.role, **row.counts.rates(), **counts}
             )
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:  # noqa: ARG002
+        """Close the file; the summary has a file of its own."""
         self._file.close()
 
 

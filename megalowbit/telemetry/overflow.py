@@ -16,8 +16,8 @@ In a plain PyTorch loop:
     ...                                          # forward, backward
     print(tracker.end_step().facts())
 
-Recomputed forwards (activation checkpointing) quantise again and count again. Copies of one tensor on several
-tensor-parallel ranks count once per rank.
+A tensor counts once: layers report nothing when activation checkpointing recomputes a forward. Copies of it
+on several tensor-parallel ranks count once per rank.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ class StepOverflow:
     def facts(self) -> dict[str, float | int | None]:
         """Flat facts for the sinks.
 
-        `gradient_overflow/…` is of all ranks, `quantization/<role>/…` of this process's own tensors. A rate
-        without anything to rate is `None`.
+        `gradient_overflow/…` is summed over all ranks: rates of this step, totals of the run. All of
+        `quantization/<role>/…` is of this step and of the calling rank's own tensors only; in a run's files
+        that is the main process, which writes them. A rate without anything to rate is `None`.
         """
         facts: dict[str, float | int | None] = {
             "gradient_overflow/element_overflow_rate": self.step.element_rate,

@@ -22,8 +22,8 @@ class TelemetrySettings(BaseModel):
         log_every: steps between two lines in a log; skipped steps and the last one always get a line.
         tensorboard: write TensorBoard event files into the run's folder.
         overflow: count saturation, underflow and rounding error of every quantised operand.
-        layers_every: steps between two rows of the table by layer (`overflow_layers.jsonl`); 0: at the end
-        only.
+        layers_every: steps between two tables by layer (`overflow_layers.jsonl`, TensorBoard, W&B); the end
+        always gets one, 0: only the end.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,7 +31,7 @@ class TelemetrySettings(BaseModel):
     log_every: int = Field(default=10, ge=1)
     tensorboard: bool = True
     overflow: bool = True
-    layers_every: int = Field(default=0, ge=0)
+    layers_every: int = Field(default=100, ge=0)
 
 
 class TensorBoardBlock(BaseModel):

@@ -6,23 +6,27 @@ by rank. TensorBoard and W&B are imported when their sink is made, not before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from megalowbit.telemetry.counters import LayerOverflow
 from megalowbit.telemetry.facts import Facts, check_facts
-from megalowbit.telemetry.jsonl import JsonlSink
+from megalowbit.telemetry.jsonl import JsonlSink, LayerTableSink
 from megalowbit.telemetry.settings import TensorBoardBlock, WandbSettings
 from megalowbit.telemetry.tensorboard_sink import TensorBoardSink
 from megalowbit.telemetry.wandb_sink import WandbSink
 
 
 class Sink(Protocol):
-    """Takes the facts of one step at a time, steps ascending."""
+    """Takes the facts of one step at a time, steps ascending, and for some steps the table by layer."""
 
     def write(self, step: int, facts: Facts) -> None:
         """Record the facts of `step`."""
+
+    def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
+        """Record the table as it stands after `step`, whose facts are written before."""
 
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:
         """Finish: `exit_code` is the run's, `summary` its final facts for sinks that keep such."""
@@ -40,6 +44,11 @@ class SinkGroup:
         check_facts(facts)
         for sink in self.sinks:
             sink.write(step, facts)
+
+    def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
+        """Record the table by layer in every sink."""
+        for sink in self.sinks:
+            sink.write_layers(step, layers)
 
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:
         """Close every sink, even where one fails: the first failure is raised once all are closed."""
@@ -68,6 +77,7 @@ def open_sinks(
     run_dir: Path,
     *,
     is_main: bool,
+    is_overflow: bool = True,
     is_tensorboard: bool = True,
     tensorboard: TensorBoardBlock | None = None,
     wandb: WandbSettings | None = None,
@@ -75,11 +85,12 @@ def open_sinks(
     config: Mapping[str, Any] | None = None,
     resume_step: int | None = None,
 ) -> SinkGroup:
-    """Open a run's files: `metrics.jsonl`, `tensorboard/` and, where enabled, `wandb/`.
+    """Open a run's files: `metrics.jsonl` and, where wanted, the table by layer, `tensorboard/`, `wandb/`.
 
     Args:
         run_dir: the run's folder.
         is_main: whether this process records; others get an empty group.
+        is_overflow: whether layers are counted; otherwise there is no `overflow_layers.jsonl`.
         is_tensorboard: `TelemetrySettings.tensorboard`; DeepSpeed's block switches it on as well.
         tensorboard: DeepSpeed's `tensorboard` block.
         wandb: DeepSpeed's `wandb` block.
@@ -90,6 +101,8 @@ def open_sinks(
     if not is_main:
         return SinkGroup()
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)]
+    if is_overflow:
+        sinks.append(LayerTableSink(run_dir / "overflow_layers.jsonl", resume_step=resume_step))
     tensorboard = tensorboard or TensorBoardBlock()
     if is_tensorboard or tensorboard.enabled:
         sinks.append(TensorBoardSink(tensorboard.folder(run_dir / "tensorboard"), resume_step=resume_step))

@@ -5,9 +5,11 @@ TensorBoard keeps scalars in float32: counts above 2^24 are rounded there, and e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megalowbit.errors import UserError
+from megalowbit.telemetry.counters import LayerOverflow
 from megalowbit.telemetry.facts import Facts
 
 FLUSH_SECONDS = 10  # what a kill may cost
@@ -40,6 +42,11 @@ class TensorBoardSink:
         for name, value in facts.items():
             if isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, step)
+
+    def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
+        """Add the curves of every layer and role."""
+        for row in layers:
+            self.write(step, row.facts())
 
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:  # noqa: ARG002
         """Flush and close the event file."""

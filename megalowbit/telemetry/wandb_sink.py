@@ -15,13 +15,14 @@ import netrc
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError
+from megalowbit.telemetry.counters import LayerOverflow
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.settings import WandbSettings
 
@@ -84,6 +85,10 @@ class WandbSink:
         if self.is_on:
             known = {name: value for name, value in facts.items() if value is not None}
             self._attempt(lambda: self._run.log(known, step=step))
+
+    def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
+        """Log the curves of every layer and role under `step`."""
+        self.write(step, {name: value for row in layers for name, value in row.facts().items()})
 
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:
         """Store the summary and finish the run; a non-zero `exit_code` marks it as failed."""

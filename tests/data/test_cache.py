@@ -108,6 +108,22 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
         cached_file(tmp_path / "taken" / "file", Builder())
 
 
+@pytest.mark.parametrize("has_manifest", [False, True])
+def test_a_folder_where_a_file_belongs_is_named(tmp_path, has_manifest):
+    path = cached_file(tmp_path / "file", Builder())
+    path.unlink()
+    path.mkdir()
+    if not has_manifest:
+        lose_manifest(path)
+    with pytest.raises(UserError, match=r"file in the cache is a folder where a file belongs: remove it"):
+        cached_file(path, Builder())
+
+
+def test_a_name_no_file_system_takes_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"cannot be written \(File name too long\)"):
+        cached_file(tmp_path / ("x" * 300) / "file", Builder())
+
+
 def test_the_digest_sees_every_byte_of_a_file_up_to_64_mib(tmp_path):
     path = tmp_path / "file"
     content = bytearray(os.urandom(3 * cache.BLOCK_BYTES + 5))

@@ -62,7 +62,8 @@ def test_what_the_data_set_does_not_have_is_said_in_one_line(dataset, values, me
     assert "\n" not in str(caught.value)
 
 
-def test_without_a_network_the_name_and_the_remedy_are_said(tmp_path):
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_without_a_network_the_name_and_the_remedy_are_said_at_once(tmp_path, variable):
     code = (
         "from megalowbit.data.corpus import open_corpus\n"
         "from megalowbit.data.settings import DataSettings\n"
@@ -72,13 +73,14 @@ def test_without_a_network_the_name_and_the_remedy_are_said(tmp_path):
         "except UserError as error:\n"
         "    print(error)\n"
     )
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    environ = {**os.environ, variable: "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environ,
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
+        timeout=60,
     )
     assert done.stdout.startswith("data set 'someone/no-such-data/train' cannot be loaded"), done.stderr
     assert "network" in done.stdout

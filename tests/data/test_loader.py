@@ -216,4 +216,4 @@ def test_two_processes_build_one_cache_and_read_different_samples(tmp_path):
 def test_an_error_in_the_corpus_reaches_both_processes(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\nnot json\n')
     for output in run_two(tmp_path, tmp_path / "a.jsonl"):
-        assert output.startswith(f"error: corpus file {tmp_path / 'a.jsonl'}, line 2: not JSON")
+        assert output.startswith(f"error: corpus file {tmp_path / 'a.jsonl'} is not JSON: line 2, column 1")

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from megalowbit.data import local_files
 from megalowbit.data.local_files import LocalCorpus
+from megalowbit.data.packing import pack
+from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
 
 
@@ -50,7 +52,7 @@ def test_jsonl_and_parquet_give_back_any_text(tmp_path_factory, texts):
 
 def test_blank_lines_and_empty_texts_are_no_documents(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n  \n{"text": "one"}\n')
-    write_parquet(tmp_path / "a.parquet", text=["", None, "two"])
+    write_parquet(tmp_path / "a.parquet", text=["", "two"])
     assert documents(tmp_path) == ["one", "two"]
 
 
@@ -86,13 +88,16 @@ def test_the_fingerprint_follows_the_content_not_the_place_or_the_time(tmp_path)
         ("a.jsonl", b"\n\n", r"a\.jsonl has no text in it"),
         ("a.csv", b"x", r"a\.csv is of no known kind: rename it"),
         ("a.txt", b"fine\nbad \xff byte\n", r"a\.txt, line 2: byte 0xff is not UTF-8"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl is not JSON: line 2, column 13"),
         ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', r"a\.jsonl, line 3: a list, not an object"),
         (
             "a.jsonl",
             b'{"texts": "a"}\n',
             r"a\.jsonl, line 1: unknown text_field 'text': did you mean 'texts'\?",
         ),
+        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 100_000, r"a\.jsonl, line 2 is nested too deeply"),
+        ("a.jsonl", b'{"n": ' + b"9" * 5000 + b"}", r"a\.jsonl holds an integer of thousands of digits"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', r"a\.jsonl, line 2: 'text' is null, not text"),
         ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl, line 1: 'text' is a int, not text"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl, line 1: lone surrogate"),
         ("a.parquet", b"PAR1 no parquet", r"a\.parquet is not a readable parquet file"),
@@ -111,6 +116,57 @@ def test_a_parquet_column_that_is_missing_or_no_text_is_named(tmp_path):
         documents(tmp_path / "a.parquet")
     with pytest.raises(UserError, match="unknown text_field 'body'"):
         documents(tmp_path / "a.parquet", text_field="body")
+
+
+def test_a_null_in_a_parquet_column_is_named_with_its_row(tmp_path):
+    write_parquet(tmp_path / "a.parquet", text=[*["one"] * 1500, None, "two"])
+    with pytest.raises(UserError, match=r"a\.parquet, row 1501: 'text' is null, not text: remove it"):
+        documents(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pyarrow.array(["one", "two"], type=pyarrow.large_string()),
+        pyarrow.array(["one", "two"], type=pyarrow.string_view()),
+        pyarrow.array(["one", "two"]).dictionary_encode(),
+    ],
+    ids=lambda column: str(column.type).partition("<")[0],
+)
+def test_every_type_of_text_column_is_read(tmp_path, column):
+    write_parquet(tmp_path / "a.parquet", text=column)
+    assert documents(tmp_path / "a.parquet") == ["one", "two"]
+
+
+def damage_the_pages(path):
+    content = bytearray(path.read_bytes())
+    content[4:200] = b"\xff" * 196  # the footer, which is read first, stays whole
+    path.write_bytes(content)
+
+
+def test_damage_inside_a_parquet_file_is_the_files_and_not_the_caches(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, text=[f"document {number}" for number in range(3000)])
+    damage_the_pages(path)
+    corpus = LocalCorpus(path)
+    with pytest.raises(UserError, match=r"a\.parquet is not a readable parquet file") as caught:
+        pack(corpus, ByteTokenizer(), 8, tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_parquet_column_that_is_not_utf8_is_named(tmp_path):
+    column = pyarrow.array([b"\xff"]).view(pyarrow.string())
+    write_parquet(tmp_path / "a.parquet", text=column)
+    with pytest.raises(UserError, match=r"a\.parquet: column 'text' is not UTF-8"):
+        documents(tmp_path / "a.parquet")
+
+
+def test_a_file_that_is_gone_by_the_time_it_is_read_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    corpus = LocalCorpus(tmp_path / "a.txt")
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"corpus file .*a\.txt cannot be read \(No such file"):
+        list(corpus.documents())
 
 
 def test_a_folder_without_text_files_is_refused(tmp_path):

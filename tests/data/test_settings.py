@@ -21,6 +21,7 @@ def test_the_defaults_need_only_a_sequence_length():
         ({"sequence_length": 8, "tokenizer": "bpe"}, "needs vocab_size"),
         ({"sequence_length": 8, "vocab_size": 300}, 'vocab_size 300 is for tokenizer "bpe" only'),
         ({"sequence_length": 8, "tokenizer": "bpe", "vocab_size": 256}, "greater than or equal to 257"),
+        ({"sequence_length": 8, "tokenizer": "bpe", "vocab_size": 2**24}, "less than 16777216"),
         ({"sequence_length": 8, "corpus": ""}, "at least 1 character"),
         ({"sequence_length": 8, "seed": -1}, "greater than or equal to 0"),
     ],

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from megalowbit.engine.config import EngineSettings, load_json, read_deepspeed_config
+from megalowbit.engine.config import LOOP_SECTIONS, EngineSettings, load_json, read_deepspeed_config
 from megalowbit.errors import UserError
+from megalowbit.pretrain.config import PretrainSettings
 
 PLAIN = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
@@ -62,6 +63,14 @@ def test_the_default_precision_is_bf16_without_a_recipe():
     assert (settings.precision, settings.recipe) == ("bf16", None)
 
 
+def test_a_stock_block_that_is_off_leaves_fp32_as_in_deepspeed():
+    assert read_deepspeed_config({**PLAIN, "bf16": {"enabled": False}}).settings.precision == "fp32"
+
+
+def test_the_sections_accepted_without_the_loop_are_those_it_reads():
+    assert set(LOOP_SECTIONS) == set(PretrainSettings.model_fields)
+
+
 def test_keys_of_other_rooms_in_our_block_are_left_to_them():
     parts = read_deepspeed_config({**PLAIN, "megalowbit": {"run": {"steps": 3}, "precision": "fp32"}})
     assert parts.megalowbit["run"] == {"steps": 3}
@@ -73,7 +82,7 @@ def test_keys_of_other_rooms_in_our_block_are_left_to_them():
         ({"megalowbit": {"precision": "fp8"}}, "megalowbit.precision = 'fp8'"),
         (
             {"megalowbit": {"precision": "fp16", "grad_scaler": {"type": "none"}}},
-            "fp16 expects a grad scaler",
+            "^megalowbit.grad_scaler = .*: fp16 expects a grad scaler",
         ),
         (
             {"megalowbit": {"grad_scaler": {"hysteresys": 2}}},
@@ -81,8 +90,21 @@ def test_keys_of_other_rooms_in_our_block_are_left_to_them():
         ),
         (
             {"megalowbit": {"precision": "fp16", "grad_scaler": {"growth_interval": 0}}},
-            "growth_interval must be",
+            "^megalowbit.grad_scaler.growth_interval = 0 is not valid",
         ),
+        (
+            {"megalowbit": {"precision": "fp16", "grad_scaler": {"initial_scale": 2.0**33}}},
+            "^megalowbit.grad_scaler.initial_scale = 8589934592.0 is not valid: it must be from min_scale",
+        ),
+        ({"megalowbit": {"grad_scaler": []}}, "megalowbit.grad_scaler = "),
+        (
+            {"megalowbit": {"precison": "fp16"}},
+            "unknown key 'megalowbit.precison': did you mean 'megalowbit.precision'",
+        ),
+        ({"megalowbit": {"runs": {}}}, "unknown key 'megalowbit.runs': did you mean 'megalowbit.run'"),
+        ({"bf16": {"enabled": False}, "megalowbit": {"precision": "bf16"}}, "bf16.enabled = false"),
+        ({"steps_per_print": 0}, "steps_per_print = 0"),
+        ({"gradient_clipping": 10**400}, "gradient_clipping = 1000.* must be a finite number"),
         ({"megalowbit": []}, "must be an object"),
         ({"optimizer": None}, "optimizer is missing"),
         ({"gradient_clipping": -1}, "gradient_clipping = -1"),
@@ -113,6 +135,8 @@ def test_an_optimizer_of_the_callers_own_replaces_the_block():
         ("[1]", "holds a list"),
         ('{"a": NaN}', "NaN is not a JSON number"),
         ("", "line 1, column 1"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"steps": ' + "9" * 5000 + "}", "an integer of thousands of digits"),
     ],
 )
 def test_a_file_that_is_no_json_object_is_refused_with_its_place(tmp_path, text, message):

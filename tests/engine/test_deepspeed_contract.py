@@ -8,12 +8,14 @@ import inspect
 import deepspeed
 import pytest
 import torch
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
-from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from deepspeed.runtime.constants import GRADIENT_ALLREDUCE_OP_SUPPORTED, GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.utils.logging import log_levels
 
-from megalowbit.engine import deepspeed_keys, stock_precision
+from megalowbit.engine import deepspeed_keys, deepspeed_values, stock_precision
 from megalowbit.engine.config import DEFAULT_CLIPPING
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer
 from megalowbit.engine.initialize import initialize
@@ -68,6 +70,25 @@ def test_the_table_of_keys_is_what_deepspeed_reads():
 
 def test_the_table_of_removed_keys_is_deepspeeds():
     assert set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) == deepspeed_keys.REMOVED_KEYS
+
+
+def test_the_choices_we_allow_are_deepspeeds():
+    assert set(deepspeed_values.LOG_LEVELS) == set(log_levels)
+    assert set(deepspeed_values.CHOICES["gradient_allreduce_op"]) == set(GRADIENT_ALLREDUCE_OP_SUPPORTED)
+
+
+def test_values_are_checked_of_known_keys_only():
+    checked = (
+        deepspeed_values.OBJECT_KEYS
+        | deepspeed_values.BOOLEAN_KEYS
+        | deepspeed_values.COUNT_KEYS
+        | deepspeed_values.NAME_KEYS
+        | deepspeed_values.CHOICES.keys()
+    )
+    assert checked <= deepspeed_keys.KNOWN_KEYS, "a misspelt name here checks nothing"
+    assert set(DeepSpeedMonitorConfig.model_fields) - {"csv_monitor"} == set(
+        deepspeed_values.MONITOR_PACKAGES
+    ), "a monitor without its package would fail on rank 0 only, after the model is built"
 
 
 def test_precision_blocks_have_the_keys_and_defaults_we_translate():

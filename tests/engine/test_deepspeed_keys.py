@@ -13,6 +13,7 @@ from megalowbit.errors import UserError
         {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
         {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1},
         {"data_types": {"grad_accum_dtype": "fp32"}, "torch_autocast": {"enabled": False}},
+        {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         {"managed_gradient_accumulation": True, "hybrid_engine": {"enabled": False}},
     ],
 )
@@ -34,6 +35,9 @@ def test_what_says_nothing_out_of_reach_passes(config):
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled = True"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype = 'bf16'"),
         ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing = "),
+        ({"activation_checkpointing": {"number_checkpoints": 4}}, "activation_checkpointing = "),
+        ({"activation_checkpointing": True}, "activation_checkpointing = True"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation = False"),
     ],
 )

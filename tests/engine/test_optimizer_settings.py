@@ -55,11 +55,17 @@ def test_a_groups_own_weight_decay_wins():
     ("kind", "params", "message"),
     [
         ("AdmaW", {}, "unknown optimizer.type 'AdmaW': did you mean 'AdamW'"),
+        (["AdamW"], {}, r"unknown optimizer.type \['AdamW'\]"),
+        ({"AdamW": 1}, {}, "unknown optimizer.type"),
+        ("AdamW", {"lr": 10**400}, "optimizer.params.lr = 1000"),
         ("FusedAdam", {}, 'use "AdamW"'),
         ("DeepSpeedCPUAdam", {}, 'use "AdamW"'),
         ("AdamW", {"learning_rate": 1}, "unknown key 'optimizer.params.learning_rate'"),
         ("AdamW", {"max_grad_norm": 1.0}, "gradient_clipping instead"),
         ("AdamW", {"lr": -1}, r"optimizer.params.lr = -1"),
+        ("AdamW", {"lr": True}, "optimizer.params.lr = True is not valid: write a number"),
+        ("AdamW", {"betas": [0.9, False]}, "optimizer.params.betas = .* write a number"),
+        ("SGD", {"momentum": False}, "optimizer.params.momentum = False"),
         ("AdamW", {"lr": float("nan")}, "optimizer.params.lr = nan"),
         ("AdamW", {"betas": [0.9, 1.0]}, "betas"),
         ("AdamW", {"betas": [0.9]}, "betas"),
@@ -98,7 +104,26 @@ def test_no_scheduler_is_fine():
         ("WarmupDecayLR", {}, "total_num_steps is missing"),
         ("WarmupDecayLR", {"total_num_steps": "auto"}, "needs the number of steps"),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps = 0"),
-        ("WarmupLR", {"warmup_max_lr": -1}, "must be finite and ≥ 0"),
+        ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps = True is not valid: write a number"),
+        ("WarmupLR", {"warmup_max_lr": True}, "warmup_max_lr = True"),
+        ("MultiStepLR", {"milestones": [1, True]}, "milestones = "),
+        ("WarmupLR", {"warmup_max_lr": -1}, "must be a finite number ≥ 0"),
+        ("WarmupLR", {"warmup_max_lr": 10**400}, "warmup_max_lr = 1000.* must be a finite number"),
+        ("WarmupLR", {"warmup_max_lr": "a"}, "warmup_max_lr = 'a' must be a finite number"),
+        ("WarmupLR", {"warmup_num_steps": 10**400}, "warmup_num_steps = 1000.* must be a finite number"),
+        ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps = 2.5 must be a whole number"),
+        ("WarmupDecayLR", {"total_num_steps": 10**400}, "total_num_steps = 1000.* must be a finite number"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": 1.5}, r"cos_min_ratio = 1.5 .* \[0, 1\]"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": 10**400}, "cos_min_ratio = 1000"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": [0.1]}, r"cos_min_ratio = \[0.1\]"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_min_ratio": "0"}, "warmup_min_ratio = '0'"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_min_ratio": None}, "warmup_min_ratio = None"),
+        ("StepLR", {"step_size": 0}, "step_size = 0 must be a whole number"),
+        ("MultiStepLR", {"milestones": [1, "2"]}, "milestones"),
+        ("LRRangeTest", {"lr_range_test_staircase": 1}, "must be true or false"),
+        ("WarmupLR", {"warmup_type": ["log"]}, "unknown scheduler.params.warmup_type"),
+        (["WarmupLR"], {}, r"unknown scheduler.type \['WarmupLR'\]"),
+        ({}, {}, "unknown scheduler.type {}"),
         ("WarmupLR", {"warmup_type": "cosine"}, "warmup_type"),
         ("StepLR", {"step_size": "auto"}, "cannot be filled in"),
     ],
@@ -108,7 +133,37 @@ def test_wrong_schedulers_are_refused_by_key(kind, params, message):
         scheduler(kind, **params)
 
 
+def test_switches_stay_switches():
+    assert filled("AdamW", amsgrad=True)["params"]["amsgrad"] is True
+    assert filled("SGD", nesterov=True, momentum=0.5)["params"]["nesterov"] is True
+    assert scheduler("LRRangeTest", lr_range_test_staircase=True) == {"lr_range_test_staircase": True}
+
+
 @pytest.mark.parametrize("block", ["AdamW", {"type": "AdamW", "parms": {}}, {"type": "AdamW", "params": [1]}])
 def test_a_block_of_another_shape_is_refused(block):
     with pytest.raises(UserError, match="optimizer"):
         fill_optimizer({"optimizer": block})
+
+
+@pytest.mark.parametrize("params", [0, "", [], False])
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+def test_empty_params_of_another_type_are_refused_and_null_is_none(name, params):
+    fill = {"optimizer": fill_optimizer, "scheduler": lambda config: fill_scheduler(config, None)}[name]
+    kind = {"optimizer": "AdamW", "scheduler": "WarmupLR"}[name]
+    with pytest.raises(UserError, match=f"^{name}.params = .* must be an object"):
+        fill({name: {"type": kind, "params": params}})
+    fill({name: {"type": kind, "params": None}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("WarmupLR", {"warmup_max_lr": None, "warmup_type": "linear"}),
+        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": 0, "warmup_min_ratio": 1}),
+        ("OneCycle", {"cycle_min_lr": [0.1], "cycle_max_lr": 1, "cycle_second_step_size": None}),
+        ("OneCycleLR", {"max_lr": [0.1, 0.2], "anneal_strategy": "linear", "cycle_momentum": False}),
+        ("MultiStepLR", {"milestones": [3, 5]}),
+    ],
+)
+def test_every_shape_a_scheduler_takes_passes_unchanged(kind, params):
+    assert scheduler(kind, **params) == params

@@ -1,6 +1,6 @@
 import pytest
 
-from megalowbit.engine.stock_precision import take_stock_precision
+from megalowbit.engine.stock_precision import SCALER_KEYS, take_stock_precision
 from megalowbit.errors import UserError
 
 
@@ -50,6 +50,21 @@ def test_disabled_and_auto_blocks_say_nothing(block):
     assert config == {}
 
 
+@pytest.mark.parametrize(
+    ("config", "block", "added"),
+    [
+        ({"bf16": {"enabled": False}}, {}, {"precision": "fp32"}),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, {}, {"precision": "fp32"}),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, {}, {"precision": "bf16"}),
+        ({"fp16": {"enabled": False}}, {"precision": "bf16"}, {}),
+        ({"bf16": {"enabled": False}}, {"precision": "fp32"}, {}),
+        ({}, {}, {}),
+    ],
+)
+def test_a_block_that_is_explicitly_off_means_fp32_where_nothing_else_is_said(config, block, added):
+    assert take_stock_precision(config, block) == added
+
+
 def test_enabled_auto_follows_our_precision():
     config = {"fp16": {"enabled": "auto", "initial_scale_power": 8}, "bf16": {"enabled": "auto"}}
     assert take_stock_precision(config, {"precision": "fp16"})["grad_scaler"]["initial_scale"] == 256
@@ -80,7 +95,27 @@ def test_a_scaler_of_ours_is_kept_where_the_stock_block_names_none():
         ({"fp16": {"enabled": True, "auto_cast": True}}, {}, "fp16.auto_cast = True cannot be used"),
         ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, {}, "consecutive_hysteresis"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, {}, "bf16_optimizer_states"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 40}}, {}, "initial_scale_power = 40 must be ≤ 32"),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 40}},
+            {},
+            "initial_scale_power = 40 must be a whole number, 0 … 32",
+        ),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 2.5}},
+            {},
+            "initial_scale_power = 2.5 must be a whole",
+        ),
+        *[
+            ({"fp16": {"enabled": True, key: 10**400}}, {}, f"fp16.{key} = 1000.* must be a finite number")
+            for key in SCALER_KEYS
+        ],
+        ({"bf16": {"enabled": False}}, {"precision": "bf16"}, "^bf16.enabled = false .*precision = 'bf16'"),
+        ({"fp16": {"enabled": False}}, {"precision": "fp16"}, "^fp16.enabled = false .*precision = 'fp16'"),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, {}, "two names of one block"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": "no"}}, {}, "check_grad_overflow = 'no' must be"),
+        ({"bf16": {"immediate_grad_update": 1}}, {}, "immediate_grad_update = 1 must be true or false"),
+        ({"fp16": {"enabled": True, "auto_cast": 0}}, {}, "fp16.auto_cast = 0 must be true or false"),
+        ({"fp16": {"enabled": True, "initial_scale_power": True}}, {}, "initial_scale_power = True"),
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, {}, "loss_scale_window"),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, {}, "min_loss_scale"),
         ({"fp16": {"enabled": True, "loss_scale": -1}}, {}, "loss_scale = -1"),

@@ -1,10 +1,9 @@
-import json
-
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from megalowbit.errors import UserError
-from megalowbit.hf.config_file import config_from_dict, read_json
+from megalowbit.hf.config_file import config_from_dict
+from megalowbit.json_text import read_json_object
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64}
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -15,7 +14,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "nu
 )
 def test_what_transformers_saved_is_read_back_equal(tmp_path, config):
     config.save_pretrained(tmp_path)
-    raw = read_json(tmp_path / "config.json")
+    raw = read_json_object(tmp_path / "config.json")
     assert config_from_dict(raw, {}, "x", is_strict=True).to_dict() == type(config).from_dict(raw).to_dict()
 
 
@@ -64,15 +63,3 @@ def test_a_wrong_configuration_is_one_line(raw, message):
 def test_the_family_cannot_be_overridden():
     with pytest.raises(UserError, match=r"unknown field in model\.overrides 'model_type'"):
         config_from_dict(GPT2, {"model_type": "llama"}, "x")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "cannot be read"), ("{", "is not JSON"), (json.dumps([1]), "holds a list, not an object")],
-)
-def test_a_file_that_is_no_json_object_is_named(tmp_path, content, message):
-    path = tmp_path / "config.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(UserError, match=rf"config\.json {message}"):
-        read_json(path)

@@ -67,6 +67,22 @@ def test_an_unknown_family_is_refused_with_the_known_ones():
     [
         ({"n_layer": 0}, "n_layer must be a whole number ≥ 1, not 0"),
         ({"n_embd": -16}, "n_embd must be a whole number ≥ 1, not -16"),
+        ({"n_layer": 99999999999}, "n_layer 99999999999 is beyond any model: write 10000 at most"),
+        ({"n_embd": 2**21}, "n_embd 2097152 is beyond any model"),
+        ({"n_head": 2**17}, "n_head 131072 is beyond any model"),
+        ({"vocab_size": 2**29}, "vocab_size 536870912 is beyond any model"),
+        ({"n_positions": 2**27}, "n_positions 134217728 is beyond any model"),
+        ({"n_inner": 10**12}, "n_inner 1000000000000 is beyond any model"),
+        ({"n_inner": 0}, "n_inner must be a whole number ≥ 1, not 0"),
+        ({"n_inner": -7}, "n_inner must be a whole number ≥ 1, not -7"),
+        ({"initializer_range": -1.0}, "initializer_range must be a number > 0, at most 10, not -1"),
+        ({"initializer_range": 11.0}, "initializer_range must be a number > 0, at most 10, not 11"),
+        ({"initializer_range": float("nan")}, "initializer_range must be a number > 0"),
+        ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon must be a number > 0, at most 1, not 0"),
+        ({"eos_token_id": 99999}, "eos_token_id 99999 is outside vocab_size 64"),
+        ({"eos_token_id": -5}, "eos_token_id -5 is outside vocab_size 64"),
+        ({"eos_token_id": [0, 64]}, "eos_token_id 64 is outside vocab_size 64"),
+        ({"bos_token_id": 64}, "bos_token_id 64 is outside vocab_size 64"),
         ({"n_head": 3}, "n_head 3 must divide n_embd 16"),
         ({"resid_pdrop": 1.5}, "resid_pdrop must be a probability, 0 … 1, not 1.5"),
         (
@@ -91,12 +107,22 @@ def test_an_impossible_gpt2_is_refused_in_one_line(change, message):
             {"num_key_value_heads": 3},
             "num_key_value_heads must divide num_attention_heads: 3 does not divide 4",
         ),
+        ({"intermediate_size": 10**12}, "intermediate_size 1000000000000 is beyond any model"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers 10001 is beyond any model"),
         ({"hidden_act": "swish!"}, "unknown hidden_act"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be a number > 0"),
+        ({"rope_theta": 0.0}, "rope_theta must be a number > 0, at most 1e[+]12, not 0"),
+        ({"rope_theta": "far"}, "rope_theta must be a number > 0, at most 1e[+]12, not 'far'"),
     ],
 )
 def test_an_impossible_llama_is_refused_in_one_line(change, message):
     with pytest.raises(UserError, match=message):
-        check_config(LlamaConfig(**{**SMALL_LLAMA, **change}), "x.json")
+        check_config(LlamaConfig.from_dict({**SMALL_LLAMA, **change}), "x.json")
+
+
+def test_a_gpt2_of_another_vocabulary_may_leave_its_end_of_text_unsaid():
+    check_config(GPT2Config(**SMALL_GPT2), "x.json")
+    check_config(GPT2Config(**SMALL_GPT2, eos_token_id=[0, 63], bos_token_id=None), "x.json")
 
 
 def test_data_that_the_model_cannot_read_is_refused():

@@ -1,11 +1,12 @@
 import pytest
 import torch
-from megalowbit.layers.surgery import bit_layers, convert
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
 from megalowbit.hf.model import fill_weights, load_weights, random_model, save_hf
+from megalowbit.layers.surgery import bit_layers, convert
 
 GPT2 = GPT2Config(
     vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
@@ -141,12 +142,65 @@ def test_weights_that_are_damaged_or_gone_are_one_line(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("content", [b"garbage", b"", b"PK\x03\x04junk", b"\0" * 200, b"\x80\x02junk"])
+def test_pickled_weights_that_are_garbage_are_one_line(tmp_path, content):
+    GPT2.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"the weights in .* cannot be loaded \(.+\): replace") as caught:
+        load_weights(GPT2, tmp_path, dtype=torch.float32)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_whose_scale_is_lost_are_refused(tmp_path, file, prefix, dtype):
+    GPT2.save_pretrained(tmp_path)
+    state = {name.replace("transformer.", prefix): w for name, w in weights(GPT2LMHeadModel(GPT2)).items()}
+    del state["lm_head.weight"]  # tied
+    write = save_file if file == "model.safetensors" else torch.save
+    write(state, tmp_path / file)
+    load_weights(GPT2, tmp_path, dtype=torch.float32)
+    state[f"{prefix}h.1.mlp.c_fc.weight"] = state[f"{prefix}h.1.mlp.c_fc.weight"].to(dtype)
+    write(state, tmp_path / file)
+    with pytest.raises(UserError, match=rf"weight {prefix}h\.1\.mlp\.c_fc\.weight is {dtype}, whose scale"):
+        load_weights(GPT2, tmp_path, dtype=torch.float32)
+
+
+def test_stored_masks_that_are_no_weights_may_be_integers(tmp_path):
+    GPT2.save_pretrained(tmp_path)
+    state = weights(GPT2LMHeadModel(GPT2))
+    del state["lm_head.weight"]
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.uint8)  # as older GPT-2s have
+    save_file(state, tmp_path / "model.safetensors")
+    loaded = load_weights(GPT2, tmp_path, dtype=torch.float32)
+    assert loaded.transformer.wpe.weight.equal(state["transformer.wpe.weight"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(initializer_range=-1.0, n_layer=1, n_embd=8, n_head=1, vocab_size=9),
+        LlamaConfig.from_dict({"rope_scaling": {"type": "bogus"}, "num_hidden_layers": 1, "vocab_size": 9}),
+        GPT2Config(n_embd=2**25, n_inner=2**27, n_layer=1, n_head=1, vocab_size=9),  # 2^54 bytes
+    ],
+)
+def test_a_configuration_that_no_model_can_be_built_from_is_one_line(config):
+    message = rf"no {config.model_type} can be built from x\.json \(\w+: .+\): correct its fields"
+    with pytest.raises(UserError, match=message) as caught:
+        random_model(config, seed=1, where="x.json")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"n_layer": 3}, r"lacks the weight transformer\.h\.2\.attn\.c_attn\.bias and 11 others"),
         ({"n_layer": 1}, r"has the weight transformer\.h\.1\..* and \d+ others, for which"),
-        ({"n_positions": 16}, "cannot be loaded"),
+        (
+            {"n_positions": 16},
+            r"weight transformer\.wpe\.weight has shape \(32, 32\), its configuration says \(16, 32\)",
+        ),
     ],
 )
 def test_weights_of_another_architecture_are_refused(tmp_path, change, message):

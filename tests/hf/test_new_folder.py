@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from megalowbit.errors import UserError
@@ -55,6 +57,19 @@ def test_a_folder_that_another_filled_in_between_is_not_touched(tmp_path):
         fill_late()
     assert names(tmp_path) == ["a"]
     assert names(tmp_path / "a") == ["theirs"]
+
+
+def test_a_name_too_long_for_a_file_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"xxx cannot be used \(File name too long\)"):
+        refuse_existing(tmp_path / ("x" * 256))
+
+
+def test_the_working_directory_itself_may_be_filled(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with new_folder(Path()) as draft:
+        (draft / "file").touch()
+    assert names(tmp_path / "a") == ["file"]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

@@ -82,7 +82,6 @@ def test_the_engine_takes_it_for_one_of_its_own(folder):
 
 def test_a_checkpoint_is_found_from_its_run_its_folder_and_itself(folder):
     shutil.copytree(folder / "step-00000000", folder / "step-00000040")
-    (folder / "latest").write_text("step-00000040\n")
     assert find_checkpoint(folder.parent) == folder / "step-00000040"
     assert find_checkpoint(folder) == folder / "step-00000040"
     assert find_checkpoint(folder / "step-00000000") == folder / "step-00000000"
@@ -94,15 +93,22 @@ def test_a_checkpoint_is_found_from_its_run_its_folder_and_itself(folder):
 def test_a_place_without_a_complete_checkpoint_is_refused(folder):
     with pytest.raises(UserError, match="no complete training checkpoint in"):
         find_checkpoint(folder / "nowhere")
-    (folder / "latest").write_text("step-00000099")
-    with pytest.raises(UserError, match="latest names 'step-00000099', which is no folder there"):
-        read_checkpoint(folder)
-    (folder / "latest").write_text("../elsewhere")
-    with pytest.raises(UserError, match="which is no folder there"):
-        read_checkpoint(folder)
-    (folder / "latest").unlink()
+    (folder / "step-00000000" / MANIFEST).unlink()
+    assert is_training_checkpoint(folder)
     with pytest.raises(UserError, match="no complete training checkpoint in"):
         read_checkpoint(folder.parent)
+
+
+def test_tools_and_trainer_agree_on_the_newest_also_when_a_damaged_one_was_removed(folder):
+    for step in (5, 40):
+        shutil.copytree(folder / "step-00000000", folder / f"step-{step:08d}")
+    (folder / "latest").write_text("step-00000040")
+    assert find_checkpoint(folder.parent) == CheckpointStore(folder).latest() == folder / "step-00000040"
+    (folder / "step-00000040" / MANIFEST).unlink()  # as an interrupted removal leaves it
+    assert find_checkpoint(folder.parent) == CheckpointStore(folder).latest() == folder / "step-00000005"
+    shutil.rmtree(folder / "step-00000040")  # `latest` still names it
+    assert find_checkpoint(folder) == CheckpointStore(folder).latest() == folder / "step-00000005"
+    assert read_checkpoint(folder).recipe == recipe("nvfp4")
 
 
 def cut(step):

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
-from launchers import ROOT, kill, metrics, run, start, wait_for_step, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launchers import ROOT, kill, metrics, run, start, wait_for_step, write_config
 
 STEP_KEYS = {
     "step",
@@ -112,6 +113,16 @@ def test_the_exported_model_is_an_ordinary_hf_checkpoint_with_the_trained_weight
     assert torch.equal(model.transformer.h[0].mlp.c_fc.weight.float(), fc.t().float())
     assert type(model.transformer.h[0].mlp.c_fc).__name__ == "Conv1D"
     assert torch.isfinite(model(ids).logits).all()
+
+
+def test_a_checkpoint_of_the_run_exports_to_the_same_model_with_its_tokenizer(finished, tmp_path):
+    run_dir, exported = finished[0] / "run", tmp_path / "exported"
+    tool = [sys.executable, ROOT / "tools" / "convert_hf.py", "to-hf", run_dir, exported]
+    done = subprocess.run(tool, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (exported / name).read_bytes() == (run_dir / "hf" / name).read_bytes()
+    assert AutoTokenizer.from_pretrained(exported)("x = 1").input_ids == list(b"x = 1")
 
 
 def test_a_killed_run_resumes_to_bitwise_the_same_losses(finished, tmp_path):

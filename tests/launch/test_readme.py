@@ -9,11 +9,12 @@ import sys
 
 import pytest
 import torch
-from launchers import ROOT, write_config
 
 import megalowbit as mlb
+from launchers import ROOT, write_config
 from megalowbit.pretrain.command_line import build_parser
 from megalowbit.pretrain.config import load_config
+from megalowbit.pretrain.dry_run import describe
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -67,7 +68,8 @@ def test_the_configuration_shown_is_valid(tmp_path):
     raw["megalowbit"]["model"]["config"] = str(ROOT / "configs" / raw["megalowbit"]["model"]["config"])
     path = tmp_path / "shown.json"
     path.write_text(json.dumps(raw))
-    assert load_config(path, [], world_size=2).settings.run.steps > 0
+    config = load_config(path, [], world_size=2)
+    assert "swapped 16 layers" in describe(config, world_size=2)
 
 
 def test_the_code_shown_trains_a_model(tmp_path):

@@ -205,12 +205,30 @@ def test_a_layer_alone_draws_anew_each_training_forward_and_follows_torchs_seed(
 def test_two_layers_alone_do_not_share_their_numbers():
     torch.manual_seed(0)
     one, other = BitLinear(32, 32), BitLinear(32, 32)
+    for parameter in (*one.parameters(), *other.parameters()):
+        nn.init.zeros_(parameter)  # alike in every number
     grad, x = torch.randn(8, 32), torch.randn(8, 32)
     drawn = []
     for layer in (one, other):
         layer(x).backward(grad)
         drawn.append(layer.weight.grad)
     assert not torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_a_layer_alone_keeps_the_masks_of_the_dropout_behind_it(use_reentrant):
+    def gradients(run):
+        torch.manual_seed(3)
+        block = nn.Sequential(BitLinear(32, 32), nn.Dropout(0.5))
+        x = torch.randn(8, 32, requires_grad=True)
+        steps = []
+        for _ in range(2):  # the seed is drawn in the first
+            run(block, x).square().sum().backward()
+            steps.append(x.grad.clone())
+        return [*steps, block[0].weight.grad]
+
+    plain = gradients(lambda block, x: block(x))
+    assert all_equal(plain, gradients(lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)))
 
 
 def test_copies_and_pickles_compute_the_same():

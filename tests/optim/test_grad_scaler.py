@@ -136,6 +136,7 @@ def test_a_loaded_state_without_keys_is_refused_by_name():
         ({"growth_interval": 0}, "growth_interval"),
         ({"hysteresis": 0}, "hysteresis"),
         ({"hysteresis": True}, "hysteresis"),
+        ({"max_scale": 10**400}, "max_scale"),
     ],
 )
 def test_a_bad_argument_is_refused_by_name(arguments, name):
@@ -151,7 +152,7 @@ def test_a_constant_scale_never_changes_and_ignores_a_dynamic_state():
     assert (scaler.scale, scaler.inv_scale, scaler.state_dict()) == (1024, 1 / 1024, {})
 
 
-@pytest.mark.parametrize("scale", [0, -1, math.inf, math.nan, "8"])
+@pytest.mark.parametrize("scale", [0, -1, math.inf, math.nan, 10**400, "8"])
 def test_a_constant_scale_must_be_a_positive_number(scale):
     with pytest.raises(UserError, match="scale must be"):
         ConstantGradScaler(scale)
@@ -184,11 +185,9 @@ def test_bf16_takes_a_constant_scaler():
     ("settings", "message"),
     [
         ({"type": "constant"}, 'needs "scale"'),
-        ({"type": "constant", "scale": -1}, "scale must be"),
         ({"type": "constant", "scale": 2, "hysteresis": 2}, "hysteresis belong"),
         ({"type": "dynamic", "scale": 2}, 'belongs to type "constant"'),
         ({"type": "none", "growth_interval": 5}, "growth_interval belong"),
-        ({"growth_interval": 0}, "growth_interval must be"),
         ({"hystresis": 2}, "Extra inputs"),
         ({"type": "static"}, "type"),
     ],
@@ -196,6 +195,31 @@ def test_bf16_takes_a_constant_scaler():
 def test_settings_refuse_what_does_not_belong_together(settings, message):
     with pytest.raises(ValidationError, match=message):
         GradScalerSettings.model_validate(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"type": "constant", "scale": -1}, "scale"),
+        ({"type": "constant", "scale": math.inf}, "scale"),
+        ({"initial_scale": 10**400}, "initial_scale"),
+        ({"initial_scale": 2.0**33}, "initial_scale"),
+        ({"initial_scale": 1, "min_scale": 2}, "initial_scale"),
+        ({"max_scale": 8}, "initial_scale"),
+        ({"min_scale": True}, "min_scale"),
+        ({"max_scale": math.nan}, "max_scale"),
+        ({"growth_factor": 1}, "growth_factor"),
+        ({"backoff_factor": 1}, "backoff_factor"),
+        ({"backoff_factor": 0}, "backoff_factor"),
+        ({"growth_interval": 0}, "growth_interval"),
+        ({"growth_interval": "1000"}, "growth_interval"),
+        ({"hysteresis": 2.5}, "hysteresis"),
+    ],
+)
+def test_a_setting_out_of_range_is_an_error_of_its_own_key(settings, key):
+    with pytest.raises(ValidationError) as caught:
+        GradScalerSettings.model_validate(settings)
+    assert [error["loc"] for error in caught.value.errors()] == [(key,)]
 
 
 @pytest.mark.parametrize(

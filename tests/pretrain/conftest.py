@@ -3,8 +3,8 @@
 import os
 
 import pytest
-from launchers import write_config
 
+from launchers import write_config
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.job import assemble

@@ -1,8 +1,8 @@
 import os
 
 import pytest
-from launchers import write_config
 
+from launchers import write_config
 from megalowbit.pretrain import command_line
 from megalowbit.pretrain.command_line import build_parser, main
 

@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,17 @@ def without(raw, *path):
         (["megalowbit.run.steps=many"], "megalowbit.run.steps = 'many' is not valid"),
         (["megalowbit.run.seed=-1"], "megalowbit.run.seed = -1 is not valid"),
         (["megalowbit.run.name=a/b"], "megalowbit.run.name = 'a/b' is not valid"),
+        (["megalowbit.run.name=."], "megalowbit.run.name = '.' is not valid"),
+        (["megalowbit.run.name=.."], "megalowbit.run.name = '..' is not valid"),
+        (["megalowbit.run.steps=" + "[" * 100_000], "is nested too deeply"),
+        (["megalowbit.run.steps=" + "9" * 5000], "holds an integer of thousands of digits"),
+        (["gradient_clipping=NaN"], "NaN is not a JSON number"),
+        (['megalowbit.model.config="a\\u0000b"'], "megalowbit.model.config = 'a\\x00b' is no possible path"),
+        (['megalowbit.model.config="\\ud800"'], "megalowbit.model.config = '\\ud800' is no possible path"),
+        (["megalowbit.model.config=~nobody-of-this-name/x.json"], "is no possible path (Could not determine"),
+        (["megalowbit.data.corpus=" + "x" * 300], "is no possible path (File name too long)"),
+        (["megalowbit.data.corpus=" + "x" * 300 + ".txt"], "is no possible path (File name too long)"),
+        (['megalowbit.data.cache_dir="a\\u0000b"'], "megalowbit.data.cache_dir = 'a\\x00b' is no possible"),
         (["megalowbit.precision=fp8"], "megalowbit.precision = 'fp8' is not valid"),
         (["megalowbit.data.sequence_length=1"], "megalowbit.data.sequence_length = 1 is not valid"),
         (["megalowbit.run"], "--set 'megalowbit.run' is not key=value"),
@@ -159,6 +171,26 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(write, overrides, messa
         resolve(write(raw_config()), *overrides)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="from there on opening the file says it")
+def test_a_loop_of_links_is_one_line(write, tmp_path):
+    (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+    with pytest.raises(UserError, match=r"megalowbit\.model\.config = '.*loop\.json' is no possible path"):
+        resolve(write(raw_config()), f"megalowbit.model.config={tmp_path}/loop.json")
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path, write):
+    path = write(raw_config())
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert resolve(path).settings.run.steps == 5
+
+
+def test_the_cache_folder_is_a_path_like_the_others(write, tmp_path):
+    path = write(raw_config(data={"corpus": "stdlib", "sequence_length": 8, "cache_dir": "cache"}))
+    assert resolve(path).settings.data.cache_dir == tmp_path / "cache"
+    assert resolve(path, "megalowbit.data.cache_dir=~/x").settings.data.cache_dir == Path.home() / "x"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.recorder import Recorder
@@ -26,6 +27,26 @@ def test_the_layer_table_is_written_when_asked_and_at_the_end(build_job, tmp_pat
     record(build_job(f"megalowbit.telemetry.layers_every={every}"), 3)
     lines = (tmp_path / "run" / "overflow_layers.jsonl").read_text().splitlines()
     assert sorted({json.loads(line)["step"] for line in lines}) == expected
+
+
+def test_the_layer_table_has_curves_and_leaves_the_metrics_alone(build_job, tmp_path):
+    record(build_job("megalowbit.telemetry.layers_every=2"), 2)
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "overflow_layers.jsonl").read_text().splitlines()
+    ]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    for row in rows:
+        (event,) = events.Scalars(f"overflow/{row['role']}/{row['layer']}/saturation_rate")
+        assert (event.step, event.value) == (2, pytest.approx(row["saturation_rate"]))
+    assert "overflow/" not in (tmp_path / "run" / "metrics.jsonl").read_text().replace(
+        "gradient_overflow/", ""
+    )
+
+
+def test_without_counters_there_is_no_layer_table(build_job, tmp_path):
+    record(build_job("megalowbit.telemetry.overflow=false"), 1)
+    assert not (tmp_path / "run" / "overflow_layers.jsonl").exists()
 
 
 def test_other_processes_than_the_main_one_write_nothing(build_job, tmp_path):

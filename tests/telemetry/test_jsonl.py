@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
 from megalowbit.telemetry.counters import LayerOverflow, OperandCounts
-from megalowbit.telemetry.jsonl import JsonlSink, LayerTableFile, json_ready
+from megalowbit.telemetry.jsonl import JsonlSink, LayerTableSink, json_ready
 
 
 def strict(line):
@@ -153,14 +153,15 @@ def test_the_table_by_layer_has_one_object_per_layer_and_role(tmp_path):
     path = tmp_path / "overflow_layers.jsonl"
     counts = OperandCounts(elements=10, saturated=1, blocks=1, squared_error=0.0, squared_norm=2.0)
     rows = [LayerOverflow(layer=layer, role="input", counts=counts) for layer in "ab"]
-    table = LayerTableFile(path)
-    table.write(5, rows)
-    table.write(10, rows)
+    table = LayerTableSink(path)
+    table.write(5, {"loss": 1.0})  # of no concern to it
+    table.write_layers(5, rows)
+    table.write_layers(10, rows)
     with pytest.raises(ValueError, match="step 10"):
-        table.write(10, rows)
+        table.write_layers(10, rows)
     table.close()
-    resumed = LayerTableFile(path, resume_step=7)
-    resumed.write(10, rows)
+    resumed = LayerTableSink(path, resume_step=7)
+    resumed.write_layers(10, rows)
     resumed.close()
     written = records(path)
     assert [(r["step"], r["layer"]) for r in written] == [(5, "a"), (5, "b"), (10, "a"), (10, "b")]

@@ -8,12 +8,12 @@ from pydantic import ValidationError
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
 
 
-def test_defaults_record_everything_but_the_table_by_step():
+def test_defaults_record_everything():
     assert TelemetrySettings().model_dump() == {
         "log_every": 10,
         "tensorboard": True,
         "overflow": True,
-        "layers_every": 0,
+        "layers_every": 100,
     }
 
 

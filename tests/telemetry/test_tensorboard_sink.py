@@ -4,6 +4,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalowbit.errors import UserError
+from megalowbit.telemetry.counters import LayerOverflow, OperandCounts
 from megalowbit.telemetry.tensorboard_sink import TensorBoardSink
 
 
@@ -23,6 +24,22 @@ def test_every_numeric_fact_is_a_scalar_under_its_own_name(tmp_path):
         "loss": [(1, 2.5), (2, math.inf)],
         rate: [(1, 0.25)],
         "skipped_steps": [(1, 3.0)],
+    }
+
+
+def test_each_layer_and_role_has_three_curves(tmp_path):
+    seen = OperandCounts(elements=8, saturated=2, underflow=1, squared_error=1.0, squared_norm=100.0)
+    rows = [
+        LayerOverflow(layer="h.0.mlp", role="input", counts=seen),
+        LayerOverflow(layer="h.0.mlp", role="grad_output", counts=OperandCounts()),  # nothing to rate
+    ]
+    sink = TensorBoardSink(tmp_path)
+    sink.write_layers(5, rows)
+    sink.close()
+    assert scalars(tmp_path) == {
+        "overflow/input/h.0.mlp/saturation_rate": [(5, 0.25)],
+        "overflow/input/h.0.mlp/underflow_rate": [(5, 0.125)],
+        "overflow/input/h.0.mlp/snr_db": [(5, 20.0)],
     }
 
 

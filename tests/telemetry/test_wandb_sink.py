@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from megalowbit.errors import UserError
+from megalowbit.telemetry.counters import LayerOverflow, OperandCounts
 from megalowbit.telemetry.settings import WandbSettings
 from megalowbit.telemetry.wandb_sink import WandbSink
 
@@ -95,6 +96,21 @@ def test_without_an_account_a_whole_run_is_kept_offline(tmp_path, capfd):
     assert (run.run.project, run.run.run_group, run.run.display_name) == ("tiny", "night", "gpt2")
     assert run.exit_code == 0
     assert capfd.readouterr() == ("", ""), "W&B talks into the console"
+
+
+@pytest.mark.usefixtures("no_account")
+def test_curves_by_layer_stand_beside_the_facts_of_their_step(tmp_path):
+    counts = OperandCounts(elements=8, saturated=2)
+    sink = WandbSink(tmp_path, SETTINGS)
+    for step in (1, 2):
+        sink.write(step, {"loss": float(step)})
+        if step == 2:
+            sink.write_layers(step, [LayerOverflow(layer="h.0.mlp", role="input", counts=counts)])
+    sink.close()
+    (run,) = offline_runs(tmp_path)
+    tag = "overflow/input/h.0.mlp/saturation_rate"
+    assert [(row["loss"], row.get(tag)) for row in run.history] == [(1, None), (2, 0.25)]
+    assert "overflow/input/h.0.mlp/snr_db" not in run.history[1]  # nothing to rate
 
 
 @pytest.mark.usefixtures("no_account")

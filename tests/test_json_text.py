@@ -1,0 +1,75 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalowbit.errors import UserError
+from megalowbit.json_text import NotJsonError, parse_json, read_json_object
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(VALUES, st.booleans())
+def test_what_the_standard_library_writes_is_read_back(value, is_strict):
+    assert parse_json(json.dumps(value), "x", is_strict=is_strict) == value
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    assert parse_json("\ufeff[1]", "x") == [1]
+    (tmp_path / "x.json").write_bytes(b'\xef\xbb\xbf{"a": "\xc3\xa9"}')
+    assert read_json_object(tmp_path / "x.json") == {"a": "é"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "x is nested too deeply"),
+        ('{"a": ' * 100_000, "x is nested too deeply"),
+        ("9" * 5000, "x holds an integer of thousands of digits"),
+        ("{'a': 1}", "x is not JSON: line 1, column 2"),
+        ('{"a": 1,\n "b" 2}', "x is not JSON: line 2, column 6"),
+        ("", "x is not JSON: line 1, column 1"),
+    ],
+)
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_every_failure_of_the_parser_is_one_line(text, message, is_strict):
+    with pytest.raises(UserError, match=message) as caught:
+        parse_json(text, "x", is_strict=is_strict)
+    assert len(str(caught.value)) < 120
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, NotJsonError) == ("is not JSON" in message)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "message"),
+    [
+        ('{"a": {"b": 1, "b": 2}}', {"a": {"b": 2}}, "x: key 'b' occurs twice"),
+        ('{"a": Infinity}', {"a": float("inf")}, "x: Infinity is not a JSON number"),
+    ],
+)
+def test_only_the_strict_reader_refuses_what_python_lets_pass(text, value, message):
+    assert parse_json(text, "x") == value
+    with pytest.raises(UserError, match=message):
+        parse_json(text, "x", is_strict=True)
+
+
+def test_a_text_from_the_middle_of_a_file_is_named_by_its_line_there():
+    with pytest.raises(UserError, match="x is not JSON: line 7, column 2"):
+        parse_json("{1}", "x", first_line=7)
+    with pytest.raises(UserError, match="x, line 7 is nested too deeply"):
+        parse_json("[" * 100_000, "x", first_line=7)
+
+
+def test_a_file_that_holds_no_object_is_named(tmp_path):
+    path = tmp_path / "x.json"
+    for content, message in ((b"[1]", "holds a list, not an object"), (b"\xff", "is not UTF-8")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"x\.json {message}"):
+            read_json_object(path)
+    with pytest.raises(UserError, match=r"cannot read .*none\.json: No such file"):
+        read_json_object(tmp_path / "none.json")
