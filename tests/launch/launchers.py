@@ -65,10 +65,10 @@ def start(launcher, *arguments, cwd, processes=1, **more):
     )
 
 
-def run(launcher, *arguments, cwd, processes=1, **more):
+def run(launcher, *arguments, cwd, processes=1, seconds=SECONDS, **more):
     process = start(launcher, *arguments, cwd=cwd, processes=processes, **more)
     try:
-        output, _ = process.communicate(timeout=SECONDS)
+        output, _ = process.communicate(timeout=seconds)
     finally:
         kill(process)
     return Done(process.returncode, output)

@@ -1,0 +1,37 @@
+"""The shipped tiny configuration learns: a short run always, the whole one and its bf16 twin when asked."""
+
+import pytest
+from launchers import ROOT, metrics, run
+
+CONFIG = ROOT / "configs" / "gpt2_tiny_fp4.json"
+
+
+def mean_loss(rows):
+    return sum(row["loss"] for row in rows) / len(rows)
+
+
+def test_the_first_steps_in_fp4_already_learn(tmp_path):
+    # The whole schedule is 700 steps; a quarter of its tokens are enough to fall far below the start.
+    done = run(
+        "python", "--ds-config", CONFIG, "--run-dir", tmp_path / "run",
+        "--set", "megalowbit.run.steps=120", "--set", "train_micro_batch_size_per_gpu=8",
+        "--set", "megalowbit.checkpoint.export_hf=false", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    rows = metrics(tmp_path / "run")
+    assert 5.2 < rows[0]["loss"] < 5.7  # ln 256 = 5.55
+    assert mean_loss(rows[-20:]) < 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["nvfp4", "bf16"])
+def test_the_whole_run_falls_below_the_promised_loss(recipe, tmp_path):
+    done = run(
+        "deepspeed", "--ds-config", CONFIG, "--run-dir", tmp_path / "run",
+        "--set", f"megalowbit.recipe={recipe}", cwd=tmp_path, processes=2, seconds=900,
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 700
+    assert 5.2 < rows[0]["loss"] < 5.7
+    assert mean_loss(rows[-50:]) < 2.6
