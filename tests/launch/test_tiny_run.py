@@ -1,6 +1,7 @@
 """The shipped tiny configuration learns: a short run always, the whole one and its bf16 twin when asked."""
 
 import pytest
+
 from launchers import ROOT, metrics, run
 
 CONFIG = ROOT / "configs" / "gpt2_tiny_fp4.json"
