@@ -65,6 +65,18 @@ def start_process_group(
     return identity
 
 
+def stop_process_group() -> None:
+    """Leave the group together, at the end of a job that went well; every rank must call it.
+
+    Without it the process that serves the group's store may exit while others still talk to it, and theirs
+    then fail although all work is done.
+    """
+    if process_group.is_initialized():
+        if process_group.world_size() > 1:
+            dist.barrier()
+        dist.destroy_process_group()
+
+
 def import_deepspeed() -> Any:
     """Import deepspeed, on a CPU without its compiler run and its search for a GPU."""
     has_no_device = not torch.accelerator.is_available()

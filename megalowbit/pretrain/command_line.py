@@ -113,12 +113,13 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
             count = count_samples(data)
             print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {data.cache_dir}")
         return
-    from megalowbit.engine.process_start import import_deepspeed
+    from megalowbit.engine.process_start import import_deepspeed, stop_process_group
 
     import_deepspeed()  # first of all imports that lead to it, for it is set up on the way
     from megalowbit.pretrain.loop import pretrain
 
     pretrain(config, identity, run_dir=options.run_dir, is_resume=options.resume == "auto")
+    stop_process_group()
 
 
 def _share_cores() -> None:

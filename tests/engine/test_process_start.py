@@ -9,11 +9,11 @@ import torch.distributed as dist
 from megalowbit.engine.process_start import start_process_group
 
 ROOT = Path(__file__).parents[2]
+RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def test_plain_python_starts_a_group_of_one_and_says_nothing():
-    rank_names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environ = {key: value for key, value in os.environ.items() if key not in rank_names}
+    environ = {key: value for key, value in os.environ.items() if key not in RANK_NAMES}
     environ["PYTHONPATH"] = str(ROOT)
     code = (
         "from megalowbit.engine.process_start import start_process_group as start\n"
@@ -57,3 +57,18 @@ def test_a_port_that_is_taken_is_one_clear_line():
     assert done.returncode == 0, done.stderr
     assert f"no connection to the main process at 127.0.0.1:{port}" in done.stdout
     assert "--master_port" in done.stdout
+
+
+def test_a_group_is_left_in_order():
+    code = (
+        "from megalowbit.engine.process_start import start_process_group, stop_process_group\n"
+        "import torch.distributed as dist\n"
+        "start_process_group(); stop_process_group()\n"
+        "print(dist.is_initialized())\n"
+        "stop_process_group()  # harmless without a group\n"
+    )
+    environ = {key: value for key, value in os.environ.items() if key not in RANK_NAMES}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
