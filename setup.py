@@ -13,7 +13,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megalowbit", "megalowbit.*"]),
-    package_data={"megalowbit": ["py.typed"]},
+    package_data={"megalowbit": ["py.typed", "quantize/*.c"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
         "torch==2.13.0",
@@ -31,6 +31,15 @@ setup(
         "setuptools",  # deepspeed and triton import it at run time; Python 3.12 environments lack it
     ],
     extras_require={
-        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
+        # Triton's interpreter checks the GPU kernels on machines without one. No exact version here or in
+        # constraints.txt: torch's CUDA builds bring the one they need.
+        "test": [
+            "pytest>=8",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=1.14",
+            "triton>=3.4; sys_platform=='linux'",
+        ],
+        "bench": ["torchao==0.18.0"],
     },
 )

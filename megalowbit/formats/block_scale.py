@@ -1,95 +1,157 @@
-"""NVFP4's two-level scales: one fp32 number for the tensor, one E4M3 number for each block of 16.
+"""Block scales from block maxima: NVFP4's two levels, MX's powers of two, plain fp32.
 
-With A the tensor's largest magnitude and a that of one block:
+With a the largest magnitude of a block (already times `q_scalar`), A the largest a of the tensor and M the
+largest element (6 for E2M1), each operation rounded to fp32 once, in this order; every fast path keeps it:
 
-    S = 448·6 / A                     (A = 0: 1; at most 2¹²⁶, so that 1/S is a normal number)
-    s = e4m3(min(a / (6/S), 448))     one block's scale, nearest even
-    element = round(x · (S/s))        decoded as element · s · (1/S)
+- `e4m3`, two levels:  S = 448·M / A             (A = 0: 1; at most 2¹²⁶, so that 1/S is a normal number)
+                       s = e4m3(min(a / (M/S), 448))
+                       element = round(x · (S/s)), decoded as element · s · (1/S)
+- `e8m0`:              s = 2^(⌊log₂ a⌋ - ⌊log₂ M⌋), OCP's choice ("down"), or the smallest power of two with
+                       M·s ≥ a ("up", NVIDIA's); within 2^±127;  element = round(x · (1/s))
+- `fp32`:              s = a / M;  element = round(x / s)
 
-each operation rounded to fp32 once, in this order; other implementations held equal to this one must keep it.
-a / (6/S) rather than a·S/6, because it is exact whenever S is a power of two and costs one pass.
+a / (M/S) rather than a·S/M, because it is exact whenever S is a power of two and costs one pass.
 
-Non-finite numbers: a block that holds an infinity or a NaN gets the scale NaN (E4M3 has one), so its 16
-elements decode to NaN and the damage stays visible; A is taken over the other blocks, which are not
-disturbed. A block too small for E4M3 (below 2⁻¹⁰ after scaling) gets the scale 0 and decodes to zeros.
+The E4M3 scale is rounded to nearest even, or up, which lets no element clip: with stochastic rounding only
+that is without bias. Non-finite numbers: a block that holds an infinity or a NaN gets the scale NaN (E4M3 and
+E8M0 have one), so its elements decode to NaN and the damage stays visible; A is taken over the other blocks,
+which are not disturbed. A block too small for its scale's format gets the scale 0 and decodes to zeros.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalowbit.formats.block_format import BlockFormat
 from megalowbit.formats.element import ElementFormat
 from megalowbit.formats.tables import cached_table
 
-BLOCK_SIZE = 16
 E4M3_MAX = 448.0
 MAX_ENCODE_SCALE = 2.0**126
+SLACK = 1 + 2.0**-20  # what fp32 rounding alone may add to a ratio that should be at most 1
+ScaleRounding = Literal["nearest", "up", "down"]
 
 
 class BlockScales(NamedTuple):
-    """Scales of one tensor cut into blocks.
+    """Scales of one tensor cut into blocks; all but `tensor_scale` have the shape of the block maxima.
 
     Attributes:
-        codes: float8_e4m3fn (blocks, 1); NaN marks a block with non-finite elements.
+        codes: as stored: float8_e4m3fn, float8_e8m0fnu or fp32; NaN marks a block with non-finite elements.
         decoded: the same numbers in fp32.
-        encode: fp32 (blocks, 1), what elements are multiplied by: S/s, 0 where s is 0 or NaN.
-        tensor_scale: fp32, 0-dim, 1/S.
-        unclamped: fp32 (blocks, 1), block scales before the clamp to 448 and the rounding.
+        encode: fp32, what elements are multiplied by (divided by, where scales are fp32); 0 or NaN where
+            nothing of a block is left.
+        tensor_scale: fp32, 0-dim: 1/S of two-level scales, the scale where the tensor has only one; else
+            `None`.
+        overflows: bool, E4M3 scales beyond 448 (with `SLACK`) before they were clamped.
     """
 
     codes: Tensor
     decoded: Tensor
     encode: Tensor
-    tensor_scale: Tensor
-    unclamped: Tensor
+    tensor_scale: Tensor | None
+    overflows: Tensor
 
 
-def block_amax(blocks: Tensor) -> Tensor:
-    """Largest magnitude of each row.
-
-    Args:
-        blocks: fp32, fp16 or bf16 (blocks, block size), contiguous.
-
-    Returns:
-        fp32 (blocks, 1); not finite exactly where the row is not.
-    """
-    # Magnitudes order like their bit patterns, NaN above all; integer maxima are twice as fast on a CPU.
-    integer, mask = (torch.int32, 0x7FFFFFFF) if blocks.dtype == torch.float32 else (torch.int16, 0x7FFF)
-    bits = torch.bitwise_and(blocks.view(integer), mask)
-    return bits.amax(dim=1, keepdim=True).view(blocks.dtype).to(torch.float32)
-
-
-def two_level_scales(amax: Tensor, element: ElementFormat, tensor_amax: Tensor | None = None) -> BlockScales:
+def block_scales(
+    amax: Tensor,
+    format: BlockFormat,
+    rounding: ScaleRounding = "nearest",
+    tensor_amax: Tensor | None = None,
+    scale_max: float = E4M3_MAX,
+) -> BlockScales:
     """Scales of the blocks whose largest magnitudes are `amax`.
 
     Args:
-        amax: fp32 (blocks, 1), at least one block.
-        element: the format of the elements.
+        amax: fp32, at least one block; not finite where the block is not.
+        format: of the tensor.
+        rounding: of the scale: "nearest" or "up" for E4M3, "down" or "up" for E8M0, "nearest" for fp32.
         tensor_amax: fp32, 0-dim: the tensor's largest magnitude where these blocks are only a part of it
             (shards of one tensor must agree); `None` takes it from `amax`.
+        scale_max: the E4M3 scale which the largest block gets. Four-over-six lowers it to 256 to have room.
     """
-    amax = torch.sub(amax, amax, alpha=0.0)  # inf - 0·inf: infinities become NaN, which the clamp below keeps
+    amax = torch.where(amax.isfinite(), amax, torch.nan)  # one NaN, whose code has no sign
+    if format.block is None:
+        if tensor_amax is not None:
+            amax = torch.where(amax.isnan(), amax, tensor_amax)
+        return _one_scale(amax, format.element)
+    if format.scale == "e8m0":
+        return _power_of_two_scales(amax, format.element, rounding)
+    if format.scale == "fp32":
+        scale = torch.div(amax, torch.full_like(amax, format.element.max))
+        return BlockScales(scale, scale, scale, None, torch.zeros_like(scale, dtype=torch.bool))
+    encode_scale = tensor_encode_scale(amax, format.element, tensor_amax, scale_max)
+    return two_level_scales(amax, encode_scale, format.element.max, rounding)
+
+
+def tensor_encode_scale(
+    amax: Tensor, element: ElementFormat, tensor_amax: Tensor | None, scale_max: float = E4M3_MAX
+) -> Tensor:
+    """S: what brings the tensor's largest magnitude to `scale_max` · M. fp32, 0-dim; see `block_scales`."""
     if tensor_amax is None:
         tensor_amax = torch.nan_to_num(amax, nan=0.0).amax()
     # Both operands of a division are tensors: torch replaces division by a Python number with a product.
-    encode_scale = torch.div(torch.full_like(tensor_amax, E4M3_MAX * element.max), tensor_amax)
-    encode_scale = torch.where(tensor_amax > 0, encode_scale.clamp_(max=MAX_ENCODE_SCALE), 1.0)
-    unclamped = torch.div(amax, torch.div(torch.full_like(encode_scale, element.max), encode_scale))
-    codes = torch.clamp(unclamped, max=E4M3_MAX).to(torch.float8_e4m3fn)
-    decoded = decode_e4m3(codes)
+    encode_scale = torch.div(torch.full_like(tensor_amax, scale_max * element.max), tensor_amax)
+    return torch.where(tensor_amax > 0, encode_scale.clamp_(max=MAX_ENCODE_SCALE), 1.0)
+
+
+def two_level_scales(
+    amax: Tensor, encode_scale: Tensor, element_max: float, rounding: ScaleRounding
+) -> BlockScales:
+    """E4M3 scales under the tensor's scale 1/S.
+
+    Args:
+        amax: fp32 block maxima, NaN for a spoiled block.
+        encode_scale: S, fp32, 0-dim.
+        element_max: what a block's maximum becomes: M, or 4 in four-over-six.
+        rounding: "nearest" or "up".
+    """
+    unclamped = torch.div(amax, torch.div(torch.full_like(encode_scale, element_max), encode_scale))
+    clamped = unclamped.clamp(max=E4M3_MAX)
+    codes = clamped.to(torch.float8_e4m3fn)
+    if rounding == "up":
+        is_low = codes.to(torch.float32) < clamped
+        codes = (codes.view(torch.uint8) + is_low).view(torch.float8_e4m3fn)
+    decoded = codes.to(torch.float32)
     encode = torch.div(encode_scale, decoded).nan_to_num_(nan=0.0, posinf=0.0)
-    return BlockScales(codes, decoded, encode, torch.reciprocal(encode_scale), unclamped)
+    return BlockScales(codes, decoded, encode, torch.reciprocal(encode_scale), unclamped > E4M3_MAX * SLACK)
+
+
+def _power_of_two_scales(amax: Tensor, element: ElementFormat, rounding: ScaleRounding) -> BlockScales:
+    mantissa, exponent = math.frexp(element.max)  # 6 = 0.75 · 2³
+    bits = amax.view(torch.int32)
+    code = (bits >> 23) - (exponent - 1)
+    if rounding == "up":
+        limit = int((mantissa * 2 - 1) * 2**23)  # mantissa bits of 1.5
+        code = code + ((bits & 0x7FFFFF) > limit)
+    code = torch.where(amax.isnan(), 255, code.clamp(0, 254)).to(torch.uint8)
+    codes = code.view(torch.float8_e8m0fnu)
+    decoded = decode_e8m0(codes)
+    encode = torch.reciprocal(decoded).nan_to_num_(nan=0.0)
+    return BlockScales(codes, decoded, encode, None, torch.zeros_like(code, dtype=torch.bool))
+
+
+def _one_scale(amax: Tensor, element: ElementFormat) -> BlockScales:
+    scale = torch.div(amax, torch.full_like(amax, element.max))
+    one = torch.ones_like(scale)
+    return BlockScales(one, one, scale, scale.view(()), torch.zeros_like(scale, dtype=torch.bool))
 
 
 @cached_table
-def _e4m3_values(device: torch.device) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).to(device)
+def _powers_of_two(device: torch.device) -> Tensor:
+    # By ldexp on the CPU: 2^-127 is subnormal, which some devices' exp2 flushes to zero.
+    powers = torch.ldexp(torch.ones(255, dtype=torch.float64), torch.arange(255) - 127).to(torch.float32)
+    return torch.cat([powers, torch.tensor([math.nan])]).to(device)
 
 
-def decode_e4m3(codes: Tensor) -> Tensor:
-    """E4M3 numbers as fp32, by table: five times as fast as the cast on a CPU."""
-    index = codes.view(torch.uint8).to(torch.int32).view(-1)
-    return _e4m3_values(codes.device).index_select(0, index).view(codes.shape)
+def decode_e8m0(codes: Tensor) -> Tensor:
+    """E8M0 numbers as fp32; 255 is NaN."""
+    return _powers_of_two(codes.device)[codes.view(torch.uint8).to(torch.int32)]
+
+
+def decode_scales(codes: Tensor) -> Tensor:
+    """Stored block scales as fp32."""
+    return decode_e8m0(codes) if codes.dtype == torch.float8_e8m0fnu else codes.to(torch.float32)

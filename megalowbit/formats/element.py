@@ -1,10 +1,11 @@
 """Element formats: the finite set of numbers one code can stand for.
 
-A format is described by its non-negative magnitudes in code order; the sign is one more bit above them. All
+A format is described by its non-negative magnitudes in code order; one more bit above them is the sign. All
 else (largest value, rounding thresholds, the map from value to position) follows from that list, so a new
-sign-magnitude format is one line here. Scales, blocks and bytes belong to the other modules of this folder.
+sign-magnitude format is one line here. Integers are sign-magnitude too: they have no lonely -128.
 
-E2M1 is the four-bit element of the OCP Microscaling specification 1.0 and of NVFP4.
+E2M1, E3M2, E4M3 and E5M2 are the elements of the OCP Microscaling specification 1.0 (E4M3 without its NaN,
+E5M2 without its infinity and NaNs); ternary is that of BitNet b1.58 (arXiv:2402.17764).
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ class ElementFormat:
 
     Attributes:
         name: what papers call it, in lower case.
-        grid: magnitudes by code, rising from 0; every gap is a power of two times the smallest gap.
+        bits: of one code, the sign bit included.
+        grid: magnitudes by code, rising from 0; every gap is a power of two.
     """
 
     name: str
+    bits: int
     grid: tuple[float, ...]
 
     @property
@@ -32,17 +35,17 @@ class ElementFormat:
 
     @property
     def sign_code(self) -> int:
-        """The code bit which means "negative": 8 where the grid has 8 magnitudes."""
-        return len(self.grid)
+        """The code bit which means "negative": 8 where a code has 4 bits."""
+        return 1 << (self.bits - 1)
 
     @functools.cached_property
-    def quantum(self) -> float:
-        """Half the smallest gap: every threshold between two neighbours is a whole multiple of it."""
-        return min(high - low for low, high in zip(self.grid, self.grid[1:], strict=False)) / 2
+    def thresholds(self) -> tuple[float, ...]:
+        """Midpoints between neighbours: beyond the i-th lies code i + 1; on it, the even of the two codes."""
+        return tuple((low + high) / 2 for low, high in zip(self.grid, self.grid[1:], strict=False))
 
     @functools.cached_property
     def knots(self) -> tuple[tuple[float, float], ...]:
-        """Pairs (bound, weight) with Σ weight·clamp(x, ±bound) = the real-valued code of x, signed.
+        """Pairs (bound, weight) with Σ weight·min(|x|, bound) = the real-valued code of |x|.
 
         The map runs through (grid[i], i) in straight lines; it bends where the gap between neighbours
         changes.
@@ -52,20 +55,29 @@ class ElementFormat:
         return tuple((bound, before - after) for bound, before, after in bends if before != after)
 
     def code_values(self) -> list[float]:
-        """The number each code stands for, sign bit included: index 9 of E2M1 is -0.5."""
-        return [*self.grid, *(-magnitude for magnitude in self.grid)]
-
-    def nearest_code(self, magnitude: float) -> int:
-        """The code nearest to a non-negative number; ties go to the even code, large ones saturate.
-
-        Plain Python and exact: fast paths read their tables off it.
-        """
-        code = 0
-        for lower in range(len(self.grid) - 1):
-            threshold = (self.grid[lower] + self.grid[lower + 1]) / 2
-            if magnitude > threshold or (magnitude == threshold and lower % 2 == 1):
-                code = lower + 1
-        return code
+        """The number of each code, sign bit included: index 9 of E2M1 is -0.5; unused codes are NaN."""
+        unused = [float("nan")] * (self.sign_code - len(self.grid))
+        return [*self.grid, *unused, *(-magnitude for magnitude in self.grid), *unused]
 
 
-E2M1 = ElementFormat(name="e2m1", grid=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+def _float_grid(exponent_bits: int, mantissa_bits: int, count: int) -> tuple[float, ...]:
+    """The first `count` magnitudes of a floating format with subnormals and the usual bias."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    steps = 2**mantissa_bits
+    grid = []
+    for code in range(count):
+        exponent, mantissa = divmod(code, steps)
+        significand = mantissa / steps + (exponent > 0)
+        grid.append(significand * 2.0 ** (max(exponent, 1) - bias))
+    return tuple(grid)
+
+
+E2M1 = ElementFormat(name="e2m1", bits=4, grid=_float_grid(2, 1, 8))
+E3M2 = ElementFormat(name="e3m2", bits=6, grid=_float_grid(3, 2, 32))
+E4M3 = ElementFormat(name="e4m3", bits=8, grid=_float_grid(4, 3, 127))
+E5M2 = ElementFormat(name="e5m2", bits=8, grid=_float_grid(5, 2, 124))
+INT8 = ElementFormat(name="int8", bits=8, grid=tuple(float(i) for i in range(128)))
+INT4 = ElementFormat(name="int4", bits=4, grid=tuple(float(i) for i in range(8)))
+TERNARY = ElementFormat(name="ternary", bits=2, grid=(0.0, 1.0))
+
+ELEMENTS = {each.name: each for each in (E2M1, E3M2, E4M3, E5M2, INT8, INT4, TERNARY)}

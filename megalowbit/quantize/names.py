@@ -1,37 +1,150 @@
-"""The names users type for quantisers: one line a format.
+"""The names users type for quantisers: `base`, or `base:option:option`.
 
-A name without suffix rounds stochastically, `…nosr` to nearest even, as in Metis.
+| base                            | elements and scales                                    | rounding   |
+|---------------------------------|--------------------------------------------------------|------------|
+| `fp4e2m1`                       | E2M1, one fp32 scale                                   | nearest    |
+| `fp4e2m1b`                      | E2M1, fp32 scale for 1 × 16                            | stochastic |
+| `nvfp4e2m1b`                    | NVFP4: E2M1, E4M3 scale for 1 × 16, fp32 scale         | stochastic |
+| `mxfp4e2m1b`                    | MXFP4: E2M1, E8M0 scale for 1 × 32, rounded up         | stochastic |
+| the three with `nosr`           |                                                        | nearest    |
+| `fp6e3m2`, `fp8e4m3`, `fp8e5m2`, `int8`, `int4` | one fp32 scale                         | nearest    |
+| these five with `b`             | fp32 scale for 1 × 16                                  | nearest    |
+| `1p58bit`                       | -1, 0, 1 times the mean magnitude (BitNet b1.58)       | nearest    |
+| `fp32`                          | not quantised                                          |            |
+
+Bases and the suffix `nosr` are those of Metis, with its default rounding. Options: `sr` stochastic rounding;
+`unbiased` the same with scales rounded up, so that nothing clips; `tile16` scales for 16 × 16 (a transposed
+weight keeps its codes); `block32` scales for 1 × 32; `floor` MXFP4's scale as OCP rounds it; `4over6`
+four-over-six; `q_scalar=1.25` headroom; `seed_compat` what the Metis repository computes (`seed_compat.py`).
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
-from megalowbit.errors import unknown_name
+from megalowbit.errors import UserError, unknown_name
+from megalowbit.formats.block_format import MXFP4, NVFP4, BlockFormat
+from megalowbit.formats.block_scale import ScaleRounding
+from megalowbit.formats.element import E2M1, E3M2, E4M3, E5M2, INT4, INT8, TERNARY, ElementFormat
+from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.quantizer import BlockQuantizer, IdentityQuantizer, Quantizer
+from megalowbit.quantize.seed_compat import SEED_COMPAT
+
+OPTIONS = ("sr", "unbiased", "tile16", "block32", "floor", "4over6", "q_scalar", "seed_compat")
+CONTRADICTIONS = (("unbiased", "floor"), ("tile16", "block32"))
 
 
 @functools.lru_cache(maxsize=1)
-def _registry() -> dict[str, Quantizer]:
-    quantizers: list[Quantizer] = [
-        BlockQuantizer(name="nvfp4e2m1b", is_stochastic=True),
-        BlockQuantizer(name="nvfp4e2m1bnosr"),
-        IdentityQuantizer(name="fp32"),
-    ]
-    return {each.name: each for each in quantizers}
+def _bases() -> dict[str, Encoding | None]:
+    nvfp4 = Encoding(format=NVFP4)
+    mxfp4 = Encoding(format=MXFP4, scale_rounding="up")
+    fp4_block = _fp32_scaled(E2M1, (1, 16))
+    bases: dict[str, Encoding | None] = {
+        "nvfp4e2m1b": replace(nvfp4, is_stochastic=True),
+        "nvfp4e2m1bnosr": nvfp4,
+        "mxfp4e2m1b": replace(mxfp4, is_stochastic=True),
+        "mxfp4e2m1bnosr": mxfp4,
+        "fp4e2m1": _fp32_scaled(E2M1, None),
+        "fp4e2m1b": replace(fp4_block, is_stochastic=True),
+        "fp4e2m1bnosr": fp4_block,
+    }
+    for name, element in (
+        ("fp6e3m2", E3M2),
+        ("fp8e4m3", E4M3),
+        ("fp8e5m2", E5M2),
+        ("int8", INT8),
+        ("int4", INT4),
+    ):
+        bases[name] = _fp32_scaled(element, None)
+        bases[name + "b"] = _fp32_scaled(element, (1, 16))
+    bases["1p58bit"] = replace(_fp32_scaled(TERNARY, None), scale_from="mean")
+    bases["fp32"] = None
+    return bases
+
+
+def _fp32_scaled(element: ElementFormat, block: tuple[int, int] | None) -> Encoding:
+    return Encoding(format=BlockFormat(element=element, block=block, scale="fp32"))
 
 
 def quantizer_names() -> tuple[str, ...]:
-    """All names `quantizer` knows."""
-    return tuple(_registry())
+    """All base names `quantizer` knows."""
+    return tuple(_bases())
 
 
+@functools.lru_cache(maxsize=256)
 def quantizer(name: str) -> Quantizer:
     """The quantiser called `name`.
 
     Raises:
-        UserError: there is none; the message lists the names and the nearest one.
+        UserError: the base or an option is unknown (the message lists the names and the nearest one), or an
+            option does not fit the base.
     """
-    if name not in _registry():
-        raise unknown_name("quantizer", name, quantizer_names())
-    return _registry()[name]
+    base, *options = name.split(":")
+    if base not in _bases():
+        raise unknown_name("quantizer", base, quantizer_names())
+    try:
+        _check_options(options)
+        if "seed_compat" in options:
+            return _seed_compat(name, base, options)
+        encoding = _bases()[base]
+        if encoding is None:
+            if options:
+                raise UserError(f"{base} takes no options")
+            return IdentityQuantizer(name=name)
+        for option in options:
+            encoding = _with_option(encoding, option)
+    except UserError as error:
+        raise UserError(f"quantizer {name!r}: {error}") from error
+    return BlockQuantizer(name=name, encoding=encoding)
+
+
+def _check_options(options: list[str]) -> None:
+    keys = [option.partition("=")[0] for option in options]
+    for option, key in zip(options, keys, strict=True):
+        if key not in OPTIONS:
+            raise unknown_name("option", option, OPTIONS)
+        if ("=" in option) != (key == "q_scalar"):
+            raise UserError("write q_scalar=NUMBER, and the other options without a value")
+        if keys.count(key) > 1:
+            raise UserError(f"{key} stands there twice, write it once")
+    for one, other in CONTRADICTIONS:
+        if one in keys and other in keys:
+            raise UserError(f"{one} and {other} contradict each other, leave one out")
+
+
+def _seed_compat(name: str, base: str, options: list[str]) -> Quantizer:
+    if len(options) > 1:
+        raise UserError("seed_compat stands alone, leave out the other options")
+    if base not in SEED_COMPAT:
+        raise UserError(f"seed_compat exists for {', '.join(SEED_COMPAT)}")
+    return SEED_COMPAT[base](name=name)
+
+
+def _with_option(encoding: Encoding, option: str) -> Encoding:
+    format = encoding.format
+    key, _, value = option.partition("=")
+    if key == "q_scalar":
+        return replace(encoding, q_scalar=_number(value))
+    if key == "sr":
+        return replace(encoding, is_stochastic=True)
+    if key == "unbiased":
+        rounding: ScaleRounding = "nearest" if format.scale == "fp32" else "up"
+        return replace(encoding, is_stochastic=True, scale_rounding=rounding)
+    if key == "4over6":
+        return replace(encoding, four_over_six=True)
+    if key == "floor":
+        if format.scale != "e8m0":
+            raise UserError("floor is a choice of MXFP4's scale, use mxfp4e2m1b…")
+        return replace(encoding, scale_rounding="down")
+    if format.block is None or format.scale == "e8m0" or (key == "block32" and format.scale != "fp32"):
+        raise UserError(f"{key} does not fit the blocks of this format, leave it out")
+    block = (16, 16) if key == "tile16" else (1, 32)
+    return replace(encoding, format=replace(format, block=block))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"q_scalar={text!r} is not a number") from None

@@ -1,8 +1,9 @@
-"""What a quantiser returns: packed codes with their scales, or the tensor itself where nothing is quantised.
+"""What a quantiser returns: packed codes with their scales, or the tensor itself where nothing is packed.
 
-A GEMM takes `operand()`: element codes times block scale, without the tensor's scale. Such a product has at
-most six significant bits between 2⁻¹⁰ and 2688, so bf16 and fp16 hold it exactly, and a bf16 GEMM computes
-what FP4 tensor cores would; the product of the two tensor scales is applied to the result, in fp32.
+A GEMM takes `operand()`: element codes times block scale, without the tensor's scale. For E2M1 under E4M3
+scales such a product has at most six significant bits between 2⁻¹⁰ and 2688, under E8M0 scales two, so bf16
+holds it exactly and a bf16 GEMM computes what FP4 tensor cores would; the product of the two tensor scales is
+applied to the result, in fp32. Only formats with fp32 block scales need fp32 operands (`exact_dtype`).
 
 For backward a tensor is kept as its parts (4.5 bits an element): `to_parts` and `from_parts`, tensors on
 one side, because autograd must hold them, and the rest on the other.
@@ -17,9 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megalowbit.formats.block_scale import BLOCK_SIZE, decode_e4m3
-from megalowbit.formats.element import ElementFormat
-from megalowbit.formats.packing import in_pieces, unpack_values
+from megalowbit.formats.block_format import BlockFormat
+from megalowbit.quantize import backends
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -35,7 +35,11 @@ class Operand(Protocol):
     def tensor_scale(self) -> Tensor | None:
         """Factor the GEMM's result is to be multiplied by; `None` is 1."""
 
-    def operand(self, dtype: torch.dtype = ...) -> Tensor:
+    @property
+    def exact_dtype(self) -> torch.dtype | None:
+        """The narrowest dtype that holds the operand exactly; `None`: it is not quantised."""
+
+    def operand(self, dtype: torch.dtype = ..., *, transpose: bool = ...) -> Tensor:
         """The 2-D matrix to multiply, without `tensor_scale`."""
 
 
@@ -44,63 +48,83 @@ class QuantizedTensor:
     """A tensor in a block format.
 
     Attributes:
-        codes: uint8 (rows, padded cols / 2), two codes a byte, low nibble first.
-        scales: float8_e4m3fn (rows, padded cols / 16); NaN marks a block with non-finite elements.
-        tensor_scale: fp32, 0-dim, the decode factor.
+        codes: uint8, `format.codes_shape(rows, cols)`, the first code in the lowest bits.
+        scales: `format.scales_shape(rows, cols)`, as stored; NaN marks a block with non-finite elements.
+        tensor_scale: fp32, 0-dim, the decode factor, or `None` where the format has none.
         shape: of the original tensor.
         dtype: of the original tensor.
-        element: format of the codes.
+        format: of codes and scales.
         counts: int64, one for each of `COUNT_NAMES`, or `None` if not asked for.
         error: float64, one for each of `ERROR_NAMES`, or `None`.
+        ready_operand: the operand, where the quantiser has made it on the way; never saved.
     """
 
     codes: Tensor
     scales: Tensor
-    tensor_scale: Tensor
+    tensor_scale: Tensor | None
     shape: torch.Size
     dtype: torch.dtype
-    element: ElementFormat
+    format: BlockFormat
     counts: Tensor | None = None
     error: Tensor | None = None
+    ready_operand: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held: codes, block scales and the tensor's scale."""
-        return self.codes.nbytes + self.scales.nbytes + self.tensor_scale.nbytes
+        return sum(part.nbytes for part in self._parts())
 
-    def operand(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Codes × block scale, (rows, cols), exact in bf16, fp16 and anything wider."""
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """The narrowest dtype that holds the operand exactly."""
+        has_wide_scales = self.format.scale == "fp32" and self.format.block is not None
+        return torch.float32 if has_wide_scales else torch.bfloat16
+
+    def operand(self, dtype: torch.dtype = torch.bfloat16, *, transpose: bool = False) -> Tensor:
+        """Codes × block scale, (rows, cols), exact in `exact_dtype` and wider; (cols, rows) transposed."""
+        if self.ready_operand is not None and self.ready_operand.dtype == dtype:
+            return self.ready_operand.t() if transpose else self.ready_operand
         rows, cols = matrix_shape(self.shape)
-        scales = decode_e4m3(self.scales.view(-1, 1))
-        values = torch.empty((scales.shape[0], BLOCK_SIZE), dtype=dtype, device=scales.device)
-        if values.numel():
-            pieces = in_pieces(len(scales), scales.device, values, self.codes.view(-1), scales)
-            for out, codes, scale in pieces:
-                out.copy_(unpack_values(codes, self.element).view(-1, BLOCK_SIZE).mul_(scale))
-        return values.view(rows, self.scales.shape[1] * BLOCK_SIZE)[:, :cols]
+        return backends.decode(self.codes, self.scales, self.format, rows, cols, dtype, transpose=transpose)
 
     def dequantize(self) -> Tensor:
         """The tensor in its original shape and dtype: element · block scale · tensor scale, in fp32."""
-        largest = torch.finfo(torch.float32).max
-        # Decoding the largest fp32 number may round one step beyond it; that is no overflow of the input's.
-        values = self.operand(torch.float32).mul(self.tensor_scale).clamp_(-largest, largest)
-        return values.to(self.dtype).reshape(self.shape)
+        values = self.operand(torch.float32)
+        if self.tensor_scale is not None:
+            values = values * self.tensor_scale
+        # Numbers near the dtype's largest may round beyond it; that is no overflow of the input's.
+        largest = min(torch.finfo(self.dtype).max, torch.finfo(torch.float32).max)
+        return values.clamp(-largest, largest).to(self.dtype).reshape(self.shape)
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return (self.codes, self.scales) + (() if self.tensor_scale is None else (self.tensor_scale,))
 
     def to_parts(self) -> tuple[tuple[Tensor, ...], QuantizedTensor]:
         """Tensors, and a copy of the rest that holds none."""
         nothing = torch.empty(0)
-        rest = replace(self, codes=nothing, scales=nothing, tensor_scale=nothing, counts=None, error=None)
-        return (self.codes, self.scales, self.tensor_scale), rest
+        tensor_scale = None if self.tensor_scale is None else nothing
+        rest = replace(
+            self,
+            codes=nothing,
+            scales=nothing,
+            tensor_scale=tensor_scale,
+            counts=None,
+            error=None,
+            ready_operand=None,
+        )
+        return self._parts(), rest
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> QuantizedTensor:
         """Inverse of `to_parts`, called on its second result."""
-        codes, scales, tensor_scale = tensors
-        return replace(self, codes=codes, scales=scales, tensor_scale=tensor_scale)
+        codes, scales, *tensor_scale = tensors
+        return replace(
+            self, codes=codes, scales=scales, tensor_scale=tensor_scale[0] if tensor_scale else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnquantizedTensor:
-    """A tensor that passed through the identity quantiser; the same surface as `QuantizedTensor`."""
+    """A tensor that is not packed: as it was, or rounded; the same surface as `QuantizedTensor`."""
 
     values: Tensor
     counts: Tensor | None = None
@@ -109,6 +133,7 @@ class UnquantizedTensor:
     codes = None
     scales = None
     tensor_scale = None
+    exact_dtype = None
 
     @property
     def shape(self) -> torch.Size:
@@ -125,9 +150,10 @@ class UnquantizedTensor:
         """Bytes of the tensor."""
         return self.values.nbytes
 
-    def operand(self, dtype: torch.dtype | None = None) -> Tensor:
+    def operand(self, dtype: torch.dtype | None = None, *, transpose: bool = False) -> Tensor:
         """The tensor as a matrix, (rows, cols), cast to `dtype` (default: its own)."""
-        return self.values.reshape(matrix_shape(self.values.shape)).to(dtype or self.values.dtype)
+        matrix = self.values.reshape(matrix_shape(self.values.shape)).to(dtype or self.values.dtype)
+        return matrix.t() if transpose else matrix
 
     def dequantize(self) -> Tensor:
         """The tensor itself."""

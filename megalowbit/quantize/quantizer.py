@@ -1,11 +1,8 @@
 """Quantisers: from a tensor to codes and scales, in one of the named ways.
 
-A tensor of any shape is flattened to (rows, cols); each row is cut into blocks of 16 along the last axis,
-the last one padded with zeros that are cropped again on the way out. Scales are NVFP4's
-(`formats.block_scale`), rounding is nearest even or stochastic. A non-finite element makes its block NaN
-and leaves the others as they are.
-
-On a CPU the elements go through in pieces that fit a core's cache (`in_pieces`).
+A tensor of any shape is flattened to (rows, cols) and cut into blocks; partial blocks are padded with zeros
+that are cropped again on the way out. What happens to a block is the encoding's business; how it is computed,
+the backend's.
 """
 
 from __future__ import annotations
@@ -15,20 +12,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.errors import UserError
-from megalowbit.formats.block_scale import BLOCK_SIZE, BlockScales, block_amax, two_level_scales
-from megalowbit.formats.element import E2M1, ElementFormat
-from megalowbit.formats.packing import in_pieces, pack_keys
-from megalowbit.formats.rounding import (
-    nearest_key_codes,
-    nearest_keys,
-    stochastic_key_codes,
-    stochastic_keys,
-)
-from megalowbit.quantize.counts import count_errors, no_counts
+from megalowbit.formats.block_format import GROUP
+from megalowbit.quantize import backends
+from megalowbit.quantize.counts import no_counts
+from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.philox import NO_KEY, RandomKey
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
-from megalowbit.quantize.random_stream import fill_uniform
 
 
 class Quantizer(ABC):
@@ -49,25 +41,27 @@ class Quantizer(ABC):
         self,
         x: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        random_key: RandomKey | None = None,
         with_counts: bool = False,
         tensor_amax: Tensor | None = None,
+        operand_dtype: torch.dtype | None = None,
     ) -> QuantizedTensor | UnquantizedTensor:
         """Quantise a tensor; no gradient flows.
 
         Args:
             x: floating, any shape and strides, may be empty. fp64 is rounded to fp32 first.
-            generator: for stochastic rounding, on x's device; `None` is torch's default generator.
-            with_counts: fill the result's `counts` and `error`; costs about as much as quantising.
+            random_key: of stochastic rounding; `None` draws one from torch's default CPU generator.
+            with_counts: fill the result's `counts` and `error`.
             tensor_amax: fp32, 0-dim: largest magnitude of the whole tensor, where x is one shard of it.
+            operand_dtype: make the GEMM's operand on the way, in this dtype.
 
         Raises:
             UserError: x is not a floating tensor.
         """
 
-    def __call__(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(self, x: Tensor, *, random_key: RandomKey | None = None) -> Tensor:
         """Quantise and dequantise: x as its codes represent it, same shape and dtype, detached."""
-        return self.quantize(x, generator=generator).dequantize()
+        return self.quantize(x, random_key=random_key).dequantize()
 
     def _check(self, x: Tensor) -> None:
         if not x.is_floating_point() or x.dtype.itemsize < 2:
@@ -78,69 +72,119 @@ class Quantizer(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockQuantizer(Quantizer):
-    """E2M1 elements under two-level scales: NVFP4."""
+    """Elements of few bits under block scales."""
 
     name: str
-    is_stochastic: bool = False
-    element: ElementFormat = E2M1
+    encoding: Encoding
 
-    @torch.no_grad()
+    @property
+    def is_stochastic(self) -> bool:  # type: ignore[override]
+        """Whether rounding draws random numbers."""
+        return self.encoding.is_stochastic
+
     def quantize(
         self,
         x: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        random_key: RandomKey | None = None,
         with_counts: bool = False,
         tensor_amax: Tensor | None = None,
+        operand_dtype: torch.dtype | None = None,
     ) -> QuantizedTensor:
         """See `Quantizer.quantize`."""
         self._check(x)
-        rows, cols = matrix_shape(x.shape)
-        blocks_per_row = -(-cols // BLOCK_SIZE)
-        counts = error = None
-        if x.numel() == 0:
-            packed = torch.empty(0, dtype=torch.uint8, device=x.device)
-            scales = torch.empty(0, dtype=torch.float8_e4m3fn, device=x.device)
-            tensor_scale = torch.ones((), device=x.device)
-            if with_counts:
-                counts, error = no_counts(x.device)
-        else:
-            blocks = _to_blocks(x, rows, cols)
-            all_scales = two_level_scales(block_amax(blocks), self.element, tensor_amax)
-            packed = self._encode(blocks, all_scales, generator)
-            scales, tensor_scale = all_scales.codes, all_scales.tensor_scale
-            if with_counts:
-                counts, error = count_errors(blocks, packed, all_scales, self.element, x.numel())
-        return QuantizedTensor(
-            codes=packed.view(rows, blocks_per_row * BLOCK_SIZE // 2),
-            scales=scales.view(rows, blocks_per_row),
-            tensor_scale=tensor_scale,
-            shape=x.shape,
-            dtype=x.dtype,
-            element=self.element,
+        matrix = x.detach().reshape(matrix_shape(x.shape))
+        encoded = self._encode(
+            matrix,
+            random_key=random_key,
+            with_counts=with_counts,
+            tensor_amax=tensor_amax,
+            operand_dtype=operand_dtype,
+        )
+        return self._tensor(encoded, x.shape, x.dtype)
+
+    def quantize_transposed(
+        self,
+        x: Tensor,
+        *,
+        signs: int | None = None,
+        random_key: RandomKey | None = None,
+        with_counts: bool = False,
+    ) -> QuantizedTensor:
+        """Quantise xᵀ, in blocks along x's rows, after a Hadamard transform if `signs` is given.
+
+        Args:
+            x: floating, any shape; taken as (rows, cols).
+            signs: 16 bits, see `hadamard`; the rows are padded with zeros to a multiple of 16.
+            random_key: as for `quantize`.
+            with_counts: as for `quantize`.
+
+        Returns:
+            A matrix (cols, rows), the rows padded to a multiple of 16 where there is a transform.
+
+        Raises:
+            UserError: x is not a floating tensor.
+        """
+        self._check(x)
+        matrix = x.detach().reshape(matrix_shape(x.shape))
+        if signs is not None and matrix.shape[0] % GROUP:
+            matrix = torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[0] % GROUP))
+        encoded = self._encode(matrix.t(), random_key=random_key, signs=signs, with_counts=with_counts)
+        return self._tensor(encoded, matrix.t().shape, x.dtype)
+
+    @torch.no_grad()
+    def _encode(
+        self,
+        matrix: Tensor,
+        *,
+        random_key: RandomKey | None,
+        with_counts: bool,
+        signs: int | None = None,
+        tensor_amax: Tensor | None = None,
+        operand_dtype: torch.dtype | None = None,
+    ) -> Encoded:
+        if matrix.numel() == 0:
+            return self._nothing(matrix, with_counts=with_counts)
+        if random_key is None:
+            random_key = fresh_key() if self.is_stochastic else NO_KEY
+        return backends.encode(
+            matrix,
+            self.encoding,
+            random_key=random_key,
+            signs=signs,
+            tensor_amax=tensor_amax,
+            operand_dtype=operand_dtype,
+            with_counts=with_counts,
+        )
+
+    def _nothing(self, matrix: Tensor, *, with_counts: bool) -> Encoded:
+        """An empty matrix, with scales of the right shape where it has rows or columns."""
+        format, device = self.encoding.format, matrix.device
+        scale_dtype = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu, "fp32": torch.float32}
+        codes = torch.zeros(format.codes_shape(*matrix.shape), dtype=torch.uint8, device=device)
+        scales = torch.zeros(format.scales_shape(*matrix.shape), dtype=torch.uint8, device=device)
+        has_tensor_scale = format.scale == "e4m3" or format.block is None
+        counts, error = no_counts(device) if with_counts else (None, None)
+        return Encoded(
+            codes,
+            scales.to(scale_dtype[format.scale]),
+            torch.ones((), device=device) if has_tensor_scale else None,
             counts=counts,
             error=error,
         )
 
-    def _encode(self, blocks: Tensor, scales: BlockScales, generator: torch.Generator | None) -> Tensor:
-        packed = torch.empty(blocks.numel() // 2, dtype=torch.uint8, device=blocks.device)
-        # Nearest rounding counts in quanta; a power of two, so the scale absorbs it exactly.
-        encode = scales.encode if self.is_stochastic else scales.encode / self.element.quantum
-        scratch: list[Tensor] = []
-        for chunk, chunk_encode, out in in_pieces(len(blocks), blocks.device, blocks, encode, packed):
-            if not scratch:  # the first piece is the largest; the others reuse its memory
-                scratch = [
-                    torch.empty(chunk.shape, device=chunk.device) for _ in range(2 + self.is_stochastic)
-                ]
-            scaled, spare, *uniform = (each[: len(chunk)] for each in scratch)
-            scaled.copy_(chunk).mul_(chunk_encode)
-            if uniform:
-                keys = stochastic_keys(scaled, spare, fill_uniform(uniform[0], generator), self.element)
-                pack_keys(keys, stochastic_key_codes(self.element), out=out)
-            else:
-                keys = nearest_keys(scaled, spare, self.element)
-                pack_keys(keys, nearest_key_codes(self.element), out=out)
-        return packed
+    def _tensor(self, encoded: Encoded, shape: torch.Size, dtype: torch.dtype) -> QuantizedTensor:
+        return QuantizedTensor(
+            codes=encoded.codes,
+            scales=encoded.scales,
+            tensor_scale=encoded.tensor_scale,
+            shape=shape,
+            dtype=dtype,
+            format=self.encoding.format,
+            counts=encoded.counts,
+            error=encoded.error,
+            ready_operand=encoded.operand,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +198,13 @@ class IdentityQuantizer(Quantizer):
         self,
         x: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        random_key: RandomKey | None = None,
         with_counts: bool = False,
         tensor_amax: Tensor | None = None,
+        operand_dtype: torch.dtype | None = None,
     ) -> UnquantizedTensor:
         """See `Quantizer.quantize`; counts hold elements and non-finite ones, the error is 0."""
-        del generator, tensor_amax
+        del random_key, tensor_amax, operand_dtype
         self._check(x)
         counts = error = None
         if with_counts:
@@ -171,11 +216,9 @@ class IdentityQuantizer(Quantizer):
         return UnquantizedTensor(values=x.detach(), counts=counts, error=error)
 
 
-def _to_blocks(x: Tensor, rows: int, cols: int) -> Tensor:
-    """Shape x as (blocks, 16), contiguous, fp32 or 16-bit; a copy only where it must be."""
-    matrix = x.detach().reshape(rows, cols)
-    if matrix.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        matrix = matrix.to(torch.float32)
-    if cols % BLOCK_SIZE:
-        matrix = torch.nn.functional.pad(matrix, (0, -cols % BLOCK_SIZE))
-    return matrix.contiguous().view(-1, BLOCK_SIZE)
+def fresh_key() -> RandomKey:
+    """A key that has not been used before, drawn from torch's default CPU generator."""
+    drawn = torch.randint(2**62, (), device="cpu")
+    return (
+        NO_KEY if isinstance(drawn, FakeTensor) else RandomKey(int(drawn))
+    )  # fake: no numbers are asked for

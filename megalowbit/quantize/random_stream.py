@@ -1,85 +1,104 @@
 """Random numbers for stochastic rounding, addressed rather than consumed.
 
-Each draw has its own generator, seeded by a 64-bit hash of (seed, step, layer, role, rank): what one layer
-draws depends on nothing drawn before, so a resumed run, a recomputed activation or a layer added elsewhere
+A tensor's random bits are Philox of a key and a counter (`philox.py`). The key is a 64-bit hash of seed,
+layer, role, use and rank; the micro-batch is the upper half of the counter. So what one layer draws depends
+on nothing drawn before: a resumed run, a recomputed activation, another device or a layer added elsewhere
 changes no number. Tensors all ranks hold alike (weights) leave the rank out and are rounded alike
 everywhere.
 
-torch's CPU generator keeps 32 bits of a seed: two of many million draws may then share their numbers, far
-apart, which harms nothing. The hash still decides all bits, so neighbouring steps have nothing in common.
+The micro-batch is kept in a CPU tensor, because a compiled model has to read and advance it at run time: as a
+Python number it would be a constant of the graph.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megalowbit.errors import UserError
+from megalowbit.formats.block_format import NVFP4
+from megalowbit.quantize import backends
+from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.philox import RandomKey
 
-_SEED_MASK = (1 << 64) - 1
-_PROBE_SIZE = 256
+Encode = Callable[..., Encoded]
 
 
 class RandomStream:
-    """Generators by (step, layer, role) for one seed and one rank.
+    """Random keys by (step, layer, role) for one seed and one rank.
 
     Args:
         seed: any integer; the same on all ranks.
         rank: this process's data-parallel rank.
 
     Attributes:
-        step: micro-batches seen; part of every key.
+        seed: as given; a resumed run takes over the saved one.
+        rank: as given.
     """
 
     def __init__(self, seed: int, rank: int = 0) -> None:
         self.seed = int(seed)
         self.rank = int(rank)
-        self.step = 0
         self._checked: set[str] = set()
+        self._keys: dict[tuple[object, ...], int] = {}
+        self._set_step(0)
+
+    def _set_step(self, step: int) -> None:
+        with _disable_current_modes():  # an estimate of memory builds models of fake tensors
+            self.step_tensor = torch.tensor(step, dtype=torch.int64, device="cpu")
+            self._step = self.step_tensor.numpy()  # the same memory, read without torch
+
+    @property
+    def step(self) -> int:
+        """Micro-batches seen; the upper half of every counter."""
+        return int(self._step)
 
     def advance(self) -> None:
         """Move on to the next micro-batch."""
-        self.step += 1
+        self._step += 1
 
-    def generator(
-        self,
-        layer: str,
-        role: str,
-        device: torch.device | str,
-        *,
-        step: int | None = None,
-        is_shared: bool = False,
-    ) -> torch.Generator:
-        """A fresh generator for one tensor.
+    def key(
+        self, layer: str, role: str, *, step: int | None = None, use: int = 0, is_shared: bool = False
+    ) -> RandomKey:
+        """The key of one tensor.
 
         Args:
             layer: name of the layer.
-            role: which of its tensors, and which use of it.
-            device: where the numbers will be drawn.
+            role: which of its tensors.
             step: the micro-batch; `None` is the current one.
+            use: which use of the layer within the micro-batch.
             is_shared: whether all ranks hold this tensor and must round it alike.
+        """
+        address = (self.seed, layer, role, use, None if is_shared else self.rank)
+        key = self._keys.get(address)
+        if key is None:
+            key = self._keys[address] = _hash(address, 8)
+        return RandomKey(key, self.step if step is None else step)
+
+    def hadamard_signs(self) -> int:
+        """16 bits for the random Hadamard transform: a function of the seed, one choice for the run."""
+        return _hash((self.seed, "hadamard signs"), 2)
+
+    def check(self, device: torch.device, encode: Encode = backends.encode) -> None:
+        """Make sure, once for each type of device, that what it draws can round without bias.
+
+        Args:
+            device: where tensors will be rounded.
+            encode: what rounds them there.
 
         Raises:
-            RuntimeError: this device's generator draws constants or numbers outside [0, 1).
+            RuntimeError: see `check_rounding`.
         """
-        generator = self._keyed(layer, role, device, self.step if step is None else step, is_shared)
-        if generator.device.type not in self._checked:
-            other = self._keyed(layer, role + "'", device, self.step, is_shared)
-            samples = [fill_uniform(torch.empty(_PROBE_SIZE, device=g.device), g) for g in (generator, other)]
-            check_samples(samples[0], samples[1], generator.device)
-            self._checked.add(generator.device.type)
-            return self._keyed(layer, role, device, self.step if step is None else step, is_shared)
-        return generator
-
-    def _keyed(
-        self, layer: str, role: str, device: torch.device | str, step: int, is_shared: bool
-    ) -> torch.Generator:
-        key = repr((self.seed, step, layer, role, None if is_shared else self.rank))
-        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") & _SEED_MASK)
+        if device.type in self._checked or device.type == "meta":
+            return
+        with _disable_current_modes():
+            check_rounding(device, encode)
+        self._checked.add(device.type)
 
     def state_dict(self) -> dict[str, int]:
         """Seed and step: all there is to resume from. The rank belongs to the process."""
@@ -97,51 +116,65 @@ class RandomStream:
                     f"random stream state has {key} = {state.get(key)!r}: expected a whole number, "
                     "use a state written by RandomStream.state_dict"
                 )
-        self.seed, self.step = state["seed"], state["step"]
+        self.seed = state["seed"]
+        self._step[...] = state["step"]  # in place: a compiled model holds the tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"seed": self.seed, "rank": self.rank, "step": self.step}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["seed"], state["rank"])  # type: ignore[misc]
+        self._set_step(state["step"])
 
 
-def check_samples(sample: Tensor, other: Tensor, device: torch.device) -> None:
-    """Refuse a generator whose numbers could not round without bias.
+def _hash(address: tuple[object, ...], size: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(address).encode(), digest_size=size).digest(), "little")
+
+
+_RAMP = 16  # positions between two codes: 0, 1/16 … 15/16
+_ROWS = 256  # elements at each position
+_NVFP4 = Encoding(format=NVFP4, is_stochastic=True)
+_OTHER_KEYS = {
+    "key": (RandomKey(2, 3), RandomKey(1 << 32 | 1, 3)),
+    "step": (RandomKey(1, 4), RandomKey(1, 1 << 32 | 3)),
+}
+
+
+def check_rounding(device: torch.device, encode: Encode) -> None:
+    """Round a ramp of known numbers and look at the codes, which are what layers will get.
 
     Args:
-        sample: uniform numbers drawn with one key.
-        other: as many drawn with another key.
-        device: named in the message.
+        device: of the numbers.
+        encode: as `backends.encode`.
 
     Raises:
-        RuntimeError: the numbers are constant, leave [0, 1), are lopsided, or do not depend on the key.
+        RuntimeError: equal numbers are rounded alike everywhere, numbers too often in one direction,
+            or to something that is not a neighbour, or alike for two keys or two steps.
     """
-    first = sample.to("cpu", torch.float64)
-    if not bool(((first >= 0) & (first < 1)).all()):
-        problem = "draws numbers outside [0, 1)"
-    elif bool((first == first[0]).all()):
-        problem = f"draws the constant {float(first[0])}"
-    elif abs(float(first.mean()) - 0.5) > 0.2:  # eleven standard deviations of 256 draws
-        problem = f"draws numbers with mean {float(first.mean()):.3f} instead of 0.5"
-    elif bool((first == other.to("cpu", torch.float64)).all()):
-        problem = "draws the same numbers for two seeds"
-    else:
-        return
-    raise RuntimeError(
-        f"random generator of device {device} {problem}: stochastic rounding with it would be biased; "
-        "use a nearest-even quantiser (…nosr) or another device"
-    )
 
+    def rounded(random_key: RandomKey) -> Tensor:
+        codes = encode(ramp, _NVFP4, random_key=random_key).codes.to("cpu")
+        return torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)[:, :-1].to(torch.float64)
 
-def fill_uniform(out: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Fill `out` with uniform numbers in [0, 1), multiples of 2⁻²³ or finer.
-
-    Args:
-        out: fp32, contiguous, an even number of elements.
-        generator: on that device; `None` is torch's default generator, as for `torch.rand`.
-
-    Returns:
-        `out`.
-    """
-    if out.device.type != "cpu":
-        return out.uniform_(generator=generator)
-    # One 64-bit draw makes two numbers, in 60 % of the time `uniform_` needs on a CPU. The mantissa's 23 bits
-    # under the exponent of 1 are a number in [1, 2).
-    out.view(-1).view(torch.int64).random_(-(2**63), None, generator=generator)
-    out.view(torch.int32).bitwise_and_(0x7FFFFF).bitwise_or_(0x3F800000)
-    return out.sub_(1.0)
+    # Each block ends in a 6, its largest element: with S = 448 the others are scaled by exactly 1, and stand
+    # between the codes 0 and 1 (numbers 0 and 0.5).
+    position = torch.arange(_RAMP, dtype=torch.float64) / _RAMP
+    position[-1] = 12.0
+    ramp = (position / 2).to(torch.float32).repeat(_ROWS, 1).to(device)
+    ups, position = rounded(RandomKey(1, 3)), position[:-1]
+    rates, excess = ups.mean(0), (ups - position).mean()
+    problem = None
+    if bool((ups > 1).any()):
+        problem = "rounds numbers to codes that are not their neighbours"
+    elif bool((ups == ups[0]).all()):
+        problem = f"draws a constant: it rounds equal numbers alike everywhere (up: {rates.mean():.2f})"
+    elif abs(excess) > 0.05:  # nine standard deviations
+        problem = f"is lopsided: it rounds up {excess:+.3f} more often than it should"
+    for name, keys in _OTHER_KEYS.items():
+        if problem is None and any(bool((rounded(key) == ups).all()) for key in keys):
+            problem = f"draws the same numbers for another {name}"
+    if problem is not None:
+        raise RuntimeError(
+            f"stochastic rounding on device {device} {problem}, and gradients would be biased: "
+            "use a nearest-even quantiser (…nosr), or MEGALOWBIT_BACKEND=torch"
+        )

@@ -3,57 +3,52 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalowbit.formats.element import E2M1
-from megalowbit.formats.packing import (
-    PIECE_BLOCKS,
-    in_pieces,
-    pack_codes,
-    pack_keys,
-    unpack_codes,
-    unpack_values,
+from megalowbit.formats.packing import pack_codes, unpack_codes
+
+EVERY_WIDTH = pytest.mark.parametrize("bits", [2, 4, 6, 8])
+
+
+def as_one_number(codes: list[int], bits: int) -> list[int]:
+    """Bytes of the codes as one big integer, the first code in the lowest bits."""
+    number = sum(code << bits * place for place, code in enumerate(codes))
+    return list(number.to_bytes(len(codes) * bits // 8, "little"))
+
+
+@pytest.mark.parametrize(
+    ("bits", "codes", "packed"),
+    [
+        (4, [0x3, 0xA], [0xA3]),
+        (2, [1, 2, 3, 0], [0b00111001]),
+        (6, [1, 2, 3, 63], [0x81, 0x30, 0xFC]),
+        (8, [5, 200], [5, 200]),
+    ],
 )
-from megalowbit.formats.rounding import nearest_key_codes, stochastic_key_codes
+def test_the_first_code_lies_in_the_lowest_bits(bits, codes, packed):
+    assert pack_codes(torch.tensor([codes], dtype=torch.uint8), bits).tolist() == [packed]
 
 
-def test_first_code_lies_in_the_low_nibble():
-    assert pack_codes(torch.tensor([[0x3, 0xA]], dtype=torch.uint8)).tolist() == [[0xA3]]
-
-
-@given(st.lists(st.integers(0, 15), min_size=2, max_size=64).filter(lambda codes: len(codes) % 2 == 0))
-@settings(deadline=None, max_examples=50)
-def test_packing_codes_and_unpacking_them_is_the_identity(codes):
+@EVERY_WIDTH
+@given(data=st.data())
+@settings(deadline=None, max_examples=25)
+def test_packing_equals_one_big_integer_and_unpacking_undoes_it(bits, data):
+    count = 4 * data.draw(st.integers(1, 12))
+    codes = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=count, max_size=count))
     tensor = torch.tensor(codes, dtype=torch.uint8)
-    assert torch.equal(unpack_codes(pack_codes(tensor)), tensor)
+    packed = pack_codes(tensor, bits)
+    assert packed.tolist() == as_one_number(codes, bits)
+    assert torch.equal(unpack_codes(packed, bits), tensor)
 
 
-def test_unpack_values_decodes_all_256_bytes():
-    packed = torch.arange(256, dtype=torch.uint8)
-    expected = [E2M1.code_values()[code] for byte in range(256) for code in (byte & 15, byte >> 4)]
-    assert unpack_values(packed, E2M1).tolist() == expected
+@EVERY_WIDTH
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0), (2, 3, 8)])
+def test_any_number_of_axes_is_packed_along_the_last_even_empty_ones(bits, shape):
+    codes = torch.randint(2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = pack_codes(codes, bits)
+    assert packed.shape == (*shape[:-1], shape[-1] * bits // 8)
+    assert torch.equal(unpack_codes(packed, bits), codes)
 
 
-@pytest.mark.parametrize("key_codes", [nearest_key_codes(E2M1), stochastic_key_codes(E2M1)])
-def test_pack_keys_equals_coding_each_key_and_packing_pairs(key_codes):
-    keys = torch.arange(-48, 48, dtype=torch.int8)[
-        torch.randperm(96, generator=torch.Generator().manual_seed(0))
-    ]
-    codes = torch.tensor([key_codes[key % 256] for key in keys.tolist()], dtype=torch.uint8)
-    assert torch.equal(pack_keys(keys, key_codes), pack_codes(codes))
-    out = torch.empty(48, dtype=torch.uint8)
-    pack_keys(keys, key_codes, out=out)
-    assert torch.equal(out, pack_codes(codes))
-
-
-def test_an_odd_number_of_keys_is_refused():
+@pytest.mark.parametrize(("bits", "count"), [(4, 3), (2, 6), (6, 6)])
+def test_codes_that_do_not_fill_whole_bytes_are_refused(bits, count):
     with pytest.raises(RuntimeError):
-        pack_keys(torch.zeros(3, dtype=torch.int8), nearest_key_codes(E2M1))
-
-
-@pytest.mark.parametrize("num_blocks", [1, PIECE_BLOCKS, PIECE_BLOCKS + 1, 2 * PIECE_BLOCKS + 5])
-def test_pieces_cover_every_block_once_and_in_step(num_blocks):
-    blocks = torch.arange(num_blocks).view(-1, 1)
-    halves = torch.arange(2 * num_blocks)
-    seen = list(in_pieces(num_blocks, blocks.device, blocks, halves))
-    assert torch.equal(torch.cat([piece for piece, _ in seen]), blocks)
-    assert torch.equal(torch.cat([half for _, half in seen]), halves)
-    assert all(len(half) == 2 * len(piece) <= 2 * PIECE_BLOCKS for piece, half in seen)
+        pack_codes(torch.zeros(count, dtype=torch.uint8), bits)

@@ -1,21 +1,92 @@
 import pytest
+import torch
 
 from megalowbit.errors import UserError
 from megalowbit.quantize.names import quantizer, quantizer_names
+from megalowbit.quantize.seed_compat import SEED_COMPAT
 
 
 def test_every_listed_name_gives_a_quantizer_of_that_name():
-    assert set(quantizer_names()) == {"nvfp4e2m1b", "nvfp4e2m1bnosr", "fp32"}
-    for name in quantizer_names():
+    assert len(quantizer_names()) == 19
+    for name in (*quantizer_names(), *(f"{base}:seed_compat" for base in SEED_COMPAT)):
         assert quantizer(name).name == name
+        assert quantizer(name) is quantizer(name)
 
 
 def test_the_suffix_nosr_means_nearest_even():
-    assert quantizer("nvfp4e2m1b").is_stochastic
-    assert not quantizer("nvfp4e2m1bnosr").is_stochastic
+    for base in ("nvfp4e2m1b", "mxfp4e2m1b", "fp4e2m1b"):
+        assert quantizer(base).is_stochastic
+        assert not quantizer(base + "nosr").is_stochastic
     assert quantizer("fp32").is_identity
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_one():
-    with pytest.raises(UserError, match="unknown quantizer 'nvfp4e2m1': did you mean 'nvfp4e2m1b'"):
-        quantizer("nvfp4e2m1")
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("fp8e4m3:sr", "is_stochastic", True),
+        ("nvfp4e2m1bnosr:unbiased", "is_stochastic", True),
+        ("nvfp4e2m1b:unbiased", "scale_rounding", "up"),
+        ("fp4e2m1b:unbiased", "scale_rounding", "nearest"),
+        ("mxfp4e2m1b", "scale_rounding", "up"),
+        ("mxfp4e2m1b:floor", "scale_rounding", "down"),
+        ("nvfp4e2m1bnosr:4over6", "four_over_six", True),
+        ("int8:q_scalar=1.25", "q_scalar", 1.25),
+        ("1p58bit", "scale_from", "mean"),
+    ],
+)
+def test_options_change_the_encoding(name, field, value):
+    assert getattr(quantizer(name).encoding, field) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("nvfp4e2m1b:tile16", (16, 16)),
+        ("fp4e2m1b:tile16", (16, 16)),
+        ("int8b:block32", (1, 32)),
+        ("mxfp4e2m1b", (1, 32)),
+        ("fp8e5m2b", (1, 16)),
+        ("fp8e5m2", None),
+    ],
+)
+def test_blocks_are_those_of_name_and_options(name, block):
+    assert quantizer(name).encoding.format.block == block
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nvfp4e2m1", "unknown quantizer 'nvfp4e2m1': did you mean 'nvfp4e2m1b'"),
+        ("", "unknown quantizer ''"),
+        ("nvfp4e2m1b:tile61", "unknown option 'tile61': did you mean 'tile16'"),
+        ("nvfp4e2m1b:", "unknown option ''"),
+        ("nvfp4e2m1b:q_scalar", "write q_scalar=NUMBER"),
+        ("nvfp4e2m1b:sr=1", "write q_scalar=NUMBER"),
+        ("nvfp4e2m1b:q_scalar=x", "q_scalar='x' is not a number"),
+        ("nvfp4e2m1b:q_scalar=-1", "q_scalar must be a finite number above 0"),
+        ("nvfp4e2m1b:sr:sr", "sr stands there twice"),
+        ("mxfp4e2m1b:unbiased:floor", "unbiased and floor contradict each other"),
+        ("int8b:tile16:block32", "tile16 and block32 contradict"),
+        ("nvfp4e2m1b:4over6", "nosr"),
+        ("nvfp4e2m1bnosr:4over6:tile16", "1 × 16"),
+        ("nvfp4e2m1bnosr:tile16:4over6", "1 × 16"),
+        ("nvfp4e2m1b:floor", "use mxfp4e2m1b"),
+        ("mxfp4e2m1b:tile16", "tile16 does not fit"),
+        ("nvfp4e2m1b:block32", "block32 does not fit"),
+        ("int8:tile16", "tile16 does not fit"),
+        ("fp32:sr", "fp32 takes no options"),
+        ("int8:seed_compat", "seed_compat exists for fp4e2m1, "),
+        ("fp4e2m1b:seed_compat:sr", "seed_compat stands alone"),
+    ],
+)
+def test_what_does_not_exist_or_fit_is_refused_by_name(name, message):
+    with pytest.raises(UserError, match="quantizer") as caught:
+        quantizer(name)
+    assert message in str(caught.value)
+    assert repr(name) in str(caught.value) or "unknown quantizer" in message
+
+
+def test_seed_compat_computes_something_else_than_the_format_of_that_name():
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    for base in SEED_COMPAT:
+        assert not torch.equal(quantizer(f"{base}:seed_compat")(x), quantizer(base)(x))

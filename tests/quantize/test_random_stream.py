@@ -1,4 +1,5 @@
 import copy
+import hashlib
 import itertools
 import pickle
 
@@ -6,52 +7,95 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.quantize.random_stream import RandomStream, check_samples, fill_uniform
+from megalowbit.quantize import backends
+from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.random_stream import RandomStream, check_rounding
+
+CPU = torch.device("cpu")
 
 
-def draw(stream: RandomStream, *args, n: int = 64, **kwargs) -> torch.Tensor:
-    return fill_uniform(torch.empty(n), stream.generator(*args, "cpu", **kwargs))
+def test_equal_addresses_have_equal_keys_and_any_other_address_another():
+    def key(seed=1, rank=0, layer="a", role="input", step=0, use=0):
+        return RandomStream(seed, rank).key(layer, role, step=step, use=use)
+
+    assert key() == key()
+    others = [
+        key(seed=2), key(rank=1), key(layer="b"), key(role="weight"), key(step=1), key(use=1),
+        key(layer="a1", role="2"), key(layer="a", role="12"),
+    ]  # fmt: skip
+    for one, other in itertools.combinations([key(), *others], 2):
+        assert one != other
 
 
-def test_equal_keys_draw_equal_numbers_and_any_other_key_different_ones():
-    def numbers(seed=1, rank=0, layer="a", role="input", step=0):
-        return draw(RandomStream(seed, rank), layer, role, step=step)
-
-    base = numbers()
-    assert torch.equal(base, numbers())
-    others = [numbers(seed=2), numbers(rank=1), numbers(layer="b"), numbers(role="weight"), numbers(step=1)]
-    for one, other in itertools.combinations([base, *others], 2):
-        assert not torch.equal(one, other)
+def test_a_key_is_the_published_hash_and_the_step_stands_beside_it():
+    address = repr((5, "h.0.mlp", "grad_output", 1, 3)).encode()
+    expected = int.from_bytes(hashlib.blake2b(address, digest_size=8).digest(), "little")
+    stream = RandomStream(5, rank=3)
+    for step in (0, 7, 1 << 40):
+        assert stream.key("h.0.mlp", "grad_output", step=step, use=1) == (expected, step)
 
 
-def test_keys_do_not_run_into_each_other():
-    stream = RandomStream(0)
-    assert not torch.equal(draw(stream, "a1", "2", step=3), draw(stream, "a", "12", step=3))
+def test_different_addresses_round_differently_and_equal_ones_alike():
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+
+    def codes(key):
+        return quantizer("nvfp4e2m1b").quantize(x, random_key=key).codes
+
+    stream = RandomStream(1)
+    first = codes(stream.key("a", "input"))
+    assert torch.equal(first, codes(RandomStream(1).key("a", "input")))
+    for other in (
+        stream.key("a", "input", step=1),
+        stream.key("b", "input"),
+        stream.key("a", "input", use=1),
+    ):
+        assert not torch.equal(first, codes(other))
 
 
-def test_shared_tensors_draw_alike_on_all_ranks():
+def test_shared_tensors_have_the_same_key_on_all_ranks():
     one, other = RandomStream(7, rank=0), RandomStream(7, rank=5)
-    assert torch.equal(draw(one, "a", "weight", is_shared=True), draw(other, "a", "weight", is_shared=True))
+    assert one.key("a", "weight", is_shared=True) == other.key("a", "weight", is_shared=True)
+    assert one.key("a", "input") != other.key("a", "input")
+
+
+def test_a_changed_rank_or_seed_changes_keys_asked_for_before():
+    stream = RandomStream(1)
+    before = stream.key("a", "input")
+    stream.rank = 2
+    assert stream.key("a", "input") == RandomStream(1, rank=2).key("a", "input") != before
 
 
 def test_step_advances_and_a_captured_step_can_be_replayed():
     stream = RandomStream(3)
-    before = draw(stream, "a", "input")
+    before = stream.key("a", "input")
     stream.advance()
     assert stream.step == 1
-    assert not torch.equal(draw(stream, "a", "input"), before)
-    assert torch.equal(draw(stream, "a", "input", step=0), before)
+    assert stream.key("a", "input") != before
+    assert stream.key("a", "input", step=0) == before
 
 
-def test_a_resumed_stream_draws_what_the_first_would_have():
+def test_a_resumed_or_copied_stream_goes_on_as_the_first_would_have():
     first = RandomStream(3, rank=1)
     for _ in range(5):
         first.advance()
     resumed = RandomStream(99, rank=1)
     resumed.load_state_dict(first.state_dict())
-    assert torch.equal(draw(first, "a", "input"), draw(resumed, "a", "input"))
-    for copied in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
-        assert torch.equal(draw(first, "a", "input"), draw(copied, "a", "input"))
+    assert first.state_dict() == {"seed": 3, "step": 5}
+    for same in (resumed, copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert same.key("a", "input") == first.key("a", "input")
+        same.advance()
+        assert (same.step, first.step) == (6, 5)
+
+
+def test_the_step_tensor_is_the_step():
+    stream = RandomStream(3)
+    stream.advance()
+    held = stream.step_tensor
+    assert held.item() == 1
+    stream.load_state_dict({"seed": 3, "step": 9})
+    assert held.item() == stream.step == 9
+    held += 1
+    assert stream.step == 10
 
 
 @pytest.mark.parametrize("state", [{}, {"seed": 1}, {"seed": 1, "step": -1}, {"seed": 1, "step": "2"}])
@@ -60,56 +104,77 @@ def test_a_damaged_state_is_refused(state):
         RandomStream(0).load_state_dict(state)
 
 
-def test_drawing_leaves_torchs_default_generator_alone():
+def test_hadamard_signs_are_sixteen_bits_of_the_seed_alone():
+    signs = [RandomStream(seed).hadamard_signs() for seed in range(200)]
+    assert all(0 <= each < 1 << 16 for each in signs)
+    assert len(set(signs)) > 190
+    assert RandomStream(3, rank=4).hadamard_signs() == signs[3]
+    mean_bits = sum(each.bit_count() for each in signs) / 200
+    assert abs(mean_bits - 8) < 0.8  # four standard deviations
+
+
+def test_asking_for_keys_leaves_torchs_generator_alone():
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    draw(RandomStream(0), "a", "input")
+    stream = RandomStream(0)
+    stream.key("a", "input")
+    stream.check(CPU)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_uniform_numbers_fill_the_unit_interval_with_23_bits():
-    numbers = fill_uniform(torch.empty(1 << 20), torch.Generator().manual_seed(0)).double()
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    assert abs(numbers.mean().item() - 0.5) < 5 / (12**0.5 * 2**10)
-    assert abs(numbers.square().mean().item() - 1 / 3) < 1e-3
-    counts = torch.histc(numbers.float(), bins=64, min=0, max=1)
-    expected = 2**20 / 64
-    assert ((counts - expected) ** 2 / expected).sum().item() < 125  # chi-square, 63 degrees, p ≈ 5e-6
-    scaled = numbers * 2**23
-    assert torch.equal(scaled, scaled.round())
-    assert (scaled.long() & 1).double().mean().item() == pytest.approx(0.5, abs=0.003)
+def with_key(change):
+    """A backend that rounds with another key than it was given."""
+
+    def encode(x, encoding, *, random_key):
+        return backends.encode(x, encoding, random_key=change(random_key))
+
+    return encode
 
 
-def test_neighbouring_numbers_are_uncorrelated():
-    numbers = fill_uniform(torch.empty(1 << 18), torch.Generator().manual_seed(1)).double() - 0.5
-    for lag in (1, 2):
-        correlation = (numbers[lag:] * numbers[:-lag]).mean() * 12
-        assert abs(correlation.item()) < 5 / 2**9
+def nearest(x, encoding, *, random_key):
+    return quantizer("nvfp4e2m1bnosr").quantize(x)
+
+
+def always_up(x, encoding, *, random_key):
+    return backends.encode(torch.where(x < 6, x + 0.06, x), encoding, random_key=random_key)
+
+
+def wrong_codes(x, encoding, *, random_key):
+    encoded = backends.encode(x, encoding, random_key=random_key)
+    return encoded._replace(codes=encoded.codes ^ 0x22)
 
 
 @pytest.mark.parametrize(
-    ("sample", "problem"),
+    ("encode", "problem"),
     [
-        (torch.zeros(256), "constant 0.0"),
-        (torch.full((256,), 0.5), "constant 0.5"),
-        (torch.linspace(0, 1.5, 256), "outside"),
-        (torch.linspace(0, 0.1, 256), "mean"),
-        (torch.full((256,), float("nan")), "outside"),
+        (nearest, "draws a constant"),
+        (always_up, "is lopsided"),
+        (wrong_codes, "not their neighbours"),
+        (with_key(lambda key: key._replace(key=5)), "same numbers for another key"),
+        (with_key(lambda key: key._replace(key=key.key & 0xFFFFFFFF)), "same numbers for another key"),
+        (with_key(lambda key: key._replace(step=0)), "same numbers for another step"),
+        (with_key(lambda key: key._replace(step=key.step & 0xFFFFFFFF)), "same numbers for another step"),
     ],
 )
-def test_a_broken_generator_is_refused(sample, problem):
-    with pytest.raises(RuntimeError, match=f"random generator of device cpu.*{problem}.*nosr"):
-        check_samples(sample, torch.rand(256), torch.device("cpu"))
+def test_a_device_that_would_round_with_a_bias_is_refused(encode, problem):
+    stream = RandomStream(1)
+    with pytest.raises(RuntimeError, match=f"stochastic rounding on device cpu .*{problem}.*nosr"):
+        stream.check(CPU, encode)
+    with pytest.raises(RuntimeError, match=problem):
+        check_rounding(CPU, encode)
 
 
-def test_a_generator_that_ignores_its_seed_is_refused():
-    sample = torch.rand(256)
-    with pytest.raises(RuntimeError, match="same numbers for two seeds"):
-        check_samples(sample, sample.clone(), torch.device("cpu"))
+def test_a_device_is_checked_once_and_changes_no_key():
+    calls = []
 
+    def counting(x, encoding, *, random_key):
+        calls.append(random_key)
+        return backends.encode(x, encoding, random_key=random_key)
 
-def test_the_first_draw_of_a_stream_is_the_one_of_its_key_despite_the_check():
-    checked, fresh = RandomStream(1), RandomStream(1)
-    draw(checked, "other", "input")
-    assert torch.equal(draw(checked, "a", "input"), draw(fresh, "a", "input"))
+    stream = RandomStream(1)
+    before = stream.key("a", "input")
+    stream.check(CPU, counting)
+    first = len(calls)
+    stream.check(CPU, counting)
+    assert first == len(calls) > 2
+    assert stream.key("a", "input") == before

@@ -1,0 +1,66 @@
+"""Block formats: which elements share a scale, and what kind of number that scale is.
+
+| scale   | stored as     | one number of the tensor besides | decoded element              |
+|---------|---------------|----------------------------------|------------------------------|
+| `e4m3`  | float8_e4m3fn | fp32 tensor scale                | value · scale · tensor scale |
+| `e8m0`  | float8_e8m0fnu| none                             | value · scale                |
+| `fp32`  | float32       | none; a block of `None`: only it | value · scale                |
+
+A block of `None` is the whole tensor. What is needed to choose the codes (rounding, which scale fits a
+block) is not part of a format: any decoder reads any encoder's output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megalowbit.formats.element import E2M1, ElementFormat
+
+ScaleKind = Literal["e4m3", "e8m0", "fp32"]
+GROUP = 16  # elements that share a random draw and a Hadamard transform; rows are padded to it at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFormat:
+    """Elements under shared scales.
+
+    Attributes:
+        element: the format of one element.
+        block: (rows, cols) of the elements that share a scale; `None` is the whole tensor.
+        scale: kind of the block scales, see above.
+    """
+
+    element: ElementFormat
+    block: tuple[int, int] | None
+    scale: ScaleKind
+
+    def padded(self, rows: int, cols: int) -> tuple[int, int]:
+        """The matrix size that holds whole blocks (and whole groups of 16 along a row)."""
+        block_rows, block_cols = self.block or (1, GROUP)
+        width = max(block_cols, GROUP)  # both powers of two
+        return -(-rows // block_rows) * block_rows, -(-cols // width) * width
+
+    def scales_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """(block rows, block columns) of such a matrix; (0, 0) where the tensor has only one scale."""
+        if self.block is None:
+            return 0, 0
+        padded_rows, padded_cols = self.padded(rows, cols)
+        return padded_rows // self.block[0], padded_cols // self.block[1]
+
+    def codes_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """(rows, bytes of one padded row)."""
+        return rows, self.padded(rows, cols)[1] * self.element.bits // 8
+
+    @property
+    def bits_per_element(self) -> float:
+        """Codes and block scales, without padding: 4.5 for NVFP4."""
+        if self.block is None:
+            return float(self.element.bits)
+        scale_bits = 32 if self.scale == "fp32" else 8
+        return self.element.bits + scale_bits / (self.block[0] * self.block[1])
+
+
+NVFP4 = BlockFormat(element=E2M1, block=(1, 16), scale="e4m3")
+NVFP4_TILED = BlockFormat(element=E2M1, block=(16, 16), scale="e4m3")
+MXFP4 = BlockFormat(element=E2M1, block=(1, 32), scale="e8m0")

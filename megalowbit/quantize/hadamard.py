@@ -1,0 +1,32 @@
+"""The random Hadamard transform: H = diag(signs) · H16 / 4, along rows, in groups of 16.
+
+Applied to both operands of a product along the contraction axis it cancels (H is orthogonal) and spreads
+outliers over their group first (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149). Computed as a
+butterfly in fp32 with a fixed order of additions, so that every device gets the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalowbit.formats.block_format import GROUP
+
+
+def hadamard(x: Tensor, signs: int) -> Tensor:
+    """Transform a matrix.
+
+    Args:
+        x: fp32 (rows, cols), cols a multiple of 16.
+        signs: 16 bits; bit j set negates element j of each group.
+
+    Returns:
+        fp32, same shape.
+    """
+    flips = torch.tensor([-1.0 if signs >> j & 1 else 1.0 for j in range(GROUP)], device=x.device)
+    groups = x.unflatten(1, (-1, GROUP)) * flips
+    for half in (1, 2, 4, 8):
+        pairs = groups.unflatten(2, (-1, 2, half))
+        low, high = pairs.unbind(3)
+        groups = torch.stack([low + high, low - high], dim=3).flatten(2)
+    return (groups * 0.25).flatten(1)

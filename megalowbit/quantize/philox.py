@@ -1,0 +1,75 @@
+"""Philox4x32-10: random bits as a function of a key and a counter, the same on every device.
+
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One call gives 128 bits,
+one byte for each of 16 elements; element groups are numbered row by row through the padded matrix. This is
+the readable form, in int64 tensors; the fast paths repeat it bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+
+
+class RandomKey(NamedTuple):
+    """Which random numbers a tensor is rounded with.
+
+    Attributes:
+        key: 64 bits that stand for seed, layer, role and rank.
+        step: 64 bits, the micro-batch.
+    """
+
+    key: int
+    step: int = 0
+
+
+NO_KEY = RandomKey(0)  # of rounding to nearest, which draws nothing
+
+
+def philox4x32(counter: tuple[Tensor, ...], key: int) -> tuple[Tensor, ...]:
+    """Four 32-bit words for each counter.
+
+    Args:
+        counter: four int64 tensors of one shape, each number below 2³².
+        key: 64 bits.
+
+    Returns:
+        Four int64 tensors, each number below 2³².
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & WORD, key >> 32 & WORD
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(c0, MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + KEY_STEPS[0] & WORD, k1 + KEY_STEPS[1] & WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low word of a 32 × 32-bit product; in halves: it does not fit a signed 64-bit number."""
+    low, high = (a & 0xFFFF) * b, (a >> 16) * b
+    high = high + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)
+
+
+def random_words(num_groups: int, random_key: RandomKey, device: torch.device) -> Tensor:
+    """Random 32-bit words of groups 0 … num_groups - 1: int64 (num_groups, 4)."""
+    group = torch.arange(num_groups, dtype=torch.int64, device=device)
+    step = random_key.step
+    steps = (torch.full_like(group, part) for part in (step & WORD, step >> 32 & WORD))
+    return torch.stack(philox4x32((group & WORD, group >> 32, *steps), random_key.key), dim=1)
+
+
+def random_bytes(num_groups: int, random_key: RandomKey, device: torch.device) -> Tensor:
+    """Random bytes of groups 0 … num_groups - 1: uint8 (num_groups, 16)."""
+    words = random_words(num_groups, random_key, device).unsqueeze(-1)
+    shifts = torch.arange(0, 32, 8, device=device)
+    return (words >> shifts & 0xFF).to(torch.uint8).flatten(1)

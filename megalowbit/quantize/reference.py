@@ -1,0 +1,183 @@
+"""The quantiser in plain torch operations: every format, every device, the definition of the fast paths.
+
+Each step is one rounded fp32 operation on whole matrices; nothing is fused and nothing is clever. Slow paths
+through it are chosen by `backends`, never silently: where a compiler or Triton is missing, the log says so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalowbit.formats.block_format import GROUP, BlockFormat
+from megalowbit.formats.block_scale import (
+    BlockScales,
+    block_scales,
+    decode_scales,
+    tensor_encode_scale,
+    two_level_scales,
+)
+from megalowbit.formats.packing import pack_codes, unpack_codes
+from megalowbit.formats.rounding import code_values, nearest_codes, stochastic_codes
+from megalowbit.quantize.counts import count_errors
+from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.hadamard import hadamard
+from megalowbit.quantize.philox import NO_KEY, RandomKey, random_bytes
+
+FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room for 256 · 6/4 = 384 < 448
+
+
+def encode(
+    x: Tensor,
+    encoding: Encoding,
+    *,
+    random_key: RandomKey = NO_KEY,
+    signs: int | None = None,
+    tensor_amax: Tensor | None = None,
+    operand_dtype: torch.dtype | None = None,
+    with_counts: bool = False,
+) -> Encoded:
+    """Quantise a matrix.
+
+    Args:
+        x: floating (rows, cols), at least one element, any strides.
+        encoding: format and rounding.
+        random_key: of the random bytes, where rounding is stochastic.
+        signs: transform the rows by Hadamard with these signs first; cols then must be a multiple of 16.
+        tensor_amax: fp32, 0-dim: stands for the tensor's largest magnitude.
+        operand_dtype: also return the operand, in this dtype.
+        with_counts: also return counts and error.
+    """
+    format = encoding.format
+    rows, cols = x.shape
+    padded_rows, padded_cols = format.padded(rows, cols)
+    matrix = x.to(torch.float32)
+    if signs is not None:
+        matrix = hadamard(matrix, signs)  # before the padding, whose zeros would get signs
+    matrix = torch.nn.functional.pad(matrix, (0, padded_cols - cols, 0, padded_rows - rows))
+    amax = _magnitudes(matrix, encoding, rows * cols)
+    if encoding.four_over_six:
+        scales, codes = _four_over_six(matrix, amax, encoding, tensor_amax)
+    else:
+        scales = block_scales(amax, format, encoding.scale_rounding, tensor_amax)
+        codes = _codes(matrix, scales, encoding, random_key)
+    codes, matrix = codes[:rows], matrix[:rows, :cols]
+    decoded = code_values(codes, format.element) * _expand(scales.decoded, format, codes)
+    operand = None if operand_dtype is None else decoded[:, :cols].to(operand_dtype).contiguous()
+    counts = error = None
+    if with_counts:
+        scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
+        counts, error = count_errors(matrix, scaled, decoded[:, :cols], scales, amax, format.element)
+    stored = (
+        scales.codes.view(format.scales_shape(rows, cols)) if format.block else scales.codes.new_empty(0, 0)
+    )
+    return Encoded(
+        pack_codes(codes, format.element.bits), stored, scales.tensor_scale, operand, counts, error
+    )
+
+
+def decode(
+    codes: Tensor,
+    scales: Tensor,
+    format: BlockFormat,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    *,
+    transpose: bool = False,
+) -> Tensor:
+    """Codes × block scale as a contiguous matrix.
+
+    Args:
+        codes: as `Encoded.codes`.
+        scales: as `Encoded.scales`.
+        format: of both.
+        rows: of the matrix.
+        cols: of the matrix, padding left out.
+        dtype: of the result.
+        transpose: return (cols, rows) instead of (rows, cols).
+    """
+    values = code_values(unpack_codes(codes, format.element.bits), format.element)
+    if format.block is not None:
+        values = values * _expand(decode_scales(scales), format, values)
+    values = values[:rows, :cols].to(dtype)
+    return (values.t() if transpose else values).contiguous()
+
+
+def _blocks(matrix: Tensor, format: BlockFormat) -> Tensor:
+    """View as (block rows, rows of a block, block columns, columns of a block)."""
+    rows, cols = format.block or matrix.shape
+    return matrix.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))
+
+
+def _magnitudes(matrix: Tensor, encoding: Encoding, num_elements: int) -> Tensor:
+    """Largest (or mean) magnitude of each block times `q_scalar`, fp32 (block rows, block columns).
+
+    NaN where the block is spoiled.
+    """
+    blocks = _blocks(matrix, encoding.format).abs()
+    amax = blocks.amax((1, 3))  # torch's maximum passes NaN on
+    if encoding.scale_from == "mean":
+        mean = blocks.sum((1, 3), dtype=torch.float64).div(num_elements).to(torch.float32)
+        amax = torch.where(amax.isfinite(), mean, amax)  # the padding adds nothing to the sum
+    amax = amax * encoding.q_scalar
+    return torch.where(amax.isfinite(), amax, torch.nan)
+
+
+def _expand(per_block: Tensor, format: BlockFormat, like: Tensor) -> Tensor:
+    """One number for each element: (block rows, block columns) → at most the rows and columns of `like`."""
+    if format.block is None:
+        return per_block.expand(like.shape)
+    rows, cols = format.block
+    return per_block.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: like.shape[0], : like.shape[1]]
+
+
+def _scaled(matrix: Tensor, encode_scale: Tensor, format: BlockFormat) -> Tensor:
+    """What is rounded to codes; zeros under a scale of 0."""
+    if format.scale != "fp32":
+        return matrix * encode_scale
+    return torch.where(encode_scale == 0, matrix * 0, matrix / encode_scale)
+
+
+def _codes(matrix: Tensor, scales: BlockScales, encoding: Encoding, random_key: RandomKey) -> Tensor:
+    """uint8 codes of a padded matrix; 0 throughout spoiled blocks."""
+    format = encoding.format
+    scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
+    if encoding.is_stochastic:
+        random = random_bytes(matrix.numel() // GROUP, random_key, matrix.device).view(matrix.shape)
+        codes = stochastic_codes(scaled, random, format.element)
+    else:
+        codes = nearest_codes(scaled, format.element)
+    is_spoiled = _expand(scales.decoded.isnan(), format, matrix)
+    if format.block is None and scales.tensor_scale is not None:
+        is_spoiled = scales.tensor_scale.isnan()
+    return torch.where(is_spoiled, 0, codes)
+
+
+def _four_over_six(
+    matrix: Tensor, amax: Tensor, encoding: Encoding, tensor_amax: Tensor | None
+) -> tuple[BlockScales, Tensor]:
+    """Each block with the scale, for a maximum of 6 or of 4, that leaves the smaller squared error."""
+    format = encoding.format
+    encode_scale = tensor_encode_scale(amax, format.element, tensor_amax, FOUR_OVER_SIX_SCALE_MAX)
+    candidates = []
+    for element_max in (6.0, 4.0):
+        scales = two_level_scales(amax, encode_scale, element_max, encoding.scale_rounding)
+        codes = _codes(matrix, scales, encoding, NO_KEY)
+        values = code_values(codes, format.element) * _expand(scales.decoded, format, matrix)
+        squares = (values - matrix * encode_scale).square().unflatten(1, (-1, GROUP))
+        for half in (8, 4, 2, 1):  # a fixed order of additions, the same on every device
+            squares = squares[..., :half] + squares[..., half:]
+        candidates.append((scales, codes, squares.squeeze(-1)))
+    (six, six_codes, six_error), (four, four_codes, four_error) = candidates
+    is_four = four_error < six_error
+    # As bytes: not every device can choose between float8 numbers.
+    scale_codes = torch.where(is_four, four.codes.view(torch.uint8), six.codes.view(torch.uint8))
+    mixed = BlockScales(
+        codes=scale_codes.view(six.codes.dtype),
+        decoded=torch.where(is_four, four.decoded, six.decoded),
+        encode=torch.where(is_four, four.encode, six.encode),
+        tensor_scale=six.tensor_scale,
+        overflows=torch.where(is_four, four.overflows, six.overflows),
+    )
+    return mixed, torch.where(_expand(is_four, format, matrix), four_codes, six_codes)

@@ -1,0 +1,134 @@
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megalowbit.errors import UserError
+from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, BlockFormat
+from megalowbit.formats.element import E3M2
+from megalowbit.quantize import backends, reference
+from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.philox import RandomKey
+
+ENCODINGS = [
+    Encoding(format=NVFP4),
+    Encoding(format=NVFP4, is_stochastic=True, scale_rounding="up", q_scalar=1.25),
+    Encoding(format=NVFP4_TILED, is_stochastic=True),
+    Encoding(format=MXFP4, scale_rounding="down"),
+    Encoding(format=NVFP4, four_over_six=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_choice(monkeypatch):
+    monkeypatch.delenv(backends.BACKEND_VARIABLE, raising=False)
+    backends._backend_for.cache_clear()
+    yield
+    backends._backend_for.cache_clear()
+
+
+def matrix(rows=37, cols=75):
+    generator = torch.Generator().manual_seed(rows * 1000 + cols)
+    x = torch.randn(rows, cols, generator=generator)
+    x[0, 0], x[-1, -1], x[rows // 2, 3] = float("nan"), -0.0, 1e-41
+    return x
+
+
+def bits(tensor):
+    """All bits, signs of zeros too; but one NaN is as good as another."""
+    if tensor.dtype.itemsize > 1 and tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize(
+    "encoding", ENCODINGS, ids=["nearest", "stochastic", "tiled", "mxfp4", "four_over_six"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_device_s_backend_gives_the_bits_of_the_reference(encoding, dtype):
+    x = matrix().to(dtype)
+    arguments = {
+        "random_key": RandomKey(2**63 + 11, 2**40 + 3),
+        "operand_dtype": torch.bfloat16,
+        "with_counts": True,
+    }
+    ours, theirs = backends.encode(x, encoding, **arguments), reference.encode(x, encoding, **arguments)
+    for name in ("codes", "scales", "operand", "tensor_scale", "counts"):
+        a, b = getattr(ours, name), getattr(theirs, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert a.dtype == b.dtype
+            assert bits(a) == bits(b), name
+    torch.testing.assert_close(ours.error, theirs.error, rtol=1e-6, atol=0)
+    for transpose in (False, True):
+        packed = (ours.codes, ours.scales, encoding.format, *x.shape)
+        decoded = [
+            path.decode(*packed, torch.bfloat16, transpose=transpose) for path in (backends, reference)
+        ]
+        assert bits(decoded[0]) == bits(decoded[1])
+
+
+def test_a_format_without_a_fast_path_goes_through_plain_torch():
+    encoding = Encoding(format=BlockFormat(element=E3M2, block=(1, 16), scale="fp32"))
+    x = matrix()
+    assert torch.equal(backends.encode(x, encoding).codes, reference.encode(x, encoding).codes)
+
+
+def test_fake_tensors_go_through_plain_torch():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.randn(5, 40)
+        assert backends.backend_of(x) == "torch"
+        assert backends.encode(x, Encoding(format=NVFP4)).codes.shape == (5, 24)
+
+
+def test_the_choice_is_logged_once(caplog):
+    with caplog.at_level(logging.INFO, logger="megalowbit"):
+        for _ in range(3):
+            backends.encode(matrix(), Encoding(format=NVFP4))
+    said = [record.getMessage() for record in caplog.records if "quantising on cpu" in record.getMessage()]
+    assert len(said) == 1
+    assert "C kernel" in said[0] or "plain torch" in said[0]
+
+
+def test_a_backend_can_be_forced(monkeypatch):
+    monkeypatch.setenv(backends.BACKEND_VARIABLE, "torch")
+    assert backends.backend_of(matrix()) == "torch"
+
+
+def test_an_unknown_backend_is_an_error_that_names_the_nearest(monkeypatch):
+    monkeypatch.setenv(backends.BACKEND_VARIABLE, "tritn")
+    with pytest.raises(UserError, match=r"unknown MEGALOWBIT_BACKEND 'tritn': did you mean 'triton'"):
+        backends.backend_of(matrix())
+
+
+def test_a_forced_backend_that_cannot_be_had_is_an_error_not_a_fallback(monkeypatch):
+    monkeypatch.setenv(backends.BACKEND_VARIABLE, "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UserError, match="MEGALOWBIT_BACKEND=triton cannot be used on cpu: it runs on CUDA"):
+        backends.backend_of(matrix())
+
+
+SCRIPT = """
+import logging, sys, torch
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
+from megalowbit.quantize import backends, reference
+from megalowbit.quantize.encoding import Encoding
+from megalowbit.formats.block_format import NVFP4
+x = torch.linspace(-3, 5, 640).view(8, 80)
+assert backends.backend_of(x) == "torch"
+encoded = backends.encode(x, Encoding(format=NVFP4))
+assert torch.equal(encoded.codes, reference.encode(x, Encoding(format=NVFP4)).codes)
+"""
+
+
+def test_without_a_compiler_plain_torch_serves_and_one_line_says_so(tmp_path):
+    environment = {"CC": "/nonexistent/cc", "MEGALOWBIT_CACHE": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env={**environment, "HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "plain torch" in line]
+    assert len(lines) == 1, done.stdout
+    assert "/nonexistent/cc" in lines[0]
