@@ -14,10 +14,18 @@ if TYPE_CHECKING:
     from megalowbit.errors import UserError
     from megalowbit.layers.bitlinear import BitLinear
     from megalowbit.layers.recipe import Recipe, recipe, recipes
-    from megalowbit.layers.surgery import bit_layers, convert, restore, set_observer
+    from megalowbit.layers.surgery import (
+        bit_layers,
+        cache_weights,
+        convert,
+        product_counts,
+        restore,
+        set_observer,
+    )
     from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
     from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
     from megalowbit.quantize.names import quantizer, quantizer_names
+    from megalowbit.quantize.packed_file import load_quantized, save_quantized
     from megalowbit.telemetry.overflow import GradientOverflowTracker
 
 __version__ = "0.1.0"
@@ -32,13 +40,17 @@ _HOMES = {
     "Recipe": "layers.recipe",
     "UserError": "errors",
     "bit_layers": "layers.surgery",
+    "cache_weights": "layers.surgery",
     "convert": "layers.surgery",
     "initialize": "engine.initialize",
+    "load_quantized": "quantize.packed_file",
+    "product_counts": "layers.surgery",
     "quantizer": "quantize.names",
     "quantizer_names": "quantize.names",
     "recipe": "layers.recipe",
     "recipes": "layers.recipe",
     "restore": "layers.surgery",
+    "save_quantized": "quantize.packed_file",
     "set_observer": "layers.surgery",
 }
 
@@ -52,13 +64,17 @@ __all__ = [
     "Recipe",
     "UserError",
     "bit_layers",
+    "cache_weights",
     "convert",
     "initialize",
+    "load_quantized",
+    "product_counts",
     "quantizer",
     "quantizer_names",
     "recipe",
     "recipes",
     "restore",
+    "save_quantized",
     "set_observer",
 ]
 

@@ -16,11 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from megalowbit.errors import UserError
-from megalowbit.layers.lowbit_matmul import WEIGHT_ROLES, Call, lowbit_linear
+from megalowbit.layers.call import WEIGHT_ROLES, Call
+from megalowbit.layers.lowbit_matmul import lowbit_linear
 from megalowbit.layers.observer import Observer
+from megalowbit.layers.opaque import opaque_linear, register
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.use_counter import UseCounter, is_recomputing
+from megalowbit.layers.use_counter import Use, UseCounter, is_recomputing
+from megalowbit.layers.weight_cache import WeightSlot
+from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.random_stream import RandomStream
 
 
@@ -40,6 +44,8 @@ class BitLinear(nn.Linear):
         layer_name: its name in the model; part of the key of its random numbers.
         observer: takes counts in training mode, or `None`.
         random_stream: shared by the model's layers; whoever attaches it advances it. `None`: the layer's own.
+        weight_slot: where quantised weights are kept between micro-batches, or `None`.
+        product_counts: how many products have run in what: `{"output": {"fp8": 3, "bf16": 1}, …}`.
         is_transposed: whether it stands for a transformers `Conv1D`, which keeps its weight as (in, out).
     """
 
@@ -65,6 +71,9 @@ class BitLinear(nn.Linear):
         self._own_stream: RandomStream | None = None
         self._seeded_at: tuple[int, int] | None = None  # micro-batch and use that drew the stream's seed
         self._uses = UseCounter()
+        self.weight_slot: WeightSlot | None = None
+        self.product_counts: dict[str, dict[str, int]] = {}
+        self._handle = register(self)
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply: y = Q(x) · Q(W)ᵀ + b.
@@ -83,23 +92,43 @@ class BitLinear(nn.Linear):
                 f"BitLinear {self.layer_name!r} expects a last axis of {self.in_features}, "
                 f"got an input of shape {tuple(input.shape)}"
             )
-        return lowbit_linear(input, self.weight, self.bias, self._call(input))
-
-    def _call(self, input: Tensor) -> Call:
         device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        if torch.compiler.is_compiling():
+            return opaque_linear(self, input, dtype)
+        call = self.call(self.begin_use(), compute_dtype=dtype, needs_grad=torch.is_grad_enabled())
+        return lowbit_linear(input, self.weight, self.bias, call)
+
+    def begin_use(self, step: int | None = None) -> Use:
+        """Count a use of the layer.
+
+        Args:
+            step: the micro-batch, where the caller knows it better than the stream.
+        """
         is_replay = is_recomputing()
         stream = self.random_stream or self._advanced_own_stream(is_replay=is_replay)
-        step = stream.step
-        use = self._uses.next(step, is_replay=is_replay)
+        step = stream.step if step is None else step
+        number = self._uses.next(step, is_replay=is_replay)
         if self.random_stream is None:
-            self._keep_torchs_generator_in_step(step, use, is_replay=is_replay)
-        name = self.layer_name
+            self._keep_torchs_generator_in_step(step, number, is_replay=is_replay)
+        return Use(step, number, is_replay, self.training)
 
-        def generator(role: str, device: torch.device) -> torch.Generator:
-            key = role if use == 0 else f"{role}#{use}"
-            return stream.generator(name, key, device, step=step, is_shared=role in WEIGHT_ROLES)
+    def call(self, use: Use, *, compute_dtype: torch.dtype, needs_grad: bool) -> Call:
+        """What the products of one use need beside their tensors; forward and backward may both ask.
 
-        observer = self.observer
+        Args:
+            use: as `begin_use` returned it.
+            compute_dtype: of the GEMMs and the output.
+            needs_grad: whether a graph is being recorded.
+        """
+        found = self.random_stream or self._own_stream
+        assert found is not None  # begin_use has made one
+        stream: RandomStream = found
+        name, observer = self.layer_name, self.observer
+
+        def random_key(role: str, device: torch.device) -> RandomKey:
+            stream.check(device)
+            return stream.key(name, role, step=use.step, use=use.number, is_shared=role in WEIGHT_ROLES)
 
         def observe(role: str, counts: Tensor, error: Tensor) -> None:
             if observer is not None:
@@ -107,14 +136,19 @@ class BitLinear(nn.Linear):
 
         return Call(
             recipe=self.recipe,
-            compute_dtype=(
-                torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-            ),
-            generator=generator,
-            observe=observe if observer is not None and self.training else None,
-            is_replay=is_replay,
-            needs_grad=torch.is_grad_enabled(),
+            compute_dtype=compute_dtype,
+            random_key=random_key,
+            hadamard_signs=stream.hadamard_signs() if self.recipe.hadamard else 0,
+            observe=observe if observer is not None and use.is_training else None,
+            count=self._count,
+            weights=self.weight_slot,
+            is_replay=use.is_replay,
+            needs_grad=needs_grad,
         )
+
+    def _count(self, product: str, path: str) -> None:
+        paths = self.product_counts.setdefault(product, {})
+        paths[path] = paths.get(path, 0) + 1
 
     def _advanced_own_stream(self, *, is_replay: bool) -> RandomStream:
         if self._own_stream is None:
@@ -130,6 +164,11 @@ class BitLinear(nn.Linear):
             # Checkpointing has set torch's generator back to before the seed was drawn. Draw it again, or
             # dropouts behind this layer would not recompute the masks they had.
             _draw_seed()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a copied or unpickled state; handle and weight cache are those of the original."""
+        super().__setstate__(state)
+        self.weight_slot, self._handle = None, register(self)
 
     def extra_repr(self) -> str:
         """Sizes as `nn.Linear` prints them, and the recipe's name."""

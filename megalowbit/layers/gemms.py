@@ -10,19 +10,21 @@ What the GEMM itself runs in follows the layer's compute dtype:
   CPU, where fp16 GEMMs are slow besides; bf16 operands with fp32 output on CUDA), scaled, then cast.
 - fp64: fp64 throughout.
 
-An operand that is not quantised enters in the GEMM's dtype with scale 1. Autocast never touches these
-products.
+A format whose operands only fp32 holds (fp32 scales of blocks) is multiplied in fp32 whatever the layer
+computes in. An operand that is not quantised enters in the GEMM's dtype with scale 1. Autocast never
+touches these products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megalowbit.quantize import backends, kernels_cpu
 from megalowbit.quantize.quantized_tensor import Operand, QuantizedTensor
 
 PIECE_ELEMENTS = 1 << 18
@@ -52,32 +54,57 @@ def multiply(
     Returns:
         (m, n) in `out_dtype`.
     """
-    dtype = _operand_dtype(left, right, compute_dtype)
-    a, b = left.operand(dtype), right.operand(dtype)
-    a, b = (a.t() if transpose_left else a), (b.t() if transpose_right else b)
-    with _no_autocast(a.device.type):
+    dtype = gemm_dtype([left.exact_dtype, right.exact_dtype], compute_dtype, _device(left))
+    a = left.operand(dtype, transpose=transpose_left)
+    b = right.operand(dtype, transpose=transpose_right)
+    with no_autocast(a.device.type):
         product = _product(a, b)
-        scale = _combined_scale(left, right)
-        if product.dtype == torch.bfloat16 and out_dtype == torch.bfloat16 and bias is None:
-            # A 0-dim factor keeps its fp32 value in a bf16 product on a CPU; the test of exact rounding
-            # holds it.
-            return product if scale is None else product.mul_(scale)
-        result = product if product.dtype == out_dtype else torch.empty_like(product, dtype=out_dtype)
-        for out, rows in _in_rows(result, product):
-            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            wide = wide if scale is None else wide.mul_(scale)
-            wide = wide if bias is None else wide.add_(bias)
-            out.copy_(wide)  # nothing is moved where both are the same memory
-        return result
+        return finish(product, _combined_scale(left, right), bias, out_dtype)
+
+
+def finish(product: Tensor, scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Compute product · scale + bias in fp32 (fp64), rounded once; overwrites the product if it can.
+
+    Args:
+        product: (m, n).
+        scale: 0-dim, or `None` for 1.
+        bias: (n,), or `None`.
+        out_dtype: of the result.
+    """
+    if scale is None and bias is None:
+        return product.to(out_dtype)
+    if _has_c_kernel(product, out_dtype):
+        out = product if product.dtype == out_dtype else torch.empty_like(product, dtype=out_dtype)
+        return kernels_cpu.scale_and_bias(product, 1.0 if scale is None else scale.item(), bias, out)
+    if product.dtype == torch.bfloat16 and out_dtype == torch.bfloat16 and bias is None:
+        # A 0-dim factor keeps its fp32 value in a bf16 product on a CPU; the test of exact rounding
+        # holds it.
+        assert scale is not None  # handled above
+        return product.mul_(scale)
+    result = product if product.dtype == out_dtype else torch.empty_like(product, dtype=out_dtype)
+    for out, rows in _in_rows(result, product):
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        wide = wide if scale is None else wide.mul_(scale)
+        wide = wide if bias is None else wide.add_(bias)
+        out.copy_(wide)  # nothing is moved where both are the same memory
+    return result
 
 
 def column_sums(matrix: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Sum over the rows of (m, n), accumulated in fp32 (fp64 for fp64)."""
+    if matrix.numel() and _has_c_kernel(matrix, torch.float32):
+        return kernels_cpu.column_sums(matrix).to(out_dtype)
     wide = torch.promote_types(matrix.dtype, torch.float32)
     total = torch.zeros(matrix.shape[1], dtype=wide, device=matrix.device)
     for (rows,) in _in_rows(matrix):
         total += rows.to(wide).sum(0)
     return total.to(out_dtype)
+
+
+def _has_c_kernel(matrix: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether the C kernel finishes this matrix; it knows fp32, bf16 and fp16."""
+    is_known = torch.float64 not in (matrix.dtype, out_dtype) and matrix.numel() > 0
+    return is_known and backends.backend_of(matrix) == "c"
 
 
 def _in_rows(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -90,12 +117,25 @@ def _in_rows(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(each.split(size) for each in matrices), strict=True)
 
 
-def _operand_dtype(left: Operand, right: Operand, compute_dtype: torch.dtype) -> torch.dtype:
-    if compute_dtype in (torch.float64, torch.bfloat16):
+def gemm_dtype(
+    exact: Sequence[torch.dtype | None], compute_dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The dtype of both operands.
+
+    Args:
+        exact: `exact_dtype` of both; `None` where an operand is not quantised.
+        compute_dtype: of the layer.
+        device: of the operands.
+    """
+    if compute_dtype == torch.float64 or torch.float32 in exact:
+        return torch.promote_types(compute_dtype, torch.float32)
+    if compute_dtype == torch.bfloat16:
         return compute_dtype
-    pair = [each for each in (left, right) if isinstance(each, QuantizedTensor)]
-    has_wide_output = bool(pair) and _has_wide_output(pair[0].codes.device)
-    return torch.bfloat16 if len(pair) == 2 and has_wide_output else torch.float32
+    return torch.bfloat16 if None not in exact and _has_wide_output(device) else torch.float32
+
+
+def _device(operand: Operand) -> torch.device:
+    return operand.codes.device if isinstance(operand, QuantizedTensor) else operand.operand().device
 
 
 def _has_wide_output(device: torch.device) -> bool:
@@ -115,7 +155,8 @@ def _combined_scale(left: Operand, right: Operand) -> Tensor | None:
     return left.tensor_scale * right.tensor_scale
 
 
-def _no_autocast(device_type: str) -> AbstractContextManager[object]:
+def no_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Keep autocast, where it is on, away from a product."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()

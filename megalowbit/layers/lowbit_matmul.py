@@ -1,63 +1,212 @@
 """The autograd function of a low-bit linear layer: quantise, three GEMMs, gradients.
 
 Forward keeps for backward the packed operands (4.5 bits an element), not the tensors they were made from;
-backward decodes them again. Each tensor is quantised once with blocks along its last axis, unless the
-recipe names another quantiser for backward. Only gradients somebody asked for are computed, and only what
-they need is saved.
+backward decodes them again. Which operand is quantised along which axis is the recipe's layout; only
+gradients somebody asked for are computed, and only what they need is saved.
 
 The gradient is the straight-through one: rounding counts as the identity, clipping included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalowbit.layers.gemms import column_sums, multiply
-from megalowbit.layers.recipe import Recipe
-from megalowbit.quantize.names import quantizer
-from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
-
-OperandTensor = QuantizedTensor | UnquantizedTensor
-REPORTED_ROLES = frozenset({"input", "weight", "grad_output"})
-WEIGHT_ROLES = frozenset({"weight", "backward_weight"})
+from megalowbit.layers import fp8_product, native_fp4
+from megalowbit.layers.call import Call, keeps_weight_codes
+from megalowbit.layers.factor import Factor, exact_dtype
+from megalowbit.layers.gemms import column_sums, gemm_dtype, multiply
+from megalowbit.layers.recipe import PRODUCTS
+from megalowbit.quantize.quantized_tensor import matrix_shape
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """What one use of a layer needs beside its tensors.
+class Forward(NamedTuple):
+    """What forward returns and keeps.
 
     Attributes:
-        recipe: quantisers of the five operands.
-        compute_dtype: of the GEMMs and of the output.
-        generator: (role, device) → the generator for that operand's stochastic rounding.
-        observe: takes (role, counts, error) of each quantised operand; `None` counts nothing.
-        is_replay: whether this forward repeats an earlier one, whose operands have been reported already.
-        needs_grad: whether a graph is being recorded; without one nothing is prepared for backward.
+        output: (…, out_features).
+        input: factor of grad_weight, or `None` where nobody asked for that.
+        weight: factor of grad_input, or `None`.
     """
 
-    recipe: Recipe
-    compute_dtype: torch.dtype
-    generator: Callable[[str, torch.device], torch.Generator]
-    observe: Callable[[str, Tensor, Tensor], None] | None = None
-    is_replay: bool = False
-    needs_grad: bool = True
+    output: Tensor
+    input: Factor | None
+    weight: Factor | None
 
-    def quantize(self, x: Tensor, name: str, role: str) -> OperandTensor:
-        """Quantise one operand and report its counts; the two backward re-quantisations are not reported."""
-        chosen = quantizer(name)
-        is_reported = role == "grad_output" or (role in REPORTED_ROLES and not self.is_replay)
-        observe = self.observe if is_reported and not chosen.is_identity else None
-        generator = self.generator(role, x.device) if chosen.is_stochastic and x.numel() else None
-        result = chosen.quantize(x, generator=generator, with_counts=observe is not None)
-        if observe is not None and result.counts is not None and result.error is not None:
-            observe(role, result.counts, result.error)
-        return result
+
+def forward_products(
+    call: Call, input: Tensor, weight: Tensor, bias: Tensor | None, *, keeps_input: bool, keeps_weight: bool
+) -> Forward:
+    """Quantise, multiply, and make what backward will need.
+
+    Args:
+        call: quantisers, dtypes and slots.
+        input: (…, in_features).
+        weight: (out_features, in_features).
+        bias: (out_features,) or `None`.
+        keeps_input: whether the weight's gradient will be asked for.
+        keeps_weight: whether the input's gradient will be asked for.
+    """
+    recipe = call.recipe
+    ready = _ready_dtype(call, "output", input.device)
+    x = call.quantize(input, recipe.q_forward_input, "input", operand_dtype=ready)
+    w = call.weight(
+        weight,
+        recipe.q_forward_weight,
+        "weight",
+        lambda: call.quantize(weight, recipe.q_forward_weight, "weight", operand_dtype=ready),
+    )
+    output = _product(call, "output", x, w, transpose_right=True, out_dtype=call.compute_dtype, bias=bias)
+    return Forward(
+        output.view(*input.shape[:-1], weight.shape[0]),
+        _input_for_backward(call, input, x) if keeps_input else None,
+        _weight_for_backward(call, weight, w) if keeps_weight else None,
+    )
+
+
+def _input_for_backward(call: Call, input: Tensor, forward: Factor) -> Factor:
+    name = call.recipe.q_backward_input
+    if call.recipe.layout == "per_gemm":
+        return call.quantize_transposed(input, name, "backward_input", is_transformed=True)
+    if name == call.recipe.q_forward_input:
+        return forward.packed()
+    return call.quantize(input, name, "backward_input")
+
+
+def _weight_for_backward(call: Call, weight: Tensor, forward: Factor) -> Factor:
+    recipe = call.recipe
+    if keeps_weight_codes(recipe):
+        return forward.packed()
+    name, role = recipe.q_backward_weight, "backward_weight"
+
+    def quantize() -> Factor:
+        if recipe.layout == "per_gemm":
+            return call.quantize_transposed(weight, name, role, is_transformed=False)
+        return call.quantize(weight, name, role)
+
+    return call.weight(weight, name, role, quantize).packed()
+
+
+class Dtypes(NamedTuple):
+    """Dtypes of what is differentiated; a gradient has the dtype of its tensor."""
+
+    input: torch.dtype
+    weight: torch.dtype
+    bias: torch.dtype | None
+
+
+def backward_products(
+    call: Call,
+    grad_output: Tensor,
+    input: Factor | None,
+    weight: Factor | None,
+    *,
+    in_features: int,
+    dtypes: Dtypes,
+    needs_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias.
+
+    Args:
+        call: that of the forward.
+        grad_output: (…, out_features).
+        input: as `Forward.input`.
+        weight: as `Forward.weight`.
+        in_features: of the layer.
+        dtypes: of the gradients.
+        needs_bias: whether the bias's gradient is asked for.
+    """
+    recipe, grad_input, grad_weight, grad_bias = call.recipe, None, None, None
+    name, has_own_copy = recipe.q_backward_outputgrad, recipe.layout == "per_gemm"
+    grad: Factor | None = None
+    grad_t: Factor | None = None
+    if weight is not None or (input is not None and not has_own_copy):
+        ready = _ready_dtype(call, "grad_input", grad_output.device)
+        grad = call.quantize(grad_output, name, "grad_output", operand_dtype=ready)
+    if input is not None and has_own_copy:
+        reported = "grad_output" if grad is None else None
+        grad_t = call.quantize_transposed(
+            grad_output, name, "grad_output_transposed", is_transformed=True, reported_as=reported
+        )
+    else:
+        grad_t = grad
+    if recipe.gemm == "fp8":  # one host read for both products
+        fp8_product.measure(*(factor for factor in (grad, grad_t, input, weight) if factor is not None))
+    if weight is not None:
+        assert grad is not None  # made above
+        grad_input = _product(call, "grad_input", grad, weight, out_dtype=dtypes.input)
+        grad_input = grad_input.view(*grad_output.shape[:-1], in_features)
+    if input is not None:
+        assert grad_t is not None  # made above
+        grad_weight = _product(
+            call, "grad_weight", grad_t, input, transpose_left=True, out_dtype=dtypes.weight
+        )
+    if needs_bias and dtypes.bias is not None:
+        grad_bias = column_sums(grad_output.reshape(matrix_shape(grad_output.shape)), dtypes.bias)
+    return grad_input, grad_weight, grad_bias
+
+
+def _ready_dtype(call: Call, product: str, device: torch.device) -> torch.dtype | None:
+    """The dtype a product's operands are needed in: quantisers make them on the way. `None`: packed."""
+    if call.recipe.gemm != "bf16":
+        return None
+    return gemm_dtype(
+        [exact_dtype(getattr(call.recipe, field)) for field in PRODUCTS[product]], call.compute_dtype, device
+    )
+
+
+def _product(
+    call: Call,
+    product: str,
+    left: Factor,
+    right: Factor,
+    *,
+    transpose_left: bool = False,
+    transpose_right: bool = False,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """One GEMM, in what the recipe asks for; transposes are of the tensors that the factors stand for."""
+    transpose_left, transpose_right = (
+        transpose_left != left.is_transposed,
+        transpose_right != right.is_transposed,
+    )
+    result, path = None, call.recipe.gemm
+    if path == "fp8" and call.compute_dtype != torch.float64:
+        result = fp8_product.multiply(
+            left,
+            right,
+            transpose_left=transpose_left,
+            transpose_right=transpose_right,
+            out_dtype=out_dtype,
+            bias=bias,
+        )
+    elif path == "fp4":
+        result = native_fp4.multiply(
+            left,
+            right,
+            transpose_left=transpose_left,
+            transpose_right=transpose_right,
+            out_dtype=out_dtype,
+            bias=bias,
+        )
+    if result is None:
+        path = "bf16"
+        result = multiply(
+            left.tensor,
+            right.tensor,
+            transpose_left=transpose_left,
+            transpose_right=transpose_right,
+            compute_dtype=call.compute_dtype,
+            out_dtype=out_dtype,
+            bias=bias,
+        )
+    if call.count is not None:
+        call.count(product, path)
+    return result
 
 
 class LowbitLinear(torch.autograd.Function):
@@ -65,106 +214,56 @@ class LowbitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        """Forward GEMM.
-
-        Args:
-            ctx: autograd's.
-            input: (…, in_features).
-            weight: (out_features, in_features).
-            bias: (out_features,) or `None`.
-            call: quantisers, dtypes and slots.
-
-        Returns:
-            (…, out_features) in `call.compute_dtype`.
-        """
-        recipe = call.recipe
-        quantized_input = call.quantize(input, recipe.q_forward_input, "input")
-        quantized_weight = call.quantize(weight, recipe.q_forward_weight, "weight")
-        output = multiply(
-            quantized_input,
-            quantized_weight,
-            transpose_right=True,
-            compute_dtype=call.compute_dtype,
-            out_dtype=call.compute_dtype,
-            bias=bias,
+        """See `lowbit_linear`."""
+        needs_input, needs_weight, _, _ = ctx.needs_input_grad
+        result = forward_products(
+            call,
+            input,
+            weight,
+            bias,
+            keeps_input=call.needs_grad and needs_weight,
+            keeps_weight=call.needs_grad and needs_input,
         )
         if call.needs_grad:
-            needs_input, needs_weight, _, _ = ctx.needs_input_grad
-            saved_input = saved_weight = None
-            if needs_weight:
-                saved_input = _for_backward(
-                    call,
-                    input,
-                    quantized_input,
-                    recipe.q_forward_input,
-                    recipe.q_backward_input,
-                    "backward_input",
-                )
-            if needs_input:
-                saved_weight = _for_backward(
-                    call,
-                    weight,
-                    quantized_weight,
-                    recipe.q_forward_weight,
-                    recipe.q_backward_weight,
-                    "backward_weight",
-                )
-            _save(ctx, saved_input, saved_weight)
-            ctx.call = call
-            ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return output.view(*input.shape[:-1], weight.shape[0])
+            _save(ctx, result.input, result.weight)
+            ctx.call, ctx.in_features = call, weight.shape[1]
+            ctx.dtypes = Dtypes(input.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return result.output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, weight and bias, from grad_output (…, out_features)."""
-        call: Call = ctx.call
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        input_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        grad_input = grad_weight = grad_bias = None
-        if needs_input or needs_weight:
-            saved_input, saved_weight = _restore(ctx)
-            quantized_grad = call.quantize(grad_output, call.recipe.q_backward_outputgrad, "grad_output")
-            if saved_weight is not None:
-                grad_input = multiply(
-                    quantized_grad, saved_weight, compute_dtype=call.compute_dtype, out_dtype=input_dtype
-                ).view(*grad_output.shape[:-1], saved_weight.shape[1])
-            if saved_input is not None:
-                grad_weight = multiply(
-                    quantized_grad,
-                    saved_input,
-                    transpose_left=True,
-                    compute_dtype=call.compute_dtype,
-                    out_dtype=weight_dtype,
-                )
-        if needs_bias:
-            grad_bias = column_sums(grad_output.reshape(matrix_shape(grad_output.shape)), bias_dtype)
-        return grad_input, grad_weight, grad_bias, None
+        saved_input, saved_weight = _restore(ctx)
+        gradients = backward_products(
+            ctx.call,
+            grad_output,
+            saved_input,
+            saved_weight,
+            in_features=ctx.in_features,
+            dtypes=ctx.dtypes,
+            needs_bias=ctx.needs_input_grad[2],
+        )
+        return *gradients, None
 
 
-def _for_backward(
-    call: Call, x: Tensor, quantized: OperandTensor, forward_name: str, backward_name: str, role: str
-) -> OperandTensor:
-    return quantized if backward_name == forward_name else call.quantize(x, backward_name, role)
-
-
-def _save(ctx: Any, *operands: OperandTensor | None) -> None:
+def _save(ctx: Any, *factors: Factor | None) -> None:
     tensors: list[Tensor] = []
-    ctx.operands = []  # one (rest, number of tensors) or None for each operand
-    for operand in operands:
-        if operand is None:
-            ctx.operands.append(None)
+    ctx.factors = []  # one (rest, number of tensors) or None for each factor
+    for factor in factors:
+        if factor is None:
+            ctx.factors.append(None)
             continue
-        parts, rest = operand.to_parts()
+        parts, rest = factor.to_parts()
         tensors += parts
-        ctx.operands.append((rest, len(parts)))
+        ctx.factors.append((rest, len(parts)))
     ctx.save_for_backward(*tensors)
 
 
-def _restore(ctx: Any) -> list[OperandTensor | None]:
+def _restore(ctx: Any) -> list[Factor | None]:
     tensors = list(ctx.saved_tensors)
-    restored: list[OperandTensor | None] = []
-    for entry in ctx.operands:
+    restored: list[Factor | None] = []
+    for entry in ctx.factors:
         if entry is None:
             restored.append(None)
             continue
@@ -182,5 +281,8 @@ def lowbit_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call
         weight: (out_features, in_features).
         bias: (out_features,) or `None`.
         call: quantisers, dtypes and slots.
+
+    Returns:
+        (…, out_features) in `call.compute_dtype`.
     """
     return LowbitLinear.apply(input, weight, bias, call)

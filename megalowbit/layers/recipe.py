@@ -4,19 +4,24 @@
     grad_input  = grad_output · weight     q_backward_outputgrad, q_backward_weight
     grad_weight = grad_outputᵀ · input     q_backward_outputgrad, q_backward_input
 
-Each tensor is quantised once, in blocks along its last axis, and its codes serve both GEMMs (transposed where
-need be); a backward quantiser of another name than the forward one quantises the tensor a second time.
-Field names are those of the Metis configuration.
+Two layouts. `single_copy`: each tensor is quantised once, in blocks along its last axis, and its codes serve
+both GEMMs (transposed where need be); a backward quantiser of another name than the forward one quantises the
+tensor a second time. `per_gemm`: each GEMM gets operands in blocks along the axis it sums over, as FP4 tensor
+cores demand; `hadamard` then transforms both operands of grad_weight along the tokens first.
+
+Quantiser field names are those of the Metis configuration. What a recipe's GEMMs run in is `gemm`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from megalowbit.errors import UserError, unknown_name
+from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.quantizer import BlockQuantizer
 
 OPERAND_FIELDS = (
     "q_forward_input",
@@ -25,6 +30,14 @@ OPERAND_FIELDS = (
     "q_backward_weight",
     "q_backward_outputgrad",
 )
+LAYOUTS = ("single_copy", "per_gemm")
+GEMMS = ("bf16", "fp8", "fp4")
+_NATIVE_FORMATS: tuple[tuple[str, tuple[int, int] | None], ...] = (("e4m3", (1, 16)), ("e8m0", (1, 32)))
+PRODUCTS = {
+    "output": ("q_forward_input", "q_forward_weight"),
+    "grad_input": ("q_backward_outputgrad", "q_backward_weight"),
+    "grad_weight": ("q_backward_outputgrad", "q_backward_input"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +52,12 @@ class Recipe:
         q_backward_weight: see above.
         q_backward_outputgrad: see above.
         keep: patterns (`*`, `?`, `[…]`) of module names left in high precision, with all below them.
+        layout: "single_copy" or "per_gemm", see above.
+        hadamard: random Hadamard transform of grad_weight's operands; with "per_gemm" only.
+        gemm: "bf16"; "fp8" multiplies MXFP4 operands in FP8 where that is exact; "fp4" on FP4 tensor cores.
 
     Raises:
-        UserError: a quantiser is unknown, or `keep` is not a list of strings.
+        UserError: a quantiser is unknown, `keep` is not a list of strings, or the fields do not fit together.
     """
 
     name: str
@@ -51,6 +67,9 @@ class Recipe:
     q_backward_weight: str
     q_backward_outputgrad: str
     keep: tuple[str, ...] = ()
+    layout: Literal["single_copy", "per_gemm"] = "single_copy"
+    hadamard: bool = False
+    gemm: Literal["bf16", "fp8", "fp4"] = "bf16"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -61,6 +80,12 @@ class Recipe:
                 raise UserError(f"recipe {self.name!r}: {field} must be a quantizer name, not {value!r}")
             quantizer(value)
         object.__setattr__(self, "keep", _patterns(self.name, self.keep))
+        _check_choices(self)
+        _check_hadamard(self)
+        if self.gemm == "fp8":
+            _check_fp8(self)
+        if self.gemm == "fp4":
+            _check_fp4(self)
 
     @property
     def quantizes(self) -> bool:
@@ -105,8 +130,74 @@ class Recipe:
             f"input {self.q_backward_input}, weight {self.q_backward_weight}, "
             f"grad_output {self.q_backward_outputgrad}"
         )
-        kept = f"; kept: {', '.join(self.keep)}" if self.keep else ""
-        return f"{self.name} (forward: {forward}; backward: {backward}{kept})"
+        extra = "; one copy for each GEMM" if self.layout == "per_gemm" else ""
+        extra += "; Hadamard transform before grad_weight" if self.hadamard else ""
+        extra += f"; GEMMs in {self.gemm}" if self.gemm != "bf16" else ""
+        extra += f"; kept: {', '.join(self.keep)}" if self.keep else ""
+        return f"{self.name} (forward: {forward}; backward: {backward}{extra})"
+
+
+def _check_choices(recipe: Recipe) -> None:
+    for field, choices in (("layout", LAYOUTS), ("gemm", GEMMS)):
+        value = getattr(recipe, field)
+        if value not in choices:
+            raise unknown_name(f"{field} of recipe {recipe.name!r}", value, choices)
+    if not isinstance(recipe.hadamard, bool):
+        raise UserError(f"recipe {recipe.name!r}: hadamard must be true or false, not {recipe.hadamard!r}")
+
+
+def _encoding(name: str) -> Encoding | None:
+    chosen = quantizer(name)
+    return chosen.encoding if isinstance(chosen, BlockQuantizer) else None
+
+
+def _check_hadamard(recipe: Recipe) -> None:
+    if not recipe.hadamard:
+        return
+    if recipe.layout != "per_gemm":
+        raise UserError(
+            f"recipe {recipe.name!r}: hadamard transforms operands of grad_weight alone, which needs copies "
+            'of their own: set layout to "per_gemm"'
+        )
+    for field in PRODUCTS["grad_weight"]:
+        if _encoding(getattr(recipe, field)) is None:
+            raise UserError(
+                f"recipe {recipe.name!r}: hadamard needs a quantizer with blocks for {field}, not "
+                f"{getattr(recipe, field)!r}: choose one, or set hadamard to false"
+            )
+
+
+def _check_fp8(recipe: Recipe) -> None:
+    for field in OPERAND_FIELDS:
+        name = getattr(recipe, field)
+        encoding = _encoding(name)
+        is_mxfp4 = encoding is not None and encoding.format.scale == "e8m0"
+        if not quantizer(name).is_identity and not is_mxfp4:
+            raise UserError(
+                f'recipe {recipe.name!r}: gemm "fp8" holds only MXFP4 operands exactly, but {field} is '
+                f'{name!r}: use an mxfp4 quantizer, or gemm "bf16"'
+            )
+
+
+def _check_fp4(recipe: Recipe) -> None:
+    if recipe.layout != "per_gemm":
+        raise UserError(
+            f'recipe {recipe.name!r}: gemm "fp4" needs blocks along the axis summed over: '
+            'set layout to "per_gemm"'
+        )
+    for product, operands in PRODUCTS.items():
+        names = [getattr(recipe, field) for field in operands]
+        if all(quantizer(name).is_identity for name in names):
+            continue
+        formats = [None if encoding is None else encoding.format for encoding in map(_encoding, names)]
+        fits = all(
+            format is not None and (format.scale, format.block) in _NATIVE_FORMATS for format in formats
+        )
+        if not fits or formats[0] != formats[1]:
+            raise UserError(
+                f'recipe {recipe.name!r}: gemm "fp4" multiplies NVFP4 (1 × 16) or MXFP4 by the same, but '
+                f'{product} has {names[0]!r} and {names[1]!r}: choose such a pair, or gemm "bf16"'
+            )
 
 
 def _plain(value: object) -> object:
@@ -137,10 +228,11 @@ def _uniform(name: str, operand: str, *, outputgrad: str | None = None) -> Recip
 def recipes() -> dict[str, Recipe]:
     """The named recipes.
 
-    `nvfp4` rounds to nearest even and output gradients stochastically; `bf16` quantises nothing.
+    `nvfp4` and `mxfp4` round to nearest even and output gradients stochastically; `bf16` quantises nothing.
     """
     named = [
         _uniform("nvfp4", "nvfp4e2m1bnosr", outputgrad="nvfp4e2m1b"),
+        _uniform("mxfp4", "mxfp4e2m1bnosr", outputgrad="mxfp4e2m1b"),
         _uniform("bf16", "fp32"),
     ]
     return {each.name: each for each in named}

@@ -20,15 +20,18 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion_report import ConversionReport, KeptLayer, SwappedLayer
 from megalowbit.layers.observer import Observer
+from megalowbit.layers.opaque import advance
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.use_counter import is_recomputing
+from megalowbit.layers.weight_cache import WeightCache, WeightSlot
 from megalowbit.quantize.random_stream import RandomStream
 
 _BITLINEAR_SLOTS = (
@@ -40,6 +43,9 @@ _BITLINEAR_SLOTS = (
     "_own_stream",
     "_seeded_at",
     "_uses",
+    "weight_slot",
+    "product_counts",
+    "_handle",
 )
 
 
@@ -55,7 +61,11 @@ class AdvanceStream:
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Advance the stream, except where checkpointing repeats a forward."""
         del args
-        if module.training and not is_recomputing():
+        if not module.training:
+            return
+        if torch.compiler.is_compiling():
+            advance(self.stream.step_tensor)
+        elif not is_recomputing():
             self.stream.advance()
 
 
@@ -141,6 +151,28 @@ def random_stream(model: nn.Module) -> RandomStream | None:
         if layer.random_stream is not None:
             return layer.random_stream
     return None
+
+
+def cache_weights(model: nn.Module) -> WeightCache:
+    """Let every BitLinear of a model keep its quantised weight until the cache returned is cleared.
+
+    Whoever updates the weights must clear it each time, see `weight_cache`. A second call starts anew.
+    """
+    layers = bit_layers(model).values()
+    for layer in layers:
+        layer.weight_slot = WeightSlot()
+    return WeightCache(layer.weight_slot for layer in layers if layer.weight_slot is not None)
+
+
+def product_counts(model: nn.Module) -> dict[str, dict[str, int]]:
+    """How many products of a model's layers have run in what, by product: `{"output": {"fp8": 24}, …}`."""
+    total: dict[str, dict[str, int]] = {}
+    for layer in bit_layers(model).values():
+        for product, paths in layer.product_counts.items():
+            sums = total.setdefault(product, {})
+            for path, count in paths.items():
+                sums[path] = sums.get(path, 0) + count
+    return total
 
 
 def _conv1d_class() -> type[nn.Module] | None:

@@ -9,12 +9,23 @@ nothing.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 
 def is_recomputing() -> bool:
     """Whether this code runs inside a backward pass: checkpointing recomputes activations there."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Use(NamedTuple):
+    """One use of a layer: micro-batch, number within it, whether it repeats one, whether the layer trains."""
+
+    step: int
+    number: int
+    is_replay: bool
+    is_training: bool
 
 
 class UseCounter:

@@ -19,7 +19,14 @@ from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits, expected_projections
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.surgery import ConversionReport, convert, random_stream, set_observer
+from megalowbit.layers.surgery import (
+    ConversionReport,
+    cache_weights,
+    convert,
+    random_stream,
+    set_observer,
+)
+from megalowbit.layers.weight_cache import WeightCache
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import check_same_model
 from megalowbit.pretrain.run_folder import RunFolder
@@ -43,6 +50,7 @@ class Job:
         recipe: how the layers quantise.
         store: the run's checkpoints.
         tracker: overflow counts; `None` where telemetry or quantisation is off.
+        weight_cache: quantised weights of the present step, where a step uses them more than once.
         totals: what the run has done so far, resumed parts included.
     """
 
@@ -54,6 +62,7 @@ class Job:
     recipe: Recipe
     store: CheckpointStore
     tracker: GradientOverflowTracker | None
+    weight_cache: WeightCache | None = None
     totals: RunTotals = field(default_factory=RunTotals)
 
     @property
@@ -70,6 +79,11 @@ class Job:
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step, over all ranks."""
         return self.loader.tokens_per_batch * self.accumulation_steps
+
+    def weights_have_changed(self) -> None:
+        """Forget quantised weights; DeepSpeed and our optimizer write where no layer can see it."""
+        if self.weight_cache is not None:
+            self.weight_cache.clear()
 
     def save(self) -> None:
         """Write a checkpoint of this step. Every rank must call it."""
@@ -96,6 +110,7 @@ class Job:
         if path is None:
             return False
         state = self.store.load(self.engine, path)
+        self.weights_have_changed()
         check_same_model(state["megalowbit"]["hf_config"], self.engine.module.config.to_dict())
         progress = state.get("progress")
         if progress is None:
@@ -145,6 +160,9 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
     if settings.telemetry.overflow and report.swapped:
         tracker = GradientOverflowTracker()
         set_observer(engine.module, tracker)
+    is_used_again = parts.deepspeed["gradient_accumulation_steps"] > 1 or getattr(
+        engine.module, "is_activation_checkpointing", False
+    )
     return Job(
         config=config,
         folder=folder,
@@ -154,6 +172,7 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
         recipe=recipe,
         store=CheckpointStore(folder.checkpoints, keep=settings.checkpoint.keep),
         tracker=tracker,
+        weight_cache=cache_weights(engine.module) if is_used_again and report.swapped else None,
     )
 
 

@@ -19,6 +19,7 @@ from megalowbit.engine.initialize import check_nested_blocks
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
 from megalowbit.hf.model import save_hf
+from megalowbit.layers.surgery import product_counts
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.recorder import Recorder
@@ -59,6 +60,8 @@ def pretrain(
             with Recorder(job, console, is_main=identity.is_main, is_resume=is_resume) as recorder:
                 train(job, recorder)
                 recorder.finish()
+                if job.recipe.gemm != "bf16":
+                    console.print(products_line(product_counts(job.engine.module)))
         else:
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
         export(job, console)
@@ -105,6 +108,7 @@ def train_step(job: Job) -> tuple[Facts, bool]:
         engine.backward(loss)
         engine.step()
         loss_sum += loss.detach()
+    job.weights_have_changed()
     seen = reduce_step_facts(loss_sum / job.accumulation_steps, tracker=job.tracker)
     is_skipped = engine.skipped_steps > skipped_before
     seconds = time.perf_counter() - started
@@ -127,6 +131,15 @@ def export(job: Job, console: Console) -> None:
         return
     agree(lambda: save_hf(job.engine.module, job.folder.hf, job.loader.tokenizer))
     console.print(f"HuggingFace checkpoint: {job.folder.hf}")
+
+
+def products_line(counts: dict[str, dict[str, int]]) -> str:
+    """What this process's low-bit products ran in, on one line: `{"output": {"fp8": 3}}` → "output 3 fp8"."""
+    parts = (
+        f"{product} " + " + ".join(f"{count:,} {path}" for path, count in sorted(paths.items()))
+        for product, paths in counts.items()
+    )
+    return f"products  {', '.join(parts)}"
 
 
 def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:

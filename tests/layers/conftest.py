@@ -1,16 +1,8 @@
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
+import fp4_reference
 import pytest
-
-REFERENCE = Path(__file__).parent.parent / "quantize" / "nvfp4_reference.py"
 
 
 @pytest.fixture(scope="session")
-def reference() -> ModuleType:
-    """The independent NVFP4 of `tests/quantize/nvfp4_reference.py`."""
-    spec = importlib.util.spec_from_file_location("nvfp4_reference", REFERENCE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def reference():
+    """The independent block formats of `tests/quantize/fp4_reference.py`."""
+    return fp4_reference

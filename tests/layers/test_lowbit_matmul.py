@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalowbit.layers.lowbit_matmul import Call, lowbit_linear
+from megalowbit.layers.call import Call
+from megalowbit.layers.lowbit_matmul import lowbit_linear
 from megalowbit.layers.recipe import Recipe, recipe
 from megalowbit.quantize.random_stream import RandomStream
 
@@ -18,7 +19,7 @@ def call_with(chosen: Recipe, dtype=torch.float32, **kwargs) -> Call:
     return Call(
         recipe=chosen,
         compute_dtype=dtype,
-        generator=lambda role, device: stream.generator("layer", role, device),
+        random_key=lambda role, device: stream.key("layer", role),
         **kwargs,
     )
 
@@ -52,13 +53,13 @@ def test_forward_and_gradients_equal_float64_products_of_reference_operands(refe
     assert close(b.grad, g.double().sum(0), relative)
 
 
-def test_stochastic_output_gradients_are_those_of_their_generator(reference):
+def test_stochastic_output_gradients_are_those_of_their_key(reference):
     x, w, b, g = operands()
     lowbit_linear(x, w, b, call_with(recipe("nvfp4"))).backward(g)
     from megalowbit.quantize.names import quantizer
 
-    generator = RandomStream(0).generator("layer", "grad_output", "cpu")
-    q_g = quantizer("nvfp4e2m1b").quantize(g, generator=generator).operand(torch.float64).numpy()
+    key = RandomStream(0).key("layer", "grad_output")
+    q_g = quantizer("nvfp4e2m1b").quantize(g, random_key=key).operand(torch.float64).numpy()
     scale = quantizer("nvfp4e2m1b").quantize(g).tensor_scale.item()
     q_w = reference.dequantized(w.detach().numpy())
     assert close(x.grad, (q_g * scale) @ q_w, 2e-6)

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from megalowbit.errors import UserError
@@ -10,10 +12,10 @@ def test_named_recipes_are_what_they_say():
     assert {getattr(nvfp4, field) for field in OPERAND_FIELDS[:4]} == {"nvfp4e2m1bnosr"}
     assert nvfp4.quantizes
     assert not bf16.quantizes
-    assert set(recipes()) == {"nvfp4", "bf16"}
+    assert set(recipes()) == {"nvfp4", "mxfp4", "bf16"}
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "bf16"])
 def test_a_recipe_survives_its_dictionary(name):
     assert Recipe.from_dict(recipe(name).to_dict()) == recipe(name)
 
@@ -56,3 +58,76 @@ def test_recipes_are_frozen_and_printable():
     assert "grad_output nvfp4e2m1b" in str(recipe("nvfp4"))
     recipes().clear()
     assert recipes()
+
+
+MXFP4_BLOCK = {"base": "mxfp4", "gemm": "fp8"}
+
+
+def test_the_mxfp4_recipe_rounds_gradients_stochastically():
+    mxfp4 = recipe("mxfp4")
+    assert mxfp4.q_backward_outputgrad == "mxfp4e2m1b"
+    assert {getattr(mxfp4, field) for field in OPERAND_FIELDS[:4]} == {"mxfp4e2m1bnosr"}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"base": "nvfp4", "layout": "per_gemm", "hadamard": True},
+        {"base": "nvfp4", "q_forward_weight": "nvfp4e2m1bnosr:tile16", "layout": "per_gemm"},
+        MXFP4_BLOCK,
+        {**MXFP4_BLOCK, "q_backward_input": "fp32"},
+        {**MXFP4_BLOCK, "q_forward_input": "mxfp4e2m1bnosr:floor"},
+        {"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"},
+        {"base": "mxfp4", "layout": "per_gemm", "gemm": "fp4", "hadamard": True},
+        {
+            "base": "nvfp4",
+            "layout": "per_gemm",
+            "gemm": "fp4",
+            "q_forward_input": "fp32",
+            "q_forward_weight": "fp32",
+        },
+    ],
+)
+def test_layouts_and_gemms_that_fit_survive_their_dictionary(block):
+    chosen = recipe(block)
+    assert Recipe.from_dict(json.loads(json.dumps(chosen.to_dict()))) == chosen
+
+
+def test_what_a_recipe_does_beyond_its_quantisers_is_printed():
+    text = str(recipe({"base": "mxfp4", "layout": "per_gemm", "hadamard": True, "gemm": "fp8"}))
+    assert "one copy for each GEMM; Hadamard transform before grad_weight; GEMMs in fp8" in text
+    assert ";" not in str(recipe("nvfp4")).replace("; backward", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "per_gem"}, "unknown layout of recipe .*did you mean 'per_gemm'"),
+        ({"gemm": "fp16"}, "unknown gemm of recipe .*did you mean"),
+        ({"hadamard": 1}, "hadamard must be true or false, not 1"),
+        ({"hadamard": True}, 'hadamard .* set layout to "per_gemm"'),
+        (
+            {"hadamard": True, "layout": "per_gemm", "q_backward_input": "fp32"},
+            "quantizer with blocks for q_backward_input, not 'fp32'",
+        ),
+        ({"gemm": "fp8"}, "q_forward_input is 'nvfp4e2m1bnosr': use an mxfp4 quantizer"),
+        ({"base": "mxfp4", "gemm": "fp8", "q_forward_weight": "int8b"}, "q_forward_weight is 'int8b'"),
+        ({"gemm": "fp4"}, 'set layout to "per_gemm"'),
+        (
+            {"gemm": "fp4", "layout": "per_gemm", "q_forward_weight": "nvfp4e2m1bnosr:tile16"},
+            "output has 'nvfp4e2m1bnosr' and 'nvfp4e2m1bnosr:tile16'",
+        ),
+        (
+            {"gemm": "fp4", "layout": "per_gemm", "q_backward_weight": "mxfp4e2m1bnosr"},
+            "grad_input has 'nvfp4e2m1b' and 'mxfp4e2m1bnosr'",
+        ),
+        (
+            {"gemm": "fp4", "layout": "per_gemm", "q_backward_input": "fp32"},
+            "grad_weight has 'nvfp4e2m1b' and 'fp32'",
+        ),
+    ],
+)
+def test_fields_that_do_not_fit_together_are_refused_with_the_remedy(changes, message):
+    with pytest.raises(UserError, match=message) as caught:
+        recipe({"base": "nvfp4", **changes})
+    assert "\n" not in str(caught.value)

@@ -82,3 +82,23 @@ def test_a_projection_that_is_neither_swapped_nor_kept_is_an_error(build_job):
     report = ConversionReport(recipe=job.recipe, swapped=job.report.swapped[1:], kept=job.report.kept)
     with pytest.raises(UserError, match=r"transformer\.h\.0\.attn\.c_attn"):
         check_nothing_missed(job.engine.module.config, report)
+
+
+def test_quantised_weights_are_kept_only_where_a_step_uses_them_again(build_job):
+    job = build_job()  # two micro-batches a step
+    assert all(layer.weight_slot is not None for layer in bit_layers(job.engine.module).values())
+    train_step(job)
+    assert len(job.weight_cache) == 0  # the step has changed the weights
+    single = build_job(
+        "train_batch_size=2", "train_micro_batch_size_per_gpu=2", "gradient_accumulation_steps=1"
+    )
+    assert single.weight_cache is None
+
+
+def test_a_run_with_kept_weights_has_the_losses_of_one_without(build_job):
+    kept = build_job()
+    expected = [train_step(kept)[0]["loss"] for _ in range(3)]
+    plain = build_job()
+    for layer in bit_layers(plain.engine.module).values():
+        layer.weight_slot = None
+    assert [train_step(plain)[0]["loss"] for _ in range(3)] == expected

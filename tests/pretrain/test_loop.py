@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from megalowbit.errors import UserError
-from megalowbit.pretrain.loop import pretrain, train, train_step
+from megalowbit.pretrain.loop import pretrain, products_line, train, train_step
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.process_group import ProcessIdentity
 from megalowbit.telemetry.console import Console
@@ -153,3 +153,25 @@ def test_records_that_cannot_be_opened_are_one_clear_error(resolve, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
     with pytest.raises(UserError, match=r"metrics\.jsonl"):
         pretrain(resolve(), ProcessIdentity(), run_dir=tmp_path / "run", is_resume=True)
+
+
+def test_a_run_in_fp8_says_at_its_end_what_its_products_ran_in(resolve, tmp_path, capsys):
+    recipe = 'megalowbit.recipe={"base": "mxfp4", "gemm": "fp8"}'
+    config = resolve("megalowbit.run.steps=1", recipe)
+    pretrain(config, ProcessIdentity(), run_dir=tmp_path / "run", is_resume=False)
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("products")]
+    # 8 layers, two micro-batches
+    assert sum(int(word) for word in line.replace(",", " ").split() if word.isdigit()) == 3 * 8 * 2
+    assert "output 16 fp8" in line
+
+
+def test_layouts_are_configured_like_any_recipe(build_job):
+    job = build_job('megalowbit.recipe={"base": "nvfp4", "layout": "per_gemm", "hadamard": true}')
+    facts, is_skipped = train_step(job)
+    assert not is_skipped
+    assert math.isfinite(facts["loss"])
+
+
+def test_what_products_ran_in_is_said_on_one_line():
+    line = products_line({"output": {"fp8": 1200, "bf16": 2}, "grad_weight": {"bf16": 3}})
+    assert line == "products  output 2 bf16 + 1,200 fp8, grad_weight 3 bf16"

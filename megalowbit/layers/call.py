@@ -1,0 +1,119 @@
+"""What one use of a layer needs beside its tensors, and how it quantises its operands with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalowbit.layers.factor import Factor, serves_both_axes, transposed_values
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.weight_cache import WeightSlot
+from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.philox import RandomKey
+from megalowbit.quantize.quantizer import BlockQuantizer
+
+REPORTED_ROLES = frozenset({"input", "weight", "grad_output"})
+WEIGHT_ROLES = frozenset({"weight", "backward_weight"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One use of a layer.
+
+    Attributes:
+        recipe: quantisers of the five operands, layout and GEMM.
+        compute_dtype: of the GEMMs and of the output.
+        random_key: (role, device) → the key of that operand's stochastic rounding.
+        hadamard_signs: of the random Hadamard transform, where the recipe asks for one.
+        observe: takes (role, counts, error) of each quantised operand; `None` counts nothing.
+        count: takes (product, what it ran in) of each product; `None` counts nothing.
+        weights: where quantised weights are kept, or `None`.
+        is_replay: whether this forward repeats an earlier one, whose operands have been reported already.
+        needs_grad: whether a graph is being recorded; without one nothing is prepared for backward.
+    """
+
+    recipe: Recipe
+    compute_dtype: torch.dtype
+    random_key: Callable[[str, torch.device], RandomKey]
+    hadamard_signs: int = 0
+    observe: Callable[[str, Tensor, Tensor], None] | None = None
+    count: Callable[[str, str], None] | None = None
+    weights: WeightSlot | None = None
+    is_replay: bool = False
+    needs_grad: bool = True
+
+    def quantize(
+        self,
+        x: Tensor,
+        name: str,
+        role: str,
+        *,
+        operand_dtype: torch.dtype | None = None,
+        is_reported: bool | None = None,
+    ) -> Factor:
+        """Quantise one operand in blocks along its last axis.
+
+        Args:
+            x: the tensor.
+            name: of the quantiser.
+            role: part of the random key; repeated quantisations of a tensor have roles of their own.
+            operand_dtype: make the GEMM's operand on the way, in this dtype.
+            is_reported: whether the observer hears of it; by default as the role says.
+        """
+        chosen = quantizer(name)
+        observe = self._observer(role, name, is_reported)
+        key = self._key(name, role, x)
+        result = chosen.quantize(
+            x, random_key=key, with_counts=observe is not None, operand_dtype=operand_dtype
+        )
+        if observe is not None and result.counts is not None and result.error is not None:
+            observe(role, result.counts, result.error)
+        return Factor(result)
+
+    def quantize_transposed(
+        self, x: Tensor, name: str, role: str, *, is_transformed: bool, reported_as: str | None = None
+    ) -> Factor:
+        """Quantise one operand in blocks along its rows (tokens, or output features).
+
+        Args:
+            x: the tensor, taken as a matrix (rows, cols).
+            name: of the quantiser.
+            role: as for `quantize`.
+            is_transformed: whether the recipe's Hadamard transform applies to it.
+            reported_as: the role the observer hears of it as; `None`: not at all.
+        """
+        chosen = quantizer(name)
+        key = self._key(name, role, x)
+        if not isinstance(chosen, BlockQuantizer):
+            return Factor(chosen.quantize(transposed_values(x).values, random_key=key), is_transposed=True)
+        observe = None if reported_as is None else self._observer(reported_as, name, True)
+        signs = self.hadamard_signs if is_transformed and self.recipe.hadamard else None
+        result = chosen.quantize_transposed(x, signs=signs, random_key=key, with_counts=observe is not None)
+        if observe is not None and result.counts is not None and result.error is not None:
+            observe(reported_as or role, result.counts, result.error)
+        return Factor(result, is_transposed=True)
+
+    def weight(self, weight: Tensor, name: str, role: str, quantize: Callable[[], Factor]) -> Factor:
+        """A weight's factor: out of the cache, where there is one and the quantiser may be cached."""
+        if self.weights is None or quantizer(name).is_stochastic or quantizer(name).is_identity:
+            return quantize()
+        return self.weights.get(weight, role, name, quantize)
+
+    def _key(self, name: str, role: str, x: Tensor) -> RandomKey | None:
+        return self.random_key(role, x.device) if quantizer(name).is_stochastic and x.numel() else None
+
+    def _observer(
+        self, role: str, name: str, is_reported: bool | None
+    ) -> Callable[[str, Tensor, Tensor], None] | None:
+        if is_reported is None:
+            is_reported = role == "grad_output" or (role in REPORTED_ROLES and not self.is_replay)
+        return self.observe if is_reported and not quantizer(name).is_identity else None
+
+
+def keeps_weight_codes(recipe: Recipe) -> bool:
+    """Whether forward's codes of the weight serve backward as well."""
+    same = recipe.q_forward_weight == recipe.q_backward_weight
+    return same and (recipe.layout == "single_copy" or serves_both_axes(recipe.q_forward_weight))

@@ -1,0 +1,324 @@
+"""BitLinear inside a compiled model: two opaque operators that run exactly the eager code.
+
+Traced into, a layer would leave its random key, its use counter and its observer in the graph as constants
+of the first step, and its quantiser as hundreds of operations that a compiler may reorder, contract and so
+round differently. As an operator for forward and one for backward it stays one node: no graph break, no
+recompilation from step to step, the same bits as without `torch.compile`. See docs/decisions/0004.
+
+An operator takes tensors and plain values only, so a layer is named by an integer, looked up at run time in
+a registry that does not keep layers alive. The micro-batch comes in as a tensor, which `advance` counts up
+within the graph; what backward must know of its forward (step, use, exponent ranges) travels in a small CPU
+tensor, the ticket. Quantised weights out of a cache are copied, since a compiler may reuse the memory of
+what an operator returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megalowbit.layers.call import keeps_weight_codes
+from megalowbit.layers.factor import ExponentRange, Factor
+from megalowbit.layers.lowbit_matmul import Dtypes, backward_products, forward_products
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.use_counter import Use, is_recomputing
+from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor
+from megalowbit.quantize.quantizer import BlockQuantizer
+
+if TYPE_CHECKING:
+    from megalowbit.layers.bitlinear import BitLinear
+
+HADAMARD_GROUP = 16
+TICKET_LENGTH = 8
+_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # neither merged nor replayed
+
+
+@functools.lru_cache(maxsize=1)
+def _layers() -> tuple[WeakValueDictionary[int, BitLinear], Iterator[int]]:
+    return WeakValueDictionary(), itertools.count(1)
+
+
+def register(layer: BitLinear) -> int:
+    """A handle by which the operators find a layer; it never names another one."""
+    layers, handles = _layers()
+    handle = next(handles)
+    layers[handle] = layer
+    return handle
+
+
+def _layer(handle: int) -> BitLinear:
+    return _layers()[0][handle]
+
+
+def opaque_linear(layer: BitLinear, input: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    """The layer's forward, as one node of a traced graph."""
+    has_graph = torch.is_grad_enabled()
+    stream = layer.random_stream
+    outputs = _forward(
+        input,
+        layer.weight,
+        layer.bias,
+        None if stream is None else stream.step_tensor,
+        layer._handle,
+        compute_dtype,
+        has_graph and layer.weight.requires_grad,
+        has_graph and input.requires_grad,
+        has_graph,
+    )
+    return outputs[0]
+
+
+@torch.library.custom_op("megalowbit::advance", mutates_args=("step",))
+def advance(step: Tensor) -> None:
+    """Count up the micro-batch (0-dim int64 on the CPU), except where checkpointing repeats a forward."""
+    # The tensor is the argument, not the stream: so the compiler sees that layers read what is written here.
+    if not is_recomputing():
+        step += 1
+
+
+@advance.register_fake
+def _(step: Tensor) -> None:
+    del step
+
+
+@torch.library.custom_op("megalowbit::linear", mutates_args=(), tags=_TAGS)
+def _forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    step: Tensor | None,
+    handle: int,
+    compute_dtype: torch.dtype,
+    keeps_input: bool,
+    keeps_weight: bool,
+    needs_grad: bool,
+) -> list[Tensor]:
+    layer = _layer(handle)
+    use = layer.begin_use(None if step is None else int(step))
+    call = layer.call(use, compute_dtype=compute_dtype, needs_grad=needs_grad)
+    result = forward_products(call, input, weight, bias, keeps_input=keeps_input, keeps_weight=keeps_weight)
+    if not needs_grad:
+        return [result.output]
+    ticket = torch.tensor(
+        [*use, *_exponents(result.input), *_exponents(result.weight)], dtype=torch.int64, device="cpu"
+    )
+    parts = _parts(result.input, is_shared=False)
+    parts += _parts(result.weight, is_shared=call.weights is not None)
+    return [result.output, ticket, *parts]
+
+
+def _exponents(factor: Factor | None) -> tuple[int, int]:
+    if factor is None or factor.exponents is None:
+        return -1, -1
+    return factor.exponents.lowest, factor.exponents.highest
+
+
+def _parts(factor: Factor | None, *, is_shared: bool) -> list[Tensor]:
+    """A factor's tensors, none of them the memory of something else."""
+    if factor is None:
+        return []
+    if isinstance(factor.tensor, UnquantizedTensor):
+        return [factor.tensor.operand().clone(memory_format=torch.contiguous_format)]
+    return [part.clone() if is_shared else part for part in factor.to_parts()[0]]
+
+
+@_forward.register_fake
+def _(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    step: Tensor | None,
+    handle: int,
+    compute_dtype: torch.dtype,
+    keeps_input: bool,
+    keeps_weight: bool,
+    needs_grad: bool,
+) -> list[Tensor]:
+    del bias, step
+    recipe = _layer(handle).recipe
+    outputs = [input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=compute_dtype)]
+    if needs_grad:
+        outputs.append(torch.empty(TICKET_LENGTH, dtype=torch.int64, device="cpu"))
+    if keeps_input:
+        outputs += _empty_parts(*_input_layout(recipe, input.shape), input)
+    if keeps_weight:
+        outputs += _empty_parts(*_weight_layout(recipe, weight.shape), weight)
+    return outputs
+
+
+Layout = tuple[str, bool, tuple[int, int]]  # quantiser, whether transposed, size of the matrix as stored
+
+
+def _input_layout(recipe: Recipe, shape: Sequence[int]) -> Layout:
+    rows, cols = math.prod(shape[:-1]), shape[-1]  # sizes may be symbols
+    if recipe.layout == "single_copy":
+        return recipe.q_backward_input, False, (rows, cols)
+    if recipe.hadamard:
+        rows = -(-rows // HADAMARD_GROUP) * HADAMARD_GROUP
+    return recipe.q_backward_input, True, (cols, rows)
+
+
+def _weight_layout(recipe: Recipe, shape: Sequence[int]) -> Layout:
+    rows, cols = shape
+    if recipe.layout == "single_copy" or keeps_weight_codes(recipe):
+        return recipe.q_backward_weight, False, (rows, cols)
+    return recipe.q_backward_weight, True, (cols, rows)
+
+
+def _num_parts(name: str) -> int:
+    return len(_sample(name, torch.float32).to_parts()[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _sample(name: str, dtype: torch.dtype) -> QuantizedTensor | UnquantizedTensor:
+    """Something the quantiser has made, to see what it makes."""
+    with _disable_current_modes():
+        return quantizer(name).quantize(torch.zeros(1, 16, dtype=dtype, device="cpu"))
+
+
+def _empty_parts(name: str, is_transposed: bool, size: tuple[int, int], like: Tensor) -> list[Tensor]:
+    del is_transposed
+    chosen, sample = quantizer(name), _sample(name, like.dtype)
+    if not isinstance(chosen, BlockQuantizer):
+        return [like.new_empty(size, dtype=sample.dtype)]
+    format = chosen.encoding.format
+    shapes = (format.codes_shape(*size), format.scales_shape(*size), ())
+    parts = sample.to_parts()[0]
+    return [like.new_empty(shape, dtype=part.dtype) for shape, part in zip(shapes, parts, strict=False)]
+
+
+def _factor(
+    name: str,
+    is_transposed: bool,
+    size: tuple[int, int],
+    dtype: torch.dtype,
+    parts: list[Tensor],
+    exponents: list[int],
+) -> Factor:
+    """Inverse of `_parts`."""
+    chosen = quantizer(name)
+    tensor: QuantizedTensor | UnquantizedTensor
+    if isinstance(chosen, BlockQuantizer):
+        codes, scales, *tensor_scale = parts
+        tensor = QuantizedTensor(
+            codes=codes,
+            scales=scales,
+            tensor_scale=tensor_scale[0] if tensor_scale else None,
+            shape=torch.Size(size),
+            dtype=dtype,
+            format=chosen.encoding.format,
+        )
+    else:
+        tensor = UnquantizedTensor(values=parts[0])
+    lowest, highest = exponents
+    known = ExponentRange(lowest=lowest, highest=highest) if lowest >= 0 else None
+    return Factor(tensor, is_transposed, known)
+
+
+@torch.library.custom_op("megalowbit::linear_backward", mutates_args=(), tags=_TAGS)
+def _backward(
+    grad_output: Tensor,
+    saved: list[Tensor],
+    handle: int,
+    compute_dtype: torch.dtype,
+    input_shape: list[int],
+    input_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    needs_weight: bool,
+    needs_input: bool,
+) -> list[Tensor]:
+    layer = _layer(handle)
+    ticket, *parts = saved
+    step, number, is_replay, is_training, *exponents = ticket.tolist()
+    call = layer.call(
+        Use(step, number, bool(is_replay), bool(is_training)), compute_dtype=compute_dtype, needs_grad=True
+    )
+    input_factor = weight_factor = None
+    if needs_weight:
+        layout = _input_layout(layer.recipe, input_shape)
+        count = _num_parts(layout[0])
+        input_factor = _factor(*layout, input_dtype, parts[:count], exponents[:2])
+        parts = parts[count:]
+    if needs_input:
+        layout = _weight_layout(layer.recipe, (layer.out_features, layer.in_features))
+        weight_factor = _factor(*layout, weight_dtype, parts, exponents[2:])
+    gradients = backward_products(
+        call,
+        grad_output,
+        input_factor,
+        weight_factor,
+        in_features=layer.in_features,
+        dtypes=Dtypes(input_dtype, weight_dtype, bias_dtype),
+        needs_bias=bias_dtype is not None,
+    )
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
+
+
+@_backward.register_fake
+def _(
+    grad_output: Tensor,
+    saved: list[Tensor],
+    handle: int,
+    compute_dtype: torch.dtype,
+    input_shape: list[int],
+    input_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    needs_weight: bool,
+    needs_input: bool,
+) -> list[Tensor]:
+    del saved, compute_dtype
+    layer = _layer(handle)
+    gradients = []
+    if needs_input:
+        gradients.append(grad_output.new_empty(input_shape, dtype=input_dtype))
+    if needs_weight:
+        gradients.append(grad_output.new_empty((layer.out_features, layer.in_features), dtype=weight_dtype))
+    if bias_dtype is not None:
+        gradients.append(grad_output.new_empty((layer.out_features,), dtype=bias_dtype))
+    return gradients
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    input, weight, bias, _, handle, compute_dtype, keeps_input, keeps_weight, needs_grad = inputs
+    ctx.handle, ctx.compute_dtype, ctx.needs = handle, compute_dtype, (keeps_input, keeps_weight)
+    ctx.input_shape = input.shape
+    ctx.dtypes = input.dtype, weight.dtype, bias.dtype if bias is not None and bias.requires_grad else None
+    if needs_grad:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:])
+
+
+def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Gradients of `_forward`'s arguments."""
+    grad_output, (keeps_input, keeps_weight) = grads[0], ctx.needs
+    found: list[Tensor | None] = [None, None, None]
+    wanted = [keeps_weight, keeps_input, ctx.dtypes[2] is not None]
+    if grad_output is not None and any(wanted):
+        gradients = iter(
+            _backward(
+                grad_output,
+                list(ctx.saved_tensors),
+                ctx.handle,
+                ctx.compute_dtype,
+                list(ctx.input_shape),
+                *ctx.dtypes,
+                keeps_input,
+                keeps_weight,
+            )
+        )
+        found = [next(gradients) if is_wanted else None for is_wanted in wanted]
+    return (*found, None, None, None, None, None, None)
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)

@@ -1,0 +1,70 @@
+"""Quantised weights kept over the micro-batches of one optimizer step.
+
+A weight changes once a step, but is quantised at each use: by every micro-batch, and again where activation
+checkpointing repeats a forward. A slot on the layer keeps the packed codes (4.5 bits an element, and as
+much again where backward has its own) until whoever updates the weights calls `WeightCache.clear`. Entries
+also remember the weight's memory and version, but optimizers that write through `.data` change neither, so
+clearing is a duty, not a courtesy. Weights rounded stochastically are not kept: they must be drawn anew
+each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from megalowbit.layers.factor import Factor
+
+Key = tuple[object, ...]
+
+
+class WeightSlot:
+    """The quantised forms of one layer's weight."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, str], tuple[Key, Factor]] = {}
+
+    def get(self, weight: Tensor, role: str, name: str, quantize: Callable[[], Factor]) -> Factor:
+        """The factor kept for this role and quantiser, or a new one.
+
+        Args:
+            weight: the layer's weight.
+            role: which of its operands.
+            name: of the quantiser.
+            quantize: makes the factor; what it returns may carry a ready operand, which is not kept.
+        """
+        version = None if weight.is_inference() else weight._version
+        key = (weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype)
+        entry = self._entries.get((role, name))
+        if entry is not None and entry[0] == key:
+            return entry[1]
+        factor = quantize()
+        self._entries[role, name] = (key, factor.packed())
+        return factor
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class WeightCache:
+    """The slots of a model's layers; made by `surgery.cache_weights`.
+
+    Args:
+        slots: of the layers.
+    """
+
+    def __init__(self, slots: Iterable[WeightSlot]) -> None:
+        self._slots = tuple(slots)
+
+    def clear(self) -> None:
+        """Forget all quantised weights: call it after every update of the weights."""
+        for slot in self._slots:
+            slot.clear()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._slots))

@@ -1,0 +1,227 @@
+import copy
+import gc
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.opaque import _layer
+from megalowbit.layers.surgery import cache_weights, convert, product_counts, random_stream, set_observer
+
+RECIPES = {
+    "nvfp4": "nvfp4",
+    "transformed": {"base": "nvfp4", "layout": "per_gemm", "hadamard": True},
+    "mixed": {"base": "mxfp4", "gemm": "fp8", "q_backward_input": "fp32", "q_backward_weight": "mxfp4e2m1b"},
+    "stochastic": {"base": "nvfp4", "q_forward_input": "nvfp4e2m1b"},
+}
+
+
+class Block(nn.Module):
+    """A GPT-2 block in small: norms, attention, an MLP, residual connections."""
+
+    def __init__(self, size=32):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(2))
+        self.qkv, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size, bias=False)
+        self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Recorded:
+    def __init__(self):
+        self.seen = []
+
+    def observe(self, layer, role, counts, error):
+        self.seen.append((layer, role, tuple(counts.tolist()), tuple(error.tolist())))
+
+
+def block(recipe="nvfp4"):
+    torch.manual_seed(0)
+    model = Block()
+    convert(model, recipe, seed=3)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+def three_steps(model, run, *, autocast=False, accumulation=1):
+    """Outputs, gradients and counts of three training steps."""
+    recorded = Recorded()
+    set_observer(model, recorded)
+    results = []
+    for step in range(3):
+        x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(step // 2)).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            output = run(x)
+        output.float().square().sum().backward()
+        results += [output.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        model.zero_grad()
+    return results, sorted(recorded.seen), product_counts(model), random_stream(model).step
+
+
+def assert_same(one, other):
+    for a, b in zip(one[0], other[0], strict=True):
+        assert torch.equal(a, b)
+    assert one[1:] == other[1:]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_compiled_block_computes_draws_and_counts_as_an_eager_one(recipe):
+    eager, compiled = block(recipe), block(recipe)
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    expected = three_steps(eager, eager)
+    assert_same(three_steps(compiled, run), expected)
+    assert expected[3] == 3
+    first, second = (expected[0][i] for i in (1, 1 + len(expected[0]) // 3))
+    assert not torch.equal(first, second)  # the same input, the next micro-batch
+
+
+def test_autocast_is_followed():
+    # An MLP: torch's compiled attention and norms round differently under autocast, with nn.Linear as well.
+    def mlp():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        convert(model, seed=3)
+        return model
+
+    eager, compiled = mlp(), mlp()
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    got = three_steps(compiled, run, autocast=True)
+    assert_same(got, three_steps(eager, eager, autocast=True))
+    assert got[0][0].dtype == torch.bfloat16
+
+
+def test_kept_weights_are_used_by_compiled_models_too():
+    eager, compiled = block(), block()
+    caches = cache_weights(eager), cache_weights(compiled)
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    assert_same(three_steps(compiled, run), three_steps(eager, eager))
+    assert len(caches[0]) == len(caches[1]) == 4
+
+
+def test_evaluation_neither_advances_the_stream_nor_keeps_anything():
+    eager, compiled = block().eval(), block().eval()
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 8, 32)
+    with torch.no_grad():
+        assert torch.equal(run(x), eager(x))
+        assert torch.equal(run(x), eager(x))
+    assert random_stream(compiled).step == 0
+
+
+def test_there_is_one_graph_and_no_break():
+    model = block()
+    explanation = torch._dynamo.explain(lambda x: model(x))(torch.randn(2, 8, 32))
+    assert explanation.graph_count == 1
+    assert explanation.graph_break_count == 0
+
+
+def test_a_resumed_stream_goes_on_in_a_compiled_model():
+    model = block()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    first = three_steps(model, run)
+    random_stream(model).load_state_dict({"seed": 3, "step": 0})
+    again = three_steps(model, run)
+    assert all(torch.equal(a, b) for a, b in zip(first[0], again[0], strict=True))
+
+
+def test_a_layer_alone_draws_its_own_numbers():
+    torch.manual_seed(0)
+    layer = BitLinear(32, 32)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(8, 32, requires_grad=True)
+    grad = torch.randn(8, 32)
+    one, other = (torch.autograd.grad(run(x), x, grad)[0] for _ in range(2))
+    assert not torch.equal(one, other)
+    assert layer._own_stream.step == 2
+
+
+def test_frozen_tensors_get_no_gradient():
+    model = block()
+    model.qkv.weight.requires_grad_(False)
+    model.up.bias.requires_grad_(False)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    run(torch.randn(2, 8, 32)).sum().backward()
+    assert model.qkv.weight.grad is None
+    assert model.up.bias.grad is None
+    assert model.up.weight.grad.abs().sum() > 0
+
+
+def test_a_copied_layer_has_a_handle_of_its_own_and_a_dead_one_none():
+    layer = BitLinear(16, 16)
+    copied = copy.deepcopy(layer)
+    assert _layer(layer._handle) is layer
+    assert _layer(copied._handle) is copied
+    handle = copied._handle
+    del copied
+    gc.collect()
+    with pytest.raises(KeyError):
+        _layer(handle)
+
+
+def test_sizes_may_change_from_step_to_step():
+    eager, compiled = block(RECIPES["transformed"]), block(RECIPES["transformed"])
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (24, 37, 53):  # sizes of 0 and 1, groups of tokens too, are always compiled for themselves
+        x = torch.randn(2, tokens, 32)
+        outputs = [model(x) for model in (eager, run)]
+        for output in outputs:
+            output.square().sum().backward()
+        assert torch.equal(*outputs)
+    for a, b in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_checkpointing_a_compiled_block_draws_the_same_numbers_again(is_inside):
+    def gradients(make_run):
+        model = block(RECIPES["stochastic"])
+        return three_steps(model, make_run(model))
+
+    def compiled(model):
+        if is_inside:
+            whole = nn.Sequential(Checkpointed(model))
+            return torch.compile(whole, fullgraph=True, backend="aot_eager")
+        run = torch.compile(model, fullgraph=True, backend="aot_eager")
+        return lambda x: checkpoint(run, x, use_reentrant=False)
+
+    expected = gradients(lambda model: model)
+    got = gradients(compiled)
+    assert got[3] == expected[3] == 3
+    for a, b in zip(got[0], expected[0], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler"
+)
+def test_inductor_keeps_the_layers_bits():
+    eager, compiled = block(RECIPES["transformed"]), block(RECIPES["transformed"])
+    run = torch.compile(compiled, fullgraph=True)
+    got, expected = three_steps(compiled, run), three_steps(eager, eager)
+    assert got[2:] == expected[2:]
+    for a, b in zip(got[0], expected[0], strict=True):  # inductor's norms and activations round differently
+        assert (a - b).norm() <= 0.2 * b.norm()

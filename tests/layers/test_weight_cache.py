@@ -1,0 +1,129 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megalowbit.layers.surgery import bit_layers, cache_weights, convert
+
+
+class Recorded:
+    def __init__(self):
+        self.roles = []
+
+    def observe(self, layer, role, counts, error):
+        self.roles.append(role)
+
+
+def model_and_data(recipe="nvfp4"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16))
+    convert(model, recipe, seed=1)
+    return model, torch.randn(12, 8, 32)
+
+
+def train(model, data, *, cache, steps=3, accumulation=4, is_checkpointed=False):
+    """Losses and final weights; weights are written through .data, as DeepSpeed does."""
+    losses = []
+    for step in range(steps):
+        for micro in range(accumulation):
+            x = data[step * accumulation + micro].clone().requires_grad_()
+            output = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+            loss = output.square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        for parameter in model.parameters():
+            parameter.data.sub_(parameter.grad, alpha=0.5)
+            parameter.grad = None
+        if cache is not None:
+            cache.clear()
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def same(one, other):
+    return one[0] == other[0] and all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "nvfp4",
+        {"base": "nvfp4", "layout": "per_gemm", "hadamard": True},
+        {"base": "nvfp4", "q_forward_weight": "nvfp4e2m1b", "q_backward_weight": "nvfp4e2m1b"},
+        {"base": "mxfp4", "gemm": "fp8"},
+    ],
+)
+def test_accumulation_with_a_cache_gives_the_bits_of_one_without(recipe, is_checkpointed):
+    plain, data = model_and_data(recipe)
+    expected = train(plain, data, cache=None, is_checkpointed=is_checkpointed)
+    model, _ = model_and_data(recipe)
+    got = train(model, data, cache=cache_weights(model), is_checkpointed=is_checkpointed)
+    assert same(got, expected)
+
+
+def test_a_weight_is_quantised_and_counted_once_a_step():
+    model, data = model_and_data()
+    cache = cache_weights(model)
+    recorded = Recorded()
+    for layer in bit_layers(model).values():
+        layer.observer = recorded
+    train(model, data, cache=cache, steps=1)
+    assert recorded.roles.count("weight") == 2
+    assert recorded.roles.count("input") == 8
+
+
+def test_weights_changed_through_data_need_a_clear_and_then_give_new_codes():
+    model, data = model_and_data()
+    cache = cache_weights(model)
+    before = model(data[0]).detach()
+    model[0].weight.data.mul_(-1)
+    assert torch.equal(model(data[0]), before)  # nobody can see such a change
+    cache.clear()
+    after = model(data[0]).detach()
+    assert not torch.equal(after, before)
+    fresh = copy.deepcopy(model)
+    assert torch.equal(fresh(data[0]), after)
+
+
+@pytest.mark.parametrize("change", [lambda w: w.mul_(2.0), lambda w: w.copy_(torch.ones_like(w))])
+def test_changes_that_leave_a_trace_are_noticed(change):
+    model, data = model_and_data()
+    cache_weights(model)
+    before = model(data[0]).detach()
+    with torch.no_grad():
+        change(model[0].weight)
+    assert not torch.equal(model(data[0]), before)
+    model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight))
+    assert not torch.equal(model(data[0]), before)
+
+
+def test_a_stochastic_weight_is_drawn_anew_each_micro_batch():
+    model, data = model_and_data({"base": "nvfp4", "q_forward_weight": "nvfp4e2m1b"})
+    cache_weights(model)
+    assert not torch.equal(model(data[0]), model(data[0]))
+
+
+def test_a_copied_model_does_not_share_or_keep_the_cache():
+    model, data = model_and_data()
+    cache = cache_weights(model)
+    model(data[0])
+    kept = len(cache)
+    copied = copy.deepcopy(model)
+    copied[0].weight.data.zero_()
+    assert not torch.equal(copied(data[0]), model(data[0]))
+    assert all(layer.weight_slot is None for layer in bit_layers(copied).values())
+    assert len(cache) == kept > 0
+    cache.clear()
+    assert len(cache) == 0
+
+
+def test_only_packed_codes_are_kept():
+    model, data = model_and_data()
+    cache_weights(model)
+    model(data[0])
+    for layer in bit_layers(model).values():
+        (entry,) = layer.weight_slot._entries.values()
+        assert entry[1].tensor.ready_operand is None
+        assert entry[1].tensor.nbytes < layer.weight.numel() * 0.6 + 64
