@@ -1,23 +1,22 @@
-"""BitLinear against nn.Linear, quantisers against a copy: interleaved in one run, medians and ratios.
+"""BitLinear against nn.Linear: time of forward + backward, and bytes kept for backward.
 
-    python benchmarks/layer.py --device cpu --threads 2
+    python benchmarks/linear.py --device cpu --threads 2
+    python benchmarks/linear.py --device cuda --shape 8192x4096x4096 --shape 8192x4096x11008 --recipe nvfp4
 
-Every round times each candidate once, in turn, so that a machine that slows down slows all of them. The
-ratio is the median over rounds of candidate / peer. `--device cuda` times with CUDA events.
+Candidates run interleaved; the ratio is the median over rounds of candidate / bf16 nn.Linear.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from timing import interleaved, keep_freed_memory, print_table
 
 import megalowbit as mlb
 
-SHAPES = ((1024, 128, 512), (4096, 768, 3072), (4096, 2048, 2048))  # tokens, in_features, out_features
+SHAPES = ("1024x128x512", "4096x768x3072", "4096x2048x2048")  # tokens, in_features, out_features
 
 
 def main() -> None:
@@ -25,38 +24,39 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shape", action="append", help="tokens x in_features x out_features")
+    parser.add_argument("--recipe", action="append", help="recipe name; may be given more than once")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.device}, {options.threads} threads, {options.rounds} rounds")
-    for shape in SHAPES:
-        compare(
-            f"forward + backward, {shape[0]} tokens × {shape[1]}→{shape[2]}, bf16",
-            {
-                "nn.Linear bf16": training_step(torch.nn.Linear, *shape, torch.bfloat16, options.device),
-                "BitLinear nvfp4": training_step(mlb.BitLinear, *shape, torch.bfloat16, options.device),
-                "nn.Linear fp32": training_step(torch.nn.Linear, *shape, torch.float32, options.device),
-            },
-            options,
+    for shape in options.shape or SHAPES:
+        tokens, inputs, outputs = map(int, shape.split("x"))
+        compare(tokens, inputs, outputs, options)
+
+
+def compare(tokens: int, inputs: int, outputs: int, options: argparse.Namespace) -> None:
+    x = torch.randn(tokens, inputs, device=options.device)
+    grad = torch.randn(tokens, outputs, device=options.device)
+    layers = {
+        "nn.Linear bf16": torch.nn.Linear(inputs, outputs, device=options.device, dtype=torch.bfloat16),
+        "nn.Linear fp32": torch.nn.Linear(inputs, outputs, device=options.device),
+    }
+    for name in options.recipe or ["nvfp4"]:
+        layers[f"BitLinear {name}"] = mlb.BitLinear(
+            inputs, outputs, recipe=name, device=options.device, dtype=torch.bfloat16
         )
-    x = torch.randn(4096, 4096, device=options.device, dtype=torch.bfloat16)
-    quantizers = {name: mlb.quantizer(name) for name in mlb.quantizer_names() if name != "fp32"}
-    candidates: dict[str, Callable[[], object]] = {"clone": x.clone}
-    candidates |= {name: lambda q=each: q.quantize(x) for name, each in quantizers.items()}
-    compare("quantise 4096 × 4096, bf16", candidates, options)
+    runs = {name: training_step(layer, x, grad) for name, layer in layers.items()}
+    times = interleaved(runs, options.rounds, options.device)
+    print_table(f"forward + backward, {tokens} tokens × {inputs}→{outputs}", times, "nn.Linear bf16")
+    peer = saved_bytes_a_token(layers["nn.Linear bf16"], x)
+    for name, layer in layers.items():
+        kept = saved_bytes_a_token(layer, x)
+        print(f"  {name:<30}{kept:10.1f} bytes kept for backward a token  {kept / peer:6.3f} ×")
 
 
-def training_step(
-    layer_class: type[torch.nn.Linear],
-    tokens: int,
-    inputs: int,
-    outputs: int,
-    dtype: torch.dtype,
-    device: str,
-) -> Callable[[], None]:
-    torch.manual_seed(0)
-    layer = layer_class(inputs, outputs, device=device, dtype=dtype)
-    x = torch.randn(tokens, inputs, device=device, dtype=dtype, requires_grad=True)
-    grad = torch.randn(tokens, outputs, device=device, dtype=dtype)
+def training_step(layer: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]:
+    dtype = next(layer.parameters()).dtype
+    x, grad = x.to(dtype, copy=True).requires_grad_(), grad.to(dtype)
 
     def step() -> None:
         layer.zero_grad()
@@ -66,34 +66,26 @@ def training_step(
     return step
 
 
-def compare(title: str, candidates: dict[str, Callable[[], object]], options: argparse.Namespace) -> None:
-    for run in candidates.values():  # warm-up
-        run()
-        run()
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(options.rounds):
-        for name, run in candidates.items():
-            times[name].append(seconds(run, options.device))
-    peer = next(iter(candidates))
-    print(f"\n{title}")
-    for name, values in times.items():
-        ratio = statistics.median(a / b for a, b in zip(values, times[peer], strict=True))
-        median, least = statistics.median(values) * 1e3, min(values) * 1e3
-        print(f"  {name:<20}{median:9.2f} ms  (min {least:8.2f})  {ratio:6.2f} × {peer}")
+def saved_bytes_a_token(layer: torch.nn.Module, x: torch.Tensor) -> float:
+    """Bytes autograd keeps for each further token: what a layer keeps of its weight does not count."""
+    x = x.to(next(layer.parameters()).dtype)
+    half = len(x) // 2
+    return (saved_bytes(layer, x) - saved_bytes(layer, x[:half])) / (len(x) - half)
 
 
-def seconds(run: Callable[[], object], device: str) -> float:
-    if device == "cpu":
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+def saved_bytes(layer: torch.nn.Module, x: torch.Tensor) -> int:
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x.clone().requires_grad_())
+    return sum(kept.values())
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()

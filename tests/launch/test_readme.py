@@ -63,13 +63,23 @@ def test_conversion_commands_parse(command):
 
 
 def test_the_configuration_shown_is_valid(tmp_path):
-    (shown,) = fences("json")
-    raw = json.loads(shown)
+    raw = json.loads(fences("json")[0])
     raw["megalowbit"]["model"]["config"] = str(ROOT / "configs" / raw["megalowbit"]["model"]["config"])
     path = tmp_path / "shown.json"
     path.write_text(json.dumps(raw))
     config = load_config(path, [], world_size=2)
     assert "swapped 16 layers" in describe(config, world_size=2)
+
+
+def test_the_recipe_shown_is_valid_for_the_model_shown(tmp_path):
+    configuration, recipe = map(json.loads, fences("json"))
+    configuration["megalowbit"]["model"]["config"] = str(ROOT / "configs" / "models" / "gpt2_tiny.json")
+    configuration["megalowbit"]["recipe"] = recipe
+    path = tmp_path / "shown.json"
+    path.write_text(json.dumps(configuration))
+    described = describe(load_config(path, [], world_size=1), world_size=1)
+    assert "swapped 12 layers" in described  # block 0 is kept
+    assert "tile16" in described
 
 
 def test_the_code_shown_trains_a_model(tmp_path):

@@ -1,0 +1,84 @@
+"""Quantisers against this machine's copy bandwidth, and against torchao's casts where it is installed.
+
+    python benchmarks/quantize.py --device cpu --threads 2
+    pip install torchao && python benchmarks/quantize.py
+
+Everything runs interleaved on one bf16 matrix; the ratio is the median over rounds of candidate / copy. GB/s
+counts the bytes read: input for quantisers, the input once for the copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from timing import interleaved, keep_freed_memory, print_table
+
+import megalowbit as mlb
+from megalowbit.quantize import reference
+
+NAMES = (
+    "nvfp4e2m1bnosr",
+    "nvfp4e2m1b",
+    "nvfp4e2m1b:unbiased",
+    "nvfp4e2m1bnosr:4over6",
+    "nvfp4e2m1bnosr:tile16",
+    "mxfp4e2m1bnosr",
+    "mxfp4e2m1b",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the matrix")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    x = torch.randn(options.size, options.size, device=options.device).bfloat16()
+    print(f"torch {torch.__version__}, {options.device}, {options.threads} threads, {options.rounds} rounds")
+
+    out = torch.empty_like(x)
+    candidates: dict[str, Callable[[], object]] = {"copy": lambda: out.copy_(x), "clone": x.clone}
+    for name in NAMES:
+        quantizer = mlb.quantizer(name)
+        candidates[name] = lambda q=quantizer: q.quantize(x)
+    with_operand = mlb.quantizer(NAMES[0])
+    candidates[f"{NAMES[0]} + operand"] = lambda: with_operand.quantize(x, operand_dtype=torch.bfloat16)
+    candidates[f"{NAMES[0]} + counts"] = lambda: with_operand.quantize(x, with_counts=True)
+    packed = with_operand.quantize(x)
+    candidates["decode to bf16"] = packed.operand
+    times = interleaved(candidates, options.rounds, options.device)
+    print_table(f"quantise {options.size} × {options.size}, bf16", times, "clone", x.nbytes)
+
+    slow: dict[str, Callable[[], object]] = {NAMES[0]: candidates[NAMES[0]], NAMES[1]: candidates[NAMES[1]]}
+    encoding = with_operand.encoding
+    slow["plain torch, nearest"] = lambda: reference.encode(x, encoding)
+    slow |= torchao_casts(x)
+    times = interleaved(slow, max(3, options.rounds // 3), options.device)
+    print_table("slower peers", times, NAMES[0], x.nbytes)
+
+
+def torchao_casts(x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    try:
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+        from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+    except ImportError as error:
+        print(f"without torchao's casts: {error}")
+        return {}
+
+    def nvfp4() -> object:
+        return nvfp4_quantize(x, 16, per_tensor_amax_to_scale(x.abs().max()))
+
+    return {
+        "torchao NVFP4, eager": nvfp4,
+        "torchao MXFP4, eager": lambda: to_mx(x, torch.float4_e2m1fn_x2, 32),
+    }
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    main()
