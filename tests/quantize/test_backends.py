@@ -20,6 +20,7 @@ ENCODINGS = [
     Encoding(format=MXFP4, scale_rounding="down"),
     Encoding(format=NVFP4, four_over_six=True),
 ]
+ENCODING_NAMES = ["nearest", "stochastic", "tiled", "mxfp4", "four_over_six"]
 
 
 @pytest.fixture(autouse=True)

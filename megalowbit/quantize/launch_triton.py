@@ -1,0 +1,303 @@
+"""The fast path of GPUs: launches `kernels_triton`, and imports Triton only when something is launched.
+
+It covers NVFP4 (1 × 16 and 16 × 16) and MXFP4 with every rounding, from fp32, bf16 and fp16 of any strides,
+bit for bit as `reference`; and FP8 operands from MXFP4. Nothing waits for the device: the tensor's maximum,
+the counts and the number of inexact blocks stay there.
+
+With `TRITON_INTERPRET=1` set before Triton is imported the kernels run in Triton's interpreter, on CPU
+tensors too: slow, and meant for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalowbit.formats.block_format import GROUP, MXFP4, NVFP4, NVFP4_TILED, BlockFormat
+from megalowbit.quantize.counts import COUNT_NAMES, ERROR_NAMES
+from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.philox import NO_KEY, WORD, RandomKey
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+OPERAND_DTYPES = (torch.bfloat16, torch.float32)
+SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+TILE = (16, 16)  # rows and 16-groups of a program that reads along rows
+TALL_TILE = (64, 4)  # where neighbours in memory are neighbours in a column
+WORD_TILE = (16, 32)  # rows and words of eight codes
+TALL_WORD_TILE = (64, 8)
+FP8_FORMATS = {  # mantissa bits, bias, exponent of the largest block, how far below it a block is exact
+    torch.float8_e4m3fn: {"MANTISSA": 3, "BIAS": 7, "SHIFT": 6, "REACH": 14},
+    torch.float8_e5m2: {"MANTISSA": 2, "BIAS": 15, "SHIFT": 13, "REACH": 28},
+}
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether kernels run on tensors of this device: CUDA with Triton, or any with Triton's interpreter."""
+    if device.type not in ("cuda", "cpu") or not _is_installed():
+        return False
+    return device.type == "cuda" or (os.environ.get("TRITON_INTERPRET") == "1" and _is_interpreted())
+
+
+@functools.lru_cache(maxsize=1)
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.lru_cache(maxsize=1)
+def _is_interpreted() -> bool:
+    """Whether Triton read the variable when the kernels were defined; a later change of it has no effect."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from megalowbit.quantize.kernels_triton import encode_kernel
+
+    return isinstance(encode_kernel, InterpretedFunction)
+
+
+def supports(dtype: torch.dtype, encoding: Encoding, operand_dtype: torch.dtype | None = None) -> bool:
+    """Whether `encode` takes this; what it does not take, `reference` does."""
+    return (
+        dtype in DTYPES
+        and encoding.scale_from == "amax"
+        and supports_decoding(encoding.format, operand_dtype or torch.bfloat16)
+    )
+
+
+def supports_decoding(format: BlockFormat, dtype: torch.dtype) -> bool:
+    """Whether `decode` takes this."""
+    return format in (NVFP4, NVFP4_TILED, MXFP4) and dtype in OPERAND_DTYPES
+
+
+def encode(
+    x: Tensor,
+    encoding: Encoding,
+    *,
+    random_key: RandomKey = NO_KEY,
+    signs: int | None = None,
+    tensor_amax: Tensor | None = None,
+    operand_dtype: torch.dtype | None = None,
+    with_counts: bool = False,
+) -> Encoded:
+    """Quantise a matrix that `supports` agrees to; as `reference.encode`."""
+    from megalowbit.quantize import kernels_triton as kernels
+
+    format, device = encoding.format, x.device
+    assert format.block is not None
+    x = x.resolve_neg()
+    rows, cols = x.shape
+    codes = torch.empty(format.codes_shape(rows, cols), dtype=torch.uint8, device=device)
+    scales = torch.empty(format.scales_shape(rows, cols), dtype=torch.uint8, device=device)
+    operand = None if operand_dtype is None else torch.empty(rows, cols, dtype=operand_dtype, device=device)
+    source = _reading(x, format, signs)
+    tile = {name: source.pop(name) for name in ("TILE_ROWS", "TILE_GROUPS")}
+    programs = _programs(format.padded(rows, cols)[1] // GROUP, rows, tile["TILE_GROUPS"], tile["TILE_ROWS"])
+    source |= tile | {"q_scalar": encoding.q_scalar}
+    tensor_scale = None
+    if format.scale == "e4m3":
+        tensor_scale = torch.empty((), dtype=torch.float32, device=device)
+        if tensor_amax is None:
+            largest = torch.zeros((), dtype=torch.int32, device=device)
+            _launch(kernels.amax_kernel, programs, device, amax=largest, **source)
+            tensor_amax = largest.view(torch.float32)
+        tensor_amax = tensor_amax.to(device, torch.float32)
+    partial = _partial_counts(programs, device) if with_counts else (None, None)
+    _launch(
+        kernels.encode_kernel,
+        programs,
+        device,
+        **source,
+        **_random_words(random_key),
+        amax=tensor_amax,
+        codes=codes.view(torch.int32),
+        scales=scales,
+        tensor_scale=tensor_scale,
+        operand=None if operand is None else _as_stored(operand),
+        counts=partial[0],
+        errors=partial[1],
+        SCALE=format.scale,
+        IS_UP=encoding.scale_rounding == "up",
+        IS_STOCHASTIC=encoding.is_stochastic,
+        FOUR_OVER_SIX=encoding.four_over_six,
+        OPERAND="none" if operand_dtype is None else DTYPES[operand_dtype],
+        HAS_COUNTS=with_counts,
+    )
+    counts, error = _total_counts(partial[0], partial[1], rows * cols, scales.numel())
+    return Encoded(codes, scales.view(SCALE_DTYPES[format.scale]), tensor_scale, operand, counts, error)
+
+
+def decode(
+    codes: Tensor,
+    scales: Tensor,
+    format: BlockFormat,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    *,
+    transpose: bool = False,
+) -> Tensor:
+    """Codes × block scale; as `reference.decode`."""
+    from megalowbit.quantize import kernels_triton_decode as kernels
+
+    assert format.block is not None
+    out = torch.empty((cols, rows) if transpose else (rows, cols), dtype=dtype, device=codes.device)
+    words, packed = _packed(codes, scales)
+    tile_rows, tile_words = TALL_WORD_TILE if transpose else WORD_TILE
+    _launch(
+        kernels.decode_kernel,
+        _programs(words, rows, tile_words, tile_rows),
+        codes.device,
+        **packed,
+        **_writing(out, transpose),
+        rows=rows,
+        cols=cols,
+        DTYPE=DTYPES[dtype],
+        BLOCK_ROWS=format.block[0],
+        BLOCK_COLS=format.block[1],
+        SCALE=format.scale,
+        TILE_ROWS=tile_rows,
+        TILE_WORDS=tile_words,
+    )
+    return out
+
+
+def decode_fp8(
+    codes: Tensor,
+    scales: Tensor,
+    rows: int,
+    cols: int,
+    *,
+    dtype: torch.dtype,
+    per_row: bool,
+    transpose: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """MXFP4 as an FP8 operand with powers of two for scales: operand · scale is the decoded matrix.
+
+    The largest block exponent of a row, or of the tensor, becomes 6 in E4M3 (13 in E5M2), so that its
+    elements reach 384 (49152). A block more than 14 (28) exponents below does not fit exactly, and is
+    counted.
+
+    Args:
+        codes: uint8, of `MXFP4`.
+        scales: of the same.
+        rows: of the matrix.
+        cols: of the matrix, padding left out.
+        dtype: float8_e4m3fn or float8_e5m2.
+        per_row: one scale for each row of the matrix, rather than one for all.
+        transpose: make the operand (cols, rows).
+
+    Returns:
+        The operand, contiguous; fp32 scales, (rows, 1) or 0-dim, 1 where all blocks are zero or NaN; int32,
+        0-dim: how many blocks are not exact. Blocks of zeros fit always; elements of a NaN block are NaN.
+    """
+    from megalowbit.quantize import kernels_triton_decode as kernels
+
+    device = codes.device
+    out = torch.empty((cols, rows) if transpose else (rows, cols), dtype=dtype, device=device)
+    out_scale = torch.empty((rows, 1) if per_row else (), dtype=torch.float32, device=device)
+    largest = torch.full((rows,) if per_row else (1,), -1, dtype=torch.int32, device=device)
+    inexact = torch.zeros((), dtype=torch.int32, device=device)
+    words, packed = _packed(codes, scales)
+    tile_rows, tile_words = TALL_WORD_TILE if transpose else WORD_TILE
+    programs = _programs(words, rows, tile_words, tile_rows)
+    packed |= {"rows": rows, "largest": largest, "PER_ROW": int(per_row)}
+    packed |= {"TILE_ROWS": tile_rows, "TILE_WORDS": tile_words}
+    _launch(kernels.exponent_kernel, programs, device, **packed)
+    _launch(
+        kernels.fp8_kernel,
+        programs,
+        device,
+        **packed,
+        **_writing(out, transpose),
+        **FP8_FORMATS[dtype],
+        cols=cols,
+        out_scale=out_scale,
+        inexact=inexact,
+    )
+    return out, out_scale, inexact
+
+
+def _programs(width: int, rows: int, tile_width: int, tile_rows: int) -> int:
+    return -(-width // tile_width) * -(-rows // tile_rows)
+
+
+def _reading(x: Tensor, format: BlockFormat, signs: int | None) -> dict[str, Any]:
+    """What both encoding kernels take: the matrix, how to read it, the blocks."""
+    assert format.block is not None
+    tile_rows, tile_groups = TILE if x.stride(1) <= x.stride(0) else TALL_TILE
+    return {
+        "x": x.view(torch.int16) if x.dtype == torch.bfloat16 else x,
+        "rows": x.shape[0],
+        "cols": x.shape[1],
+        "row_stride": x.stride(0),
+        "col_stride": x.stride(1),
+        "signs": signs or 0,
+        "DTYPE": DTYPES[x.dtype],
+        "BLOCK_ROWS": format.block[0],
+        "BLOCK_COLS": format.block[1],
+        "HAS_SIGNS": signs is not None,
+        "TILE_ROWS": tile_rows,
+        "TILE_GROUPS": tile_groups,
+    }
+
+
+def _writing(out: Tensor, transpose: bool) -> dict[str, Any]:
+    row_stride, col_stride = (1, out.shape[1]) if transpose else (out.shape[1], 1)
+    return {"out": _as_stored(out), "row_stride": row_stride, "col_stride": col_stride}
+
+
+def _as_stored(values: Tensor) -> Tensor:
+    """The tensor as the kernels write it: bf16 and FP8 by their bits."""
+    if values.dtype == torch.float32:
+        return values
+    return values.view(torch.int16 if values.dtype == torch.bfloat16 else torch.uint8)
+
+
+def _packed(codes: Tensor, scales: Tensor) -> tuple[int, dict[str, Any]]:
+    """Words of a row, and codes and scales as the decoding kernels read them."""
+    codes = codes.contiguous()
+    if codes.data_ptr() % 4:  # a part of a larger buffer
+        codes = codes.clone()
+    words = codes.view(torch.int32)
+    return words.shape[1], {
+        "codes": words,
+        "scales": scales.contiguous().view(torch.uint8),
+        "words": words.shape[1],
+    }
+
+
+def _random_words(random_key: RandomKey) -> dict[str, int]:
+    """Key and step as signed 32-bit numbers: of one type for every value, so nothing is compiled again."""
+    key, step = random_key
+    words = {"key_low": key, "key_high": key >> 32, "step_low": step, "step_high": step >> 32}
+    return {name: (word & WORD) - (((word & WORD) >> 31) << 32) for name, word in words.items()}
+
+
+def _partial_counts(programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(programs, len(COUNT_NAMES), dtype=torch.int32, device=device),
+        torch.empty(programs, len(ERROR_NAMES), dtype=torch.float64, device=device),
+    )
+
+
+def _total_counts(
+    counts: Tensor | None, error: Tensor | None, elements: int, blocks: int
+) -> tuple[Tensor | None, Tensor | None]:
+    if counts is None or error is None:
+        return None, None
+    total = counts.sum(0, dtype=torch.int64)
+    total[COUNT_NAMES.index("elements")] = elements
+    total[COUNT_NAMES.index("blocks")] = blocks
+    return total, error.sum(0)
+
+
+def _launch(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:
+    """Run a kernel on the tensors' own device, with every rounding in place."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[(programs,)](**arguments, enable_fp_fusion=False)
+    else:
+        kernel[(programs,)](**arguments)

@@ -1,0 +1,178 @@
+"""Compare the Triton kernels with the reference, bit for bit: `python triton_comparison.py cpu nearest`.
+
+A program of its own, because Triton chooses between compiler and interpreter once for a process.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import torch
+
+from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED
+from megalowbit.quantize import launch_triton, reference
+from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.philox import RandomKey
+
+KEY = RandomKey(2**63 + 0x12345678ABCD, 2**40 + 5)
+ENCODINGS = {
+    "nearest": [Encoding(format=NVFP4), Encoding(format=NVFP4, scale_rounding="up", q_scalar=0.8)],
+    "stochastic": [
+        Encoding(format=NVFP4, is_stochastic=True),
+        Encoding(format=MXFP4, is_stochastic=True, scale_rounding="up"),
+    ],
+    "tiled": [
+        Encoding(format=NVFP4_TILED),
+        Encoding(format=NVFP4_TILED, is_stochastic=True, scale_rounding="up"),
+    ],
+    "mxfp4": [
+        Encoding(format=MXFP4, scale_rounding="down"),
+        Encoding(format=MXFP4, scale_rounding="up", q_scalar=1.25),
+    ],
+    "four_over_six": [Encoding(format=NVFP4, four_over_six=True)],
+}
+FP8 = {torch.float8_e4m3fn: (14, 6), torch.float8_e5m2: (28, 13)}  # reach and exponent of the largest block
+
+
+def compare_in_a_process(device, group, **environment):
+    command = [sys.executable, "-W", "ignore", __file__, device, group]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "equal\n"
+
+
+def bits(tensor):
+    """All bits, signs of zeros too; but one NaN is as good as another."""
+    if tensor.dtype.itemsize > 1 and tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
+    return tensor.contiguous().view(-1).view(torch.uint8).cpu()
+
+
+def matrices(is_large):
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    yield "random", normal(33, 75)
+    yield "odd", normal(3, 17)
+    yield "single", normal(1, 1)
+    yield "zeros", torch.zeros(5, 40)
+    yield "negative zeros", -torch.zeros(2, 32)
+    yield "subnormal", normal(5, 100) * 1e-40
+    yield "huge", normal(5, 64) * 1e38
+    yield (
+        "many magnitudes",
+        normal(18, 70) * torch.exp2(torch.randint(-60, 60, (18, 70), generator=generator)),
+    )
+    spoiled = normal(20, 96)
+    spoiled[0, 0], spoiled[3, 40], spoiled[19, 95] = torch.nan, torch.inf, -torch.inf
+    yield "spoiled", spoiled
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 8).view(4, 16)
+    yield "ties", ties * torch.tensor([[1.0], [-1.0], [2.0], [0.5]])
+    if is_large:
+        yield "large", normal(1037, 2083)
+
+
+def variants(name, x):
+    """The matrix in every dtype and with every kind of strides, or in one where the numbers are the point."""
+    yield x
+    if name in ("random", "large"):
+        yield x.half()
+        yield x.bfloat16()
+        yield x.bfloat16().t().contiguous().t()  # columns contiguous
+        yield x.repeat_interleave(2, 1)[:, ::2]  # neither
+
+
+def check(name, x, encoding, operand_dtype=torch.bfloat16, **arguments):
+    arguments |= {"random_key": KEY, "operand_dtype": operand_dtype, "with_counts": True}
+    ours, theirs = launch_triton.encode(x, encoding, **arguments), reference.encode(x, encoding, **arguments)
+    for field in ("codes", "scales", "tensor_scale", "operand", "counts"):
+        a, b = getattr(ours, field), getattr(theirs, field)
+        assert (a is None) == (b is None), (name, field)
+        assert a is None or (a.dtype == b.dtype and torch.equal(bits(a), bits(b))), (name, x, encoding, field)
+    torch.testing.assert_close(ours.error, theirs.error, rtol=1e-6, atol=0)
+    bare = launch_triton.encode(x, encoding, **arguments | {"operand_dtype": None, "with_counts": False})
+    assert torch.equal(bits(bare.codes), bits(theirs.codes)), (name, "alone")
+    assert bare.operand is None
+    assert bare.counts is None
+
+
+def compare_encoding(group, device):
+    is_large = device.type == "cuda"
+    for (name, x), encoding in itertools.product(matrices(is_large), ENCODINGS[group]):
+        for variant in variants(name, x):
+            check(name, variant.to(device), encoding)
+    x = torch.randn(33, 75, generator=torch.Generator().manual_seed(8)).to(device)
+    for encoding in ENCODINGS[group]:
+        check("fp32 operand", x, encoding, torch.float32)
+        check("given maximum", x, encoding, tensor_amax=torch.tensor(2.0, device=device))
+        if encoding.format is not NVFP4_TILED:
+            padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 16))
+            check("hadamard", padded, encoding, signs=0xA5C3)
+            check("hadamard", padded.bfloat16().t().contiguous().t(), encoding, signs=0x1)
+
+
+def compare_decoding(device):
+    formats = (NVFP4, NVFP4_TILED, MXFP4)
+    for (name, x), format in itertools.product(matrices(device.type == "cuda"), formats):
+        encoded = reference.encode(x.to(device), Encoding(format=format, scale_rounding="up"))
+        packed = (encoded.codes, encoded.scales, format, *x.shape)
+        for transpose, dtype in itertools.product((False, True), (torch.bfloat16, torch.float32)):
+            a = launch_triton.decode(*packed, dtype, transpose=transpose)
+            b = reference.decode(*packed, dtype, transpose=transpose)
+            assert a.shape == b.shape, name
+            assert torch.equal(bits(a), bits(b)), (name, format, transpose, dtype)
+
+
+def compare_fp8(device):
+    for (name, x), dtype in itertools.product(matrices(device.type == "cuda"), FP8):
+        encoded = reference.encode(x.to(device), Encoding(format=MXFP4, scale_rounding="up"))
+        exact = reference.decode(encoded.codes, encoded.scales, MXFP4, *x.shape, torch.float32).double()
+        for per_row, transpose in itertools.product((False, True), (False, True)):
+            packed = (encoded.codes, encoded.scales, *x.shape)
+            operand, scale, inexact = launch_triton.decode_fp8(
+                *packed, dtype=dtype, per_row=per_row, transpose=transpose
+            )
+            check_fp8(
+                name, operand.t() if transpose else operand, scale, inexact, exact, encoded, dtype, per_row
+            )
+
+
+def check_fp8(name, operand, scale, inexact, exact, encoded, dtype, per_row):
+    """Blocks within reach are exact, the others are counted, by float64 and by comparing exponents."""
+    reach, shift = FP8[dtype]
+    rows, cols = exact.shape
+    padded = torch.nn.functional.pad(exact, (0, -cols % 32)).view(rows, -1, 32)
+    exponent = encoded.scales.view(torch.uint8).int()
+    is_nan = exponent == 255
+    is_counted = (padded.nan_to_num() != 0).any(2) & ~is_nan
+    top = torch.where(is_counted, exponent, -1).amax(1, keepdim=True)
+    top = top if per_row else top.amax().expand(rows, 1)
+    is_out = is_counted & (exponent - top < -reach)
+    assert int(inexact) == int(is_out.sum()), (name, dtype, per_row)
+    expected_scale = torch.where(top < 0, 1.0, torch.exp2(top.double() - 127 - shift))
+    in_fp32 = expected_scale.float()
+    assert torch.equal(scale.expand(rows, 1), in_fp32), (name, scale, in_fp32)
+    is_in = (~is_out).unsqueeze(2).expand(padded.shape).reshape(rows, -1)[:, :cols]
+    restored = operand.double() * expected_scale
+    assert torch.equal(restored.isnan(), exact.isnan()), (name, dtype)
+    is_in = is_in & ~exact.isnan()
+    assert torch.equal(restored[is_in], exact[is_in]), (name, dtype, per_row)
+
+
+def main():
+    device, group = torch.device(sys.argv[1]), sys.argv[2]
+    assert launch_triton.is_available(device)
+    if group == "decode":
+        compare_decoding(device)
+    elif group == "fp8":
+        compare_fp8(device)
+    else:
+        compare_encoding(group, device)
+    print("equal")
+
+
+if __name__ == "__main__":
+    main()
