@@ -4,10 +4,10 @@ It covers NVFP4 (1 × 16 and 16 × 16) and MXFP4 with every rounding, from fp32,
 bit for bit as `reference`; and two passes around a GEMM. One build (about two seconds) serves all shapes.
 
 The library is kept in `$MEGALOWBIT_CACHE`, else `$XDG_CACHE_HOME/megalowbit`, else `~/.cache/megalowbit`. Its
-name is made of source, flags, compiler and CPU; it is written by atomic rename and ends in its own checksum.
+name is made of sources, flags, compiler and CPU; it is written by atomic rename and ends in its own checksum.
 A folder that others may write is passed over for a private temporary one: code is not loaded from there.
-Before use the library is checked against known bits. What fails is said once, with the remedy; the caller
-then uses plain torch. Threads are those of torch: both ask for the same libgomp.
+Before use the library is checked against known bits. `why_unavailable` tells what fails, with the remedy;
+the caller then uses plain torch, and says so. Threads are those of torch: both ask for the same libgomp.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from megalowbit.quantize.encoding import Encoded, Encoding
 from megalowbit.quantize.philox import RandomKey
 
 SOURCE = Path(__file__).with_suffix(".c")
+HEADERS = ("kernels_cpu_codes.h", "kernels_cpu_lanes.h")  # beside it
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Tried in this order: not every compiler knows the machine it runs on, or has OpenMP.
 NATIVE, WIDE, THREADS = "-march=native", "-mprefer-vector-width=512", "-fopenmp"
@@ -75,12 +76,12 @@ class _UnavailableError(Exception):
 
 
 def is_available() -> bool:
-    """Whether the library works here; the first call compiles it and warns if that fails."""
+    """Whether the library works here; the first call compiles it."""
     return _loaded()[0] is not None
 
 
 def why_unavailable() -> str | None:
-    """What `is_available` warned of, or `None`."""
+    """Why there is no library, with the remedy; `None` if there is one."""
     return _loaded()[1]
 
 
@@ -228,8 +229,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         library = _find_or_build()
         _check_known_bits(library)
     except (_UnavailableError, OSError) as error:  # OSError: there is no place for temporary files
-        logger.warning("no CPU kernel, plain torch is used instead, which is slower: %s", error)
-        return None, str(error)
+        return None, str(error)  # `backends` warns
     if not library.megalowbit_has_threads():
         logger.warning("the CPU kernel was compiled without OpenMP and uses one thread: install libgomp")
     return library, None
@@ -241,7 +241,8 @@ def _find_or_build() -> ctypes.CDLL:
     compiler = _compiler()
     version = _run([*compiler, "--version"], deadline)
     settings = repr((FLAGS, EXTRA_FLAGS, compiler, version, platform.machine(), _cpu())).encode()
-    name = f"kernels_cpu-{hashlib.sha256(SOURCE.read_bytes() + settings).hexdigest()[:24]}.so"
+    sources = [SOURCE.read_bytes(), *(SOURCE.with_name(header).read_bytes() for header in HEADERS)]
+    name = f"kernels_cpu-{hashlib.sha256(b''.join(sources) + settings).hexdigest()[:24]}.so"
     folder = _cache_folder()
     if folder is not None:
         kept = _load(folder / name) or _build(compiler, folder, name, deadline)

@@ -1,0 +1,142 @@
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalowbit.quantize import backends, kernels_cpu
+
+pytestmark = pytest.mark.skipif(
+    not kernels_cpu.is_available(), reason=f"no CPU kernel: {kernels_cpu.why_unavailable()}"
+)
+
+
+def script(folder, text):
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def load(monkeypatch, tmp_path, caplog):
+    """Load the library anew, in a cache folder of its own; returns reason and warnings."""
+    monkeypatch.setenv("MEGALOWBIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernels_cpu, "EXTRA_FLAGS", (("-O1", "-fopenmp"),))  # quick to build
+
+    def load_anew():
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            library, reason = kernels_cpu._loaded.__wrapped__()
+        assert (library is None) == (reason is not None)
+        return reason, [record.getMessage() for record in caplog.records]
+
+    return load_anew
+
+
+def test_a_missing_broken_or_hanging_compiler_is_named(load, monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    reason, warnings = load()
+    assert "/nonexistent/cc cannot be run (No such file" in reason
+    assert reason.endswith("set CC")
+    assert warnings == []  # `backends` warns
+    broken = 'test "$1" = --version || { echo "warm words"; echo "x.c:1: error: boom"; exit 1; }'
+    monkeypatch.setenv("CC", script(tmp_path, broken))
+    reason, _ = load()
+    assert "(x.c:1: error: boom)" in reason
+    monkeypatch.setenv("CC", script(tmp_path, "sleep 60 & wait"))
+    monkeypatch.setattr(kernels_cpu, "COMPILE_TIMEOUT_S", 0.3)
+    reason, _ = load()
+    assert "took over 0.3 s" in reason
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C compiler found" in load()[0]
+
+
+def test_the_lack_of_a_library_is_said_once_with_the_reason(monkeypatch, caplog):
+    monkeypatch.setattr(kernels_cpu, "_loaded", lambda: (None, "no C compiler found: install gcc"))
+    with caplog.at_level(logging.WARNING):
+        assert backends._backend_for.__wrapped__(torch.device("cpu"), "") == "torch"
+    (record,) = caplog.records
+    assert "plain torch operations, which is slow: no C compiler found" in record.getMessage()
+
+
+@pytest.fixture
+def sources(monkeypatch, tmp_path):
+    """A copy of the C files, to be changed."""
+    for name in (kernels_cpu.SOURCE.name, *kernels_cpu.HEADERS):
+        (tmp_path / name).write_bytes(kernels_cpu.SOURCE.with_name(name).read_bytes())
+    monkeypatch.setattr(kernels_cpu, "SOURCE", tmp_path / kernels_cpu.SOURCE.name)
+    return tmp_path
+
+
+def test_a_library_that_computes_wrongly_is_not_used(load, sources):
+    header = sources / "kernels_cpu_codes.h"
+    changed = header.read_text().replace("y * 0.5f + 4.0f", "y * 0.5f + 4.001f")
+    assert changed != header.read_text()
+    header.write_text(changed)
+    reason, _ = load()
+    assert "fails its self-check" in reason
+
+
+@pytest.mark.parametrize("name", [kernels_cpu.SOURCE.name, *kernels_cpu.HEADERS])
+def test_a_change_in_any_source_makes_another_library(load, sources, tmp_path, name):
+    load()
+    (sources / name).write_text((sources / name).read_text() + "/* changed */\n")
+    load()
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_damaged_or_planted_library_is_built_again(load, tmp_path):
+    assert load() == (None, [])
+    (library,) = (tmp_path / "cache").iterdir()
+    whole = library.read_bytes()
+    assert not library.stat().st_mode & stat.S_IWOTH
+    library.unlink()
+    library.write_bytes(whole[:5000])
+    assert load() == (None, [])
+    assert library.read_bytes()[:1000] == whole[:1000]
+    assert library.stat().st_size == len(whole)
+    library.chmod(0o777)
+    assert load() == (None, [])
+    assert not library.stat().st_mode & stat.S_IWOTH
+
+
+@pytest.mark.parametrize("kind", ["writable by all", "below one writable by all", "a file"])
+def test_a_cache_folder_that_cannot_be_had_or_trusted_is_passed_over(load, monkeypatch, tmp_path, kind):
+    folder = tmp_path / "shared"
+    if kind == "a file":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    if kind == "below one writable by all":
+        monkeypatch.setenv("MEGALOWBIT_CACHE", str(folder / "mine"))
+    else:
+        monkeypatch.setenv("MEGALOWBIT_CACHE", str(folder))
+    reason, warnings = load()
+    assert reason is None
+    assert len(warnings) == 1
+    assert "set MEGALOWBIT_CACHE" in warnings[0]
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_processes_that_compile_at_once_all_get_the_library_on_one_openmp(tmp_path):
+    code = (
+        "from megalowbit.quantize import kernels_cpu as k; assert k.is_available(), k.why_unavailable(); "
+        "maps = open('/proc/self/maps').read().split(); "
+        "print(len({m for m in maps if 'libgomp' in m or 'libomp' in m}))"
+    )
+    environment = {**os.environ, "MEGALOWBIT_CACHE": str(tmp_path / "cache")}
+    root = Path(kernels_cpu.__file__).parents[2]
+    command = [sys.executable, "-c", code]
+    processes = [
+        subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=100)[0].strip() for process in processes] == ["1", "1"]
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
