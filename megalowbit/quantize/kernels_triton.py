@@ -5,9 +5,6 @@ the second reads x once and writes everything else; MXFP4 needs the second only.
 wherever a conversion instruction might round, flush or not exist (bf16 and E4M3 in the interpreter, E2M1
 before Blackwell), so every device and the interpreter give the bits of `reference`. Powers of two come from
 shifts, divisions are true ones, and kernels are launched without contraction to fused multiply-add.
-
-Nearest rounding adds 2²³: y·2 + 2²³, y + (2 + 2²³) and y/2 + (4 + 2²³), each rounded once, hold the code in
-their low bits where its straight piece applies, and the least of the three is the right one.
 """
 
 from __future__ import annotations
@@ -15,106 +12,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megalowbit.quantize.kernels_triton_numbers import (
+    ELEMENT_MAX,
+    INFINITY,
+    SLACK,
+    _bits,
+    _constant,
+    _divide,
+    _element,
+    _encode_scale,
+    _float,
+    _nearest,
+    _power_of_two,
+    _two_level,
+)
+
 GROUP = tl.constexpr(16)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-SIGN = tl.constexpr(-0x80000000)
-NAN_BITS = tl.constexpr(0x7FC00000)
-INFINITY = tl.constexpr(float("inf"))
-LARGEST = tl.constexpr(float.fromhex("0x1.fffffep127"))
 FP32_MAX = tl.constexpr((2 - 2.0**-23) * 2.0**127)
-INTEGERS = tl.constexpr(2.0**23)  # fp32 numbers from here on are integers
-ELEMENT_MAX = tl.constexpr(6.0)
-E4M3_MAX = tl.constexpr(448.0)
-E4M3_NAN = tl.constexpr(0x7F)
-E8M0_NAN = tl.constexpr(0xFF)
-SLACK = tl.constexpr(1 + 2.0**-20)
-
-
-@triton.jit
-def _float(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _bits(number):
-    return number.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _divide(a, b):
-    return tl.math.div_rn(a, b)
-
-
-@triton.jit
-def _constant(number: tl.constexpr):
-    return tl.full((), number, tl.float32)
-
-
-@triton.jit
-def _round_to_fp8(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Nearest even, codes without sign; `value` lies between 0 and the format's maximum."""
-    bits = _bits(value)
-    dropped: tl.constexpr = 23 - MANTISSA
-    odd = (bits >> dropped) & 1
-    normal = ((bits + ((1 << (dropped - 1)) - 1) + odd) >> dropped) - ((127 - BIAS) << MANTISSA)
-    ulp_is_last_place: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA + 23)  # adding it rounds a subnormal
-    ulp_bits: tl.constexpr = (1 - BIAS - MANTISSA + 23 + 127) << 23
-    subnormal = _bits(value + ulp_is_last_place) - ulp_bits
-    smallest_normal: tl.constexpr = 2.0 ** (1 - BIAS)
-    return tl.where(value < smallest_normal, subnormal, normal)
-
-
-@triton.jit
-def _decode_scale(code, SCALE: tl.constexpr):
-    """fp32 of stored block scales (int32); NaN for NaN."""
-    if SCALE == "e4m3":
-        # Exponent and mantissa land at the bottom of fp32's range: subnormals included, exact.
-        decoded = _float(code << 20) * 2.0**120
-        return tl.where(code == E4M3_NAN, _float(tl.full(code.shape, NAN_BITS, tl.int32)), decoded)
-    bits = tl.where(code == 0, 1 << 22, code << 23)
-    return _float(tl.where(code == E8M0_NAN, NAN_BITS, bits))
-
-
-@triton.jit
-def _element(code):
-    """E2M1 numbers of codes; the same trick as for E4M3."""
-    return _float(((code & 7) << 22) | ((code << 28) & SIGN)) * 2.0**126
-
-
-@triton.jit
-def _encode_scale(amax, SCALE_MAX: tl.constexpr):
-    """S, see `formats.block_scale`."""
-    encode = tl.minimum(_divide(_constant(SCALE_MAX * ELEMENT_MAX), amax), 2.0**126)
-    return tl.where(amax > 0, encode, 1.0)
-
-
-@triton.jit
-def _two_level(amax, encode_scale, MAX: tl.constexpr, IS_UP: tl.constexpr):
-    """Stored and decoded scale, encode factor and overflow of blocks, see `formats.block_scale`."""
-    unclamped = _divide(amax, _divide(_constant(MAX), encode_scale))
-    clamped = tl.minimum(unclamped, E4M3_MAX)
-    code = _round_to_fp8(clamped, 3, 7)
-    if IS_UP:
-        code += (_decode_scale(code, "e4m3") < clamped).to(tl.int32)
-    is_finite = amax < INFINITY
-    code = tl.where(is_finite, code, E4M3_NAN)
-    decoded = _decode_scale(code, "e4m3")
-    encode = _divide(encode_scale, decoded)
-    encode = tl.where(encode < INFINITY, encode, 0.0)
-    return code, decoded, encode, is_finite & (unclamped > E4M3_MAX * SLACK)
-
-
-@triton.jit
-def _power_of_two(amax, IS_UP: tl.constexpr):
-    """As `_two_level`, with E8M0 scales: an exponent is two below that of the maximum, as 6 = 1.5 · 2²."""
-    bits = _bits(amax)
-    code = (bits >> 23) - 2
-    if IS_UP:
-        code += ((bits & 0x7FFFFF) > 0x400000).to(tl.int32)
-    is_finite = amax < INFINITY
-    code = tl.where(is_finite, tl.maximum(code, 0), E8M0_NAN)
-    encode = _float(tl.where(is_finite, (254 - code) << 23, 0))
-    return code, _decode_scale(code, "e8m0"), encode, amax < 0  # never beyond the format
 
 
 @triton.jit
@@ -123,7 +38,9 @@ def _tile(cols, BLOCK_COLS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_GROUPS: 
     groups = tl.cdiv(cols, BLOCK_COLS) * (BLOCK_COLS // GROUP)
     tiles = tl.cdiv(groups, TILE_GROUPS)
     program = tl.program_id(0)
-    row = (program // tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    # Where columns are contiguous, threads would take 16 bytes of one, and share groups between them. Told of
+    # pairs only, a thread takes two rows of a column, whole groups of them, and a warp still reads 128 bytes.
+    row = tl.max_contiguous((program // tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS), 2)
     group = (program % tiles) * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
     return row, group, groups
 
@@ -142,16 +59,46 @@ def _tile_of_blocks(
 
 
 @triton.jit
-def _load(
-    x, row, group, rows, cols, row_stride, col_stride, signs, DTYPE: tl.constexpr, HAS_SIGNS: tl.constexpr
-):
-    """fp32 (rows, groups, 16) of a tile, transformed if so; zero beyond the matrix."""
-    col = group[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+def _load_piece(
+    x, row, group, rows, cols, row_stride, col_stride, PIECE: tl.constexpr, WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """fp32 (rows, groups, `WIDTH`): one piece of each group; zero beyond the matrix."""
+    col = group[None, :, None] * GROUP + PIECE * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     is_inside = (row[:, None, None] < rows) & (col < cols)
     offset = row[:, None, None].to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
     loaded = tl.load(x + offset, mask=is_inside, other=0)
     # bf16 comes as int16: shifting its bits is exact everywhere.
-    values = _float(loaded.to(tl.int32) << 16) if DTYPE == "bf16" else loaded.to(tl.float32)
+    return _float(loaded.to(tl.int32) << 16) if DTYPE == "bf16" else loaded.to(tl.float32)
+
+
+@triton.jit
+def _concatenate(low, high):
+    """Along the last of three axes."""
+    R: tl.constexpr = low.shape[0]
+    G: tl.constexpr = low.shape[1]
+    return tl.join(low, high).permute(0, 1, 3, 2).reshape(R, G, 2 * low.shape[2])
+
+
+@triton.jit
+def _load(
+    x, row, group, rows, cols, row_stride, col_stride, signs, DTYPE: tl.constexpr, HAS_SIGNS: tl.constexpr
+):
+    """fp32 (rows, groups, 16) of a tile, transformed if so; zero beyond the matrix.
+
+    Loaded in pieces of the 16 bytes that a thread takes at once, a group comes to lie in one thread, and
+    maxima, transforms and packing need no exchange between threads.
+    """
+    if DTYPE == "fp32":
+        a = _load_piece(x, row, group, rows, cols, row_stride, col_stride, 0, 4, DTYPE)
+        b = _load_piece(x, row, group, rows, cols, row_stride, col_stride, 1, 4, DTYPE)
+        c = _load_piece(x, row, group, rows, cols, row_stride, col_stride, 2, 4, DTYPE)
+        d = _load_piece(x, row, group, rows, cols, row_stride, col_stride, 3, 4, DTYPE)
+        values = _concatenate(_concatenate(a, b), _concatenate(c, d))
+    else:
+        low = _load_piece(x, row, group, rows, cols, row_stride, col_stride, 0, 8, DTYPE)
+        high = _load_piece(x, row, group, rows, cols, row_stride, col_stride, 1, 8, DTYPE)
+        values = _concatenate(low, high)
     if HAS_SIGNS:
         values = _hadamard(values, signs, group * GROUP < cols)
     return values
@@ -210,17 +157,6 @@ def amax_kernel(
     maxima = _block_maxima(values, q_scalar, BLOCK_ROWS, BLOCK_COLS)
     finite = tl.where(maxima < INFINITY, maxima, 0.0)
     tl.atomic_max(amax, tl.max(tl.max(_bits(finite), axis=1), axis=0))
-
-
-@triton.jit
-def _nearest(scaled):
-    """Codes of nearest-even rounding (int32), see the top of this file."""
-    magnitude = tl.minimum(tl.abs(scaled), ELEMENT_MAX)
-    by_half = tl.fma(magnitude, 2.0, INTEGERS)
-    by_one = magnitude + (INTEGERS + 2)
-    by_two = tl.fma(magnitude, 0.5, INTEGERS + 4)
-    code = _bits(tl.minimum(tl.minimum(by_half, by_one), by_two))
-    return (code & 7) | ((_bits(scaled) >> 28) & 8)
 
 
 @triton.jit

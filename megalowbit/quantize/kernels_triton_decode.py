@@ -10,13 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megalowbit.quantize.kernels_triton import (
+from megalowbit.quantize.kernels_triton import _store_values
+from megalowbit.quantize.kernels_triton_numbers import (
     E8M0_NAN,
     _decode_scale,
     _element,
     _float,
     _round_to_fp8,
-    _store_values,
 )
 
 CODES = tl.constexpr(8)  # in a word

@@ -27,7 +27,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 OPERAND_DTYPES = (torch.bfloat16, torch.float32)
 SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
 TILE = (16, 16)  # rows and 16-groups of a program that reads along rows
-TALL_TILE = (64, 4)  # where neighbours in memory are neighbours in a column
+TALL_ROWS = 256  # where neighbours in memory are neighbours in a column; one block wide
 WORD_TILE = (16, 32)  # rows and words of eight codes
 TALL_WORD_TILE = (64, 8)
 FP8_FORMATS = {  # mantissa bits, bias, exponent of the largest block, how far below it a block is exact
@@ -227,7 +227,8 @@ def _programs(width: int, rows: int, tile_width: int, tile_rows: int) -> int:
 def _reading(x: Tensor, format: BlockFormat, signs: int | None) -> dict[str, Any]:
     """What both encoding kernels take: the matrix, how to read it, the blocks."""
     assert format.block is not None
-    tile_rows, tile_groups = TILE if x.stride(1) <= x.stride(0) else TALL_TILE
+    tall = (TALL_ROWS, format.block[1] // GROUP)
+    tile_rows, tile_groups = TILE if x.stride(1) <= x.stride(0) else tall
     return {
         "x": x.view(torch.int16) if x.dtype == torch.bfloat16 else x,
         "rows": x.shape[0],

@@ -4,16 +4,23 @@ A program of its own, because Triton chooses between compiler and interpreter on
 """
 
 import itertools
+import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED
 from megalowbit.quantize import launch_triton, reference
 from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.philox import RandomKey
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fp4_reference
+import philox_reference
 
 KEY = RandomKey(2**63 + 0x12345678ABCD, 2**40 + 5)
 ENCODINGS = {
@@ -114,6 +121,67 @@ def compare_encoding(group, device):
             check("hadamard", padded.bfloat16().t().contiguous().t(), encoding, signs=0x1)
 
 
+def transformed(row, signs):
+    row = [-value if signs >> j % 16 & 1 else value for j, value in enumerate(row)]
+    for half in (1, 2, 4, 8):
+        for i in range(len(row)):
+            if not i & half:
+                row[i], row[i + half] = row[i] + row[i + half], row[i] - row[i + half]
+    return np.array(row, np.float32) * np.float32(0.25)
+
+
+def by_loops(x, encoding, signs):
+    """The matrix quantised by Python loops, which share no code with the package."""
+    format, random = encoding.format, None
+    numbers = x.numpy() if signs is None else np.stack([transformed(row, signs) for row in x.numpy()])
+    if encoding.is_stochastic:
+        shape = format.padded(*x.shape)
+        drawn = (philox_reference.random_bytes(group, *KEY) for group in range(math.prod(shape) // 16))
+        random = np.frombuffer(b"".join(drawn), np.uint8).reshape(shape)
+    return fp4_reference.Blocks(
+        numbers,
+        block=format.block,
+        scale=format.scale,
+        scale_rounding=encoding.scale_rounding,
+        q_scalar=encoding.q_scalar,
+        four_over_six=encoding.four_over_six,
+        random=random,
+    )
+
+
+def compare_with_loops(device):
+    x = torch.randn(6, 48, generator=torch.Generator().manual_seed(11))
+    x[1, 3], x[2, 20:30], x[4], x[5, :16] = torch.nan, -0.0, 1e-42, 0.0
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    ties = torch.zeros(1, 48)
+    ties[0, ::16], ties[0, 1:8] = 6.0, middles
+    ties[0, 17:24] = torch.nextafter(middles, torch.tensor(math.inf))
+    ties[0, 33:40] = -torch.nextafter(middles, torch.tensor(0.0))
+    cases = itertools.product((x, ties), itertools.chain(*ENCODINGS.values()), (None, 0x5AC3))
+    for matrix, encoding, signs in cases:
+        with np.errstate(all="ignore"):
+            expected = by_loops(matrix, encoding, signs)
+        ours = launch_triton.encode(
+            matrix.to(device), encoding, random_key=KEY, signs=signs, operand_dtype=torch.float32
+        )
+        rows = len(matrix)
+        codes = torch.from_numpy(fp4_reference.packed(expected.codes[:rows], 4))
+        assert torch.equal(ours.codes.cpu(), codes), (encoding, signs)
+        assert ours.scales.view(torch.uint8).tolist() == expected.stored.tolist(), (encoding, signs)
+        values = torch.from_numpy(expected.values[:rows, :48].copy())
+        assert torch.equal(bits(ours.operand), bits(values)), (encoding, signs)
+        assert expected.tensor_scale is None or ours.tensor_scale.item() == expected.tensor_scale
+
+
+def compare_given_maxima(device):
+    x = torch.randn(4, 40, generator=torch.Generator().manual_seed(12)).to(device)
+    for amax, encoding in itertools.product(
+        (0.0, 1e-42, 1e30, math.inf, math.nan), itertools.chain(*ENCODINGS.values())
+    ):
+        if encoding.format is not MXFP4:
+            check("maximum", x, encoding, tensor_amax=torch.tensor(amax, device=device))
+
+
 def compare_decoding(device):
     formats = (NVFP4, NVFP4_TILED, MXFP4)
     for (name, x), format in itertools.product(matrices(device.type == "cuda"), formats):
@@ -169,6 +237,10 @@ def main():
         compare_decoding(device)
     elif group == "fp8":
         compare_fp8(device)
+    elif group == "loops":
+        compare_with_loops(device)
+    elif group == "given_maxima":
+        compare_given_maxima(device)
     else:
         compare_encoding(group, device)
     print("equal")
