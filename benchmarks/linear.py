@@ -1,7 +1,8 @@
 """BitLinear against nn.Linear: time of forward + backward, and bytes kept for backward.
 
     python benchmarks/linear.py --device cpu --threads 2
-    python benchmarks/linear.py --device cuda --shape 8192x4096x4096 --shape 8192x4096x11008 --recipe nvfp4
+    python benchmarks/linear.py --device cuda --shape 8192x4096x4096 --shape 8192x4096x11008 \\
+        --recipe nvfp4 --recipe '{"base": "mxfp4", "gemm": "fp8"}'
 
 Candidates run interleaved; the ratio is the median over rounds of candidate / bf16 nn.Linear.
 """
@@ -9,6 +10,7 @@ Candidates run interleaved; the ratio is the median over rounds of candidate / b
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 
 import torch
@@ -25,7 +27,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shape", action="append", help="tokens x in_features x out_features")
-    parser.add_argument("--recipe", action="append", help="recipe name; may be given more than once")
+    parser.add_argument("--recipe", action="append", help="a name, or a block as JSON; any number of them")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.device}, {options.threads} threads, {options.rounds} rounds")
@@ -41,9 +43,10 @@ def compare(tokens: int, inputs: int, outputs: int, options: argparse.Namespace)
         "nn.Linear bf16": torch.nn.Linear(inputs, outputs, device=options.device, dtype=torch.bfloat16),
         "nn.Linear fp32": torch.nn.Linear(inputs, outputs, device=options.device),
     }
-    for name in options.recipe or ["nvfp4"]:
-        layers[f"BitLinear {name}"] = mlb.BitLinear(
-            inputs, outputs, recipe=name, device=options.device, dtype=torch.bfloat16
+    for text in options.recipe or ["nvfp4"]:
+        recipe = mlb.recipe(json.loads(text) if text.startswith("{") else text)
+        layers[f"BitLinear {recipe.name}"] = mlb.BitLinear(
+            inputs, outputs, recipe=recipe, device=options.device, dtype=torch.bfloat16
         )
     runs = {name: training_step(layer, x, grad) for name, layer in layers.items()}
     times = interleaved(runs, options.rounds, options.device)

@@ -1,7 +1,7 @@
 """Quantisers against this machine's copy bandwidth, and against torchao's casts where it is installed.
 
     python benchmarks/quantize.py --device cpu --threads 2
-    pip install torchao && python benchmarks/quantize.py
+    pip install -c constraints.txt -e '.[bench]' && python benchmarks/quantize.py
 
 Everything runs interleaved on one bf16 matrix; the ratio is the median over rounds of candidate / copy. GB/s
 counts the bytes read: input for quantisers, the input once for the copy.
@@ -10,6 +10,7 @@ counts the bytes read: input for quantisers, the input once for the copy.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 
 import torch
@@ -49,6 +50,8 @@ def main() -> None:
     with_operand = mlb.quantizer(NAMES[0])
     candidates[f"{NAMES[0]} + operand"] = lambda: with_operand.quantize(x, operand_dtype=torch.bfloat16)
     candidates[f"{NAMES[0]} + counts"] = lambda: with_operand.quantize(x, with_counts=True)
+    candidates[f"{NAMES[0]} of the transpose"] = lambda: with_operand.quantize(x.t())
+    candidates[f"{NAMES[0]}, Hadamard"] = lambda: with_operand.quantize_transposed(x.t(), signs=0xA5C3)
     packed = with_operand.quantize(x)
     candidates["decode to bf16"] = packed.operand
     times = interleaved(candidates, options.rounds, options.device)
@@ -58,8 +61,12 @@ def main() -> None:
     encoding = with_operand.encoding
     slow["plain torch, nearest"] = lambda: reference.encode(x, encoding)
     slow |= torchao_casts(x)
+    without_kernels = (
+        name for name in mlb.quantizer_names() if not name.startswith(("nvfp4", "mxfp4", "fp32"))
+    )
+    slow |= {name: functools.partial(mlb.quantizer(name).quantize, x) for name in without_kernels}
     times = interleaved(slow, max(3, options.rounds // 3), options.device)
-    print_table("slower peers", times, NAMES[0], x.nbytes)
+    print_table("plain torch and peers", times, NAMES[0], x.nbytes)
 
 
 def torchao_casts(x: torch.Tensor) -> dict[str, Callable[[], object]]:
