@@ -15,9 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from megalowbit.formats.element import E2M1, ElementFormat
 
 ScaleKind = Literal["e4m3", "e8m0", "fp32"]
+SCALE_DTYPES: dict[ScaleKind, torch.dtype] = {
+    "e4m3": torch.float8_e4m3fn,
+    "e8m0": torch.float8_e8m0fnu,
+    "fp32": torch.float32,
+}
 GROUP = 16  # elements that share a random draw and a Hadamard transform; rows are padded to it at least
 
 

@@ -1,21 +1,16 @@
 """Block scales from block maxima: NVFP4's two levels, MX's powers of two, plain fp32.
 
-With a the largest magnitude of a block (already times `q_scalar`), A the largest a of the tensor and M the
+With a the largest magnitude of a block (already times `q_scalar`), A the largest a of the tensor, M the
 largest element (6 for E2M1), each operation rounded to fp32 once, in this order; every fast path keeps it:
 
-- `e4m3`, two levels:  S = 448·M / A             (A = 0: 1; at most 2¹²⁶, so that 1/S is a normal number)
-                       s = e4m3(min(a / (M/S), 448))
-                       element = round(x · (S/s)), decoded as element · s · (1/S)
-- `e8m0`:              s = 2^(⌊log₂ a⌋ - ⌊log₂ M⌋), OCP's choice ("down"), or the smallest power of two with
-                       M·s ≥ a ("up", NVIDIA's); within 2^±127;  element = round(x · (1/s))
-- `fp32`:              s = a / M;  element = round(x / s)
+- `e4m3`: S = 448·M/A (A = 0: 1; at most 2¹²⁶, so that 1/S is a normal number); s = e4m3(min(a/(M/S), 448)),
+  as a/(M/S) is exact where S is a power of two; element = round(x · (S/s)), decoded as element · s · (1/S)
+- `e8m0`: s = 2^(⌊log₂ a⌋ - ⌊log₂ M⌋), OCP's choice ("down"), or the smallest power of two with M·s ≥ a ("up",
+  NVIDIA's); within 2^±127; element = round(x · (1/s))
+- `fp32`: s = a/M; element = round(x/s)
 
-a / (M/S) rather than a·S/M, because it is exact whenever S is a power of two and costs one pass.
-
-The E4M3 scale is rounded to nearest even, or up, which lets no element clip: with stochastic rounding only
-that is without bias. Non-finite numbers: a block that holds an infinity or a NaN gets the scale NaN (E4M3 and
-E8M0 have one), so its elements decode to NaN and the damage stays visible; A is taken over the other blocks,
-which are not disturbed. A block too small for its scale's format gets the scale 0 and decodes to zeros.
+E4M3 scales are rounded to nearest even, or "up": then no element clips. A block with an infinity or a NaN
+gets the scale NaN, decodes to NaN and does not enter A; one too small for its scale's format gets 0.
 """
 
 from __future__ import annotations
@@ -142,9 +137,9 @@ def _one_scale(amax: Tensor, element: ElementFormat) -> BlockScales:
 
 @cached_table
 def _powers_of_two(device: torch.device) -> Tensor:
-    # By ldexp on the CPU: 2^-127 is subnormal, which some devices' exp2 flushes to zero.
-    powers = torch.ldexp(torch.ones(255, dtype=torch.float64), torch.arange(255) - 127).to(torch.float32)
-    return torch.cat([powers, torch.tensor([math.nan])]).to(device)
+    # By ldexp on the host: 2^-127 is subnormal, which some devices' exp2 flushes to zero.
+    powers = [math.ldexp(1.0, code - 127) for code in range(255)]
+    return torch.tensor([*powers, math.nan], dtype=torch.float32, device="cpu").to(device)
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:

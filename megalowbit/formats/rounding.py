@@ -26,11 +26,9 @@ from megalowbit.formats.tables import cached_table
 @cached_table
 def _boundaries(element: ElementFormat, device: torch.device) -> Tensor:
     """Thresholds in fp32, so that "greater than the i-th" sends each tie to the even code."""
-    odd_down = [
-        torch.nextafter(torch.tensor(threshold), torch.tensor(-math.inf)).item() if lower % 2 else threshold
-        for lower, threshold in enumerate(element.thresholds)
-    ]
-    return torch.tensor(odd_down, dtype=torch.float32, device=device)
+    thresholds = torch.tensor(element.thresholds, dtype=torch.float32, device="cpu")
+    thresholds[1::2] = torch.nextafter(thresholds[1::2], torch.full_like(thresholds[1::2], -math.inf))
+    return thresholds.to(device)
 
 
 def nearest_codes(scaled: Tensor, element: ElementFormat) -> Tensor:

@@ -1,7 +1,8 @@
 """Look-up tables that are built once for each device and then only read.
 
-A table may first be needed while PyTorch traces a model with fake tensors (an estimate of memory). It is
-built outside of such modes all the same: a fake table in the cache would poison every later, real call.
+A table may first be needed while PyTorch traces a model with fake tensors (an estimate of memory), or under
+`with torch.device("meta")`. It is built outside of such modes all the same: a fake table in the cache would
+poison every later, real call. Default dtype and device may be anything: builders name both.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalowbit.layers.factor import Factor, serves_both_axes, transposed_values
+from megalowbit.layers.factor import Factor, OperandTensor, serves_both_axes, transposed_values
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.weight_cache import WeightSlot
 from megalowbit.quantize.names import quantizer
@@ -87,11 +87,15 @@ class Call:
         """
         chosen = quantizer(name)
         key = self._key(name, role, x)
-        if not isinstance(chosen, BlockQuantizer):
-            return Factor(chosen.quantize(transposed_values(x).values, random_key=key), is_transposed=True)
         observe = None if reported_as is None else self._observer(reported_as, name, True)
-        signs = self.hadamard_signs if is_transformed and self.recipe.hadamard else None
-        result = chosen.quantize_transposed(x, signs=signs, random_key=key, with_counts=observe is not None)
+        with_counts = observe is not None
+        result: OperandTensor
+        if isinstance(chosen, BlockQuantizer):
+            signs = self.hadamard_signs if is_transformed and self.recipe.hadamard else None
+            result = chosen.quantize_transposed(x, signs=signs, random_key=key, with_counts=with_counts)
+        else:
+            values = transposed_values(x).values
+            result = chosen.quantize(values, random_key=key, with_counts=with_counts)
         if observe is not None and result.counts is not None and result.error is not None:
             observe(reported_as or role, result.counts, result.error)
         return Factor(result, is_transposed=True)
@@ -100,7 +104,8 @@ class Call:
         """A weight's factor: out of the cache, where there is one and the quantiser may be cached."""
         if self.weights is None or quantizer(name).is_stochastic or quantizer(name).is_identity:
             return quantize()
-        return self.weights.get(weight, role, name, quantize)
+        is_counted = self._observer(role, name, None) is not None
+        return self.weights.get(weight, role, name, quantize, is_counted=is_counted)
 
     def _key(self, name: str, role: str, x: Tensor) -> RandomKey | None:
         return self.random_key(role, x.device) if quantizer(name).is_stochastic and x.numel() else None

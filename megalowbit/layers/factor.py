@@ -67,7 +67,7 @@ def exact_dtype(name: str) -> torch.dtype | None:
     """The narrowest dtype that holds a quantiser's operands exactly; `None` where it packs nothing."""
     if not is_block_quantizer(name):
         return None
-    return quantizer(name).quantize(torch.zeros(0, 16, device="cpu")).exact_dtype
+    return quantizer(name).quantize(torch.zeros(0, 16, dtype=torch.float32, device="cpu")).exact_dtype
 
 
 def serves_both_axes(name: str) -> bool:

@@ -5,17 +5,18 @@ under one power of two for the whole tensor is an FP8 number as long as the tens
 close together: in E4M3 up to 14 below the largest (shift 6: 384 down to 2⁻⁹), in E5M2 up to 28 (shift 13).
 Blocks of zeros do not count. A product runs in FP8 if both operands fit and not both need E5M2 (hardware
 multiplies no such pair), its sizes are multiples of 16 and its scales normal fp32 numbers; otherwise
-`multiply` declines, and the layer multiplies in bf16 and counts that.
+`multiply` declines, and the layer multiplies in bf16 and counts that. The spread decides which kernel to
+launch, so the host reads it and waits for the device: once in forward, once in backward, if sizes allow FP8.
 
-The spread of exponents decides which kernel runs, so the host must read it: two numbers for each operand,
-one read for all operands of a product (of both products in backward), about 10–20 µs and the end of running
-ahead of the GPU. It is kept with the factor, for the second product of the same tensor.
-
-Hopper's FP8 tensor cores add products in fewer bits than fp32 holds; `use_fast_accum=False` has partial
-sums added up in fp32 every 128 elements, and what is left of that error is measured in the tests on a GPU.
+Operands are exact, sums need not be: Hopper's tensor cores are reported to keep about 14 bits while adding up
+FP8 products, against which partial sums can be added in fp32 every 128 elements (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2). `use_fast_accum=False` asks PyTorch for the exacter sums it has. What error
+is left on a GPU has not been measured here; the skipped test on accumulation measures it where there is one.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -25,13 +26,12 @@ from megalowbit.errors import UserError
 from megalowbit.layers.factor import ExponentRange, Factor
 from megalowbit.layers.gemms import finish, no_autocast
 from megalowbit.quantize import backends
+from megalowbit.quantize.fp8_operand import DEPTH, E4M3, E5M2, SHIFT
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SHIFT = {E4M3: 6, E5M2: 13}  # 6 · 2^shift is the largest number used
-DEPTH = {E4M3: 14, E5M2: 28}  # how far below the largest exponent every element is exact
 SIZE_MULTIPLE = 16
 _NAN, _BIAS = 255, 127  # of E8M0
+_HIGHEST = _BIAS + 125  # above it an element may be infinite as bf16 decodes it, see `gemms`
 _NONE = ExponentRange(lowest=_BIAS, highest=_BIAS)  # of a tensor of zeros
 
 
@@ -51,13 +51,34 @@ def measure(*factors: Factor) -> None:
     unknown = [
         factor
         for factor in {id(each): each for each in factors}.values()
-        if factor.exponents is None and _is_mxfp4(factor) and not isinstance(factor.tensor.codes, FakeTensor)
+        if factor.exponents is None and _is_mxfp4(factor)
     ]
     if not unknown:
         return
     found = torch.stack([end for factor in unknown for end in _exponent_ends(factor)]).tolist()
     for factor, lowest, highest in zip(unknown, found[::2], found[1::2], strict=True):
         factor.exponents = ExponentRange(lowest=lowest, highest=highest) if highest >= 0 else _NONE
+
+
+def measure_products(*products: tuple[Factor | None, Factor | None]) -> None:
+    """Measure what products to come will ask for, in one host read.
+
+    Args:
+        products: left and right factor of each; `None` where the product is not wanted.
+    """
+    wanted: list[Factor] = []
+    for left, right in products:
+        if left is not None and right is not None and _may_fit(left, right):
+            wanted += (left, right)
+    measure(*wanted)
+
+
+def _may_fit(left: Factor, right: Factor) -> bool:
+    """Whether formats and sizes allow FP8; exponents may still forbid it."""
+    sizes = (*matrix_shape(left.tensor.shape), *matrix_shape(right.tensor.shape))
+    is_fake = isinstance(left.tensor.codes, FakeTensor)  # an estimate of memory, without exponents to read
+    fits = not is_fake and _is_mxfp4(left) and _is_mxfp4(right)
+    return fits and all(n > 0 and n % SIZE_MULTIPLE == 0 for n in sizes)
 
 
 def _is_mxfp4(factor: Factor) -> bool:
@@ -71,7 +92,8 @@ def _exponent_ends(factor: Factor) -> tuple[Tensor, Tensor]:
     assert codes is not None, "MXFP4"
     assert scales is not None, "MXFP4"
     if codes.numel() == 0:
-        return tuple(torch.tensor([_NAN, -1], device=codes.device).unbind())  # type: ignore[return-value]
+        nothing = torch.tensor([_NAN, -1], dtype=torch.int64, device=codes.device)
+        return nothing[0], nothing[1]
     exponents = scales.view(torch.uint8).to(torch.int64)
     magnitudes = (codes & 0x77).unflatten(1, (exponents.shape[1], -1))
     counts = magnitudes.amax(2).ne(0) & (exponents != _NAN)
@@ -99,9 +121,7 @@ def decode_fp8(factor: Factor, dtype: torch.dtype, *, transpose: bool = False) -
     if backends.backend_of(tensor.codes) == "triton":
         from megalowbit.quantize.launch_triton import decode_fp8 as decode_on_gpu
 
-        return decode_on_gpu(
-            tensor.codes, tensor.scales, rows, cols, dtype=dtype, per_row=False, transpose=transpose
-        )[0]
+        return decode_on_gpu(tensor.codes, tensor.scales, rows, cols, dtype=dtype, transpose=transpose)[0]
     depth, codes = DEPTH[dtype], tensor.codes
     stored = tensor.scales.view(torch.uint8).to(torch.int32)
     row = (stored - (exponents.highest - depth)).clamp(0, depth).masked_fill(stored == _NAN, depth + 1)
@@ -113,12 +133,12 @@ def decode_fp8(factor: Factor, dtype: torch.dtype, *, transpose: bool = False) -
 
 def _table(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """FP8 numbers of a byte of two codes, as int16, by exponents below the largest; the last row is NaN."""
-    values = torch.tensor(tensor.format.element.code_values())
-    powers = torch.ldexp(
-        torch.ones(DEPTH[dtype] + 1), torch.arange(DEPTH[dtype] + 1) - DEPTH[dtype] + SHIFT[dtype]
-    )
-    numbers = torch.outer(torch.cat([powers, torch.tensor([torch.nan])]), values).to(dtype).view(torch.uint8)
-    byte = torch.arange(256)
+    depth, shift = DEPTH[dtype], SHIFT[dtype]
+    powers = [2.0 ** (exponent - depth + shift) for exponent in range(depth + 1)]
+    rows = torch.tensor([*powers, math.nan], dtype=torch.float32, device="cpu")
+    values = torch.tensor(tensor.format.element.code_values(), dtype=torch.float32, device="cpu")
+    numbers = torch.outer(rows, values).to(dtype).view(torch.uint8)
+    byte = torch.arange(256, device="cpu")
     pairs = torch.stack([numbers[:, byte & 15], numbers[:, byte >> 4]], dim=2)
     return pairs.flatten(1).view(torch.int16).flatten().to(tensor.codes.device)
 
@@ -137,7 +157,7 @@ def multiply(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor | None:
-    """Multiply left · right + bias in FP8, or `None` where that would not be exact.
+    """Multiply left · right + bias in FP8, or `None` where operands would not be exact or sizes do not fit.
 
     Args:
         left: (m, k) as stored, or (k, m) with `transpose_left`.
@@ -150,20 +170,25 @@ def multiply(
     Raises:
         UserError: the device has no FP8.
     """
-    if not (_is_mxfp4(left) and _is_mxfp4(right)):
+    codes = left.tensor.codes
+    if codes is None or isinstance(codes, FakeTensor):
+        return None
+    device = codes.device
+    reason = why_unavailable(device)
+    if reason is not None:  # whatever the sizes: a run must not end up in bf16 because none of them fits
+        raise UserError(f'gemm "fp8" cannot run on {device}: {reason}; set gemm to "bf16" in the recipe')
+    if not _may_fit(left, right):
         return None
     measure(left, right)
     chosen = _choose(left, right)
     if chosen is None:
         return None
-    device = left.tensor.codes.device  # type: ignore[union-attr]
-    reason = why_unavailable(device)
-    if reason is not None:
-        raise UserError(f'gemm "fp8" cannot run on {device}: {reason}; set gemm to "bf16" in the recipe')
     a = decode_fp8(left, chosen[0], transpose=transpose_left)
     b = decode_fp8(right, chosen[1], transpose=not transpose_right).t()
     scales = [
-        torch.full((), 2.0 ** scale_exponent(factor.exponents or _NONE, dtype), device=device)
+        torch.full(
+            (), 2.0 ** scale_exponent(factor.exponents or _NONE, dtype), dtype=torch.float32, device=device
+        )
         for factor, dtype in zip((left, right), chosen, strict=True)
     ]
     with no_autocast(device.type):
@@ -179,13 +204,13 @@ def multiply(
 
 
 def _choose(left: Factor, right: Factor) -> tuple[torch.dtype, torch.dtype] | None:
-    """FP8 dtypes of both operands; `None` where the product has to run in bf16."""
-    sizes = (*matrix_shape(left.tensor.shape), *matrix_shape(right.tensor.shape))
-    if left.exponents is None or right.exponents is None or any(n == 0 or n % SIZE_MULTIPLE for n in sizes):
-        return None
+    """FP8 dtypes of both operands, which have been measured; `None` where the product has to run in bf16."""
+    assert left.exponents is not None, "measure the factor first"
+    assert right.exponents is not None, "measure the factor first"
     dtypes = dtype_for(left.exponents), dtype_for(right.exponents)
     if dtypes[0] is None or dtypes[1] is None or dtypes == (E5M2, E5M2):
         return None
     ends = [scale_exponent(left.exponents, dtypes[0]), scale_exponent(right.exponents, dtypes[1])]
     is_normal = all(-126 <= end <= 127 for end in (*ends, sum(ends)))
-    return (dtypes[0], dtypes[1]) if is_normal else None
+    is_finite = max(left.exponents.highest, right.exponents.highest) <= _HIGHEST
+    return (dtypes[0], dtypes[1]) if is_normal and is_finite else None

@@ -1,18 +1,17 @@
 """Matrix products of low-precision operands.
 
-Operands carry codes × block scale, which bf16 holds exactly; tensor scales multiply the product, in fp32.
-What the GEMM itself runs in follows the layer's compute dtype:
+Operands carry codes × block scale, which bf16 holds exactly (fp32, whatever the layer computes in, for fp32
+scales of blocks); tensor scales multiply the product, in fp32. The layer's compute dtype decides the GEMM:
 
 - bf16: bf16 operands, fp32 accumulation. On CUDA the product comes out in fp32 and is rounded once, after
-  scale and bias; a CPU GEMM rounds it to bf16 first (one rounding more, at twice the speed of an fp32
-  GEMM).
+  scale and bias; a CPU GEMM rounds it to bf16 first.
 - fp16, fp32: operands reach 2688, so a product overflows fp16; it is formed in fp32 (fp32 operands on a
-  CPU, where fp16 GEMMs are slow besides; bf16 operands with fp32 output on CUDA), scaled, then cast.
-- fp64: fp64 throughout.
+  CPU; bf16 operands with fp32 output on CUDA), scaled, then cast.
+- fp64: fp64 throughout. An operand that is not quantised enters in the GEMM's dtype with scale 1.
 
-A format whose operands only fp32 holds (fp32 scales of blocks) is multiplied in fp32 whatever the layer
-computes in. An operand that is not quantised enters in the GEMM's dtype with scale 1. Autocast never
-touches these products.
+One operand is beyond all of these: MXFP4 with scales rounded up takes numbers from 3.5 · 2¹²⁶ on, next to
+fp32's largest, to 2¹²⁸, which is infinite, and times a weight of zero NaN. It stays so: a clamped operand
+would be a wrong number, and a non-finite gradient is one that training sees and skips.
 """
 
 from __future__ import annotations

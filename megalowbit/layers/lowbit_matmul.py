@@ -133,8 +133,8 @@ def backward_products(
         )
     else:
         grad_t = grad
-    if recipe.gemm == "fp8":  # one host read for both products
-        fp8_product.measure(*(factor for factor in (grad, grad_t, input, weight) if factor is not None))
+    if recipe.gemm == "fp8" and call.compute_dtype != torch.float64:  # one host read for both products
+        fp8_product.measure_products((grad, weight), (grad_t, input))
     if weight is not None:
         assert grad is not None  # made above
         grad_input = _product(call, "grad_input", grad, weight, out_dtype=dtypes.input)

@@ -3,7 +3,8 @@
 Off by default (`gemm="fp4"` in a recipe). The hardware wants both operands in blocks along the axis summed
 over, which is the layout "per_gemm", and block scales in tiles of 128 rows by 4 blocks, each tile in the
 order that PyTorch calls SWIZZLE_32_4_4. Operands are padded with zeros to whole steps of 32 elements along
-that axis.
+that axis. A product whose number of columns is no multiple of 16 runs in bf16, which gives the same up to
+the order of summation: the layer counts it, and the log names the size once.
 
 Untested on hardware: the arrangement of scales is held by a test against an index-by-index reference,
 arguments and shapes by `torch.nn.functional.scaled_mm` on meta tensors as far as that checks them. Numbers
@@ -11,6 +12,9 @@ are not.
 """
 
 from __future__ import annotations
+
+import functools
+import logging
 
 import torch
 from torch import Tensor
@@ -26,6 +30,7 @@ TILE_ROWS, TILE_BLOCKS = 128, 4
 CAPABILITY = (10, 0)
 BYTES_MULTIPLE = 16  # of a packed row; 32 elements
 SIZE_MULTIPLE = 16
+logger = logging.getLogger("megalowbit")
 
 
 def why_unavailable(device: torch.device) -> str | None:
@@ -101,7 +106,7 @@ def multiply(
     a, b = left.tensor, right.tensor
     if not isinstance(a, QuantizedTensor) or not isinstance(b, QuantizedTensor):
         return None
-    if isinstance(a.codes, FakeTensor) or a.codes.numel() == 0 or len(b.codes) % SIZE_MULTIPLE:
+    if isinstance(a.codes, FakeTensor):
         return None
     device = a.codes.device
     reason = why_unavailable(device)
@@ -110,12 +115,27 @@ def multiply(
             f'gemm "fp4" cannot run on {device}: {reason}; set gemm to "bf16" in the recipe, which '
             "computes the same products"
         )
+    if a.codes.numel() == 0:
+        return None
+    if len(b.codes) % SIZE_MULTIPLE:
+        _say_unfit(len(b.codes))
+        return None
     assert transpose_right, "operands of the layout per_gemm"
     assert not transpose_left, "operands of the layout per_gemm"
     with no_autocast(device.type):
         is_final = bias is None and out_dtype in (torch.bfloat16, torch.float16)
         product = native_product(a, b, out_dtype if is_final else torch.float32)
         return finish(product, None, bias, out_dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _say_unfit(columns: int) -> None:
+    """Log, once for each size, that products of so many columns run in bf16."""
+    logger.info(
+        'gemm "fp4": products of %d columns run in bf16, FP4 tensor cores take multiples of %d',
+        columns,
+        SIZE_MULTIPLE,
+    )
 
 
 def native_product(left: QuantizedTensor, right: QuantizedTensor, out_dtype: torch.dtype) -> Tensor:

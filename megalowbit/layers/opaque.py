@@ -44,6 +44,11 @@ _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # neith
 
 @functools.lru_cache(maxsize=1)
 def _layers() -> tuple[WeakValueDictionary[int, BitLinear], Iterator[int]]:
+    """The registry and the handles to come: state of the process, on purpose.
+
+    An operator is a function of the process and takes no objects, so whatever leads from its plain arguments
+    to a layer has to be found from here. See docs/decisions/0004.
+    """
     return WeakValueDictionary(), itertools.count(1)
 
 
@@ -149,9 +154,9 @@ def _(
     if needs_grad:
         outputs.append(torch.empty(TICKET_LENGTH, dtype=torch.int64, device="cpu"))
     if keeps_input:
-        outputs += _empty_parts(*_input_layout(recipe, input.shape), input)
+        outputs += _empty_parts(_input_layout(recipe, input.shape), input)
     if keeps_weight:
-        outputs += _empty_parts(*_weight_layout(recipe, weight.shape), weight)
+        outputs += _empty_parts(_weight_layout(recipe, weight.shape), weight)
     return outputs
 
 
@@ -185,8 +190,8 @@ def _sample(name: str, dtype: torch.dtype) -> QuantizedTensor | UnquantizedTenso
         return quantizer(name).quantize(torch.zeros(1, 16, dtype=dtype, device="cpu"))
 
 
-def _empty_parts(name: str, is_transposed: bool, size: tuple[int, int], like: Tensor) -> list[Tensor]:
-    del is_transposed
+def _empty_parts(layout: Layout, like: Tensor) -> list[Tensor]:
+    name, _, size = layout
     chosen, sample = quantizer(name), _sample(name, like.dtype)
     if not isinstance(chosen, BlockQuantizer):
         return [like.new_empty(size, dtype=sample.dtype)]

@@ -5,12 +5,13 @@ checkpointing repeats a forward. A slot on the layer keeps the packed codes (4.5
 much again where backward has its own) until whoever updates the weights calls `WeightCache.clear`. Entries
 also remember the weight's memory and version, but optimizers that write through `.data` change neither, so
 clearing is a duty, not a courtesy. Weights rounded stochastically are not kept: they must be drawn anew
-each micro-batch.
+each micro-batch. What was quantised without counts (in evaluation) is quantised again for who wants them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,13 +20,29 @@ from megalowbit.layers.factor import Factor
 Key = tuple[object, ...]
 
 
+class Entry(NamedTuple):
+    """One quantised form, what it was made from, and whether it was counted then."""
+
+    key: Key
+    factor: Factor
+    is_counted: bool
+
+
 class WeightSlot:
     """The quantised forms of one layer's weight."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, str], tuple[Key, Factor]] = {}
+        self._entries: dict[tuple[str, str], Entry] = {}
 
-    def get(self, weight: Tensor, role: str, name: str, quantize: Callable[[], Factor]) -> Factor:
+    def get(
+        self,
+        weight: Tensor,
+        role: str,
+        name: str,
+        quantize: Callable[[], Factor],
+        *,
+        is_counted: bool = False,
+    ) -> Factor:
         """The factor kept for this role and quantiser, or a new one.
 
         Args:
@@ -33,14 +50,15 @@ class WeightSlot:
             role: which of its operands.
             name: of the quantiser.
             quantize: makes the factor; what it returns may carry a ready operand, which is not kept.
+            is_counted: whether `quantize` reports counts; a factor made without any will then not do.
         """
         version = None if weight.is_inference() else weight._version
         key = (weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype)
         entry = self._entries.get((role, name))
-        if entry is not None and entry[0] == key:
-            return entry[1]
+        if entry is not None and entry.key == key and (entry.is_counted or not is_counted):
+            return entry.factor
         factor = quantize()
-        self._entries[role, name] = (key, factor.packed())
+        self._entries[role, name] = Entry(key, factor.packed(), is_counted)
         return factor
 
     def clear(self) -> None:

@@ -19,9 +19,11 @@ from megalowbit.engine.initialize import check_nested_blocks
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
 from megalowbit.hf.model import save_hf
+from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import product_counts
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
+from megalowbit.pretrain.kernels import check_kernels, describe_kernels
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run_folder import RunFolder, claim
@@ -41,6 +43,7 @@ def pretrain(
     """
     start_process_group(identity)
     check_nested_blocks(config.parts)
+    agree(lambda: check_kernels(recipe_of(config.recipe)))
     stem = config.settings.run.name or config.source.stem
     folder: RunFolder = agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume))
     with ExitStack() as stack:
@@ -60,8 +63,9 @@ def pretrain(
             with Recorder(job, console, is_main=identity.is_main, is_resume=is_resume) as recorder:
                 train(job, recorder)
                 recorder.finish()
-                if job.recipe.gemm != "bf16":
-                    console.print(products_line(product_counts(job.engine.module)))
+                products = product_counts(job.engine.module)
+                if job.recipe.gemm != "bf16" and products:
+                    console.print(products_line(products))
         else:
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
         export(job, console)
@@ -152,6 +156,7 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: l
             f"model     {job.engine.module.config.model_type}, {count:,} parameters, "
             f"{job.config.parts.settings.precision}",
             f"recipe    {job.recipe.name}: {len(report.swapped)} layers swapped, {len(report.kept)} kept",
+            *([f"kernels   {describe_kernels(job.recipe, job.engine.device)}"] if report.swapped else []),
             f"data      {settings.data.corpus}, {job.loader.num_samples:,} sequences of "
             f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
             f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "

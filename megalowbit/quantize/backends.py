@@ -2,7 +2,7 @@
 
 All three give the same bits. Which one a device uses is said once in the log; `MEGALOWBIT_BACKEND` (`torch`,
 `c`, `triton`) forces one, and it is an error if that one cannot be had. A format that the fast paths do not
-cover, and fake tensors (estimates of memory), go through plain torch.
+cover goes through plain torch, which is said once as well; so do fake tensors (estimates of memory).
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def encode(
     """Quantise a matrix with the device's backend; as `reference.encode`."""
     kernels = _kernels(backend_of(x))
     covers = kernels is not None and kernels.supports(x.dtype, encoding, operand_dtype)
+    if kernels is not None and not covers:
+        _say_uncovered(x.device, "quantising", encoding.format, x.dtype)
     path = kernels if kernels is not None and covers else reference
     return path.encode(
         x,
@@ -65,6 +67,8 @@ def decode(
     """Codes × block scale with the device's backend; as `reference.decode`."""
     kernels = _kernels(backend_of(codes))
     covers = kernels is not None and codes.numel() > 0 and kernels.supports_decoding(format, dtype)
+    if kernels is not None and not covers and codes.numel() > 0:
+        _say_uncovered(codes.device, "decoding", format, dtype)
     path = kernels if kernels is not None and covers else reference
     return path.decode(codes, scales, format, rows, cols, dtype, transpose=transpose)
 
@@ -94,6 +98,13 @@ def _backend_for(device: torch.device, forced: str) -> str:
     described = {"torch": "plain torch operations", "c": "the C kernel", "triton": "Triton kernels"}
     logger.info("quantising on %s with %s", device, described[chosen])
     return chosen
+
+
+@functools.lru_cache(maxsize=256)  # said once for each
+def _say_uncovered(device: torch.device, work: str, format: BlockFormat, dtype: torch.dtype) -> None:
+    block = "one scale" if format.block is None else "scales for {} × {}".format(*format.block)
+    kind = f"{format.element.name} under {format.scale} {block}, {dtype}"
+    logger.info("%s %s on %s with plain torch operations: no kernel covers it", work, kind, device)
 
 
 def _kernels(backend: str) -> ModuleType | None:

@@ -1,18 +1,12 @@
-"""What quantisation did to a tensor, counted: clipping, underflow, damage, squared error.
+"""What quantisation did to a tensor, counted; s is an element's decoded scale, M the largest element.
 
-Definitions, with s the decoded scale of an element's block (block scale × tensor scale) and M the format's
-largest element (6 for E2M1):
-
-- saturated: |x| > M·s, clipped. upper_half: |x| > M/2·s, as coarse as E2M1 gets, but not clipped.
-  Both compare x · encode with 2⁻²⁰ of slack, since x·(1/s) of a block's own maximum may exceed M by fp32
-  rounding alone.
-- underflow: x ≠ 0 and its code or its block's scale is 0. Elements of a block with scale 0 count here only.
-- nonfinite: x is an infinity or a NaN. Finite neighbours in the same block are lost too, yet count nowhere
-  else.
-- saturated_scales: blocks whose E4M3 scale exceeded 448 before the clamp (same slack): possible only where
-  the tensor's maximum came from elsewhere. zero_blocks: blocks whose scale is 0 (E8M0 has no 0: whose
-  elements all are).
-- squared_error Σ(x - q)² and squared_norm Σx² leave out blocks with non-finite elements, so they stay finite.
+- saturated: |x| > M·s, clipped. upper_half: |x| > M/2·s. Both compare x · encode with 2⁻²⁰ of slack, since
+  a block's own maximum may exceed M by fp32 rounding alone.
+- underflow: x ≠ 0, and its code or its block's scale is 0.
+- nonfinite: x is an infinity or a NaN. Finite neighbours are lost with it, yet count nowhere else.
+- saturated_scales: E4M3 scales above 448 before the clamp (same slack): only where the tensor's maximum came
+  from elsewhere. zero_blocks: blocks whose scale is 0 (E8M0 has no 0: whose elements all are).
+- squared_error Σ(x - q)² and squared_norm Σx² leave out spoiled blocks, so they stay finite.
 
 Padding is no element, and a block of padding alone does not exist. Nothing here waits for the device.
 """

@@ -23,7 +23,9 @@ def hadamard(x: Tensor, signs: int) -> Tensor:
     Returns:
         fp32, same shape.
     """
-    flips = torch.tensor([-1.0 if signs >> j & 1 else 1.0 for j in range(GROUP)], device=x.device)
+    flips = torch.tensor(
+        [-1.0 if signs >> j & 1 else 1.0 for j in range(GROUP)], dtype=torch.float32, device=x.device
+    )
     groups = x.unflatten(1, (-1, GROUP)) * flips
     for half in (1, 2, 4, 8):
         pairs = groups.unflatten(2, (-1, 2, half))

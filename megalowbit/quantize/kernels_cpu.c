@@ -1,6 +1,5 @@
 /* FP4 on CPUs: quantise a matrix, decode it, and two small passes around a GEMM.
  *
- * A row is worked through in segments of 16 groups of 16 elements. Every phase (load as fp32, Hadamard, block
  * A row is worked through in segments of 16 groups of 16 elements (kernels_cpu_codes.h), which stay in the
  * nearest cache: loaded as fp32 whatever the dtype of x is, transformed, scaled; then each group's codes are
  * found, packed, decoded and stored without leaving the registers (kernels_cpu_lanes.h). A matrix whose rows

@@ -86,21 +86,17 @@ def exponent_kernel(
     largest,
     rows,
     words,
-    PER_ROW: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
 ):
-    """Raise `largest` (int32, -1 before; one, or one a row) to the largest exponent of blocks that count."""
+    """Raise `largest` (int32, -1 before) to the largest exponent of blocks that count."""
     row, word = _word_tile(words, TILE_ROWS, TILE_WORDS)
     block = (tl.program_id(0) % tl.cdiv(words, TILE_WORDS)) * (TILE_WORDS // BLOCK_WORDS)
     block += tl.arange(0, TILE_WORDS // BLOCK_WORDS)
     exponent = _load_blocks(scales, row, block, rows, words // BLOCK_WORDS)
     is_counted = _is_counted(_load_words(codes, row, word, rows, words), exponent)
     maxima = tl.max(tl.where(is_counted, exponent, -1), axis=1)
-    if PER_ROW:
-        tl.atomic_max(largest + row, maxima, mask=row < rows)
-    else:
-        tl.atomic_max(largest, tl.max(maxima, axis=0))
+    tl.atomic_max(largest, tl.max(maxima, axis=0))
 
 
 @triton.jit
@@ -112,9 +108,9 @@ def _power(exponent):
 
 @triton.jit
 def fp8_kernel(
-    codes, scales, largest, out, out_scale, inexact, rows, cols, words, row_stride, col_stride, PER_ROW:
-    tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr, REACH: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr,
+    codes, scales, largest, out, out_scale, inexact, rows, cols, words, row_stride, col_stride, MANTISSA:
+    tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr, REACH: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
 ):  # fmt: skip
     """`out` as bytes: element · 2^(exponent - largest + SHIFT); counts blocks beyond REACH."""
     row, word = _word_tile(words, TILE_ROWS, TILE_WORDS)
@@ -122,13 +118,13 @@ def fp8_kernel(
     start = (tl.program_id(0) % tl.cdiv(words, TILE_WORDS)) * (TILE_WORDS // BLOCK_WORDS)
     block = start + tl.arange(0, TILE_WORDS // BLOCK_WORDS)
     exponent = _load_blocks(scales, row, block, rows, words // BLOCK_WORDS)
-    top = tl.load(largest + row * PER_ROW, mask=row < rows, other=0)
+    top = tl.load(largest)
     top = tl.where(top < 0, 127 + SHIFT, top)  # nothing but zeros and NaN: any scale will do, say 1
-    distance = exponent - top[:, None]
+    distance = exponent - top
     is_out_of_reach = _is_counted(loaded, exponent) & (distance < -REACH)
     tl.atomic_add(inexact, tl.sum(is_out_of_reach.to(tl.int32)))
-    if (tl.program_id(0) == 0) | (PER_ROW & (start == 0)):
-        tl.store(out_scale + row * PER_ROW, _power(top - 127 - SHIFT), mask=row < rows)
+    if tl.program_id(0) == 0:
+        tl.store(out_scale, _power(top - 127 - SHIFT))
 
     R: tl.constexpr = loaded.shape[0]
     W: tl.constexpr = loaded.shape[1]

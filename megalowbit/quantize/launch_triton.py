@@ -18,22 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalowbit.formats.block_format import GROUP, MXFP4, NVFP4, NVFP4_TILED, BlockFormat
+from megalowbit.formats.block_format import GROUP, MXFP4, NVFP4, NVFP4_TILED, SCALE_DTYPES, BlockFormat
 from megalowbit.quantize.counts import COUNT_NAMES, ERROR_NAMES
 from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.fp8_operand import BIAS, DEPTH, MANTISSA, SHIFT
 from megalowbit.quantize.philox import NO_KEY, WORD, RandomKey
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 OPERAND_DTYPES = (torch.bfloat16, torch.float32)
-SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
 TILE = (16, 16)  # rows and 16-groups of a program that reads along rows
 TALL_ROWS = 256  # where neighbours in memory are neighbours in a column; one block wide
 WORD_TILE = (16, 32)  # rows and words of eight codes
 TALL_WORD_TILE = (64, 8)
-FP8_FORMATS = {  # mantissa bits, bias, exponent of the largest block, how far below it a block is exact
-    torch.float8_e4m3fn: {"MANTISSA": 3, "BIAS": 7, "SHIFT": 6, "REACH": 14},
-    torch.float8_e5m2: {"MANTISSA": 2, "BIAS": 15, "SHIFT": 13, "REACH": 28},
-}
 
 
 def is_available(device: torch.device) -> bool:
@@ -171,14 +167,12 @@ def decode_fp8(
     cols: int,
     *,
     dtype: torch.dtype,
-    per_row: bool,
     transpose: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """MXFP4 as an FP8 operand with powers of two for scales: operand · scale is the decoded matrix.
+    """MXFP4 as an FP8 operand with a power of two for scale: operand · scale is the decoded matrix.
 
-    The largest block exponent of a row, or of the tensor, becomes 6 in E4M3 (13 in E5M2), so that its
-    elements reach 384 (49152). A block more than 14 (28) exponents below does not fit exactly, and is
-    counted.
+    The largest block exponent becomes `SHIFT`, see `fp8_operand`. A block more than `DEPTH` below it does not
+    fit exactly, and is counted.
 
     Args:
         codes: uint8, of `MXFP4`.
@@ -186,24 +180,23 @@ def decode_fp8(
         rows: of the matrix.
         cols: of the matrix, padding left out.
         dtype: float8_e4m3fn or float8_e5m2.
-        per_row: one scale for each row of the matrix, rather than one for all.
         transpose: make the operand (cols, rows).
 
     Returns:
-        The operand, contiguous; fp32 scales, (rows, 1) or 0-dim, 1 where all blocks are zero or NaN; int32,
+        The operand, contiguous; fp32 scale, 0-dim, 1 where all blocks are zero or NaN; int32,
         0-dim: how many blocks are not exact. Blocks of zeros fit always; elements of a NaN block are NaN.
     """
     from megalowbit.quantize import kernels_triton_decode as kernels
 
     device = codes.device
     out = torch.empty((cols, rows) if transpose else (rows, cols), dtype=dtype, device=device)
-    out_scale = torch.empty((rows, 1) if per_row else (), dtype=torch.float32, device=device)
-    largest = torch.full((rows,) if per_row else (1,), -1, dtype=torch.int32, device=device)
+    out_scale = torch.empty((), dtype=torch.float32, device=device)
+    largest = torch.full((), -1, dtype=torch.int32, device=device)
     inexact = torch.zeros((), dtype=torch.int32, device=device)
     words, packed = _packed(codes, scales)
     tile_rows, tile_words = TALL_WORD_TILE if transpose else WORD_TILE
     programs = _programs(words, rows, tile_words, tile_rows)
-    packed |= {"rows": rows, "largest": largest, "PER_ROW": int(per_row)}
+    packed |= {"rows": rows, "largest": largest}
     packed |= {"TILE_ROWS": tile_rows, "TILE_WORDS": tile_words}
     _launch(kernels.exponent_kernel, programs, device, **packed)
     _launch(
@@ -212,7 +205,10 @@ def decode_fp8(
         device,
         **packed,
         **_writing(out, transpose),
-        **FP8_FORMATS[dtype],
+        MANTISSA=MANTISSA[dtype],
+        BIAS=BIAS[dtype],
+        SHIFT=SHIFT[dtype],
+        REACH=DEPTH[dtype],
         cols=cols,
         out_scale=out_scale,
         inexact=inexact,

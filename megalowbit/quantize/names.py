@@ -1,21 +1,15 @@
-"""The names users type for quantisers: `base`, or `base:option:option`.
+"""The names users type for quantisers: `base`, or `base:option:option`; docs/formats.md explains each.
 
-| base                            | elements and scales                                    | rounding   |
-|---------------------------------|--------------------------------------------------------|------------|
-| `fp4e2m1`                       | E2M1, one fp32 scale                                   | nearest    |
-| `fp4e2m1b`                      | E2M1, fp32 scale for 1 × 16                            | stochastic |
-| `nvfp4e2m1b`                    | NVFP4: E2M1, E4M3 scale for 1 × 16, fp32 scale         | stochastic |
-| `mxfp4e2m1b`                    | MXFP4: E2M1, E8M0 scale for 1 × 32, rounded up         | stochastic |
-| the three with `nosr`           |                                                        | nearest    |
-| `fp6e3m2`, `fp8e4m3`, `fp8e5m2`, `int8`, `int4` | one fp32 scale                         | nearest    |
-| these five with `b`             | fp32 scale for 1 × 16                                  | nearest    |
-| `1p58bit`                       | -1, 0, 1 times the mean magnitude (BitNet b1.58)       | nearest    |
-| `fp32`                          | not quantised                                          |            |
+| base                                            | elements and scales                        | rounding   |
+|-------------------------------------------------|--------------------------------------------|------------|
+| `fp4e2m1`                                       | E2M1, one fp32 scale                       | nearest    |
+| `fp4e2m1b`, `nvfp4e2m1b`, `mxfp4e2m1b`          | E2M1, scales for 1 × 16, 1 × 16, 1 × 32    | stochastic |
+| these three with `nosr`                         |                                            | nearest    |
+| `fp6e3m2`, `fp8e4m3`, `fp8e5m2`, `int8`, `int4` | one fp32 scale; with `b` one for 1 × 16    | nearest    |
+| `1p58bit`                                       | -1, 0, 1 times the mean magnitude (BitNet) | nearest    |
+| `fp32`                                          | not quantised                              |            |
 
-Bases and the suffix `nosr` are those of Metis, with its default rounding. Options: `sr` stochastic rounding;
-`unbiased` the same with scales rounded up, so that nothing clips; `tile16` scales for 16 × 16 (a transposed
-weight keeps its codes); `block32` scales for 1 × 32; `floor` MXFP4's scale as OCP rounds it; `4over6`
-four-over-six; `q_scalar=1.25` headroom; `seed_compat` what the Metis repository computes (`seed_compat.py`).
+Bases and `nosr` are those of Metis, with its default rounding; `OPTIONS` are ours.
 """
 
 from __future__ import annotations
@@ -94,6 +88,8 @@ def quantizer(name: str) -> Quantizer:
             return IdentityQuantizer(name=name)
         for option in options:
             encoding = _with_option(encoding, option)
+        if "unbiased" in options:
+            _check_unbiased(encoding)
     except UserError as error:
         raise UserError(f"quantizer {name!r}: {error}") from error
     return BlockQuantizer(name=name, encoding=encoding)
@@ -141,6 +137,14 @@ def _with_option(encoding: Encoding, option: str) -> Encoding:
         raise UserError(f"{key} does not fit the blocks of this format, leave it out")
     block = (16, 16) if key == "tile16" else (1, 32)
     return replace(encoding, format=replace(format, block=block))
+
+
+def _check_unbiased(encoding: Encoding) -> None:
+    """Refuse what clips: a clipped element cannot be right on average."""
+    if encoding.scale_from == "mean":
+        raise UserError("unbiased does not fit scales from the mean magnitude, which clip: write sr")
+    if encoding.q_scalar < 1:
+        raise UserError(f"unbiased does not fit q_scalar={encoding.q_scalar:g}, which clips: write sr, or 1")
 
 
 def _number(text: str) -> float:

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError, shown
-from megalowbit.formats.block_format import BlockFormat, ScaleKind
+from megalowbit.formats.block_format import SCALE_DTYPES, BlockFormat, ScaleKind
 from megalowbit.formats.element import ELEMENTS
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
 
 METADATA_KEY = "megalowbit"
 VERSION = 1
-SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu, "fp32": torch.float32}
 DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 

@@ -71,5 +71,5 @@ def random_words(num_groups: int, random_key: RandomKey, device: torch.device) -
 def random_bytes(num_groups: int, random_key: RandomKey, device: torch.device) -> Tensor:
     """Random bytes of groups 0 … num_groups - 1: uint8 (num_groups, 16)."""
     words = random_words(num_groups, random_key, device).unsqueeze(-1)
-    shifts = torch.arange(0, 32, 8, device=device)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int64, device=device)
     return (words >> shifts & 0xFF).to(torch.uint8).flatten(1)

@@ -101,7 +101,7 @@ class QuantizedTensor:
 
     def to_parts(self) -> tuple[tuple[Tensor, ...], QuantizedTensor]:
         """Tensors, and a copy of the rest that holds none."""
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         tensor_scale = None if self.tensor_scale is None else nothing
         rest = replace(
             self,
@@ -161,7 +161,8 @@ class UnquantizedTensor:
 
     def to_parts(self) -> tuple[tuple[Tensor, ...], UnquantizedTensor]:
         """As `QuantizedTensor.to_parts`."""
-        return (self.values,), replace(self, values=torch.empty(0), counts=None, error=None)
+        nothing = torch.empty(0, dtype=self.dtype, device="cpu")
+        return (self.values,), replace(self, values=nothing, counts=None, error=None)
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> UnquantizedTensor:
         """As `QuantizedTensor.from_parts`."""

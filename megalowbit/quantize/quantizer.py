@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.errors import UserError
-from megalowbit.formats.block_format import GROUP
+from megalowbit.formats.block_format import GROUP, SCALE_DTYPES
 from megalowbit.quantize import backends
 from megalowbit.quantize.counts import no_counts
 from megalowbit.quantize.encoding import Encoded, Encoding
@@ -160,15 +160,14 @@ class BlockQuantizer(Quantizer):
     def _nothing(self, matrix: Tensor, *, with_counts: bool) -> Encoded:
         """An empty matrix, with scales of the right shape where it has rows or columns."""
         format, device = self.encoding.format, matrix.device
-        scale_dtype = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu, "fp32": torch.float32}
         codes = torch.zeros(format.codes_shape(*matrix.shape), dtype=torch.uint8, device=device)
         scales = torch.zeros(format.scales_shape(*matrix.shape), dtype=torch.uint8, device=device)
         has_tensor_scale = format.scale == "e4m3" or format.block is None
         counts, error = no_counts(device) if with_counts else (None, None)
         return Encoded(
             codes,
-            scales.to(scale_dtype[format.scale]),
-            torch.ones((), device=device) if has_tensor_scale else None,
+            scales.to(SCALE_DTYPES[format.scale]),
+            torch.ones((), dtype=torch.float32, device=device) if has_tensor_scale else None,
             counts=counts,
             error=error,
         )
@@ -218,7 +217,6 @@ class IdentityQuantizer(Quantizer):
 
 def fresh_key() -> RandomKey:
     """A key that has not been used before, drawn from torch's default CPU generator."""
-    drawn = torch.randint(2**62, (), device="cpu")
-    return (
-        NO_KEY if isinstance(drawn, FakeTensor) else RandomKey(int(drawn))
-    )  # fake: no numbers are asked for
+    drawn = torch.randint(2**62, (), dtype=torch.int64, device="cpu")
+    # Fake tensors are asked for no numbers.
+    return NO_KEY if isinstance(drawn, FakeTensor) else RandomKey(int(drawn))

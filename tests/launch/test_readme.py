@@ -95,12 +95,20 @@ def test_the_code_shown_trains_a_model(tmp_path):
         "tokens = torch.randint(0, 256, (2, 32))\n"
         "loader = [{'input_ids': tokens, 'labels': tokens}] * 4\n"
     )
-    (shown,) = fences("python")
+    shown = fences("python")[0]
     (tmp_path / "shown.py").write_text(prelude + shown)
     done = subprocess.run([sys.executable, "shown.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "gradient_overflow/element_overflow_rate" in done.stdout
     assert "swapped 8 layers" in done.stdout
+
+
+def test_the_packed_tensor_shown_comes_back_from_its_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"mlb": mlb, "x": torch.randn(8, 64)}
+    exec(fences("python")[1], names)
+    assert torch.equal(names["packed"].dequantize(), names["x_again"])
+    assert names["packed"].nbytes == 8 * 64 * 4.5 / 8 + 4
 
 
 @pytest.mark.parametrize("expression", re.findall(r"`(mlb\.\w+\([^`]*\)(?:\(x\))?)`", README))

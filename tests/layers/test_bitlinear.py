@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.recipe import recipe
+from megalowbit.quantize import backends
+from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
 
 
@@ -306,3 +308,73 @@ def test_a_stack_keeps_at_most_0_30_of_what_bf16_linear_layers_keep():
     plain, low = (kept(each, 512) - kept(each, 256) for each in (nn.Linear, BitLinear))  # without the weights
     assert plain == 256 * (64 + 256 + 96) * 2
     assert low <= 0.30 * plain
+
+
+class LopsidedStream(RandomStream):
+    """A stream on a device that rounds up too often, as its check sees it."""
+
+    def check(self, device, encode=None):
+        def lopsided(x, encoding, *, random_key):
+            return backends.encode(torch.where(x < 6, x + 0.06, x), encoding, random_key=random_key)
+
+        super().check(device, lopsided)
+
+
+def test_a_layer_refuses_a_device_that_rounds_with_a_bias():
+    layer, x = layer_and_input()
+    layer.random_stream = LopsidedStream(1)
+    output = layer(x)  # nearest even: nothing is drawn
+    with pytest.raises(RuntimeError, match="is lopsided"):
+        output.sum().backward()
+    layer.recipe = recipe({"base": "nvfp4", "q_forward_weight": "nvfp4e2m1b"})
+    with pytest.raises(RuntimeError, match="is lopsided"):
+        layer(x)
+
+
+def test_ranks_round_a_stochastic_weight_alike_and_their_own_data_differently():
+    def quantized(rank):
+        """Q(W) of forward and of backward, and Q(input), each seen through a product with the identity."""
+        torch.manual_seed(0)
+        layer = BitLinear(
+            48,
+            48,
+            bias=False,
+            recipe={
+                "base": "bf16",
+                "q_forward_weight": "nvfp4e2m1b",
+                "q_backward_weight": "nvfp4e2m1b:tile16",
+                "q_backward_input": "nvfp4e2m1b",
+            },
+        )
+        layer.random_stream, layer.layer_name = RandomStream(1, rank), "layer"
+        x = torch.randn(48, 48, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        eye = torch.eye(48)
+        forward = layer(eye).detach()
+        layer(x).backward(eye)
+        return forward, x.grad, layer.weight.grad
+
+    one, other = quantized(rank=0), quantized(rank=5)
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+    assert not torch.equal(one[0].t(), one[1])  # two roles: two draws
+    assert not torch.equal(one[2], other[2])
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_streams_hadamard_signs_reach_the_codes(seed):
+    nearest = "nvfp4e2m1bnosr"
+    chosen = {"base": "nvfp4", "layout": "per_gemm", "hadamard": True, "q_backward_outputgrad": nearest}
+    layer, x = layer_and_input(recipe=chosen, bias=False)
+    layer.random_stream = RandomStream(seed)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        output = layer(x)
+    grad = torch.randn(20, 32, generator=torch.Generator().manual_seed(3))
+    output.backward(grad)
+    signs = RandomStream(seed).hadamard_signs()
+    q_x, q_g = (quantizer(nearest).quantize_transposed(t, signs=signs) for t in (x, grad))
+    plain = quantizer(nearest).quantize_transposed(x, signs=0)
+    assert torch.equal(saved[0], q_x.codes)
+    assert not torch.equal(saved[0], plain.codes)
+    expected = q_g.dequantize().double() @ q_x.dequantize().double().t()
+    assert (layer.weight.grad - expected).norm() <= 1e-6 * expected.norm()

@@ -97,3 +97,18 @@ def test_weights_are_kept_where_their_rounding_does_not_change(name, times):
 )
 def test_forwards_weight_codes_serve_backward_where_layout_and_names_allow(block, expected):
     assert keeps_weight_codes(recipe(block)) is expected
+
+
+@pytest.mark.parametrize("name", ["nvfp4e2m1bnosr", "nvfp4e2m1b:seed_compat", "fp4e2m1:seed_compat"])
+def test_a_transposed_operand_is_counted_whatever_its_quantiser(name):
+    seen, x = [], X[:16]
+    call = call_with(observe=lambda *args: seen.append(args))
+    call.quantize_transposed(x, name, "grad_output_transposed", is_transformed=False)
+    assert not seen
+    call.quantize_transposed(
+        x, name, "grad_output_transposed", is_transformed=False, reported_as="grad_output"
+    )
+    ((role, counts, error),) = seen
+    assert role == "grad_output"
+    assert counts[0] == x.numel()
+    assert float(error[1]) == pytest.approx(x.double().square().sum().item(), rel=1e-6)

@@ -1,22 +1,18 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from megalowbit.errors import UserError
+from megalowbit.layers import fp8_product
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.factor import ExponentRange, Factor
-from megalowbit.layers.fp8_product import (
-    E4M3,
-    E5M2,
-    decode_fp8,
-    dtype_for,
-    measure,
-    multiply,
-    scale_exponent,
-)
+from megalowbit.layers.fp8_product import decode_fp8, dtype_for, measure, multiply, scale_exponent
 from megalowbit.layers.gemms import multiply as multiply_bf16
 from megalowbit.layers.surgery import product_counts
+from megalowbit.quantize.fp8_operand import E4M3, E5M2
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
 
@@ -144,6 +140,8 @@ def test_products_that_would_not_be_exact_are_declined():
     assert declined(factor_of(narrow[:, :24]), factor_of(narrow[:24]))
     assert declined(factor_of(narrow), factor_of(narrow, "fp32"))
     assert declined(factor_of(narrow * 2.0**-100), factor_of(narrow * 2.0**-100))  # the scales' product
+    assert declined(factor_of(narrow * 2.0**-122), factor_of(narrow * 2.0**100))  # one scale: 2⁻¹²⁸
+    assert declined(factor_of(narrow * 2.0**100), factor_of(narrow * 2.0**-122))
     assert not declined(factor_of(narrow), factor_of(narrow))
 
 
@@ -165,16 +163,129 @@ def test_a_layer_counts_what_its_products_ran_in_and_matches_the_bf16_recipe():
     assert product_counts(odd) == {name: {"bf16": 1} for name in ("output", "grad_input", "grad_weight")}
 
 
-def test_one_host_read_serves_a_product_and_none_the_next(monkeypatch):
+@pytest.mark.parametrize("has_transform", [False, True])
+def test_products_with_operands_of_their_own_match_the_bf16_recipe(has_transform):
+    def run(gemm):
+        torch.manual_seed(0)
+        block = {"base": "mxfp4", "gemm": gemm, "layout": "per_gemm", "hadamard": has_transform}
+        layer = BitLinear(96, 64, recipe=block)
+        layer.random_stream = RandomStream(1)
+        x = torch.randn(48, 96, requires_grad=True)
+        output = layer(x)
+        output.square().mean().backward()
+        return layer, output.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+    (layer, *got), (_, *expected) = run("fp8"), run("bf16")
+    assert product_counts(layer) == {name: {"fp8": 1} for name in ("output", "grad_input", "grad_weight")}
+    for one, other in zip(got, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-6 * other.abs().max()
+
+
+def test_a_layer_in_fp64_multiplies_in_fp64():
+    torch.manual_seed(0)
+    layer = BitLinear(64, 32, bias=False, dtype=torch.float64, recipe={"base": "mxfp4", "gemm": "fp8"})
+    x = torch.randn(16, 64, dtype=torch.float64, requires_grad=True)
+    output = layer(x)
+    expected = exact(factor_of(x)) @ exact(factor_of(layer.weight)).t()
+    assert torch.allclose(output, expected, rtol=1e-13, atol=1e-13)
+    output.sum().backward()
+    assert product_counts(layer) == {name: {"bf16": 1} for name in ("output", "grad_input", "grad_weight")}
+
+
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_pytorch_is_asked_for_exact_sums_outside_autocast(monkeypatch, out, has_bias):
+    asked = []
+    plain = torch._scaled_mm
+
+    def recording(*args, **kwargs):
+        asked.append({**kwargs, "autocast": torch.is_autocast_enabled("cpu")})
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", recording)
+    left, right = factor_of(spread_matrix(32, 64, [0, 1])), factor_of(spread_matrix(64, 32, [0, -4], 5))
+    bias = torch.ones(32) if has_bias else None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        multiply(left, right, transpose_left=False, transpose_right=False, out_dtype=out, bias=bias)
+    (call,) = asked
+    assert call["use_fast_accum"] is False
+    assert call["autocast"] is False
+    assert call["scale_a"].dtype == call["scale_b"].dtype == torch.float32
+    assert call["out_dtype"] == (torch.float32 if has_bias else out)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_default_dtype_and_device_change_nothing(default):
+    def product():
+        left, right = factors()
+        options = {"transpose_left": False, "transpose_right": False, "bias": torch.ones(32, device="cpu")}
+        return multiply(left, right, **options, out_dtype=torch.float32)
+
+    def factors():
+        return tuple(replace(each, exponents=None) for each in made)
+
+    made = factor_of(spread_matrix(32, 64, [0, -9])), factor_of(spread_matrix(64, 32, [60, 40], 5))
+    empty = factor_of(torch.zeros(0, 32))
+    expected = product()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(product(), expected)
+        with torch.device("meta"):
+            assert torch.equal(product(), expected)
+            measure(empty)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert empty.exponents == ExponentRange(lowest=127, highest=127)
+
+
+def test_a_block_that_may_be_infinite_as_bf16_is_left_to_bf16():
+    large = factor_of(torch.full((16, 32), 3.5 * 2.0**126))
+    zeros = factor_of(torch.zeros(32, 16))
+    assert declined(large, zeros)
+    assert not declined(factor_of(torch.full((16, 32), 1.5 * 2.0**127)), zeros)
+    in_bf16 = multiply_bf16(large.tensor, zeros.tensor, compute_dtype=torch.float32, out_dtype=torch.float32)
+    assert in_bf16.isnan().all()
+    below = factor_of(torch.full((16, 32), 3.49 * 2.0**126))
+    assert exact(below).isfinite().all()
+
+
+@pytest.fixture
+def host_reads(monkeypatch):
     reads = []
     plain = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(1) or plain(tensor))
-    layer = BitLinear(64, 32, recipe={"base": "mxfp4", "gemm": "fp8"})
+    return reads
+
+
+@pytest.mark.parametrize("layout", ["single_copy", "per_gemm"])
+def test_one_host_read_serves_forward_and_one_both_products_of_backward(host_reads, layout):
+    layer = BitLinear(64, 32, recipe={"base": "mxfp4", "gemm": "fp8", "layout": layout})
     x = torch.randn(16, 64, requires_grad=True)
     output = layer(x)
-    assert len(reads) == 1
+    assert len(host_reads) == 1
     output.sum().backward()
-    assert len(reads) == 2
+    assert len(host_reads) == 2
+
+
+def test_the_host_reads_nothing_where_sizes_or_dtypes_decide(host_reads):
+    for layer in (
+        BitLinear(40, 32, recipe={"base": "mxfp4", "gemm": "fp8"}),
+        BitLinear(64, 32, recipe={"base": "mxfp4", "gemm": "fp8"}, dtype=torch.float64),
+        BitLinear(64, 32, recipe={"base": "bf16", "q_forward_input": "mxfp4e2m1bnosr", "gemm": "fp8"}),
+    ):
+        x = torch.randn(16, layer.in_features, dtype=layer.weight.dtype, requires_grad=True)
+        layer(x).sum().backward()
+    assert not host_reads
+
+
+def test_a_device_without_fp8_is_refused_whatever_the_sizes(monkeypatch):
+    monkeypatch.setattr(fp8_product, "why_unavailable", lambda device: "it is too old")
+    for size in (40, 64):
+        layer = BitLinear(size, 32, recipe={"base": "mxfp4", "gemm": "fp8"})
+        with pytest.raises(
+            UserError, match=r'gemm "fp8" cannot run on cpu: it is too old; set gemm to "bf16"'
+        ):
+            layer(torch.randn(16, size))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")

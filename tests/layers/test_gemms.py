@@ -2,7 +2,16 @@ import pytest
 import torch
 
 from megalowbit.layers.gemms import column_sums, multiply
+from megalowbit.quantize.backends import BACKEND_VARIABLE
 from megalowbit.quantize.names import quantizer
+
+
+@pytest.fixture(params=["the fastest", "torch"])
+def backend(request, monkeypatch):
+    """Each test that asks for it runs with the C kernel, where there is one, and in plain torch."""
+    if request.param == "torch":
+        monkeypatch.setenv(BACKEND_VARIABLE, "torch")
+    return request.param
 
 
 def quantized(rows, cols, seed, *, scale=1.0, name="nvfp4e2m1bnosr", dtype=torch.float32):
@@ -26,7 +35,9 @@ def exact(operand):
     ],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_equal_float64_up_to_the_roundings_promised(compute, out, of_product, of_result, has_bias):
+def test_products_equal_float64_up_to_the_roundings_promised(
+    backend, compute, out, of_product, of_result, has_bias
+):
     left, right = quantized(33, 70, 1), quantized(20, 70, 2, scale=0.02)
     bias = torch.randn(20, generator=torch.Generator().manual_seed(3)) if has_bias else None
     got = multiply(left, right, transpose_right=True, compute_dtype=compute, out_dtype=out, bias=bias)
@@ -39,7 +50,7 @@ def test_products_equal_float64_up_to_the_roundings_promised(compute, out, of_pr
     assert ((got.double() - expected).abs() <= allowance).all()
 
 
-def test_the_bf16_path_scales_in_fp32_and_rounds_the_product_once_more():
+def test_the_bf16_path_scales_in_fp32_and_rounds_the_product_once_more(backend):
     left, right = quantized(64, 64, 4, dtype=torch.bfloat16), quantized(64, 64, 5, dtype=torch.bfloat16)
     got = multiply(left, right, compute_dtype=torch.bfloat16, out_dtype=torch.bfloat16)
     product = torch.mm(left.operand(), right.operand())
@@ -47,7 +58,7 @@ def test_the_bf16_path_scales_in_fp32_and_rounds_the_product_once_more():
     assert torch.equal(got, (product.double() * scale).to(torch.bfloat16))
 
 
-def test_fp16_products_do_not_overflow_before_they_are_scaled():
+def test_fp16_products_do_not_overflow_before_they_are_scaled(backend):
     ones = quantizer("nvfp4e2m1bnosr").quantize(torch.full((8, 256), 0.5, dtype=torch.float16))
     got = multiply(ones, ones, transpose_right=True, compute_dtype=torch.float16, out_dtype=torch.float16)
     assert torch.equal(got, torch.full((8, 8), 64.0, dtype=torch.float16))
@@ -84,13 +95,13 @@ def test_transposed_operands_are_the_same_codes():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_column_sums_accumulate_beyond_the_inputs_precision(dtype):
+def test_column_sums_accumulate_beyond_the_inputs_precision(backend, dtype):
     matrix = torch.ones(5000, 96, dtype=dtype)  # bf16 would stop at 256, fp16 at 2048
     assert torch.equal(column_sums(matrix, torch.float32), torch.full((96,), 5000.0))
     assert column_sums(matrix, dtype).dtype == dtype
 
 
-def test_large_results_are_finished_in_pieces_without_a_seam():
+def test_large_results_are_finished_in_pieces_without_a_seam(backend):
     left, right = quantized(700, 32, 12, dtype=torch.bfloat16), quantized(32, 800, 13, dtype=torch.bfloat16)
     bias = torch.randn(800)
     got = multiply(left, right, compute_dtype=torch.bfloat16, out_dtype=torch.bfloat16, bias=bias)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megalowbit.layers.call import Call
 from megalowbit.layers.lowbit_matmul import lowbit_linear
 from megalowbit.layers.recipe import Recipe, recipe
+from megalowbit.quantize import backends
 from megalowbit.quantize.random_stream import RandomStream
 
 NEAREST = recipe({"base": "nvfp4", "name": "nearest", "q_backward_outputgrad": "nvfp4e2m1bnosr"})
@@ -195,3 +196,20 @@ def test_differentiating_twice_is_refused():
     (grad,) = torch.autograd.grad(output, x, torch.ones_like(output, requires_grad=True), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operands_of_the_present_products_are_made_while_they_are_quantised(monkeypatch, dtype):
+    decoded = []
+    plain = backends.decode
+
+    def recording(codes, *args, **kwargs):
+        decoded.append(len(codes))
+        return plain(codes, *args, **kwargs)
+
+    monkeypatch.setattr(backends, "decode", recording)
+    x, w, _, g = operands(tokens=12, rows=24, dtype=dtype)
+    output = lowbit_linear(x, w, None, call_with(NEAREST, dtype))
+    assert decoded == []
+    output.backward(g)
+    assert decoded == [24, 12]  # weight and input, which were kept packed

@@ -1,12 +1,16 @@
+import logging
+
 import pytest
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
 from megalowbit.errors import UserError
+from megalowbit.layers import native_fp4
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.native_fp4 import hardware_operand, native_product, swizzled, why_unavailable
 from megalowbit.layers.surgery import product_counts
 from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.random_stream import RandomStream
 
 NATIVE = {"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"}
 
@@ -66,10 +70,63 @@ def test_the_product_has_the_right_shape_on_meta_tensors(name):
 
 @pytest.mark.skipif(has_fp4(), reason="this machine has FP4 tensor cores")
 def test_another_device_is_refused_by_name_with_the_remedy():
-    layer = BitLinear(32, 32, recipe=NATIVE)
-    with pytest.raises(UserError, match=r'gemm "fp4" cannot run on cpu: .*Blackwell.*set gemm to "bf16"'):
-        layer(torch.randn(16, 32))
+    for columns in (32, 24):  # sizes that hardware could not take are no way round
+        layer = BitLinear(32, columns, recipe=NATIVE)
+        with pytest.raises(UserError, match=r'gemm "fp4" cannot run on cpu: .*Blackwell.*set gemm to "bf16"'):
+            layer(torch.randn(16, 32))
     assert "NVIDIA" in why_unavailable(torch.device("cpu"))
+
+
+@pytest.fixture
+def hardware(monkeypatch):
+    """FP4 tensor cores, played by the product of decoded operands; holds the shapes it was asked for."""
+    shapes = []
+
+    def product(left, right, out_dtype):
+        assert out_dtype in (torch.float32, torch.bfloat16, torch.float16)
+        shapes.append((left.shape[0], right.shape[0]))
+        a, b = left.dequantize(), right.dequantize()
+        return (a.double() @ b.double().t()).to(out_dtype)
+
+    monkeypatch.setattr(native_fp4, "why_unavailable", lambda device: None)
+    monkeypatch.setattr(native_fp4, "native_product", product)
+    return shapes
+
+
+def trained(recipe, in_features, out_features, dtype=torch.float32):
+    torch.manual_seed(0)
+    layer = BitLinear(in_features, out_features, recipe=recipe, dtype=dtype)
+    layer.random_stream = RandomStream(1)
+    x = torch.randn(48, in_features, dtype=dtype, requires_grad=True)
+    output = layer(x)
+    output.backward(torch.randn(48, out_features, generator=torch.Generator().manual_seed(2)).to(dtype))
+    return layer, [t.float() for t in (output.detach(), x.grad, layer.weight.grad, layer.bias.grad)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layers_products_reach_the_hardware_with_scales_and_bias(hardware, dtype):
+    layer, got = trained(NATIVE, 64, 32, dtype)
+    _, expected = trained({**NATIVE, "gemm": "bf16"}, 64, 32, dtype)
+    assert hardware == [(48, 32), (48, 64), (32, 64)]
+    assert product_counts(layer) == {name: {"fp4": 1} for name in ("output", "grad_input", "grad_weight")}
+    tolerance = 2e-6 if dtype == torch.float32 else 2.0**-6
+    for one, other in zip(got, expected, strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+def test_sizes_that_do_not_fit_run_in_bf16_are_counted_and_said_once(hardware, caplog):
+    native_fp4._say_unfit.cache_clear()
+    with caplog.at_level(logging.INFO, logger="megalowbit"):
+        layer, got = trained(NATIVE, 40, 24)
+        trained(NATIVE, 40, 24)
+    assert hardware == []
+    assert product_counts(layer) == {name: {"bf16": 1} for name in ("output", "grad_input", "grad_weight")}
+    said = [record.message for record in caplog.records if "fp4" in record.message]
+    assert len(said) == 2
+    assert "products of 24 columns run in bf16" in said[0]
+    assert "products of 40 columns run in bf16" in said[1]
+    _, expected = trained({**NATIVE, "gemm": "bf16"}, 40, 24)
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
 
 def test_products_of_unquantised_operands_run_in_bf16():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.opaque import _layer
+from megalowbit.layers.opaque import _forward, _layer
 from megalowbit.layers.surgery import cache_weights, convert, product_counts, random_stream, set_observer
 
 RECIPES = {
@@ -225,3 +225,53 @@ def test_inductor_keeps_the_layers_bits():
     assert got[2:] == expected[2:]
     for a, b in zip(got[0], expected[0], strict=True):  # inductor's norms and activations round differently
         assert (a - b).norm() <= 0.2 * b.norm()
+
+
+def test_operators_are_neither_merged_nor_captured():
+    for operator in (torch.ops.megalowbit.linear, torch.ops.megalowbit.linear_backward):
+        tags = set(operator.default.tags)
+        assert {torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe} <= tags
+
+
+def test_an_operator_returns_no_memory_of_the_weight_cache():
+    model = block()
+    cache = cache_weights(model)
+    layer = model.up
+    x = torch.randn(8, 32)
+    for _ in range(2):  # made, and found
+        outputs = _forward(x, layer.weight, layer.bias, None, layer._handle, torch.float32, True, True, True)
+        (entry,) = layer.weight_slot._entries.values()
+        kept = {part.data_ptr() for part in entry.factor.to_parts()[0]}
+        assert len(kept) == 3
+        assert not kept & {each.data_ptr() for each in outputs}
+    assert len(cache) == 1
+
+
+@pytest.mark.parametrize("wide", ["input", "weight"])
+def test_exponents_found_in_forward_reach_a_compiled_backward_whole(wide):
+    def gradients(is_compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32))
+        convert(model, {"base": "mxfp4", "gemm": "fp8", "q_backward_outputgrad": "mxfp4e2m1bnosr"})
+        x = torch.randn(32, 64)
+        with torch.no_grad():  # blocks 20 powers of two apart: E5M2
+            (x if wide == "input" else model[0].weight)[:, 32:] *= 2.0**-20
+        x.requires_grad_()
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
+        run(x).square().sum().backward()
+        assert product_counts(model)["grad_weight"] == {"fp8": 1}
+        return x.grad, model[0].weight.grad
+
+    for one, other in zip(gradients(is_compiled=True), gradients(is_compiled=False), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_forward_in_evaluation_is_not_counted_even_if_differentiated_in_training(is_compiled):
+    model, recorded = block().eval(), Recorded()
+    set_observer(model, recorded)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
+    output = run(torch.randn(2, 8, 32, requires_grad=True))
+    model.train()
+    output.sum().backward()
+    assert recorded.seen == []

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megalowbit.layers.factor import Factor
 from megalowbit.layers.surgery import bit_layers, cache_weights, convert
+from megalowbit.layers.weight_cache import WeightSlot
+from megalowbit.quantize.names import quantizer
 
 
 class Recorded:
@@ -125,5 +128,32 @@ def test_only_packed_codes_are_kept():
     model(data[0])
     for layer in bit_layers(model).values():
         (entry,) = layer.weight_slot._entries.values()
-        assert entry[1].tensor.ready_operand is None
-        assert entry[1].tensor.nbytes < layer.weight.numel() * 0.6 + 64
+        assert entry.factor.tensor.ready_operand is None
+        assert entry.factor.tensor.nbytes < layer.weight.numel() * 0.6 + 64
+
+
+def test_a_weight_quantised_in_evaluation_is_still_counted_in_training():
+    model, data = model_and_data()
+    cache_weights(model)
+    recorded = Recorded()
+    for layer in bit_layers(model).values():
+        layer.observer = recorded
+    model.eval()
+    expected = model(data[0])
+    assert recorded.roles == []
+    model.train()
+    assert torch.equal(model(data[0]), expected)
+    assert recorded.roles.count("weight") == 2
+    model(data[0])
+    model.eval()(data[0])
+    model.train()(data[0])
+    assert recorded.roles.count("weight") == 2  # once counted, kept
+
+
+def test_another_tensor_of_the_same_version_and_shape_is_another_weight():
+    one, other = torch.zeros(4, 16), torch.ones(4, 16)
+    assert one._version == other._version
+    slot, name = WeightSlot(), "nvfp4e2m1bnosr"
+    for weight in (one, other, other):
+        factor = slot.get(weight, "weight", name, lambda w=weight: Factor(quantizer(name).quantize(w)))
+        assert torch.equal(factor.tensor.dequantize(), weight)

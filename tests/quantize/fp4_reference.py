@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import philox_reference
 
 F = np.float32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -78,6 +79,8 @@ class Blocks:
     codes: np.ndarray = field(init=False)
     values: np.ndarray = field(init=False)
     stored: np.ndarray = field(init=False)
+    scaled: np.ndarray = field(init=False)  # x · encode scale
+    overflows: int = field(init=False, default=0)
     tensor_scale: float | None = field(init=False, default=None)
 
     def __post_init__(self):
@@ -101,7 +104,7 @@ class Blocks:
         top = F((256 if self.four_over_six else 448) * self.grid[-1])
         self.S = F(min(top / self.largest, F(2.0**126))) if self.largest > 0 else F(1)
         self.codes = np.zeros(self.padded.shape, int)
-        self.values = np.zeros(self.padded.shape, F)
+        self.values, self.scaled = np.zeros(self.padded.shape, F), np.zeros(self.padded.shape, F)
         self.stored = np.zeros(len(where))
         for number, (each, a) in enumerate(zip(where, self.amax, strict=True)):
             self._encode(number, each, a)
@@ -118,14 +121,16 @@ class Blocks:
     def _encode(self, number, where, a):
         if np.isnan(a):
             self.stored[number] = {"e4m3": 0x7F, "e8m0": 0xFF, "fp32": np.nan}[self.scale]
-            self.values[where] = np.nan
+            self.values[where] = self.scaled[where] = np.nan
             return
         tops = (6, 4) if self.four_over_six else (self.grid[-1],)
         candidates = [self._candidate(where, a, top) for top in tops]
         best = candidates[0]
         if self.four_over_six and candidates[1][0] < best[0]:
             best = candidates[1]
-        _, self.stored[number], self.codes[where], self.values[where] = best
+        _, self.stored[number], self.codes[where], self.values[where], self.scaled[where], top = best
+        if self.scale == "e4m3":
+            self.overflows += bool(a / (F(top) / self.S) > 448 * (1 + 2.0**-20))
 
     def _scale(self, a, top):
         """What is stored, the scale, and a function from x to scaled x."""
@@ -146,9 +151,9 @@ class Blocks:
     def _candidate(self, where, a, top):
         stored, scale, scaled = self._scale(a, top)
         block = self.padded[where]
-        codes, values = np.zeros(block.shape, int), np.zeros(block.shape, F)
+        codes, values, ys = np.zeros(block.shape, int), np.zeros(block.shape, F), np.zeros(block.shape, F)
         for at, x in np.ndenumerate(block):
-            y = scaled(x)
+            y = ys[at] = scaled(x)
             if self.random is None:
                 code = nearest_code(abs(float(y)), self.grid)
             else:
@@ -159,11 +164,68 @@ class Blocks:
         while self.four_over_six and len(squares) > 1:
             half = len(squares) // 2
             squares = [squares[i] + squares[i + half] for i in range(half)]
-        return squares[0], stored, codes, values
+        return squares[0], stored, codes, values, ys, top
+
+    def counts(self) -> tuple[list[int], list[float]]:
+        """The eight counts and the two sums of E2M1 under E4M3 or E8M0 scales."""
+        rows, cols = self.x.shape
+        x, values, y = self.padded[:rows, :cols], self.values[:rows, :cols], np.abs(self.scaled[:rows, :cols])
+        slack = 1 + 2.0**-20
+        zero_blocks = self.stored == 0 if self.scale == "e4m3" else np.array(self.amax) == 0
+        counts = [
+            x.size,
+            (y > 6 * slack).sum(),
+            (y > 3 * slack).sum(),
+            ((x != 0) & (values == 0)).sum(),
+            (~np.isfinite(x)).sum(),
+            self.stored.size,
+            self.overflows,
+            zero_blocks.sum(),
+        ]
+        with np.errstate(all="ignore"):
+            decoded = values * (F(1) / self.S) if self.scale == "e4m3" else values
+        sound = ~np.isnan(decoded)
+        decoded = np.clip(decoded[sound].astype(np.float64), -np.finfo(F).max, np.finfo(F).max)
+        exact = x[sound].astype(np.float64)
+        return [int(count) for count in counts], [((exact - decoded) ** 2).sum(), (exact**2).sum()]
 
     @property
     def sign_code(self) -> int:
         return 1 << (len(self.grid) - 1).bit_length()
+
+
+def transformed(x: np.ndarray, signs: int) -> np.ndarray:
+    """Hadamard in groups of 16 along the rows of an fp32 matrix, number by number."""
+    result = []
+    for row in x.astype(F):
+        row = [-value if signs >> j % 16 & 1 else value for j, value in enumerate(row)]
+        for half in (1, 2, 4, 8):
+            for i in range(len(row)):
+                if not i & half:
+                    row[i], row[i + half] = row[i] + row[i + half], row[i] - row[i + half]
+        result.append(np.array(row, F) * F(0.25))
+    return np.stack(result)
+
+
+def encoded(x: np.ndarray, encoding, key, signs=None, tensor_amax=None) -> Blocks:
+    """What an encoding makes of a matrix, by the description of its fields; `key` is (key, step)."""
+    format, random = encoding.format, None
+    with np.errstate(all="ignore"):
+        numbers = x if signs is None else transformed(x, signs)
+    if encoding.is_stochastic:
+        shape = format.padded(*x.shape)
+        drawn = (philox_reference.random_bytes(group, *key) for group in range(math.prod(shape) // 16))
+        random = np.frombuffer(b"".join(drawn), np.uint8).reshape(shape)
+    return Blocks(
+        numbers,
+        block=format.block,
+        scale=format.scale,
+        scale_rounding=encoding.scale_rounding,
+        q_scalar=encoding.q_scalar,
+        four_over_six=encoding.four_over_six,
+        random=random,
+        tensor_amax=tensor_amax,
+    )
 
 
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:

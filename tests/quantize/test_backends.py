@@ -78,6 +78,26 @@ def test_a_format_without_a_fast_path_goes_through_plain_torch():
     assert torch.equal(backends.encode(x, encoding).codes, reference.encode(x, encoding).codes)
 
 
+def test_what_no_kernel_covers_is_said_once_for_each_format_and_dtype(caplog):
+    if backends.backend_of(matrix()) == "torch":
+        pytest.skip("no kernel here")
+    wide = BlockFormat(element=E3M2, block=(1, 16), scale="fp32")
+    backends._say_uncovered.cache_clear()
+    with caplog.at_level(logging.INFO, logger="megalowbit"):
+        for _ in range(3):
+            encoded = backends.encode(matrix(), Encoding(format=wide))
+            backends.decode(encoded.codes, encoded.scales, wide, 37, 75, torch.float32)
+            backends.encode(matrix().double(), Encoding(format=NVFP4))
+            backends.encode(matrix(), Encoding(format=NVFP4))
+    said = [record for record in caplog.records if "no kernel covers it" in record.getMessage()]
+    assert {record.levelname for record in said} == {"INFO"}
+    assert [record.getMessage().partition(" on cpu")[0] for record in said] == [
+        "quantising e3m2 under fp32 scales for 1 × 16, torch.float32",
+        "decoding e3m2 under fp32 scales for 1 × 16, torch.float32",
+        "quantising e2m1 under e4m3 scales for 1 × 16, torch.float64",
+    ]
+
+
 def test_fake_tensors_go_through_plain_torch():
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.randn(5, 40)

@@ -234,7 +234,7 @@ def test_a_q_scalar_above_one_leaves_headroom_and_below_one_saturates():
     for q_scalar in (0.5, 1.0, 1.25):
         result = quantizer(f"fp4e2m1bnosr:q_scalar={q_scalar}").quantize(x, with_counts=True)
         saturated.append(result.counts[1].item())
-        largest = torch.nn.functional.pad(x, (0, 0)).view(-1, 16).abs().amax(1) * q_scalar
+        largest = x.view(-1, 16).abs().amax(1) * q_scalar
         assert torch.allclose(result.scales.flatten(), largest / 6, rtol=1e-6)
     assert saturated[0] > 0.1 * x.numel()
     assert saturated[1:] == [0, 0]

@@ -1,5 +1,6 @@
 import logging
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalowbit.quantize import backends, kernels_cpu
+from megalowbit.quantize import backends, c_library, kernels_cpu
 
 pytestmark = pytest.mark.skipif(
     not kernels_cpu.is_available(), reason=f"no CPU kernel: {kernels_cpu.why_unavailable()}"
@@ -26,7 +27,7 @@ def script(folder, text):
 def load(monkeypatch, tmp_path, caplog):
     """Load the library anew, in a cache folder of its own; returns reason and warnings."""
     monkeypatch.setenv("MEGALOWBIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kernels_cpu, "EXTRA_FLAGS", (("-O1", "-fopenmp"),))  # quick to build
+    monkeypatch.setattr(c_library, "EXTRA_FLAGS", (("-O0", "-fopenmp"),))  # quick to build
 
     def load_anew():
         caplog.clear()
@@ -49,7 +50,7 @@ def test_a_missing_broken_or_hanging_compiler_is_named(load, monkeypatch, tmp_pa
     reason, _ = load()
     assert "(x.c:1: error: boom)" in reason
     monkeypatch.setenv("CC", script(tmp_path, "sleep 60 & wait"))
-    monkeypatch.setattr(kernels_cpu, "COMPILE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(c_library, "COMPILE_TIMEOUT_S", 0.3)
     reason, _ = load()
     assert "took over 0.3 s" in reason
     monkeypatch.delenv("CC")
@@ -68,22 +69,36 @@ def test_the_lack_of_a_library_is_said_once_with_the_reason(monkeypatch, caplog)
 @pytest.fixture
 def sources(monkeypatch, tmp_path):
     """A copy of the C files, to be changed."""
-    for name in (kernels_cpu.SOURCE.name, *kernels_cpu.HEADERS):
-        (tmp_path / name).write_bytes(kernels_cpu.SOURCE.with_name(name).read_bytes())
-    monkeypatch.setattr(kernels_cpu, "SOURCE", tmp_path / kernels_cpu.SOURCE.name)
+    for name in (c_library.SOURCE.name, *c_library.HEADERS):
+        (tmp_path / name).write_bytes(c_library.SOURCE.with_name(name).read_bytes())
+    monkeypatch.setattr(c_library, "SOURCE", tmp_path / c_library.SOURCE.name)
     return tmp_path
 
 
-def test_a_library_that_computes_wrongly_is_not_used(load, sources):
-    header = sources / "kernels_cpu_codes.h"
-    changed = header.read_text().replace("y * 0.5f + 4.0f", "y * 0.5f + 4.001f")
-    assert changed != header.read_text()
-    header.write_text(changed)
+# Where a compiler might go wrong: what is changed, and the check that notices.
+FAULTS = [
+    ("kernels_cpu_codes.h", "y * 0.5f + 4.0f", "y * 0.5f + 4.001f", "stochastic"),
+    ("kernels_cpu.c", "v[j] = v[j] + bias[col + j]", "v[j] = v[j] - bias[col + j]", "scaling"),
+    ("kernels_cpu.c", "sums[col + j] += v[j]", "sums[col + j] = v[j]", "column sums"),
+    ("kernels_cpu.c", "from[j * PITCH]) >> 16", "from[j * PITCH]) >> 17", "decoding .* transposed"),
+    ("kernels_cpu.c", "bits_of(from[j]) >> 16", "bits_of(from[j]) >> 17", "decoding"),
+    ("kernels_cpu_codes.h", "(uint32_t)half[i] << 16", "(uint32_t)(half[i] | 1) << 16", "bfloat16 by rows"),
+    ("kernels_cpu_lanes.h", "bits) * 0x1p112f", "bits) * 0x1p111f", "float16 by"),
+    ("kernels_cpu_lanes.h", "out + i * out_pitch, a + i,", "out + i * out_pitch, a + (i ^ 1),", "by columns"),
+    ("kernels_cpu_codes.h", "memcpy(out, from, (size_t)count * 4)", "memset(out, 0, 4)", "float32 by rows"),
+]
+
+
+@pytest.mark.parametrize(("name", "right", "wrong", "noticed"), FAULTS)
+def test_a_library_that_computes_wrongly_is_not_used(load, sources, name, right, wrong, noticed):
+    text = (sources / name).read_text()
+    assert right in text
+    (sources / name).write_text(text.replace(right, wrong))
     reason, _ = load()
-    assert "fails its self-check" in reason
+    assert re.search(rf"fails its self-check \(.*{noticed}", reason), reason
 
 
-@pytest.mark.parametrize("name", [kernels_cpu.SOURCE.name, *kernels_cpu.HEADERS])
+@pytest.mark.parametrize("name", [c_library.SOURCE.name, *c_library.HEADERS])
 def test_a_change_in_any_source_makes_another_library(load, sources, tmp_path, name):
     load()
     (sources / name).write_text((sources / name).read_text() + "/* changed */\n")

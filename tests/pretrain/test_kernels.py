@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.layers.recipe import Recipe, recipe
+from megalowbit.pretrain.kernels import check_kernels, describe_kernels, this_device, why_not
+
+CPU = torch.device("cpu")
+FP4 = Recipe.from_dict({"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"})
+FP8 = Recipe.from_dict({"base": "mxfp4", "gemm": "fp8"})
+
+
+def test_what_quantises_is_described_in_one_line(monkeypatch):
+    monkeypatch.setenv("MEGALOWBIT_BACKEND", "torch")
+    assert describe_kernels(FP8, CPU) == "plain torch (slow) on cpu, fp8 products"
+
+
+def test_a_gemm_the_device_lacks_is_named_with_the_device():
+    assert why_not(FP4, CPU) == (
+        'gemm "fp4" cannot run on cpu: only NVIDIA GPUs from Blackwell on have FP4 tensor cores'
+    )
+    assert why_not(FP8, CPU) is None
+    assert why_not(recipe("nvfp4"), CPU) is None
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_a_run_that_cannot_multiply_is_refused_with_a_remedy():
+    assert this_device() == CPU
+    check_kernels(FP8)
+    with pytest.raises(UserError, match=r'gemm "fp4" cannot run on cpu.*set gemm to "bf16"'):
+        check_kernels(FP4)
+
+
+def test_a_backend_that_does_not_exist_is_refused(monkeypatch):
+    monkeypatch.setenv("MEGALOWBIT_BACKEND", "cpu")
+    with pytest.raises(UserError, match="unknown MEGALOWBIT_BACKEND 'cpu'"):
+        check_kernels(recipe("nvfp4"))

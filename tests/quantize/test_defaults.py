@@ -1,0 +1,58 @@
+"""Default dtype and default device are the user's: no bit may depend on them, nor any table that is kept."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import contextlib, sys, zlib, ctypes
+import torch
+from megalowbit.quantize.names import quantizer, quantizer_names
+from megalowbit.quantize.philox import RandomKey
+from megalowbit.quantize.seed_compat import SEED_COMPAT
+x = torch.randn(32, 48, generator=torch.Generator().manual_seed(1))
+default = sys.argv[1]
+surroundings = torch.device("meta") if default == "meta" else contextlib.nullcontext()
+if default != "meta":
+    torch.set_default_dtype(getattr(torch, default))
+names = [*quantizer_names(), "fp8e4m3b:sr", "nvfp4e2m1bnosr:4over6", "nvfp4e2m1b:unbiased:tile16"]
+names += [f"{name}:seed_compat" for name in SEED_COMPAT]
+def crc(*parts):
+    total = 0
+    for part in parts:
+        if part is not None:
+            assert part.device.type == "cpu", part.device
+            part = part.contiguous()
+            total = zlib.crc32(ctypes.string_at(part.data_ptr(), part.nbytes), total)
+    return total
+for name in names:
+    with surroundings:
+        one = quantizer(name)
+        got = one.quantize(x, random_key=RandomKey(3), with_counts=True)
+        parts = [got.codes, got.scales, got.tensor_scale, got.counts, got.error]
+        parts += [got.dequantize(), got.operand()]
+        empty = one.quantize(x[:0], with_counts=True)
+        parts += [empty.tensor_scale, empty.counts, empty.error, empty.operand()]
+        if hasattr(one, "quantize_transposed"):
+            turned = one.quantize_transposed(x, signs=0x5A3C, random_key=RandomKey(4))
+            parts += [turned.codes, turned.scales, turned.operand()]
+    print(name, crc(*parts))
+"""
+
+
+def answers(default, backend):
+    environment = {**os.environ, "MEGALOWBIT_BACKEND": backend}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, default]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("backend", ["torch", ""])
+def test_no_bit_depends_on_default_dtype_or_device(backend):
+    expected = answers("float32", backend)
+    assert expected.count("\n") > 25
+    for default in ("float64", "bfloat16", "float16", "meta"):
+        assert answers(default, backend) == expected, default

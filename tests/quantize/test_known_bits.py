@@ -1,0 +1,38 @@
+import torch
+
+from megalowbit.quantize import kernels_cpu, known_bits, reference
+
+
+def scale_and_bias(product, scale, bias, out):
+    scaled = product.float() * torch.tensor(scale)
+    return out.copy_(scaled if bias is None else scaled + bias.float())
+
+
+def column_sums(matrix):
+    total = torch.zeros(matrix.shape[1])
+    for part in matrix.float().split(kernels_cpu.SUM_ROWS):
+        total += sum(part, torch.zeros(matrix.shape[1]))
+    return total
+
+
+PLAIN = (reference.encode, reference.decode, scale_and_bias, column_sums)
+
+
+def test_the_known_bits_are_those_of_plain_torch():
+    assert known_bits.answers(*PLAIN) == known_bits.KNOWN_BITS
+
+
+def test_all_orders_in_memory_and_all_dtypes_have_one_answer():
+    answers = known_bits.KNOWN_BITS
+    assert len({answers[name] for name in answers if " by " in name}) == 1
+
+
+def test_one_wrong_bit_shows():
+    def encode(*arguments, **options):
+        encoded = reference.encode(*arguments, **options)
+        encoded.codes[-1, -1] ^= 8
+        return encoded
+
+    wrong = known_bits.answers(encode, *PLAIN[1:])
+    differing = {name for name in wrong if wrong[name] != known_bits.KNOWN_BITS[name]}
+    assert differing == {*known_bits.ENCODINGS} | {name for name in wrong if " by " in name}
