@@ -14,26 +14,37 @@ import json
 from collections.abc import Callable
 
 import torch
-from timing import interleaved, keep_freed_memory, print_table
+from timing import interleaved, keep_freed_memory, parser, print_table
 
 import megalowbit as mlb
 
-SHAPES = ("1024x128x512", "4096x768x3072", "4096x2048x2048")  # tokens, in_features, out_features
+SHAPES = ((1024, 128, 512), (4096, 768, 3072), (4096, 2048, 2048))  # tokens, in_features, out_features
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--shape", action="append", help="tokens x in_features x out_features")
-    parser.add_argument("--recipe", action="append", help="a name, or a block as JSON; any number of them")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {options.device}, {options.threads} threads, {options.rounds} rounds")
-    for shape in options.shape or SHAPES:
-        tokens, inputs, outputs = map(int, shape.split("x"))
-        compare(tokens, inputs, outputs, options)
+    options = parser(__doc__)
+    options.add_argument("--shape", action="append", type=shape, help="tokens x in_features x out_features")
+    options.add_argument("--recipe", action="append", type=recipe, help="a name, or a block as JSON")
+    chosen = options.parse_args()
+    torch.set_num_threads(chosen.threads)
+    print(f"torch {torch.__version__}, {chosen.device}, {chosen.threads} threads, {chosen.rounds} rounds")
+    for tokens, inputs, outputs in chosen.shape or SHAPES:
+        compare(tokens, inputs, outputs, chosen)
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 4096x768x3072")
+    tokens, inputs, outputs = map(int, parts)
+    return tokens, inputs, outputs
+
+
+def recipe(text: str) -> mlb.Recipe:
+    try:
+        return mlb.recipe(json.loads(text) if text.startswith("{") else text)
+    except ValueError as error:  # a UserError, or no JSON
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def compare(tokens: int, inputs: int, outputs: int, options: argparse.Namespace) -> None:
@@ -43,10 +54,9 @@ def compare(tokens: int, inputs: int, outputs: int, options: argparse.Namespace)
         "nn.Linear bf16": torch.nn.Linear(inputs, outputs, device=options.device, dtype=torch.bfloat16),
         "nn.Linear fp32": torch.nn.Linear(inputs, outputs, device=options.device),
     }
-    for text in options.recipe or ["nvfp4"]:
-        recipe = mlb.recipe(json.loads(text) if text.startswith("{") else text)
-        layers[f"BitLinear {recipe.name}"] = mlb.BitLinear(
-            inputs, outputs, recipe=recipe, device=options.device, dtype=torch.bfloat16
+    for each in options.recipe or [mlb.recipe("nvfp4")]:
+        layers[f"BitLinear {each.name}"] = mlb.BitLinear(
+            inputs, outputs, recipe=each, device=options.device, dtype=torch.bfloat16
         )
     runs = {name: training_step(layer, x, grad) for name, layer in layers.items()}
     times = interleaved(runs, options.rounds, options.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -21,6 +22,27 @@ def keep_freed_memory() -> None:
     """
     if not WARM_ALLOCATOR.keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **WARM_ALLOCATOR})
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """What all benchmarks ask for."""
+    options = argparse.ArgumentParser(description=description.split("\n")[0])
+    options.add_argument("--device", default="cpu", type=device)
+    options.add_argument("--threads", type=positive, default=2)
+    options.add_argument("--rounds", type=positive, default=11)
+    return options
+
+
+def device(name: str) -> str:
+    if name != "cpu" and not (name == "cuda" and torch.cuda.is_available()):
+        raise argparse.ArgumentTypeError(f"{name!r} is not here: cpu" + ", cuda" * torch.cuda.is_available())
+    return name
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def interleaved(

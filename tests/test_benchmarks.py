@@ -33,3 +33,13 @@ def test_quantize_compares_with_a_copy_and_with_plain_torch():
     printed = run("quantize.py", "--rounds", "2", "--size", "64")
     for name in ("clone", "nvfp4e2m1b", "mxfp4e2m1bnosr", "decode to bf16", "plain torch, nearest", "int8b"):
         assert any(line.strip().startswith(name) and "GB/s" in line for line in printed.splitlines()), name
+
+
+def test_a_wrong_argument_is_one_line_of_usage_not_a_traceback():
+    for arguments in (["--shape", "512,256"], ["--rounds", "0"], ["--device", "tpu"], ["--recipe", "nvfp5"]):
+        done = subprocess.run(
+            [sys.executable, "benchmarks/linear.py", *arguments], capture_output=True, text=True, cwd=ROOT
+        )
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert arguments[1] in done.stderr

@@ -42,6 +42,11 @@ class BlockFormat:
     block: tuple[int, int] | None
     scale: ScaleKind
 
+    def __str__(self) -> str:
+        if self.block is None:
+            return f"{self.element.name} under one {self.scale} scale"
+        return f"{self.element.name} under {self.scale} scales for {self.block[0]} × {self.block[1]}"
+
     def padded(self, rows: int, cols: int) -> tuple[int, int]:
         """The matrix size that holds whole blocks (and whole groups of 16 along a row)."""
         block_rows, block_cols = self.block or (1, GROUP)

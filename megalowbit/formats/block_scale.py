@@ -65,13 +65,13 @@ def block_scales(
         format: of the tensor.
         rounding: of the scale: "nearest" or "up" for E4M3, "down" or "up" for E8M0, "nearest" for fp32.
         tensor_amax: fp32, 0-dim: the tensor's largest magnitude where these blocks are only a part of it
-            (shards of one tensor must agree); `None` takes it from `amax`.
+            (shards of one tensor must agree); `None` takes it from `amax`. Not finite: every block is NaN.
         scale_max: the E4M3 scale which the largest block gets. Four-over-six lowers it to 256 to have room.
     """
     amax = torch.where(amax.isfinite(), amax, torch.nan)  # one NaN, whose code has no sign
     if format.block is None:
         if tensor_amax is not None:
-            amax = torch.where(amax.isnan(), amax, tensor_amax)
+            amax = torch.where(amax.isnan() | ~tensor_amax.isfinite(), torch.nan, tensor_amax)
         return _one_scale(amax, format.element)
     if format.scale == "e8m0":
         return _power_of_two_scales(amax, format.element, rounding)
@@ -85,12 +85,16 @@ def block_scales(
 def tensor_encode_scale(
     amax: Tensor, element: ElementFormat, tensor_amax: Tensor | None, scale_max: float = E4M3_MAX
 ) -> Tensor:
-    """S: what brings the tensor's largest magnitude to `scale_max` · M. fp32, 0-dim; see `block_scales`."""
+    """S: what brings the tensor's largest magnitude to `scale_max` · M. fp32, 0-dim; see `block_scales`.
+
+    NaN where a given `tensor_amax` is not finite, as then nothing of the tensor is known.
+    """
     if tensor_amax is None:
         tensor_amax = torch.nan_to_num(amax, nan=0.0).amax()
     # Both operands of a division are tensors: torch replaces division by a Python number with a product.
     encode_scale = torch.div(torch.full_like(tensor_amax, scale_max * element.max), tensor_amax)
-    return torch.where(tensor_amax > 0, encode_scale.clamp_(max=MAX_ENCODE_SCALE), 1.0)
+    encode_scale = torch.where(tensor_amax > 0, encode_scale.clamp_(max=MAX_ENCODE_SCALE), 1.0)
+    return torch.where(tensor_amax.isfinite(), encode_scale, torch.nan)
 
 
 def two_level_scales(

@@ -11,7 +11,7 @@ E5M2 without its infinity and NaNs); ternary is that of BitNet b1.58 (arXiv:2402
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class ElementFormat:
 
     name: str
     bits: int
-    grid: tuple[float, ...]
+    grid: tuple[float, ...] = field(repr=False)
 
     @property
     def max(self) -> float:

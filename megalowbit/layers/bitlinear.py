@@ -9,6 +9,7 @@ default CPU generator.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,13 +41,16 @@ class BitLinear(nn.Linear):
         dtype: of the parameters.
 
     Attributes:
-        recipe: the quantisers.
+        recipe: the quantisers; may be changed between a backward and the next forward.
         layer_name: its name in the model; part of the key of its random numbers.
         observer: takes counts in training mode, or `None`.
         random_stream: shared by the model's layers; whoever attaches it advances it. `None`: the layer's own.
         weight_slot: where quantised weights are kept between micro-batches, or `None`.
         product_counts: how many products have run in what: `{"output": {"fp8": 3, "bf16": 1}, …}`.
         is_transposed: whether it stands for a transformers `Conv1D`, which keeps its weight as (in, out).
+
+    Raises:
+        UserError: a size is not a whole number ≥ 0, or the recipe is not valid.
     """
 
     def __init__(
@@ -58,11 +62,14 @@ class BitLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            _check_size(name, size)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.fill_slots(recipe_of(recipe))
 
     def fill_slots(self, recipe: Recipe, *, layer_name: str = "", is_transposed: bool = False) -> None:
         """Set everything that `nn.Linear` does not have; parameters stay as they are."""
+        self.weight_slot: WeightSlot | None = None
         self.recipe = recipe
         self.layer_name = layer_name
         self.is_transposed = is_transposed
@@ -71,9 +78,19 @@ class BitLinear(nn.Linear):
         self._own_stream: RandomStream | None = None
         self._seeded_at: tuple[int, int] | None = None  # micro-batch and use that drew the stream's seed
         self._uses = UseCounter()
-        self.weight_slot: WeightSlot | None = None
         self.product_counts: dict[str, dict[str, int]] = {}
-        self._handle = register(self)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The quantisers."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe) -> None:
+        # A compiled model guards on the handle, and so compiles again; kept weights were another recipe's.
+        self._recipe, self._handle = recipe, register(self)
+        if self.weight_slot is not None:
+            self.weight_slot.clear()
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply: y = Q(x) · Q(W)ᵀ + b.
@@ -85,19 +102,35 @@ class BitLinear(nn.Linear):
             (…, out_features), in the input's dtype or autocast's.
 
         Raises:
-            UserError: the last axis has another size.
+            UserError: the last axis has another size, the input is no dense tensor, or on another device.
         """
-        if input.dim() == 0 or input.shape[-1] != self.in_features:
-            raise UserError(
-                f"BitLinear {self.layer_name!r} expects a last axis of {self.in_features}, "
-                f"got an input of shape {tuple(input.shape)}"
-            )
+        self._check_input(input)
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         if torch.compiler.is_compiling():
             return opaque_linear(self, input, dtype)
         call = self.call(self.begin_use(), compute_dtype=dtype, needs_grad=torch.is_grad_enabled())
         return lowbit_linear(input, self.weight, self.bias, call)
+
+    def _check_input(self, input: object) -> None:
+        if not isinstance(input, Tensor) or input.layout != torch.strided:
+            got = f"a tensor of layout {input.layout}" if isinstance(input, Tensor) else type(input).__name__
+            raise UserError(f"{self._title()} expects a torch tensor, a dense one, got {got}: convert it")
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            raise UserError(
+                f"{self._title()} expects a last axis of {self.in_features}, "
+                f"got an input of shape {tuple(input.shape)}"
+            )
+        if input.device != self.weight.device:
+            raise UserError(
+                f"{self._title()} has its weight on {self.weight.device}, got an input on {input.device}: "
+                "move one of them"
+            )
+
+    def _title(self) -> str:
+        if self.layer_name:
+            return f"BitLinear {self.layer_name!r}"
+        return f"BitLinear({self.in_features}, {self.out_features})"
 
     def begin_use(self, step: int | None = None) -> Use:
         """Count a use of the layer.
@@ -173,6 +206,15 @@ class BitLinear(nn.Linear):
     def extra_repr(self) -> str:
         """Sizes as `nn.Linear` prints them, and the recipe's name."""
         return f"{super().extra_repr()}, recipe={self.recipe.name!r}"
+
+
+def _check_size(name: str, size: int) -> None:
+    try:
+        is_whole = operator.index(size) >= 0
+    except TypeError:
+        is_whole = False
+    if not is_whole:
+        raise UserError(f"BitLinear {name} = {size!r}: expected a whole number of 0 or more")
 
 
 def _draw_seed() -> int:

@@ -72,7 +72,7 @@ def finish(product: Tensor, scale: Tensor | None, bias: Tensor | None, out_dtype
     """
     if scale is None and bias is None:
         return product.to(out_dtype)
-    if _has_c_kernel(product, out_dtype):
+    if _has_c_kernel(product, out_dtype) and backends.is_plain(scale, bias):
         out = product if product.dtype == out_dtype else torch.empty_like(product, dtype=out_dtype)
         return kernels_cpu.scale_and_bias(product, 1.0 if scale is None else scale.item(), bias, out)
     if product.dtype == torch.bfloat16 and out_dtype == torch.bfloat16 and bias is None:

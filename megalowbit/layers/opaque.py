@@ -8,8 +8,8 @@ recompilation from step to step, the same bits as without `torch.compile`. See d
 An operator takes tensors and plain values only, so a layer is named by an integer, looked up at run time in
 a registry that does not keep layers alive. The micro-batch comes in as a tensor, which `advance` counts up
 within the graph; what backward must know of its forward (step, use, exponent ranges) travels in a small CPU
-tensor, the ticket. Quantised weights out of a cache are copied, since a compiler may reuse the memory of
-what an operator returns.
+tensor, the ticket, whose memory also keeps the layer alive until then. Quantised weights out of a cache are
+copied, since a compiler may reuse the memory of what an operator returns.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megalowbit.errors import UserError
 from megalowbit.layers.call import keeps_weight_codes
 from megalowbit.layers.factor import ExponentRange, Factor
 from megalowbit.layers.lowbit_matmul import Dtypes, backward_products, forward_products
@@ -33,6 +35,7 @@ from megalowbit.layers.use_counter import Use, is_recomputing
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor
 from megalowbit.quantize.quantizer import BlockQuantizer
+from megalowbit.quantize.random_stream import check_advance
 
 if TYPE_CHECKING:
     from megalowbit.layers.bitlinear import BitLinear
@@ -61,7 +64,29 @@ def register(layer: BitLinear) -> int:
 
 
 def _layer(handle: int) -> BitLinear:
-    return _layers()[0][handle]
+    layer = _layers()[0].get(handle)
+    if layer is None:
+        raise UserError(
+            f"a compiled graph runs BitLinear number {handle}, which has been freed: "
+            "keep the model as long as what was compiled from it"
+        )
+    return layer
+
+
+class _Ticket(np.ndarray):
+    """Memory of a ticket. A tensor's storage holds on to its array, and the array to the layer."""
+
+    layer: BitLinear
+
+    @staticmethod
+    def tensor(values: Sequence[int], layer: BitLinear) -> Tensor:
+        """A ticket (int64, on the CPU) whose saved copies keep the layer alive.
+
+        A graph has no context at run time that could hold an object: only saved tensors last till backward.
+        """
+        array = np.array(values, dtype=np.int64).view(_Ticket)
+        array.layer = layer
+        return torch.from_numpy(array)
 
 
 def opaque_linear(layer: BitLinear, input: Tensor, compute_dtype: torch.dtype) -> Tensor:
@@ -87,6 +112,7 @@ def advance(step: Tensor) -> None:
     """Count up the micro-batch (0-dim int64 on the CPU), except where checkpointing repeats a forward."""
     # The tensor is the argument, not the stream: so the compiler sees that layers read what is written here.
     if not is_recomputing():
+        check_advance(int(step))
         step += 1
 
 
@@ -113,9 +139,7 @@ def _forward(
     result = forward_products(call, input, weight, bias, keeps_input=keeps_input, keeps_weight=keeps_weight)
     if not needs_grad:
         return [result.output]
-    ticket = torch.tensor(
-        [*use, *_exponents(result.input), *_exponents(result.weight)], dtype=torch.int64, device="cpu"
-    )
+    ticket = _Ticket.tensor([*use, *_exponents(result.input), *_exponents(result.weight)], layer)
     parts = _parts(result.input, is_shared=False)
     parts += _parts(result.weight, is_shared=call.weights is not None)
     return [result.output, ticket, *parts]
@@ -243,6 +267,11 @@ def _backward(
     needs_input: bool,
 ) -> list[Tensor]:
     layer = _layer(handle)
+    if handle != layer._handle:
+        raise UserError(
+            f"the recipe of {layer._title()} was changed between a compiled forward and its backward: "
+            "change it after backward"
+        )
     ticket, *parts = saved
     step, number, is_replay, is_training, *exponents = ticket.tolist()
     call = layer.call(

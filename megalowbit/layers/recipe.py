@@ -141,7 +141,12 @@ def _check_choices(recipe: Recipe) -> None:
     for field, choices in (("layout", LAYOUTS), ("gemm", GEMMS)):
         value = getattr(recipe, field)
         if value not in choices:
-            raise unknown_name(f"{field} of recipe {recipe.name!r}", value, choices)
+            raise UserError(f"recipe {recipe.name!r}: {unknown_name(field, value, choices)}")
+    if recipe.gemm != "bf16" and not recipe.quantizes:
+        raise UserError(
+            f'recipe {recipe.name!r}: gemm "{recipe.gemm}" multiplies quantised operands, but the recipe '
+            'quantises nothing: name quantizers, or use gemm "bf16"'
+        )
     if not isinstance(recipe.hadamard, bool):
         raise UserError(f"recipe {recipe.name!r}: hadamard must be true or false, not {recipe.hadamard!r}")
 

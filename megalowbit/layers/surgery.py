@@ -35,7 +35,7 @@ from megalowbit.layers.weight_cache import WeightCache, WeightSlot
 from megalowbit.quantize.random_stream import RandomStream
 
 _BITLINEAR_SLOTS = (
-    "recipe",
+    "_recipe",
     "layer_name",
     "is_transposed",
     "observer",
@@ -85,9 +85,10 @@ def convert(
 
     Raises:
         UserError: the recipe quantises but nothing could be swapped, a `keep` pattern matches nothing, the
-            model is itself a linear layer, or it has been converted before.
+            model is itself a linear layer, it has been converted before, or seed or rank is no whole number.
     """
     chosen = recipe_of(recipe)
+    stream = RandomStream(seed, rank)
     _refuse_unfit(model)
     layers = _linear_layers(model)
     reasons = _reasons_to_keep(model, layers, chosen)
@@ -105,7 +106,6 @@ def convert(
         )
     replacements = {id(layer): _to_bitlinear(layer, chosen, name) for name, layer in to_swap.items()}
     _replace_children(model, replacements)
-    stream = RandomStream(seed, rank)
     for name, layer in bit_layers(model).items():
         layer.layer_name, layer.random_stream = name, stream
     model.register_forward_pre_hook(AdvanceStream(stream))

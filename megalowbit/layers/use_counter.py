@@ -5,6 +5,15 @@ activation checkpointing runs again during backward must draw the same ones as t
 recomputed last to first, so a replay counts down. One layer used several times *inside* one checkpointed
 segment is the case this cannot tell apart: its uses then swap their numbers among themselves, which biases
 nothing.
+
+Two limits. Any forward inside any backward (in a hook, for a gradient penalty) is taken for a replay. And
+a replay is numbered within the current micro-batch, so checkpointing is exact only if each micro-batch's
+backward runs before the next one's forward. Where several forwards come first (pipelines: 1F1B, GPipe), a
+replay draws the numbers of the latest micro-batch begun, not those of the forward it repeats. Then operands
+that forward rounds stochastically differ in backward from what they were; and with reentrant checkpointing,
+or in a compiled model, micro-batches replayed between the same two forwards round their output gradients
+with the same numbers. Not affected: recipes that round all but output gradients to nearest, with
+non-reentrant checkpointing and without compilation.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ checkpointing repeats a forward. A slot on the layer keeps the packed codes (4.5
 much again where backward has its own) until whoever updates the weights calls `WeightCache.clear`. Entries
 also remember the weight's memory and version, but optimizers that write through `.data` change neither, so
 clearing is a duty, not a courtesy. Weights rounded stochastically are not kept: they must be drawn anew
-each micro-batch. What was quantised without counts (in evaluation) is quantised again for who wants them.
+each micro-batch. What was quantised without counts (in evaluation) is quantised again for who wants them,
+and what was quantised in inference mode, which autograd may not save, is found in inference mode only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megalowbit.layers.factor import Factor
@@ -21,11 +23,12 @@ Key = tuple[object, ...]
 
 
 class Entry(NamedTuple):
-    """One quantised form, what it was made from, and whether it was counted then."""
+    """One quantised form, what it was made from, whether it was counted, and whether in inference mode."""
 
     key: Key
     factor: Factor
     is_counted: bool
+    is_inference: bool
 
 
 class WeightSlot:
@@ -55,10 +58,16 @@ class WeightSlot:
         version = None if weight.is_inference() else weight._version
         key = (weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype)
         entry = self._entries.get((role, name))
-        if entry is not None and entry.key == key and (entry.is_counted or not is_counted):
+        is_inference = torch.is_inference_mode_enabled()
+        if (
+            entry is not None
+            and entry.key == key
+            and (entry.is_counted or not is_counted)
+            and (is_inference or not entry.is_inference)
+        ):
             return entry.factor
         factor = quantize()
-        self._entries[role, name] = Entry(key, factor.packed(), is_counted)
+        self._entries[role, name] = Entry(key, factor.packed(), is_counted, is_inference)
         return factor
 
     def clear(self) -> None:

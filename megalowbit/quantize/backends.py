@@ -2,7 +2,8 @@
 
 All three give the same bits. Which one a device uses is said once in the log; `MEGALOWBIT_BACKEND` (`torch`,
 `c`, `triton`) forces one, and it is an error if that one cannot be had. A format that the fast paths do not
-cover goes through plain torch, which is said once as well; so do fake tensors (estimates of memory).
+cover goes through plain torch, which is said once as well; so does every tensor that is not plain memory
+(`is_plain`): the kernels are given addresses, and a trace would not see them.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.formats.block_format import BlockFormat
 from megalowbit.quantize import kernels_cpu, launch_triton, reference
-from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.encoding import Encoded, Encoding, check_parts
 from megalowbit.quantize.philox import NO_KEY, RandomKey
 
 BACKEND_VARIABLE = "MEGALOWBIT_BACKEND"
@@ -38,7 +40,7 @@ def encode(
     with_counts: bool = False,
 ) -> Encoded:
     """Quantise a matrix with the device's backend; as `reference.encode`."""
-    kernels = _kernels(backend_of(x))
+    kernels = _kernels(backend_of(x, tensor_amax))
     covers = kernels is not None and kernels.supports(x.dtype, encoding, operand_dtype)
     if kernels is not None and not covers:
         _say_uncovered(x.device, "quantising", encoding.format, x.dtype)
@@ -64,8 +66,13 @@ def decode(
     *,
     transpose: bool = False,
 ) -> Tensor:
-    """Codes × block scale with the device's backend; as `reference.decode`."""
-    kernels = _kernels(backend_of(codes))
+    """Codes × block scale with the device's backend; as `reference.decode`.
+
+    Raises:
+        UserError: codes or scales are not those of such a matrix.
+    """
+    check_parts(codes, scales, format, rows, cols)
+    kernels = _kernels(backend_of(codes, scales))
     covers = kernels is not None and codes.numel() > 0 and kernels.supports_decoding(format, dtype)
     if kernels is not None and not covers and codes.numel() > 0:
         _say_uncovered(codes.device, "decoding", format, dtype)
@@ -73,13 +80,40 @@ def decode(
     return path.decode(codes, scales, format, rows, cols, dtype, transpose=transpose)
 
 
-def backend_of(x: Tensor) -> str:
-    """Name of the backend that serves this tensor: one of `BACKENDS`.
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether all are ordinary tensors with memory of their own, and nothing records operations.
+
+    Not plain are subclasses (distributed, asynchronous, fake tensors, wrappers), sparse layouts, zeros
+    without memory and the wrappers of `torch.func`. Under a dispatch mode or in a trace nothing is plain;
+    `None` always is.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+        return False
+    if _functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(tensor is None or _has_memory(tensor) for tensor in tensors)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor._is_zerotensor()
+        and not _functorch.is_functorch_wrapped_tensor(tensor)
+        and not torch._is_functional_tensor(tensor)
+    )
+
+
+def backend_of(x: Tensor, *others: Tensor | None) -> str:
+    """Name of the backend that serves this tensor, given with `others`: one of `BACKENDS`.
 
     Raises:
         UserError: `MEGALOWBIT_BACKEND` names no backend, or one that this device cannot have.
     """
     if isinstance(x, FakeTensor) or x.device.type == "meta":
+        return "torch"
+    if not is_plain(x, *others):
+        _say_not_plain(type(x))
         return "torch"
     return _backend_for(x.device, os.environ.get(BACKEND_VARIABLE, ""))
 
@@ -102,9 +136,14 @@ def _backend_for(device: torch.device, forced: str) -> str:
 
 @functools.lru_cache(maxsize=256)  # said once for each
 def _say_uncovered(device: torch.device, work: str, format: BlockFormat, dtype: torch.dtype) -> None:
-    block = "one scale" if format.block is None else "scales for {} × {}".format(*format.block)
-    kind = f"{format.element.name} under {format.scale} {block}, {dtype}"
-    logger.info("%s %s on %s with plain torch operations: no kernel covers it", work, kind, device)
+    logger.info(
+        "%s %s, %s on %s with plain torch operations: no kernel covers it", work, format, dtype, device
+    )
+
+
+@functools.lru_cache(maxsize=64)  # said once for each
+def _say_not_plain(kind: type[Tensor]) -> None:
+    logger.info("%s that is traced or not plain memory: quantised with plain torch operations", kind.__name__)
 
 
 def _kernels(backend: str) -> ModuleType | None:

@@ -3,7 +3,8 @@
 It is kept in `$MEGALOWBIT_CACHE`, else `$XDG_CACHE_HOME/megalowbit`, else `~/.cache/megalowbit`. Its name is
 made of sources, flags, compiler and CPU; it is written by atomic rename and ends in its own checksum. A
 folder that others may write is passed over for a private temporary one: code is not loaded from there. What
-cannot be had is an `UnavailableError` that names the remedy. `kernels_cpu` calls it.
+is loaded is the open file that was checked, whatever its name may mean by then. What cannot be had is an
+`UnavailableError` that names the remedy. `kernels_cpu` calls it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trappi
 NATIVE, WIDE, THREADS = "-march=native", "-mprefer-vector-width=512", "-fopenmp"
 EXTRA_FLAGS = ((NATIVE, WIDE, THREADS), (NATIVE, THREADS), (THREADS,), (NATIVE,), ())
 COMPILE_TIMEOUT_S = 120.0  # for all attempts together
+LEFTOVER = ".build-"  # folders of builds; one older than a day is that of a killed process
+LEFTOVER_AGE_S = 86400.0
 CHECKSUM_BYTES = 32  # of SHA-256, behind the library, where loaders do not look
 logger = logging.getLogger("megalowbit")
 
@@ -41,37 +44,65 @@ def find_or_build() -> ctypes.CDLL:
     """Load the cached library, or build it, in a private folder if need be."""
     deadline = time.monotonic() + COMPILE_TIMEOUT_S
     compiler = _compiler()
-    version = _run([*compiler, "--version"], deadline)
-    settings = repr((FLAGS, EXTRA_FLAGS, compiler, version, platform.machine(), _cpu())).encode()
-    sources = [SOURCE.read_bytes(), *(SOURCE.with_name(header).read_bytes() for header in HEADERS)]
-    name = f"kernels_cpu-{hashlib.sha256(b''.join(sources) + settings).hexdigest()[:24]}.so"
-    folder = _cache_folder()
-    if folder is not None:
-        kept = _load(folder / name) or _build(compiler, folder, name, deadline)
-        if kept is not None:
-            return kept
-    # A loaded library needs its file no more.
-    with tempfile.TemporaryDirectory(prefix="megalowbit-") as private:
-        library = _build(compiler, Path(private), name, deadline)
-    if library is None:
-        raise UnavailableError("the compiled library does not load: set MEGALOWBIT_CACHE to another disk")
-    return library
-
-
-def _build(compiler: list[str], folder: Path, name: str, deadline: float) -> ctypes.CDLL | None:
-    """Compile, then rename, so that others see a whole file; `None` if the folder takes or loads no files."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as temporary:  # ours alone
+        version = _run([*compiler, "--version"], deadline)
+        settings = repr((FLAGS, EXTRA_FLAGS, compiler, version, platform.machine(), _cpu())).encode()
+        sources = [SOURCE.read_bytes(), *(SOURCE.with_name(header).read_bytes() for header in HEADERS)]
+        name = f"kernels_cpu-{hashlib.sha256(b''.join(sources) + settings).hexdigest()[:24]}.so"
+        folder = _cache_folder()
+        if folder is not None:
+            kept = _load_cached(folder / name) or _build_cached(compiler, folder, name, deadline)
+            if kept is not None:
+                return kept
+        # A loaded library needs its file no more; some file systems keep a name for it a while.
+        with tempfile.TemporaryDirectory(prefix="megalowbit-", ignore_cleanup_errors=True) as private:
+            if _forbids_programs(Path(private)):
+                raise UnavailableError(f"{private} forbids programs (noexec): set MEGALOWBIT_CACHE or TMPDIR")
+            return _build(compiler, Path(private) / name, deadline)
+    except OSError as error:  # sources missing, no temporary folder, a full disk
+        raise UnavailableError(
+            f"the library cannot be built ({error}): set MEGALOWBIT_CACHE and TMPDIR"
+        ) from error
+
+
+def _build_cached(compiler: list[str], folder: Path, name: str, deadline: float) -> ctypes.CDLL | None:
+    """Compile, then rename, so that others see a whole file; `None` if the folder takes no files."""
+    try:
+        for leftover in folder.glob(f"{LEFTOVER}*"):
+            if time.time() - leftover.lstat().st_mtime > LEFTOVER_AGE_S:
+                shutil.rmtree(leftover)
+    except OSError as error:  # another process may have been quicker
+        logger.info("cannot clear %s: %s", folder, error)
+    try:
+        with tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=folder) as temporary:  # ours alone
             path = Path(temporary) / name
-            _compile(compiler, path, deadline)
-            content = path.read_bytes()
-            path.write_bytes(content + hashlib.sha256(content).digest())
-            path.chmod(0o700)
+            library = _build(compiler, path, deadline)
             path.replace(folder / name)
-        return _load(folder / name)
+        return library
     except OSError as error:
         logger.warning("compiled kernels cannot be kept in %s: %s", folder, error)
         return None
+
+
+def _build(compiler: list[str], path: Path, deadline: float) -> ctypes.CDLL:
+    """Compile to `path`, in a folder of ours alone; an error if that cannot be loaded."""
+    draft = path.with_suffix(".draft")
+    _compile(compiler, draft, deadline)
+    command = shlex.join(compiler)
+    if not draft.is_file():
+        raise UnavailableError(f"CC={command} wrote no library: set CC to a C compiler")
+    content = draft.read_bytes()
+    draft.unlink()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content + hashlib.sha256(content).digest())
+    path.chmod(0o700)  # whatever the umask leaves of it
+    with path.open("rb") as file:
+        try:
+            return _load(file.fileno(), content)
+        except OSError as error:
+            reason = f"what CC={command} wrote cannot be loaded ({error})"
+            raise UnavailableError(f"{reason}: set CC to a C compiler of this machine") from error
 
 
 def _compile(compiler: list[str], output: Path, deadline: float) -> None:
@@ -84,22 +115,55 @@ def _compile(compiler: list[str], output: Path, deadline: float) -> None:
                 raise
 
 
-def _load(path: Path) -> ctypes.CDLL | None:
+def _load_cached(path: Path) -> ctypes.CDLL | None:
     """The library, or `None` where there is none, or it is damaged, somebody else's or not to be executed."""
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
-            return None
-        content = path.read_bytes()
-        if hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() != content[-CHECKSUM_BYTES:]:
-            return None  # half a library may crash the process on loading, so look first
-        return ctypes.CDLL(str(path))
+        # Neither a link's target nor a pipe's writer is waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
+                return None
+            whole = file.read()
+            content, checksum = whole[:-CHECKSUM_BYTES], whole[-CHECKSUM_BYTES:]
+            if hashlib.sha256(content).digest() != checksum:
+                return None  # half a library may crash the process on loading, so look first
+            return _load(descriptor, content)
     except OSError:
         return None
 
 
+def _load(descriptor: int, content: bytes) -> ctypes.CDLL:
+    """Load an open file, or where a process cannot name those, a private copy of its content."""
+    if Path(f"/proc/self/fd/{descriptor}").exists():
+        # Loaders know libraries by name, so this number must not come back: it stays open with the library.
+        kept = os.dup(descriptor)
+        try:
+            return ctypes.CDLL(f"/proc/self/fd/{kept}")
+        except OSError:
+            os.close(kept)
+            raise
+    with tempfile.TemporaryDirectory(prefix="megalowbit-", ignore_cleanup_errors=True) as private:
+        copy = Path(private) / "kernels_cpu.so"
+        copy.write_bytes(content)
+        return ctypes.CDLL(str(copy))
+
+
 def _is_ours(status: os.stat_result) -> bool:
-    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & stat.S_IWOTH
+    """Whether nobody but us and root may change this; a group counts as others, even one of our own."""
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_safe_parent(status: os.stat_result) -> bool:
+    """Whether others cannot put another folder in the place of one in it."""
+    # Where root has no number, as in a user namespace, the owner of / can change everything anyway.
+    if status.st_uid not in (os.geteuid(), 0, Path("/").stat().st_uid):
+        return False
+    return bool(status.st_mode & stat.S_ISVTX) or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _forbids_programs(folder: Path) -> bool:
+    return bool(os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0))
 
 
 def _cache_folder() -> Path | None:
@@ -107,14 +171,17 @@ def _cache_folder() -> Path | None:
     named, base = os.environ.get("MEGALOWBIT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
         folder = Path(named) if named else (Path(base) if base else Path.home() / ".cache") / "megalowbit"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = folder.resolve()
-        is_trusted = _is_ours(folder.stat())
-        for parent in folder.parents:  # whoever may rename a folder on the way may put another in its place
-            mode = parent.stat().st_mode
-            is_trusted = is_trusted and (not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX))
-        if not is_trusted:
-            raise PermissionError(f"others may write to {folder}")
+        folder = folder.expanduser().resolve()
+        for missing in [each for each in (*reversed(folder.parents), folder) if not each.exists()]:
+            missing.mkdir(mode=0o700, exist_ok=True)  # not as the umask has it: others are kept out
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is no folder")
+        for each in (folder, *folder.parents):
+            status = each.stat()
+            if not (_is_ours(status) if each == folder else _is_safe_parent(status)):
+                raise PermissionError(f"others may write to {each}")
+        if _forbids_programs(folder):
+            raise PermissionError(f"{folder} forbids programs (noexec)")
         return folder
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         logger.warning("no cache for compiled kernels (%s): set MEGALOWBIT_CACHE to a folder of yours", error)
@@ -123,7 +190,11 @@ def _cache_folder() -> Path | None:
 
 def _compiler() -> list[str]:
     found = filter(None, map(shutil.which, ("cc", "gcc", "clang")))
-    command = shlex.split(os.environ.get("CC", "")) or list(found)[:1]
+    named = os.environ.get("CC", "")
+    try:
+        command = shlex.split(named) or list(found)[:1]
+    except ValueError as error:
+        raise UnavailableError(f"CC={named} cannot be parsed ({error}): set CC to a C compiler") from error
     if not command:
         raise UnavailableError("no C compiler found: install gcc, or set CC")
     return command
@@ -155,9 +226,11 @@ def _run(command: list[str], deadline: float) -> str:
         try:
             code = process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             raise UnavailableError(f"{command[0]} took over {COMPILE_TIMEOUT_S:g} s: set CC") from error
+        finally:
+            if process.poll() is None:  # Ctrl-C does not reach a session of its own either
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         output.seek(0)
         text = output.read().decode(errors="replace")
     if code:

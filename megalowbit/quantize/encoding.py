@@ -1,16 +1,19 @@
-"""An encoding: a block format and how numbers get into it."""
+"""An encoding: a block format and how numbers get into it; and the check of what it made."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megalowbit.errors import UserError
-from megalowbit.formats.block_format import BlockFormat
+from megalowbit.formats.block_format import SCALE_DTYPES, BlockFormat
 from megalowbit.formats.block_scale import ScaleRounding
 
+SMALLEST_NORMAL = 2.0**-126  # of fp32
 _FITTING = {"e4m3": ("nearest", "up"), "e8m0": ("down", "up"), "fp32": ("nearest",)}
 
 
@@ -42,8 +45,10 @@ class Encoding:
                 f"{self.format.scale} block scales cannot be rounded {self.scale_rounding!r}: "
                 f"choose {' or '.join(fitting)}"
             )
-        if not 0 < self.q_scalar < float("inf"):
-            raise UserError(f"q_scalar must be a finite number above 0, not {self.q_scalar!r}")
+        if not SMALLEST_NORMAL <= ctypes.c_float(self.q_scalar).value < float("inf"):
+            raise UserError(
+                f"q_scalar must be a normal fp32 number above 0 (1.2e-38 to 3.4e38), not {self.q_scalar!r}"
+            )
         if self.four_over_six and (self.format.scale != "e4m3" or self.format.block != (1, 16)):
             raise UserError("four-over-six needs NVFP4 blocks of 1 × 16: leave out tile16, or use nvfp4")
         if self.four_over_six and self.is_stochastic:
@@ -70,3 +75,22 @@ class Encoded(NamedTuple):
     operand: Tensor | None = None
     counts: Tensor | None = None
     error: Tensor | None = None
+
+
+def check_parts(codes: Tensor, scales: Tensor, format: BlockFormat, rows: int, cols: int) -> None:
+    """Refuse codes and scales that are not those of a (rows, cols) matrix: a kernel would read past them.
+
+    Raises:
+        UserError: a dtype, shape or device does not fit.
+    """
+    for name, part, dtype, shape in (
+        ("codes", codes, torch.uint8, format.codes_shape(rows, cols)),
+        ("scales", scales, SCALE_DTYPES[format.scale], format.scales_shape(rows, cols)),
+    ):
+        if part.dtype != dtype or part.shape != shape:
+            raise UserError(
+                f"{name} of a {rows} × {cols} matrix in this format are {dtype} {tuple(shape)}, "
+                f"not {part.dtype} {tuple(part.shape)}: pass the parts of one quantised tensor together"
+            )
+    if codes.device != scales.device:
+        raise UserError(f"codes are on {codes.device}, scales on {scales.device}: move them to one device")

@@ -246,23 +246,31 @@ static void add_up(const Job *job, const Tally *tallies, int64_t num_tallies) {
 /* 0, or -1 where memory is lacking. */
 int megalowbit_encode(const Job *job) {
     const Tasks tasks = encode_tasks(job);
+    const unsigned mode = exact_numbers();
     float S = 1.0f;
     if (job->scale_kind == E4M3) {
         float tensor_amax = 0;
         if (job->tensor_amax) tensor_amax = *job->tensor_amax;
         else {
 #pragma omp parallel for schedule(static) num_threads((int)job->threads) reduction(max : tensor_amax)
-            for (int64_t task = 0; task < tasks.count; task++)
+            for (int64_t task = 0; task < tasks.count; task++) {
+                const unsigned thread_mode = exact_numbers();
                 run_task(job, tasks, task, S, NULL, &tensor_amax);
+                restore_numbers(thread_mode);
+            }
         }
         S = tensor_encode_scale(job, tensor_amax);
         *job->tensor_scale = 1.0f / S;
     }
+    restore_numbers(mode);
     Tally *tallies = NULL;
     if (job->counts && !(tallies = calloc((size_t)tasks.count, sizeof(Tally)))) return -1;
 #pragma omp parallel for schedule(static) num_threads((int)job->threads)
-    for (int64_t task = 0; task < tasks.count; task++)
+    for (int64_t task = 0; task < tasks.count; task++) {
+        const unsigned thread_mode = exact_numbers();
         run_task(job, tasks, task, S, tallies ? tallies + task : NULL, NULL);
+        restore_numbers(thread_mode);
+    }
     if (tallies) add_up(job, tallies, tasks.count);
     free(tallies);
     return 0;
@@ -303,6 +311,7 @@ static void decode_strip(const Job *job, const float *table, int64_t row, int64_
 void megalowbit_decode(const Job *job, int64_t is_transposed) {
     const int64_t strip = is_transposed ? STRIP : 1;
     const Tasks tasks = tasks_of(job->rows, job->cols, STRIP, is_transposed ? SEGMENT : 64 * SEGMENT);
+    const unsigned mode = exact_numbers();
     float table[256];
     for (uint32_t i = 0; i < 256; i++) table[i] = e8m0_value(i);
     if (job->scale_kind == E4M3)
@@ -311,15 +320,18 @@ void megalowbit_decode(const Job *job, int64_t is_transposed) {
             const Lanes values = (Lanes)e4m3_values(codes & 0x7F) | (codes & 0x80) << 24;
             memcpy(table + i, &values, sizeof values);
         }
+    restore_numbers(mode);
 #pragma omp parallel for schedule(static) num_threads((int)job->threads)
     for (int64_t task = 0; task < tasks.count; task++) {
         const int64_t top = task / tasks.across * tasks.rows, left = task % tasks.across * tasks.cols;
         const int64_t bottom = at_most(top + tasks.rows, job->rows);
         const int64_t right = at_most(left + tasks.cols, job->cols);
+        const unsigned thread_mode = exact_numbers();
         for (int64_t row = top; row < bottom; row += strip)
             for (int64_t col = left; col < right; col += SEGMENT)
                 decode_strip(job, table, row, at_most(strip, bottom - row), col,
                              at_most(SEGMENT, right - col), is_transposed);
+        restore_numbers(thread_mode);
     }
 }
 
@@ -330,6 +342,7 @@ void megalowbit_scale_and_bias(const Job *job, float scale, const float *bias, i
 #pragma omp parallel for schedule(static) num_threads((int)job->threads)
     for (int64_t row = 0; row < job->rows; row++) {
         float v[SEGMENT];
+        const unsigned thread_mode = exact_numbers();
         for (int64_t col = 0; col < job->cols; col += SEGMENT) {
             const int64_t cols = at_most(SEGMENT, job->cols - col), place = row * out_stride + col;
             load_contiguous(address(job, row, col), job->dtype, cols, v);
@@ -342,6 +355,7 @@ void megalowbit_scale_and_bias(const Job *job, float scale, const float *bias, i
             else
                 for (int64_t j = 0; j < cols; j++) half[j] = half_of_float(v[j]);
         }
+        restore_numbers(thread_mode);
     }
 }
 
@@ -356,6 +370,7 @@ void megalowbit_column_sums(const Job *job, int64_t block, float *partial) {
         const int64_t right = at_most(left + tasks.cols, job->cols);
         float *restrict sums = partial + task / tasks.across * job->cols;
         float v[SEGMENT];
+        const unsigned thread_mode = exact_numbers();
         memset(sums + left, 0, (size_t)(right - left) * 4);
         for (int64_t row = top; row < bottom; row++) /* whole rows, as they lie in memory */
             for (int64_t col = left; col < right; col += SEGMENT) {
@@ -363,10 +378,13 @@ void megalowbit_column_sums(const Job *job, int64_t block, float *partial) {
                 load_contiguous(address(job, row, col), job->dtype, cols, v);
                 for (int64_t j = 0; j < cols; j++) sums[col + j] += v[j];
             }
+        restore_numbers(thread_mode);
     }
+    const unsigned mode = exact_numbers();
     memset(out, 0, (size_t)job->cols * 4);
     for (int64_t b = 0; b < blocks_in(job->rows, block); b++)
         for (int64_t col = 0; col < job->cols; col++) out[col] += partial[b * job->cols + col];
+    restore_numbers(mode);
 }
 
 int megalowbit_has_threads(void) {

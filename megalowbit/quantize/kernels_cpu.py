@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megalowbit.errors import UserError
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, SCALE_DTYPES, BlockFormat
 from megalowbit.quantize.c_library import UnavailableError, find_or_build
 from megalowbit.quantize.encoding import Encoded, Encoding
@@ -90,7 +91,7 @@ def encode(
     counts = new(8, dtype=torch.int64) if with_counts else None
     error = new(2, dtype=torch.float64) if with_counts else None
     x = x.resolve_neg()
-    amax = None if tensor_amax is None else tensor_amax.to(torch.float32)
+    amax = None if tensor_amax is None else tensor_amax.to(torch.float32).resolve_neg()
     job = _job(
         x,
         operand,
@@ -149,10 +150,10 @@ def scale_and_bias(
     """
     assert product.shape == out.shape, (product.shape, out.shape)
     assert out.stride(1) == 1 or out.shape[1] <= 1, out.stride()
-    product = product if product.stride(1) == 1 else product.contiguous()
+    product = product.resolve_neg() if product.stride(1) == 1 else product.contiguous().resolve_neg()
     if bias is not None:
         assert bias.shape == out.shape[1:], (bias.shape, out.shape)
-        bias = bias.detach().to(torch.float32).contiguous()
+        bias = bias.detach().to(torch.float32).contiguous().resolve_neg()
     arguments = ctypes.c_float(scale), ctypes.c_void_p(_address(bias)), ctypes.c_int64(out.stride(0))
     (library or _library()).megalowbit_scale_and_bias(ctypes.byref(_job(product, out)), *arguments)
     return out
@@ -160,7 +161,7 @@ def scale_and_bias(
 
 def column_sums(matrix: Tensor, *, library: ctypes.CDLL | None = None) -> Tensor:
     """Sums over the rows of an fp32, bf16 or fp16 matrix (m, n): fp32 (n,), in an order set by m alone."""
-    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    matrix = matrix.resolve_neg() if matrix.stride(1) == 1 else matrix.contiguous().resolve_neg()
     rows, cols = matrix.shape
     out = torch.empty(cols, dtype=torch.float32, device="cpu")
     partial = torch.empty(-(-rows // SUM_ROWS), cols, dtype=torch.float32, device="cpu")
@@ -170,14 +171,23 @@ def column_sums(matrix: Tensor, *, library: ctypes.CDLL | None = None) -> Tensor
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    """Where the numbers lie. Callers resolve views that only say they are negated, and hold the result."""
+    if tensor is None:
+        return None
+    assert not tensor.is_neg(), "a negated view's memory holds other numbers"
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise UserError(
+            f"a tensor of {tuple(tensor.shape)} has no memory: its storage was freed, gather it first"
+        )
+    return address
 
 
 def _job(x: Tensor, out: Tensor | None, format: BlockFormat = NVFP4, **fields: Any) -> _Job:
     """What all calls have in common; the tensors must outlive the call."""
     assert format.block is not None
     return _Job(
-        x=x.data_ptr(),
+        x=_address(x),
         dtype=DTYPES[x.dtype],
         rows=x.shape[0],
         cols=x.shape[1],

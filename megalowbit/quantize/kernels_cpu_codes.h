@@ -173,7 +173,8 @@ static inline float e8m0_value(uint32_t code) {
 
 static void e4m3_scales(const float *a, float S, float element_max, int64_t is_up, Scales *out) {
     const Lanes zero = {0}, bits_of_a = lanes_at(a);
-    const Lanes is_spoiled = is_less(zero + INFINITY_BITS, bits_of_a);
+    const Lanes all = zero - (bits_of(S) > INFINITY_BITS); /* under a scale of NaN */
+    const Lanes is_spoiled = is_less(zero + INFINITY_BITS, bits_of_a) | all;
     const Floats unclamped = (Floats)bits_of_a / (element_max / S);
     const Lanes bits = smaller((Lanes)unclamped, zero + 0x43E00000); /* 448 */
     const Lanes normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120u << 3);
@@ -208,6 +209,7 @@ static void e8m0_scales(const float *restrict a, int64_t is_up, Scales *restrict
 }
 
 static float tensor_encode_scale(const Job *job, float tensor_amax) {
+    if ((bits_of(tensor_amax) & 0x7FFFFFFF) >= INFINITY_BITS) return float_of(NAN_BITS); /* given so */
     if (!(tensor_amax > 0)) return 1.0f;
     float S = (job->four_over_six ? 256.0f : E4M3_MAX) * 6.0f / tensor_amax;
     return S < 0x1p126f ? S : 0x1p126f;

@@ -14,6 +14,9 @@
 #else
 #define HAS_AVX512 0
 #endif
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 #if defined(__FAST_MATH__)
 #error "fast math changes the numbers"
@@ -21,6 +24,26 @@
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "a little-endian machine is needed"
 #endif
+
+/* Subnormal numbers count, whatever this thread does with them otherwise (torch.set_flush_denormal acts on
+ * one thread, so results would depend on their number). Returns what `restore_numbers` takes. */
+static inline unsigned exact_numbers(void) {
+#if defined(__SSE__)
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode & ~0x8040u); /* flush to zero, denormals are zeros */
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+static inline void restore_numbers(unsigned mode) {
+#if defined(__SSE__)
+    _mm_setcsr(mode);
+#else
+    (void)mode;
+#endif
+}
 
 /* Compiled anew for each combination of constant arguments that it is called with. */
 #define SPECIALISED static inline __attribute__((always_inline))

@@ -75,7 +75,8 @@ def _element(code):
 def _encode_scale(amax, SCALE_MAX: tl.constexpr):
     """S, see `formats.block_scale`."""
     encode = tl.minimum(_divide(_constant(SCALE_MAX * ELEMENT_MAX), amax), 2.0**126)
-    return tl.where(amax > 0, encode, 1.0)
+    encode = tl.where(amax > 0, encode, 1.0)
+    return tl.where(tl.abs(amax) < INFINITY, encode, _float(tl.full((), NAN_BITS, tl.int32)))
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def _two_level(amax, encode_scale, MAX: tl.constexpr, IS_UP: tl.constexpr):
     code = _round_to_fp8(clamped, 3, 7)
     if IS_UP:
         code += (_decode_scale(code, "e4m3") < clamped).to(tl.int32)
-    is_finite = amax < INFINITY
+    is_finite = (amax < INFINITY) & (unclamped >= 0)  # NaN under a tensor's scale of NaN
     code = tl.where(is_finite, code, E4M3_NAN)
     decoded = _decode_scale(code, "e4m3")
     encode = _divide(encode_scale, decoded)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalowbit.formats.block_format import GROUP, MXFP4, NVFP4, NVFP4_TILED, SCALE_DTYPES, BlockFormat
 from megalowbit.quantize.counts import COUNT_NAMES, ERROR_NAMES
-from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.encoding import Encoded, Encoding, check_parts
 from megalowbit.quantize.fp8_operand import BIAS, DEPTH, MANTISSA, SHIFT
 from megalowbit.quantize.philox import NO_KEY, WORD, RandomKey
 
@@ -99,7 +99,7 @@ def encode(
             largest = torch.zeros((), dtype=torch.int32, device=device)
             _launch(kernels.amax_kernel, programs, device, amax=largest, **source)
             tensor_amax = largest.view(torch.float32)
-        tensor_amax = tensor_amax.to(device, torch.float32)
+        tensor_amax = tensor_amax.to(device, torch.float32).resolve_neg()
     partial = _partial_counts(programs, device) if with_counts else (None, None)
     _launch(
         kernels.encode_kernel,
@@ -185,7 +185,11 @@ def decode_fp8(
     Returns:
         The operand, contiguous; fp32 scale, 0-dim, 1 where all blocks are zero or NaN; int32,
         0-dim: how many blocks are not exact. Blocks of zeros fit always; elements of a NaN block are NaN.
+
+    Raises:
+        UserError: codes or scales are not those of such a matrix.
     """
+    check_parts(codes, scales, MXFP4, rows, cols)
     from megalowbit.quantize import kernels_triton_decode as kernels
 
     device = codes.device

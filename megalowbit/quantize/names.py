@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.formats.block_format import MXFP4, NVFP4, BlockFormat
 from megalowbit.formats.block_scale import ScaleRounding
 from megalowbit.formats.element import E2M1, E3M2, E4M3, E5M2, INT4, INT8, TERNARY, ElementFormat
@@ -26,6 +26,8 @@ from megalowbit.quantize.quantizer import BlockQuantizer, IdentityQuantizer, Qua
 from megalowbit.quantize.seed_compat import SEED_COMPAT
 
 OPTIONS = ("sr", "unbiased", "tile16", "block32", "floor", "4over6", "q_scalar", "seed_compat")
+NEAREST = "nosr"  # the ending of bases that round to nearest
+UNQUANTISED = ("bf16", "fp16", "fp64", "bfloat16", "float16", "float32", "float64", "none")
 CONTRADICTIONS = (("unbiased", "floor"), ("tile16", "block32"))
 
 
@@ -66,7 +68,6 @@ def quantizer_names() -> tuple[str, ...]:
     return tuple(_bases())
 
 
-@functools.lru_cache(maxsize=256)
 def quantizer(name: str) -> Quantizer:
     """The quantiser called `name`.
 
@@ -74,11 +75,18 @@ def quantizer(name: str) -> Quantizer:
         UserError: the base or an option is unknown (the message lists the names and the nearest one), or an
             option does not fit the base.
     """
+    if not isinstance(name, str):
+        raise UserError(f"a quantizer has a name, not {shown(name)}: known: {', '.join(quantizer_names())}")
+    return _quantizer(name)
+
+
+@functools.lru_cache(maxsize=256)
+def _quantizer(name: str) -> Quantizer:
     base, *options = name.split(":")
     if base not in _bases():
-        raise unknown_name("quantizer", base, quantizer_names())
+        raise _unknown_base(base)
     try:
-        _check_options(options)
+        _check_options(base, options)
         if "seed_compat" in options:
             return _seed_compat(name, base, options)
         encoding = _bases()[base]
@@ -95,11 +103,26 @@ def quantizer(name: str) -> Quantizer:
     return BlockQuantizer(name=name, encoding=encoding)
 
 
-def _check_options(options: list[str]) -> None:
+def _unknown_base(base: str) -> UserError:
+    if base.lower() in _bases():
+        return UserError(f"unknown quantizer {base!r}: names are in lower case, write {base.lower()!r}")
+    if base.lower() in UNQUANTISED:
+        return UserError(f"unknown quantizer {base!r}: write 'fp32' for not quantised, whatever the dtype")
+    return unknown_name("quantizer", base, quantizer_names())
+
+
+def _check_options(base: str, options: list[str]) -> None:
     keys = [option.partition("=")[0] for option in options]
     for option, key in zip(options, keys, strict=True):
+        if not option:
+            raise UserError("an option is empty, leave out its colon")
+        if key not in OPTIONS and key.lower() in OPTIONS:
+            raise UserError(f"options are in lower case, write {option.lower()!r}")
         if key not in OPTIONS:
             raise unknown_name("option", option, OPTIONS)
+        if base.endswith(NEAREST) and key in ("sr", "unbiased"):
+            remedy = base.removesuffix(NEAREST) + ("" if key == "sr" else ":unbiased")
+            raise UserError(f"{NEAREST} and {key} contradict each other, use {remedy}")
         if ("=" in option) != (key == "q_scalar"):
             raise UserError("write q_scalar=NUMBER, and the other options without a value")
         if keys.count(key) > 1:
@@ -149,6 +172,8 @@ def _check_unbiased(encoding: Encoding) -> None:
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        if "_" not in text:  # Python's 1_0 is 10, which nobody means
+            return float(text)
     except ValueError:
-        raise UserError(f"q_scalar={text!r} is not a number") from None
+        pass
+    raise UserError(f"q_scalar={text!r} is not a number: write it like 1.25")

@@ -2,17 +2,20 @@
 
 A tensor `name` becomes `name.codes`, `name.scales` (where its format has block scales) and
 `name.tensor_scale` (where it has one), in their own dtypes; shape, dtype and format stand as JSON in the
-file's metadata under `megalowbit`. Any safetensors reader gets at the numbers; E8M0 scales need safetensors
+file's metadata under `megalowbit`, and under `megalowbit.sha256` a checksum of that text and all numbers:
+against damage, not against forgers. Any safetensors reader gets at the numbers; E8M0 scales need safetensors
 0.5. Counts and operands are not kept.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,31 +25,43 @@ from torch import Tensor
 from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError, shown
 from megalowbit.formats.block_format import SCALE_DTYPES, BlockFormat, ScaleKind
-from megalowbit.formats.element import ELEMENTS
-from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
+from megalowbit.formats.element import E2M1, ELEMENTS
+from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
 
 METADATA_KEY = "megalowbit"
+CHECKSUM_KEY = "megalowbit.sha256"
 VERSION = 1
 DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+# Which elements go with a kind of scale; other pairs are decodable, but nobody makes them.
+PAIRS: dict[ScaleKind, tuple[str, ...]] = {
+    "e4m3": (E2M1.name,),
+    "e8m0": (E2M1.name,),
+    "fp32": tuple(ELEMENTS),
+}
+LARGEST_SIZE = 2**63 - 1  # of a dimension, and of all elements together
 
 
-def save_quantized(path: str | Path, tensors: Mapping[str, QuantizedTensor]) -> None:
+def save_quantized(tensors: Mapping[str, QuantizedTensor], path: str | os.PathLike[str]) -> None:
     """Write quantised tensors to one file, wholly or not at all.
 
     Args:
-        path: in a folder that exists; a file there is replaced.
         tensors: by name.
+        path: in a folder that exists; a file there is replaced.
 
     Raises:
-        UserError: a tensor is not packed; nothing is written then.
+        UserError: a tensor is not packed or has no numbers, a name is none, or the path cannot be written;
+            an old file is still there then.
     """
+    if not isinstance(tensors, Mapping):
+        raise _wrong_call(f"tensors by name first, not {type(tensors).__name__}")
+    path = _path(path)
     stored: dict[str, Tensor] = {}
     described: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, QuantizedTensor):
-            raise UserError(f"{path}: {name!r} is not packed ({type(tensor).__name__}): save it as it is")
+        _check(path, name, tensor)
         for suffix, part in _parts(tensor).items():
-            stored[f"{name}.{suffix}"] = part.detach().cpu().contiguous()
+            # a copy: `save` refuses tensors that share memory
+            stored[f"{name}.{suffix}"] = part.detach().cpu().clone(memory_format=torch.contiguous_format)
         described[name] = {
             "shape": list(tensor.shape),
             "dtype": str(tensor.dtype),
@@ -54,14 +69,24 @@ def save_quantized(path: str | Path, tensors: Mapping[str, QuantizedTensor]) -> 
             "block": tensor.format.block,
             "scale": tensor.format.scale,
         }
-    metadata = {METADATA_KEY: json.dumps({"version": VERSION, "tensors": described})}
-    # `save` refuses tensors that share memory
-    content = save({name: part.clone() for name, part in stored.items()}, metadata)
-    with atomic_file(Path(path), "wb") as file:
-        file.write(content)
+    text = json.dumps({"version": VERSION, "tensors": described})
+    content = save(stored, {METADATA_KEY: text, CHECKSUM_KEY: _checksum(text, stored)})
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written, there is no folder {path.parent}: make it first")
+    try:
+        with atomic_file(path, "wb") as file:
+            file.write(content)
+    except (OSError, ValueError) as error:  # ValueError: a path no system takes
+        # `strerror`, since the error itself names the draft that `atomic_file` writes
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be written ({reason}): give another path") from error
 
 
-def load_quantized(path: str | Path, *, device: str | torch.device = "cpu") -> dict[str, QuantizedTensor]:
+def load_quantized(
+    path: str | os.PathLike[str], *, device: str | torch.device = "cpu"
+) -> dict[str, QuantizedTensor]:
     """Read what `save_quantized` wrote.
 
     Args:
@@ -69,23 +94,86 @@ def load_quantized(path: str | Path, *, device: str | torch.device = "cpu") -> d
         device: where the tensors go.
 
     Raises:
-        UserError: there is no such file, it is damaged or not one of these, or a tensor is missing or not of
-            the shape and dtype that its description asks for.
+        UserError: there is no such file, it is damaged or not one of these, or the device cannot be used.
     """
-    path = Path(path)
+    path = _path(path)
+    _check_device(device)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: give a file in it, written by save_quantized")
     if not path.is_file():
         raise UserError(f"{path} does not exist: give a file written by save_quantized")
     try:
-        with safe_open(path, "pt", device=str(device)) as file:
+        with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise UserError(f"{path} is damaged or no safetensors file ({error}): write it again") from error
-    described = _described(path, metadata)
-    loaded = {name: _tensor(path, name, entry, stored) for name, entry in described.items()}
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}): check its rights") from error
+    try:
+        described = _described(path, metadata)
+        found = _checksum(metadata[METADATA_KEY], stored)
+        loaded = {name: _tensor(path, name, entry, stored) for name, entry in described.items()}
+    except RecursionError as error:  # JSON in JSON in JSON
+        raise UserError(f"{path} is damaged: its metadata cannot be read; write it again") from error
     if stored:
         raise UserError(f"{path} holds {shown(min(stored))}, which nothing describes: write it again")
-    return loaded
+    # Last, since what is wrong is better named than counted.
+    if metadata.get(CHECKSUM_KEY) != found:
+        raise UserError(f"{path} is damaged: its numbers do not have its SHA-256; write it again")
+    return {
+        name: tensor.from_parts(tuple(part.to(device) for part in tensor.to_parts()[0]))
+        for name, tensor in loaded.items()
+    }
+
+
+def _wrong_call(what: str) -> UserError:
+    return UserError(f'save_quantized takes {what}: write save_quantized({{"x": packed}}, "x.safetensors")')
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        what = f"{shown(path)} is {type(path).__name__}, no path"
+        raise UserError(
+            f'{what}: write save_quantized({{"x": packed}}, "x.safetensors"), then load_quantized'
+        )
+    return Path(path)
+
+
+def _check(path: Path, name: Any, tensor: Any) -> None:
+    """Refuse what no file can hold."""
+    if not isinstance(name, str):
+        raise _wrong_call(f"names that are strings, not {shown(name)}")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{path}: the name {shown(name)} is no valid text: rename that tensor") from error
+    if isinstance(tensor, UnquantizedTensor):
+        raise UserError(f"{path}: {name!r} is not packed: save its .dequantize() with safetensors")
+    if not isinstance(tensor, QuantizedTensor):
+        kind = type(tensor).__name__
+        raise UserError(f"{path}: {name!r} is not packed ({kind}): quantise it, or save it with safetensors")
+    if any(part.is_meta for part in _parts(tensor).values()):
+        raise UserError(f"{path}: {name!r} is on the meta device, without numbers: quantise it elsewhere")
+
+
+def _check_device(device: Any) -> None:
+    """Try the device before reading, so that its errors are not taken for the file's."""
+    try:
+        is_meta = torch.empty(0, device=device).is_meta
+    except (RuntimeError, AssertionError, ImportError, TypeError) as error:  # as different devices raise
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise UserError(f"device {shown(device)} cannot be used ({shown(reason)}): give another") from error
+    if is_meta:
+        raise UserError(f"device {shown(device)} holds no numbers: give another")
+
+
+def _checksum(text: str, stored: Mapping[str, Tensor]) -> str:
+    """Hexadecimal SHA-256 of the description, then of the bytes of the tensors, sorted by name."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(stored):
+        digest.update(stored[name].reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -102,10 +190,12 @@ def _described(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         raise UserError(f"{path} holds no packed tensors: give a file written by save_quantized")
     try:
         content = json.loads(metadata[METADATA_KEY])
-        version, tensors = content["version"], dict(content["tensors"])
+        version, tensors = content["version"], content["tensors"]
+        if not isinstance(tensors, dict):
+            raise TypeError(f"tensors are {type(tensors).__name__}")
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: its metadata cannot be read; write it again") from error
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:  # True == 1
         raise UserError(f"{path} has version {shown(version)}, not {VERSION}: use its megalowbit")
     return tensors
 
@@ -143,18 +233,26 @@ def _tensor(path: Path, name: str, entry: Any, stored: dict[str, Tensor]) -> Qua
 
 
 def _format(path: Path, name: str, entry: Any) -> tuple[BlockFormat, torch.Size, torch.dtype]:
+    """What an entry says; strictly, as `save_quantized` writes it."""
     try:
         element, scale, block = ELEMENTS[entry["element"]], entry["scale"], entry["block"]
-        dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
-        is_sound = scale in get_args(ScaleKind) and all(size >= 0 for size in shape)
-        if block is not None:
-            block = tuple(int(size) for size in block)
-            is_sound = is_sound and len(block) == 2 and all(_is_power_of_two(size) for size in block)
-    except (KeyError, TypeError, ValueError) as error:
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        is_sound = element.name in PAIRS[scale] and _are_sizes(shape) and math.prod(shape) <= LARGEST_SIZE
+    except (KeyError, TypeError) as error:
         raise _unreadable(path, name, entry) from error
-    if not is_sound or math.prod(shape) >= 2**63:
+    if block is None:
+        is_sound = is_sound and scale == "fp32"
+    else:
+        is_sound = is_sound and _are_sizes(block) and len(block) == 2 and all(map(_is_power_of_two, block))
+        block = tuple(block) if is_sound else None
+    if not is_sound:
         raise _unreadable(path, name, entry)
-    return BlockFormat(element=element, block=block, scale=scale), shape, dtype
+    return BlockFormat(element=element, block=block, scale=scale), torch.Size(shape), dtype
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether this is a list of sizes; neither `True` nor 1.0 is one."""
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= LARGEST_SIZE for size in value)
 
 
 def _is_power_of_two(size: int) -> bool:

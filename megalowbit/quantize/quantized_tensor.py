@@ -2,7 +2,8 @@
 
 A GEMM takes `operand()`: element codes times block scale, without the tensor's scale. For E2M1 under E4M3
 scales such a product has at most six significant bits between 2⁻¹⁰ and 2688, under E8M0 scales two, so bf16
-holds it exactly and a bf16 GEMM computes what FP4 tensor cores would; the product of the two tensor scales is
+holds it exactly (but what an MXFP4 scale rounded up to 2¹²⁶ makes of numbers from 3.5 · 2¹²⁶ on: 2¹²⁸ is
+infinite) and a bf16 GEMM computes what FP4 tensor cores would; the product of the two tensor scales is
 applied to the result, in fp32. Only formats with fp32 block scales need fp32 operands (`exact_dtype`).
 
 For backward a tensor is kept as its parts (4.5 bits an element): `to_parts` and `from_parts`, tensors on
@@ -28,6 +29,10 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     return math.prod(shape[:-1]), cols
 
 
+def _described(tensor: QuantizedTensor | UnquantizedTensor) -> str:
+    return f"{tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+
+
 class Operand(Protocol):
     """What a GEMM needs of either kind of tensor below."""
 
@@ -43,7 +48,7 @@ class Operand(Protocol):
         """The 2-D matrix to multiply, without `tensor_scale`."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class QuantizedTensor:
     """A tensor in a block format.
 
@@ -68,6 +73,10 @@ class QuantizedTensor:
     counts: Tensor | None = None
     error: Tensor | None = None
     ready_operand: Tensor | None = None
+
+    def __repr__(self) -> str:
+        bits = f"{self.format.bits_per_element:g} bits an element"
+        return f"QuantizedTensor({_described(self)}, {self.format}, {bits})"
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +131,7 @@ class QuantizedTensor:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class UnquantizedTensor:
     """A tensor that is not packed: as it was, or rounded; the same surface as `QuantizedTensor`."""
 
@@ -134,6 +143,9 @@ class UnquantizedTensor:
     scales = None
     tensor_scale = None
     exact_dtype = None
+
+    def __repr__(self) -> str:
+        return f"UnquantizedTensor({_described(self)})"
 
     @property
     def shape(self) -> torch.Size:

@@ -7,6 +7,7 @@ the backend's.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, shown
 from megalowbit.formats.block_format import GROUP, SCALE_DTYPES
 from megalowbit.quantize import backends
 from megalowbit.quantize.counts import no_counts
@@ -43,7 +44,7 @@ class Quantizer(ABC):
         *,
         random_key: RandomKey | None = None,
         with_counts: bool = False,
-        tensor_amax: Tensor | None = None,
+        tensor_amax: Tensor | float | None = None,
         operand_dtype: torch.dtype | None = None,
     ) -> QuantizedTensor | UnquantizedTensor:
         """Quantise a tensor; no gradient flows.
@@ -52,25 +53,39 @@ class Quantizer(ABC):
             x: floating, any shape and strides, may be empty. fp64 is rounded to fp32 first.
             random_key: of stochastic rounding; `None` draws one from torch's default CPU generator.
             with_counts: fill the result's `counts` and `error`.
-            tensor_amax: fp32, 0-dim: largest magnitude of the whole tensor, where x is one shard of it.
+            tensor_amax: largest magnitude of the whole tensor, where x is one shard of it: a number, or a
+                floating 0-dim tensor on x's device, rounded to fp32. Not finite: all of x becomes NaN.
+                Zero or less: as for a tensor of zeros. Formats with no scale of the tensor ignore it.
             operand_dtype: make the GEMM's operand on the way, in this dtype.
 
         Raises:
-            UserError: x is not a floating tensor.
+            UserError: x is not a dense floating tensor, or `tensor_amax` is neither of these.
         """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
 
     def __call__(self, x: Tensor, *, random_key: RandomKey | None = None) -> Tensor:
         """Quantise and dequantise: x as its codes represent it, same shape and dtype, detached."""
         return self.quantize(x, random_key=random_key).dequantize()
 
     def _check(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise UserError(f"quantizer {self.name!r} got {shown(x)}, not a tensor: write torch.as_tensor(…)")
+        if x.layout != torch.strided or x.is_nested:
+            kind = "nested" if x.is_nested else str(x.layout)
+            raise UserError(f"quantizer {self.name!r} got a tensor that is {kind}: pass a dense one")
+        if type(x) is not Tensor and hasattr(x, "to_local"):
+            raise UserError(
+                f"quantizer {self.name!r} got a distributed tensor: pass x.to_local(), and tensor_amax"
+            )
         if not x.is_floating_point() or x.dtype.itemsize < 2:
             raise UserError(
                 f"quantizer {self.name!r} got a tensor of {x.dtype}: cast it to float32, bfloat16 or float16"
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BlockQuantizer(Quantizer):
     """Elements of few bits under block scales."""
 
@@ -88,7 +103,7 @@ class BlockQuantizer(Quantizer):
         *,
         random_key: RandomKey | None = None,
         with_counts: bool = False,
-        tensor_amax: Tensor | None = None,
+        tensor_amax: Tensor | float | None = None,
         operand_dtype: torch.dtype | None = None,
     ) -> QuantizedTensor:
         """See `Quantizer.quantize`."""
@@ -98,7 +113,7 @@ class BlockQuantizer(Quantizer):
             matrix,
             random_key=random_key,
             with_counts=with_counts,
-            tensor_amax=tensor_amax,
+            tensor_amax=None if tensor_amax is None else self._maximum(tensor_amax, x.device),
             operand_dtype=operand_dtype,
         )
         return self._tensor(encoded, x.shape, x.dtype)
@@ -157,6 +172,18 @@ class BlockQuantizer(Quantizer):
             with_counts=with_counts,
         )
 
+    def _maximum(self, given: Tensor | float, device: torch.device) -> Tensor:
+        """`tensor_amax` as fp32, 0-dim."""
+        if isinstance(given, (int, float)):
+            return torch.full((), ctypes.c_float(given).value, dtype=torch.float32, device=device)
+        is_tensor = isinstance(given, Tensor) and given.is_floating_point() and given.ndim == 0
+        if not is_tensor or given.device != device:
+            raise UserError(
+                f"quantizer {self.name!r} got tensor_amax={shown(given)}: "
+                f"pass a number, or a floating tensor without dimensions on {device}"
+            )
+        return given.detach().to(torch.float32)
+
     def _nothing(self, matrix: Tensor, *, with_counts: bool) -> Encoded:
         """An empty matrix, with scales of the right shape where it has rows or columns."""
         format, device = self.encoding.format, matrix.device
@@ -186,7 +213,7 @@ class BlockQuantizer(Quantizer):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class IdentityQuantizer(Quantizer):
     """Leaves tensors as they are: the operand stays in high precision."""
 
@@ -199,7 +226,7 @@ class IdentityQuantizer(Quantizer):
         *,
         random_key: RandomKey | None = None,
         with_counts: bool = False,
-        tensor_amax: Tensor | None = None,
+        tensor_amax: Tensor | float | None = None,
         operand_dtype: torch.dtype | None = None,
     ) -> UnquantizedTensor:
         """See `Quantizer.quantize`; counts hold elements and non-finite ones, the error is 0."""

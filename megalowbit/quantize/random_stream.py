@@ -2,12 +2,15 @@
 
 A tensor's random bits are Philox of a key and a counter (`philox.py`). The key is a 64-bit hash of seed,
 layer, role, use and rank; the micro-batch is the upper half of the counter. So what one layer draws depends
-on nothing drawn before: a resumed run, a recomputed activation, another device or a layer added elsewhere
+on nothing drawn before: a resumed run, another device or a layer added elsewhere
 changes no number. Tensors all ranks hold alike (weights) leave the rank out and are rounded alike
 everywhere.
 
 The micro-batch is kept in a CPU tensor, because a compiled model has to read and advance it at run time: as a
 Python number it would be a constant of the graph.
+
+Known limit: a recomputed activation takes the current micro-batch, so it draws its first numbers again only
+if no other forward has begun since. `layers/use_counter.py` says what that means for pipelines.
 """
 
 from __future__ import annotations
@@ -29,27 +32,38 @@ from megalowbit.quantize.philox import RandomKey
 Encode = Callable[..., Encoded]
 
 
+_LAST_STEP = 2**63 - 1  # what a counter kept as int64 holds
+
+
 class RandomStream:
     """Random keys by (step, layer, role) for one seed and one rank.
 
     Args:
         seed: any integer; the same on all ranks.
-        rank: this process's data-parallel rank.
+        rank: this process's data-parallel rank, ≥ 0.
 
     Attributes:
         seed: as given; a resumed run takes over the saved one.
         rank: as given.
+
+    Raises:
+        UserError: seed or rank is not such a whole number.
     """
 
     def __init__(self, seed: int, rank: int = 0) -> None:
-        self.seed = int(seed)
-        self.rank = int(rank)
+        if not _is_whole(seed):
+            raise UserError(f"random stream seed = {seed!r}: expected a whole number")
+        if not _is_whole(rank) or rank < 0:
+            raise UserError(f"random stream rank = {rank!r}: expected a whole number of 0 or more")
+        self.seed = seed
+        self.rank = rank
         self._checked: set[str] = set()
         self._keys: dict[tuple[object, ...], int] = {}
         self._set_step(0)
 
     def _set_step(self, step: int) -> None:
-        with _disable_current_modes():  # an estimate of memory builds models of fake tensors
+        # An estimate of memory builds models of fake tensors; one converted for inference may train later.
+        with _disable_current_modes(), torch.inference_mode(False):
             self.step_tensor = torch.tensor(step, dtype=torch.int64, device="cpu")
             self._step = self.step_tensor.numpy()  # the same memory, read without torch
 
@@ -59,7 +73,12 @@ class RandomStream:
         return int(self._step)
 
     def advance(self) -> None:
-        """Move on to the next micro-batch."""
+        """Move on to the next micro-batch.
+
+        Raises:
+            UserError: there is none, after 2⁶³ − 1.
+        """
+        check_advance(self.step)
         self._step += 1
 
     def key(
@@ -108,12 +127,18 @@ class RandomStream:
         """Continue where `state_dict` was taken.
 
         Raises:
-            UserError: a key is missing or not a whole number ≥ 0 (the step).
+            UserError: not a mapping, or a key is missing, or not a whole number (the step: 0 ≤ step < 2⁶³).
         """
+        if not isinstance(state, Mapping):
+            raise UserError(
+                f"random stream state is {state!r}: expected a mapping of seed and step, "
+                "use a state written by RandomStream.state_dict"
+            )
         for key in ("seed", "step"):
-            if not isinstance(state.get(key), int) or (key == "step" and state[key] < 0):
+            value = state.get(key)
+            if not _is_whole(value) or (key == "step" and not 0 <= state[key] <= _LAST_STEP):
                 raise UserError(
-                    f"random stream state has {key} = {state.get(key)!r}: expected a whole number, "
+                    f"random stream state has {key} = {value!r}: expected a whole number, "
                     "use a state written by RandomStream.state_dict"
                 )
         self.seed = state["seed"]
@@ -125,6 +150,22 @@ class RandomStream:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["seed"], state["rank"])  # type: ignore[misc]
         self._set_step(state["step"])
+
+
+def check_advance(step: int) -> None:
+    """Refuse to count past the last micro-batch that a counter holds.
+
+    Raises:
+        UserError: `step` is 2⁶³ − 1.
+    """
+    if step >= _LAST_STEP:
+        raise UserError(
+            f"random stream is at step {step}, the last there is: load a state with a smaller step"
+        )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _hash(address: tuple[object, ...], size: int) -> int:

@@ -165,7 +165,7 @@ RULES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SeedCompatQuantizer(Quantizer):
     """One of the repository's rules behind the interface of ours."""
 
@@ -183,7 +183,7 @@ class SeedCompatQuantizer(Quantizer):
         *,
         random_key: RandomKey | None = None,
         with_counts: bool = False,
-        tensor_amax: Tensor | None = None,
+        tensor_amax: Tensor | float | None = None,
         operand_dtype: torch.dtype | None = None,
     ) -> UnquantizedTensor:
         """See `Quantizer.quantize`; computed in fp32, whatever the dtype of x.

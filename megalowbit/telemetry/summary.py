@@ -165,13 +165,12 @@ def worst_layers(layers: Sequence[LayerOverflow]) -> tuple[WorstLayer, ...]:
         together = sum((row.counts for row in rows), OperandCounts())
         for name, measure, sign in measures:
             known = [(value, row.layer) for row in rows if (value := measure(row.counts)) is not None]
-            if known:
-                value, layer = max(known, key=lambda pair: sign * pair[0])
-                worst.append(
-                    WorstLayer(
-                        role=role, measure=name, layer=layer, value=value, all_layers=measure(together)
-                    )
-                )
+            value, layer = max(known, key=lambda pair: sign * pair[0], default=(0.0, ""))
+            if not layer or (sign > 0 and value == 0):  # where nothing clips no layer is the worst
+                continue
+            worst.append(
+                WorstLayer(role=role, measure=name, layer=layer, value=value, all_layers=measure(together))
+            )
     return tuple(worst)
 
 

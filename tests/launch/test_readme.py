@@ -113,5 +113,6 @@ def test_the_packed_tensor_shown_comes_back_from_its_file(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("expression", re.findall(r"`(mlb\.\w+\([^`]*\)(?:\(x\))?)`", README))
 def test_one_liners_evaluate(expression):
-    x = torch.randn(4, 16)
-    assert eval(expression, {"mlb": mlb, "x": x}) is not None
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    mlb.convert(model)
+    assert eval(expression, {"mlb": mlb, "x": torch.randn(4, 16), "model": model}) is not None

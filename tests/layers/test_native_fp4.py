@@ -130,7 +130,7 @@ def test_sizes_that_do_not_fit_run_in_bf16_are_counted_and_said_once(hardware, c
 
 
 def test_products_of_unquantised_operands_run_in_bf16():
-    recipe = {**NATIVE, "base": "bf16"}
+    recipe = {**NATIVE, "q_forward_input": "fp32", "q_forward_weight": "fp32"}
     layer = BitLinear(32, 32, recipe=recipe)
     layer(torch.randn(16, 32))
     assert product_counts(layer) == {"output": {"bf16": 1}}

@@ -1,15 +1,25 @@
 import copy
 import gc
 import shutil
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.opaque import _forward, _layer
-from megalowbit.layers.surgery import cache_weights, convert, product_counts, random_stream, set_observer
+from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.surgery import (
+    bit_layers,
+    cache_weights,
+    convert,
+    product_counts,
+    random_stream,
+    set_observer,
+)
 
 RECIPES = {
     "nvfp4": "nvfp4",
@@ -177,7 +187,7 @@ def test_a_copied_layer_has_a_handle_of_its_own_and_a_dead_one_none():
     handle = copied._handle
     del copied
     gc.collect()
-    with pytest.raises(KeyError):
+    with pytest.raises(UserError, match=f"BitLinear number {handle}, which has been freed"):
         _layer(handle)
 
 
@@ -275,3 +285,75 @@ def test_a_forward_in_evaluation_is_not_counted_even_if_differentiated_in_traini
     model.train()
     output.sum().backward()
     assert recorded.seen == []
+
+
+def change_recipe(model, recipe):
+    for layer in bit_layers(model).values():
+        layer.recipe = recipe_of(recipe)
+
+
+def test_a_compiled_model_notices_another_recipe():
+    eager, compiled = block(), block()
+    caches = cache_weights(eager), cache_weights(compiled)
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    assert_same(three_steps(compiled, run), three_steps(eager, eager))
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for recipe in (RECIPES["transformed"], "bf16", "mxfp4"):
+            change_recipe(eager, recipe)
+            change_recipe(compiled, recipe)
+            assert_same(three_steps(compiled, run), three_steps(eager, eager))
+    assert len(caches[0]) == len(caches[1]) == 4
+
+
+def test_another_recipe_before_a_compiled_backward_is_refused():
+    model = block()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    output = run(torch.randn(2, 8, 32))
+    change_recipe(model, "mxfp4")
+    with pytest.raises(UserError, match=r"recipe of BitLinear '.*' was changed between"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("is_forward_called_directly", [False, True])
+def test_a_layer_lives_until_its_compiled_backward(is_forward_called_directly):
+    def gradient(is_freed):
+        torch.manual_seed(0)
+        layer = BitLinear(32, 32)
+        gone = weakref.ref(layer)
+        x = torch.randn(8, 32, requires_grad=True)
+        if is_forward_called_directly:
+            weight, bias = (p.detach() for p in layer.parameters())
+            output = _forward(x, weight, bias, None, layer._handle, torch.float32, False, True, True)[0]
+        else:
+            output = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        if is_freed:
+            del layer
+            torch._dynamo.reset()
+            gc.collect()
+            assert gone() is not None
+        output.square().sum().backward()
+        if is_freed:
+            del output
+            gc.collect()
+            assert gone() is None
+        return x.grad
+
+    assert torch.equal(gradient(is_freed=True), gradient(is_freed=False))
+
+
+def test_a_model_converted_in_inference_mode_can_be_compiled_and_trained():
+    torch.manual_seed(0)
+    model = Block()
+    with torch.inference_mode():
+        convert(model, seed=3)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    eager = block()
+    assert_same(three_steps(model, run), three_steps(eager, eager))
+
+
+def test_a_compiled_stream_is_not_counted_past_its_end():
+    model = block()
+    random_stream(model).load_state_dict({"seed": 3, "step": 2**63 - 1})
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.raises(UserError, match="the last there is"):
+        run(torch.randn(2, 8, 32))

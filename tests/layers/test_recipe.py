@@ -102,8 +102,11 @@ def test_what_a_recipe_does_beyond_its_quantisers_is_printed():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layout": "per_gem"}, "unknown layout of recipe .*did you mean 'per_gemm'"),
-        ({"gemm": "fp16"}, "unknown gemm of recipe .*did you mean"),
+        (
+            {"layout": "per_gem"},
+            "recipe 'nvfp4 with own layout': unknown layout 'per_gem': did you mean 'per_gemm'",
+        ),
+        ({"gemm": "fp16"}, "recipe .*: unknown gemm 'fp16': did you mean"),
         ({"hadamard": 1}, "hadamard must be true or false, not 1"),
         ({"hadamard": True}, 'hadamard .* set layout to "per_gemm"'),
         (
@@ -112,6 +115,8 @@ def test_what_a_recipe_does_beyond_its_quantisers_is_printed():
         ),
         ({"gemm": "fp8"}, "q_forward_input is 'nvfp4e2m1bnosr': use an mxfp4 quantizer"),
         ({"base": "mxfp4", "gemm": "fp8", "q_forward_weight": "int8b"}, "q_forward_weight is 'int8b'"),
+        ({"base": "bf16", "gemm": "fp8"}, 'gemm "fp8" .* quantises nothing: .*gemm "bf16"'),
+        ({"base": "bf16", "gemm": "fp4", "layout": "per_gemm"}, 'gemm "fp4" .* quantises nothing'),
         ({"gemm": "fp4"}, 'set layout to "per_gemm"'),
         (
             {"gemm": "fp4", "layout": "per_gemm", "q_forward_weight": "nvfp4e2m1bnosr:tile16"},

@@ -336,3 +336,12 @@ def test_plain_torch_models_are_converted_without_importing_transformers():
         "sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("numbers", [{"seed": 1.7}, {"seed": "x"}, {"seed": None}, {"rank": -1}])
+def test_a_seed_or_rank_that_is_no_number_is_refused_before_anything_is_swapped(recipe, numbers):
+    model = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(UserError, match=f"random stream {next(iter(numbers))} = "):
+        convert(model, recipe, **numbers)
+    assert type(model[0]) is nn.Linear

@@ -1,7 +1,10 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from megalowbit.layers.surgery import convert
 from megalowbit.layers.use_counter import UseCounter, is_recomputing
 
 
@@ -33,3 +36,20 @@ def test_recomputing_is_true_inside_a_backward_pass_only():
     y.sum().backward()
     assert seen == [True]
     assert not is_recomputing()
+
+
+def test_forwards_before_the_first_backward_are_checkpointed_exactly_where_forward_rounds_to_nearest():
+    def gradients(is_checkpointed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(48, 32))
+        convert(model, seed=1)
+        inputs = [torch.randn(20, 48, requires_grad=True) for _ in range(3)]
+        losses = []
+        for x in inputs:  # as a pipeline does: all forwards, then backwards from the oldest on
+            output = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+            losses.append(output.square().sum())
+        for loss in losses:
+            loss.backward()
+        return [*(x.grad for x in inputs), model[0].weight.grad]
+
+    assert all(map(torch.equal, gradients(is_checkpointed=True), gradients(is_checkpointed=False)))

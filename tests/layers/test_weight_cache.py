@@ -157,3 +157,31 @@ def test_another_tensor_of_the_same_version_and_shape_is_another_weight():
     for weight in (one, other, other):
         factor = slot.get(weight, "weight", name, lambda w=weight: Factor(quantizer(name).quantize(w)))
         assert torch.equal(factor.tensor.dequantize(), weight)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", {"base": "nvfp4", "layout": "per_gemm"}])
+def test_weights_kept_in_inference_mode_are_not_used_for_training(recipe):
+    results = []
+    for is_evaluated_first in (False, True):
+        model, data = model_and_data(recipe)
+        cache = cache_weights(model)
+        if is_evaluated_first:
+            with torch.inference_mode():
+                model.eval()(data[0])
+            assert len(cache) > 0
+        results.append(train(model.train(), data, cache=cache))
+    assert same(*results)
+
+
+def test_weights_kept_in_training_are_used_in_inference_mode():
+    slot, made = WeightSlot(), []
+
+    def quantize():
+        made.append(torch.is_inference_mode_enabled())
+        return Factor(quantizer("nvfp4e2m1bnosr").quantize(torch.ones(4, 16)))
+
+    weight = torch.ones(4, 16)
+    for is_inference in (True, True, False, True, False):
+        with torch.inference_mode(is_inference):
+            slot.get(weight, "weight", "nvfp4e2m1bnosr", quantize)
+    assert made == [True, False]

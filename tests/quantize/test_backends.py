@@ -5,6 +5,8 @@ import sys
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, BlockFormat
@@ -153,3 +155,104 @@ def test_without_a_compiler_plain_torch_serves_and_one_line_says_so(tmp_path):
     lines = [line for line in done.stdout.splitlines() if "plain torch" in line]
     assert len(lines) == 1, done.stdout
     assert "/nonexistent/cc" in lines[0]
+
+
+NVFP4_NEAREST = Encoding(format=NVFP4)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        unwrapped = torch.utils._pytree.tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
+        return function(*unwrapped[0], **unwrapped[1])
+
+
+class Recording(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_ordinary_tensors_are_plain_and_so_is_none():
+    assert backends.is_plain(torch.ones(2), torch.nn.Parameter(torch.ones(2)), None, torch.ones(2, 2).t())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        Wrapper(torch.ones(2, 16)),
+        torch._efficientzerotensor((2, 16)),
+        torch.ones(2, 16).to_sparse(),
+        torch._to_functional_tensor(torch.ones(2, 16)),
+    ],
+    ids=["wrapper", "zeros", "sparse", "functional"],
+)
+def test_tensors_without_memory_of_their_own_are_not_plain(tensor):
+    assert not backends.is_plain(torch.ones(2), tensor)
+    assert backends.backend_of(torch.ones(2), tensor) == "torch"
+
+
+def test_nothing_is_plain_where_operations_are_recorded():
+    x, seen = torch.ones(2, 16), []
+
+    def look(y):
+        seen.append(backends.is_plain(y) or backends.is_plain(x))
+        return y
+
+    with Recording():
+        look(x)
+    make_fx(look)(x)
+    torch.func.functionalize(look)(x)
+    torch.func.vmap(look)(x)
+    torch.jit.trace(look, x, check_trace=False)
+    assert len(seen) == 5
+    assert not any(seen)
+
+
+@pytest.mark.parametrize(
+    "make", [Wrapper, lambda x: torch._efficientzerotensor(x.shape)], ids=["wrapper", "zeros"]
+)
+def test_what_has_no_memory_goes_through_plain_torch(make):
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    made = make(x)
+    values = made.inner if isinstance(made, Wrapper) else torch.zeros(3, 40)
+    ours, theirs = backends.encode(made, NVFP4_NEAREST), reference.encode(values, NVFP4_NEAREST)
+    assert bits(ours.codes) == bits(theirs.codes)
+    amax = torch._efficientzerotensor(())
+    ours = backends.encode(x, NVFP4_NEAREST, tensor_amax=amax)
+    assert bits(ours.codes) == bits(reference.encode(x, NVFP4_NEAREST, tensor_amax=torch.zeros(())).codes)
+    decoded = backends.decode(Wrapper(ours.codes), Wrapper(ours.scales), NVFP4, 3, 40, torch.float32)
+    assert bits(decoded) == bits(reference.decode(ours.codes, ours.scales, NVFP4, 3, 40, torch.float32))
+
+
+def test_a_trace_holds_the_whole_computation():
+    def quantised(x):
+        return backends.encode(x, NVFP4_NEAREST, operand_dtype=torch.float32).operand
+
+    first, second = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(2))
+    for traced in (make_fx(quantised)(first), torch.func.functionalize(quantised)):
+        assert torch.equal(traced(second), quantised(second))
+
+
+@pytest.mark.parametrize("format", [NVFP4, MXFP4, NVFP4_TILED])
+def test_parts_that_do_not_belong_to_the_matrix_are_refused(format):
+    encoded = reference.encode(matrix(32, 64), Encoding(format=format, scale_rounding="up"))
+    codes, scales = encoded.codes, encoded.scales
+    for bad_codes, bad_scales, rows, message in (
+        (codes, scales, 33, "codes of a 33 × 64"),
+        (codes[:, :-1], scales, 32, "codes of a 32 × 64"),
+        (codes.view(torch.int8), scales, 32, "codes of a 32 × 64"),
+        (codes, scales[:1, :1], 32, "scales of a 32 × 64"),
+        (codes, scales.view(torch.uint8), 32, "scales of a 32 × 64"),
+        (codes, scales.to("meta"), 32, "scales on meta"),
+    ):
+        with pytest.raises(UserError, match=message):
+            backends.decode(bad_codes, bad_scales, format, rows, 64, torch.bfloat16)

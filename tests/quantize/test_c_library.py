@@ -4,7 +4,10 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,20 +119,28 @@ def test_a_damaged_or_planted_library_is_built_again(load, tmp_path):
     assert load() == (None, [])
     assert library.read_bytes()[:1000] == whole[:1000]
     assert library.stat().st_size == len(whole)
-    library.chmod(0o777)
+    for mode in (0o777, 0o770):
+        library.chmod(mode)
+        assert load() == (None, [])
+        assert stat.S_IMODE(library.stat().st_mode) == 0o700
+    library.rename(tmp_path / "elsewhere")
+    library.symlink_to(tmp_path / "elsewhere")
     assert load() == (None, [])
-    assert not library.stat().st_mode & stat.S_IWOTH
+    assert not library.is_symlink()
 
 
-@pytest.mark.parametrize("kind", ["writable by all", "below one writable by all", "a file"])
+@pytest.mark.parametrize(
+    "kind",
+    ["writable by all", "below one writable by all", "writable by a group", "below one of a group", "a file"],
+)
 def test_a_cache_folder_that_cannot_be_had_or_trusted_is_passed_over(load, monkeypatch, tmp_path, kind):
     folder = tmp_path / "shared"
     if kind == "a file":
         folder.write_text("")
     else:
         folder.mkdir()
-        folder.chmod(0o777)
-    if kind == "below one writable by all":
+        folder.chmod(0o770 if "group" in kind else 0o777)
+    if kind.startswith("below"):
         monkeypatch.setenv("MEGALOWBIT_CACHE", str(folder / "mine"))
     else:
         monkeypatch.setenv("MEGALOWBIT_CACHE", str(folder))
@@ -155,3 +166,114 @@ def test_processes_that_compile_at_once_all_get_the_library_on_one_openmp(tmp_pa
     ]
     assert [process.communicate(timeout=100)[0].strip() for process in processes] == ["1", "1"]
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
+
+
+def test_what_is_wrong_with_cc_names_cc_and_no_disk(load, monkeypatch, tmp_path):
+    write = "output=$(echo $* | sed 's/.*-o //'); test \"$output\" = --version ||"
+    garbage = script(tmp_path, f'{write} echo "no library" > "$output"')
+    cases = {
+        'gcc "': 'CC=gcc " cannot be parsed (No closing quotation): set CC',
+        "true": "CC=true wrote no library: set CC",
+        garbage: f"what CC={garbage} wrote cannot be loaded",
+    }
+    for command, expected in cases.items():
+        monkeypatch.setenv("CC", command)
+        reason, warnings = load()
+        assert reason.startswith(expected)
+        assert "MEGALOWBIT_CACHE" not in reason
+        assert warnings == []
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_tilde_means_home_and_new_folders_are_ours_alone_whatever_the_umask(load, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MEGALOWBIT_CACHE", "~/a/b")
+    before = os.umask(0o002)
+    try:
+        assert load() == (None, [])
+    finally:
+        os.umask(before)
+    (library,) = (tmp_path / "a" / "b").iterdir()
+    for path in (library, *list(library.parents)[:2]):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "is_safe"),
+    [
+        (os.geteuid(), 0o755, True),
+        (0, 0o1777, True),
+        (0, 0o777, False),
+        (0, 0o775, False),
+        (4294967294, 0o755, False),
+        (4294967294, 0o1777, False),  # the owner of a sticky folder may rename all in it
+    ],
+)
+def test_a_parent_is_safe_if_its_owner_is_and_others_cannot_rename_in_it(owner, mode, is_safe):
+    assert c_library._is_safe_parent(SimpleNamespace(st_uid=owner, st_mode=stat.S_IFDIR | mode)) == is_safe
+
+
+def test_the_file_that_was_checked_is_loaded_whatever_takes_its_place(load, monkeypatch, tmp_path):
+    load()
+    (built,) = (tmp_path / "cache").iterdir()
+    library = tmp_path / "copied" / built.name  # loaded for the first time: loaders remember names
+    library.parent.mkdir(mode=0o700)
+    library.write_bytes(built.read_bytes())
+    monkeypatch.setenv("MEGALOWBIT_CACHE", str(library.parent))
+    original, swaps = c_library.ctypes.CDLL, []
+
+    def swap_and_load(path):
+        swaps.append(path)
+        library.unlink()
+        library.write_text("planted")
+        return original(path)
+
+    monkeypatch.setattr(c_library.ctypes, "CDLL", swap_and_load)
+    assert load() == (None, [])
+    assert len(swaps) == 1  # nothing had to be built anew
+    assert library.read_text() == "planted"
+
+
+def test_without_names_for_open_files_a_private_copy_is_loaded(load, monkeypatch):
+    original, loaded = c_library.ctypes.CDLL, []
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: "/proc" not in str(path) and exists(path))
+    monkeypatch.setattr(c_library.ctypes, "CDLL", lambda path: loaded.append(path) or original(path))
+    assert load() == (None, [])
+    assert load() == (None, [])
+    assert [Path(path).name for path in loaded] == ["kernels_cpu.so"] * 2
+    assert not any(exists(Path(path).parent) for path in loaded)
+
+
+def test_what_a_killed_build_left_is_deleted_a_day_later(load, tmp_path):
+    cache = tmp_path / "cache"
+    for name, age in ((".build-old", 90000), (".build-new", 80000)):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "draft").write_text("half")
+        os.utime(cache / name, (time.time() - age,) * 2)
+    cache.chmod(0o700)
+    assert load() == (None, [])
+    assert {path.name for path in cache.iterdir() if path.suffix != ".so"} == {".build-new"}
+
+
+def test_no_temporary_folder_and_disks_that_forbid_programs_are_named(load, monkeypatch, tmp_path):
+    monkeypatch.setattr(c_library, "_forbids_programs", lambda folder: True)
+    reason, warnings = load()
+    assert "forbids programs (noexec): set MEGALOWBIT_CACHE or TMPDIR" in reason
+    assert len(warnings) == 1
+    assert f"{tmp_path / 'cache'} forbids programs" in warnings[0]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    assert re.search("cannot be built .*none.*: set MEGALOWBIT_CACHE and TMPDIR", load()[0])
+
+
+def test_an_interrupted_build_leaves_no_compiler_behind(monkeypatch, tmp_path):
+    def interrupt(process, timeout=None):
+        monkeypatch.undo()
+        started.append(process)
+        raise KeyboardInterrupt
+
+    started = []
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        c_library._run([script(tmp_path, "sleep 60")], time.monotonic() + 60)
+    assert started[0].returncode == -9

@@ -17,9 +17,9 @@ def test_a_scale_rounding_the_scale_format_lacks_is_refused(format, rounding, ch
         Encoding(format=format, scale_rounding=rounding)
 
 
-@pytest.mark.parametrize("q_scalar", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("q_scalar", [0.0, -1.0, 1e-60, 1e-40, 1e39, float("inf"), float("nan")])
 def test_a_q_scalar_that_is_no_positive_number_is_refused(q_scalar):
-    with pytest.raises(UserError, match="q_scalar must be a finite number above 0"):
+    with pytest.raises(UserError, match="q_scalar must be a normal fp32 number above 0"):
         Encoding(format=NVFP4, q_scalar=q_scalar)
 
 

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from megalowbit.formats.block_format import NVFP4
 from megalowbit.quantize import kernels_cpu
+from megalowbit.quantize.encoding import Encoding
 
 pytestmark = pytest.mark.skipif(
     not kernels_cpu.is_available(), reason=f"no CPU kernel: {kernels_cpu.why_unavailable()}"
@@ -71,3 +73,21 @@ def test_column_sums_are_near_the_exact_ones_and_independent_of_threads(dtype, s
     bound = matrix.double().abs().sum(0) * 2.0**-20
     assert ((sums[0].double() - matrix.double().sum(0)).abs() <= bound).all()
     assert torch.equal(sums[0], kernels_cpu.column_sums(matrix.t().contiguous().t()))
+
+
+def negated(x):
+    """-x as a view that only says so."""
+    view = torch.complex(torch.zeros_like(x), x).conj().imag
+    assert view.is_neg()
+    return view
+
+
+def test_views_that_only_say_they_are_negated_are_negated():
+    x, bias = gaussian(9, 33), gaussian(33, seed=1)
+    assert torch.equal(kernels_cpu.column_sums(negated(x)), -kernels_cpu.column_sums(x))
+    ours = kernels_cpu.scale_and_bias(negated(x), 1.5, negated(bias), torch.empty(9, 33))
+    assert torch.equal(ours, -kernels_cpu.scale_and_bias(x, 1.5, bias, torch.empty(9, 33)))
+    amax = torch.tensor(-3.0)
+    encoding = Encoding(format=NVFP4)
+    ours = kernels_cpu.encode(x, encoding, tensor_amax=negated(amax))
+    assert torch.equal(ours.tensor_scale, kernels_cpu.encode(x, encoding, tensor_amax=-amax).tensor_scale)

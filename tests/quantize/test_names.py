@@ -24,7 +24,7 @@ def test_the_suffix_nosr_means_nearest_even():
     ("name", "field", "value"),
     [
         ("fp8e4m3:sr", "is_stochastic", True),
-        ("nvfp4e2m1bnosr:unbiased", "is_stochastic", True),
+        ("nvfp4e2m1b:unbiased", "is_stochastic", True),
         ("nvfp4e2m1b:unbiased", "scale_rounding", "up"),
         ("fp4e2m1b:unbiased", "scale_rounding", "nearest"),
         ("mxfp4e2m1b", "scale_rounding", "up"),
@@ -59,11 +59,21 @@ def test_blocks_are_those_of_name_and_options(name, block):
         ("nvfp4e2m1", "unknown quantizer 'nvfp4e2m1': did you mean 'nvfp4e2m1b'"),
         ("", "unknown quantizer ''"),
         ("nvfp4e2m1b:tile61", "unknown option 'tile61': did you mean 'tile16'"),
-        ("nvfp4e2m1b:", "unknown option ''"),
+        ("nvfp4e2m1b:", "an option is empty"),
+        ("nvfp4e2m1b::sr", "an option is empty"),
+        ("nvfp4e2m1b:TILE16", "write 'tile16'"),
+        ("nvfp4e2m1bnosr:sr", "nosr and sr contradict each other, use nvfp4e2m1b"),
+        ("mxfp4e2m1bnosr:unbiased", "use mxfp4e2m1b:unbiased"),
         ("nvfp4e2m1b:q_scalar", "write q_scalar=NUMBER"),
         ("nvfp4e2m1b:sr=1", "write q_scalar=NUMBER"),
         ("nvfp4e2m1b:q_scalar=x", "q_scalar='x' is not a number"),
-        ("nvfp4e2m1b:q_scalar=-1", "q_scalar must be a finite number above 0"),
+        ("nvfp4e2m1b:q_scalar=1_0", "q_scalar='1_0' is not a number"),
+        ("nvfp4e2m1b:q_scalar=-1", "q_scalar must be a normal fp32 number above 0"),
+        ("nvfp4e2m1b:q_scalar=1e39", "q_scalar must be a normal fp32 number"),
+        ("nvfp4e2m1b:q_scalar=1e-60", "q_scalar must be a normal fp32 number"),
+        ("nvfp4e2m1b:q_scalar=1e-40", "q_scalar must be a normal fp32 number"),
+        ("NVFP4e2m1b", "unknown quantizer 'NVFP4e2m1b': names are in lower case, write 'nvfp4e2m1b'"),
+        ("bf16", "unknown quantizer 'bf16': write 'fp32' for not quantised"),
         ("nvfp4e2m1b:sr:sr", "sr stands there twice"),
         ("mxfp4e2m1b:unbiased:floor", "unbiased and floor contradict each other"),
         ("int8b:tile16:block32", "tile16 and block32 contradict"),
@@ -87,6 +97,26 @@ def test_what_does_not_exist_or_fit_is_refused_by_name(name, message):
         quantizer(name)
     assert message in str(caught.value)
     assert repr(name) in str(caught.value) or "unknown quantizer" in message
+
+
+@pytest.mark.parametrize("name", [5, None, [], b"fp4e2m1b", 1.5])
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(UserError, match="a quantizer has a name, not"):
+        quantizer(name)
+
+
+def test_representations_are_one_short_line():
+    for name, expected in (
+        ("fp8e4m3b", "BlockQuantizer('fp8e4m3b')"),
+        ("fp32", "IdentityQuantizer('fp32')"),
+        ("fp4e2m1b:seed_compat", "SeedCompatQuantizer('fp4e2m1b:seed_compat')"),
+    ):
+        assert repr(quantizer(name)) == expected
+    x = torch.zeros(64, 32, dtype=torch.bfloat16)
+    described = "(64, 32), bfloat16, e2m1 under e4m3 scales for 1 × 16, 4.5 bits an element"
+    assert repr(quantizer("nvfp4e2m1b").quantize(x)) == f"QuantizedTensor({described})"
+    assert repr(quantizer("fp32").quantize(x)) == "UnquantizedTensor((64, 32), bfloat16)"
+    assert len(repr(quantizer("fp8e4m3b").encoding)) < 250
 
 
 def test_seed_compat_computes_something_else_than_the_format_of_that_name():

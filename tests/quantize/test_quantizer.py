@@ -288,3 +288,45 @@ def test_no_gradient_flows():
     x = gaussian(4, 16).requires_grad_()
     for name in (NEAREST, IDENTITY, "fp4e2m1b:seed_compat"):
         assert not quantizer(name)(x).requires_grad
+
+
+@pytest.mark.parametrize("name", [NEAREST, IDENTITY, "fp4e2m1b:seed_compat"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: [1.0, 2.0], "not a tensor"),
+        (lambda: None, "not a tensor"),
+        (lambda: 1.5, "not a tensor"),
+        (lambda: np.ones(3), "not a tensor"),
+        (lambda: torch.ones(2, 16).to_sparse(), "sparse_coo: pass a dense one"),
+        (lambda: torch.ones(2, 16).to_mkldnn(), "mkldnn: pass a dense one"),
+    ],
+)
+def test_what_is_no_dense_tensor_is_refused_by_name(name, make, message):
+    with pytest.raises(UserError, match=message) as caught:
+        quantizer(name)(make())
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [NEAREST, "fp4e2m1", TILED])
+def test_the_tensor_s_maximum_may_be_a_number_or_a_tensor(name):
+    x = gaussian(4, 32)
+    expected = quantizer(name).quantize(x, tensor_amax=torch.tensor(8.0))
+    for amax in (8, 8.0, torch.tensor(8.0, dtype=torch.float64), torch.tensor(8.0, requires_grad=True)):
+        got = quantizer(name).quantize(x, tensor_amax=amax)
+        assert torch.equal(got.dequantize(), expected.dequantize())
+        assert torch.equal(got.tensor_scale, expected.tensor_scale)
+
+
+@pytest.mark.parametrize(
+    "amax", [torch.ones(1), torch.ones(3), torch.tensor(1), torch.ones((), device="meta"), "1"]
+)
+def test_any_other_maximum_is_refused(amax):
+    with pytest.raises(UserError, match="tensor_amax="):
+        quantizer(NEAREST).quantize(gaussian(4, 16), tensor_amax=amax)
+
+
+@pytest.mark.parametrize("name", [NEAREST, STOCHASTIC, "fp4e2m1", TILED, "nvfp4e2m1bnosr:4over6"])
+@pytest.mark.parametrize("amax", [math.inf, math.nan, 1e39])
+def test_a_maximum_that_is_not_finite_makes_the_whole_tensor_nan(name, amax):
+    assert quantizer(name).quantize(gaussian(4, 32), tensor_amax=amax).dequantize().isnan().all()

@@ -98,7 +98,13 @@ def test_the_step_tensor_is_the_step():
     assert stream.step == 10
 
 
-@pytest.mark.parametrize("state", [{}, {"seed": 1}, {"seed": 1, "step": -1}, {"seed": 1, "step": "2"}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {}, {"seed": 1}, {"seed": 1, "step": -1}, {"seed": 1, "step": "2"}, {"seed": 1, "step": 2**63},
+        {"seed": True, "step": 1}, {"seed": 1, "step": False}, {"seed": 1.0, "step": 1}, None, [], 3,
+    ],
+)  # fmt: skip
 def test_a_damaged_state_is_refused(state):
     with pytest.raises(UserError, match="random stream state"):
         RandomStream(0).load_state_dict(state)
@@ -178,3 +184,34 @@ def test_a_device_is_checked_once_and_changes_no_key():
     stream.check(CPU, counting)
     assert first == len(calls) > 2
     assert stream.key("a", "input") == before
+
+
+@pytest.mark.parametrize("value", [1.7, 1.0, "x", None, True])
+def test_seed_and_rank_are_whole_numbers(value):
+    with pytest.raises(UserError, match=f"random stream seed = {value!r}: expected a whole number"):
+        RandomStream(value)
+    with pytest.raises(UserError, match=f"random stream rank = {value!r}: expected a whole number"):
+        RandomStream(0, value)
+
+
+def test_a_rank_is_not_negative_and_a_seed_is_any_integer():
+    with pytest.raises(UserError, match="rank = -1"):
+        RandomStream(0, -1)
+    seeds = (-1, 0, 2**64, 10**30)
+    assert len({RandomStream(seed).key("a", "input") for seed in seeds}) == 4
+
+
+def test_the_last_step_can_be_loaded_and_not_passed():
+    stream = RandomStream(0)
+    stream.load_state_dict({"seed": -5, "step": 2**63 - 2})
+    stream.advance()
+    assert stream.state_dict() == {"seed": -5, "step": 2**63 - 1}
+    with pytest.raises(UserError, match="at step 9223372036854775807, the last there is"):
+        stream.advance()
+    assert stream.step == 2**63 - 1
+
+
+def test_a_stream_made_in_inference_mode_has_an_ordinary_step():
+    with torch.inference_mode():
+        stream = RandomStream(0)
+    assert not stream.step_tensor.is_inference()

@@ -1,0 +1,35 @@
+import pytest
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.layers.bitlinear import BitLinear
+
+
+@pytest.mark.parametrize(
+    ("input", "message"),
+    [
+        (None, "expects a torch tensor, a dense one, got NoneType"),
+        (torch.zeros(2, 64).numpy(), "expects a torch tensor, a dense one, got ndarray"),
+        (
+            torch.eye(64).to_sparse(),
+            "expects a torch tensor, a dense one, got a tensor of layout torch.sparse_coo",
+        ),
+        (torch.zeros(2, 64, device="meta"), "has its weight on cpu, got an input on meta"),
+        (torch.zeros(2, 63), "expects a last axis of 64"),
+        (torch.zeros(()), "expects a last axis of 64"),
+    ],
+)
+def test_an_input_that_does_not_fit_is_refused_by_name_or_by_sizes(input, message):
+    layer = BitLinear(64, 32)
+    with pytest.raises(UserError, match=rf"^BitLinear\(64, 32\) {message}"):
+        layer(input)
+    layer.layer_name = "h.0.up"
+    with pytest.raises(UserError, match=rf"^BitLinear 'h.0.up' {message}"):
+        layer(input)
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, None, "4"])
+@pytest.mark.parametrize("name", ["in_features", "out_features"])
+def test_a_size_that_is_none_is_refused(name, size):
+    with pytest.raises(UserError, match=f"BitLinear {name} = {size!r}: expected a whole number"):
+        BitLinear(**{"in_features": 4, "out_features": 4, name: size})
