@@ -18,7 +18,7 @@ from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import bit_layers, convert
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import check_nothing_missed
-from megalowbit.pretrain.kernels import describe_kernels, this_device, why_not
+from megalowbit.pretrain.kernels import this_device, why_not
 from megalowbit.pretrain.memory import estimate_memory
 
 
@@ -59,7 +59,7 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
     sections = {
         "configuration": json.dumps(config.to_dict(), indent=2),
         "layers": str(report),
-        "kernels": why_not(recipe, this_device()) or describe_kernels(recipe, this_device()),
+        "products": why_not(recipe, this_device()) or f"{recipe.gemm} on {this_device()}",
         "parameters": f"{total:,}, of which {swapped:,} ({swapped / total:.1%}) in low-bit layers",
         "data": f"{corpus}; {tokens:,} tokens a step on {world_size} process(es), "
         f"{tokens * settings.run.steps:,} in {settings.run.steps:,} steps",

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from megalowbit.engine.initialize import initialize
+from megalowbit.engine.process_start import stop_process_group
 
 HIDDEN, WIDTH, BATCH = 8, 16, 4
 
@@ -93,3 +94,4 @@ def weights(engine):
 def report(result):
     rank, _ = rank_and_size()
     (Path(os.environ["RESULTS"]) / f"rank{rank}.json").write_text(json.dumps(result))
+    stop_process_group()  # or a rank may die in its exit of what the others have closed already
