@@ -108,7 +108,7 @@ class BitLinear(nn.Linear):
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         if torch.compiler.is_compiling():
-            return opaque_linear(self, input, dtype)
+            return opaque_linear(self, input, self.weight, self.bias, dtype)
         call = self.call(self.begin_use(), compute_dtype=dtype, needs_grad=torch.is_grad_enabled())
         return lowbit_linear(input, self.weight, self.bias, call)
 

@@ -19,7 +19,7 @@ from megalowbit.layers import fp8_product, native_fp4
 from megalowbit.layers.call import Call, keeps_weight_codes
 from megalowbit.layers.factor import Factor, exact_dtype
 from megalowbit.layers.gemms import column_sums, gemm_dtype, multiply
-from megalowbit.layers.recipe import PRODUCTS
+from megalowbit.layers.recipe_checks import PRODUCTS
 from megalowbit.quantize.quantized_tensor import matrix_shape
 
 

@@ -89,18 +89,20 @@ class _Ticket(np.ndarray):
         return torch.from_numpy(array)
 
 
-def opaque_linear(layer: BitLinear, input: Tensor, compute_dtype: torch.dtype) -> Tensor:
+def opaque_linear(
+    layer: BitLinear, input: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype
+) -> Tensor:
     """The layer's forward, as one node of a traced graph."""
     has_graph = torch.is_grad_enabled()
     stream = layer.random_stream
     outputs = _forward(
         input,
-        layer.weight,
-        layer.bias,
+        weight,
+        bias,
         None if stream is None else stream.step_tensor,
         layer._handle,
         compute_dtype,
-        has_graph and layer.weight.requires_grad,
+        has_graph and weight.requires_grad,
         has_graph and input.requires_grad,
         has_graph,
     )
@@ -260,6 +262,7 @@ def _backward(
     handle: int,
     compute_dtype: torch.dtype,
     input_shape: list[int],
+    weight_shape: list[int],
     input_dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
@@ -284,14 +287,14 @@ def _backward(
         input_factor = _factor(*layout, input_dtype, parts[:count], exponents[:2])
         parts = parts[count:]
     if needs_input:
-        layout = _weight_layout(layer.recipe, (layer.out_features, layer.in_features))
+        layout = _weight_layout(layer.recipe, weight_shape)
         weight_factor = _factor(*layout, weight_dtype, parts, exponents[2:])
     gradients = backward_products(
         call,
         grad_output,
         input_factor,
         weight_factor,
-        in_features=layer.in_features,
+        in_features=weight_shape[1],
         dtypes=Dtypes(input_dtype, weight_dtype, bias_dtype),
         needs_bias=bias_dtype is not None,
     )
@@ -305,28 +308,28 @@ def _(
     handle: int,
     compute_dtype: torch.dtype,
     input_shape: list[int],
+    weight_shape: list[int],
     input_dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
     needs_weight: bool,
     needs_input: bool,
 ) -> list[Tensor]:
-    del saved, compute_dtype
-    layer = _layer(handle)
+    del saved, compute_dtype, handle
     gradients = []
     if needs_input:
         gradients.append(grad_output.new_empty(input_shape, dtype=input_dtype))
     if needs_weight:
-        gradients.append(grad_output.new_empty((layer.out_features, layer.in_features), dtype=weight_dtype))
+        gradients.append(grad_output.new_empty(weight_shape, dtype=weight_dtype))
     if bias_dtype is not None:
-        gradients.append(grad_output.new_empty((layer.out_features,), dtype=bias_dtype))
+        gradients.append(grad_output.new_empty((weight_shape[0],), dtype=bias_dtype))
     return gradients
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     input, weight, bias, _, handle, compute_dtype, keeps_input, keeps_weight, needs_grad = inputs
     ctx.handle, ctx.compute_dtype, ctx.needs = handle, compute_dtype, (keeps_input, keeps_weight)
-    ctx.input_shape = input.shape
+    ctx.input_shape, ctx.weight_shape = input.shape, weight.shape
     ctx.dtypes = input.dtype, weight.dtype, bias.dtype if bias is not None and bias.requires_grad else None
     if needs_grad:
         ctx.mark_non_differentiable(*output[1:])
@@ -346,6 +349,7 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...
                 ctx.handle,
                 ctx.compute_dtype,
                 list(ctx.input_shape),
+                list(ctx.weight_shape),
                 *ctx.dtypes,
                 keeps_input,
                 keeps_weight,

@@ -9,34 +9,28 @@ both GEMMs (transposed where need be); a backward quantiser of another name than
 tensor a second time. `per_gemm`: each GEMM gets operands in blocks along the axis it sums over, as FP4 tensor
 cores demand; `hadamard` then transforms both operands of grad_weight along the tokens first.
 
-Quantiser field names are those of the Metis configuration. What a recipe's GEMMs run in is `gemm`.
+An operand may be split first: a low-rank part, whose factors are quantised, and the residual, which the
+operand's own quantiser rounds. Quantiser field names are those of the Metis configuration. What a recipe's
+GEMMs run in is `gemm`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from megalowbit.errors import UserError, unknown_name
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.layers import recipe_checks
+from megalowbit.layers.recipe_checks import OPERAND_FIELDS
 from megalowbit.quantize.names import quantizer
-from megalowbit.quantize.quantizer import BlockQuantizer
+from megalowbit.spectral.settings import OperandSplit, ParameterSplit, settings_from
 
-OPERAND_FIELDS = (
-    "q_forward_input",
-    "q_forward_weight",
-    "q_backward_input",
-    "q_backward_weight",
-    "q_backward_outputgrad",
-)
-LAYOUTS = ("single_copy", "per_gemm")
-GEMMS = ("bf16", "fp8", "fp4")
-_NATIVE_FORMATS: tuple[tuple[str, tuple[int, int] | None], ...] = (("e4m3", (1, 16)), ("e8m0", (1, 32)))
-PRODUCTS = {
-    "output": ("q_forward_input", "q_forward_weight"),
-    "grad_input": ("q_backward_outputgrad", "q_backward_weight"),
-    "grad_weight": ("q_backward_outputgrad", "q_backward_input"),
+SPLIT_FIELDS = {
+    "split_input": OperandSplit,
+    "split_weight": OperandSplit,
+    "split_grad_output": OperandSplit,
+    "parameter_split": ParameterSplit,
 }
 
 
@@ -55,6 +49,12 @@ class Recipe:
         layout: "single_copy" or "per_gemm", see above.
         hadamard: random Hadamard transform of grad_weight's operands; with "per_gemm" only.
         gemm: "bf16"; "fp8" multiplies MXFP4 operands in FP8 where that is exact; "fp4" on FP4 tensor cores.
+        split_input: low-rank split of the input, a block of `OperandSplit`'s fields; `None`: not split.
+        split_weight: of the weight, at each use of it ("in time"); parameters stay as they are.
+        split_grad_output: of the output gradient.
+        parameter_split: of the weight into parameters, between steps; see `ParameterSplit`.
+        keep_first: blocks at the model's beginning left in high precision, a number or a share of them all.
+        keep_last: likewise, at its end.
 
     Raises:
         UserError: a quantiser is unknown, `keep` is not a list of strings, or the fields do not fit together.
@@ -70,6 +70,12 @@ class Recipe:
     layout: Literal["single_copy", "per_gemm"] = "single_copy"
     hadamard: bool = False
     gemm: Literal["bf16", "fp8", "fp4"] = "bf16"
+    split_input: OperandSplit | None = None
+    split_weight: OperandSplit | None = None
+    split_grad_output: OperandSplit | None = None
+    parameter_split: ParameterSplit | None = None
+    keep_first: int | float = 0
+    keep_last: int | float = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -79,13 +85,17 @@ class Recipe:
             if not isinstance(value, str):
                 raise UserError(f"recipe {self.name!r}: {field} must be a quantizer name, not {value!r}")
             quantizer(value)
-        object.__setattr__(self, "keep", _patterns(self.name, self.keep))
-        _check_choices(self)
-        _check_hadamard(self)
+        object.__setattr__(self, "keep", recipe_checks.patterns(self.name, self.keep))
+        for field, kind in SPLIT_FIELDS.items():
+            object.__setattr__(self, field, settings_from(kind, getattr(self, field), field))
+        recipe_checks.check_choices(self)
+        recipe_checks.check_hadamard(self)
+        recipe_checks.check_blocks(self)
+        recipe_checks.check_splits(self)
         if self.gemm == "fp8":
-            _check_fp8(self)
+            recipe_checks.check_fp8(self)
         if self.gemm == "fp4":
-            _check_fp4(self)
+            recipe_checks.check_fp4(self)
 
     @property
     def quantizes(self) -> bool:
@@ -97,8 +107,9 @@ class Recipe:
         """Build a recipe from a configuration block: `{"base": "nvfp4", "keep": ["*.h.0.*"]}`.
 
         Args:
-            values: fields of `Recipe`, and `base`, the named recipe that fills those left out. Without a
-                name of its own the result is called after its base, with what was changed.
+            values: fields of `Recipe`, and `base`, the named recipe that fills those left out, also those
+                within a split that both have. Without a name of its own the result is called after its
+                base, with what was changed.
 
         Raises:
             UserError: a key is unknown, a value is wrong, or fields are missing and there is no base.
@@ -110,7 +121,8 @@ class Recipe:
         changes = {key: value for key, value in values.items() if key != "base"}
         if "base" in values:
             base = recipe(values["base"])
-            changed = [key for key in changes if key != "name" and _plain(changes[key]) != getattr(base, key)]
+            changes = {key: _over_base(base, key, value) for key, value in changes.items()}
+            changed = [key for key in changes if key != "name" and changes[key] != getattr(base, key)]
             name = f"{base.name} with own {', '.join(changed)}" if changed else base.name
             return replace(base, **{"name": name, **changes})
         missing = [field for field in OPERAND_FIELDS if field not in changes]
@@ -130,93 +142,37 @@ class Recipe:
             f"input {self.q_backward_input}, weight {self.q_backward_weight}, "
             f"grad_output {self.q_backward_outputgrad}"
         )
-        extra = "; one copy for each GEMM" if self.layout == "per_gemm" else ""
+        extra = "".join(
+            f"; {_described(field, getattr(self, field))}" for field in SPLIT_FIELDS if getattr(self, field)
+        )
+        extra += "; one copy for each GEMM" if self.layout == "per_gemm" else ""
         extra += "; Hadamard transform before grad_weight" if self.hadamard else ""
         extra += f"; GEMMs in {self.gemm}" if self.gemm != "bf16" else ""
+        extra += f"; first blocks kept: {self.keep_first}" if self.keep_first else ""
+        extra += f"; last blocks kept: {self.keep_last}" if self.keep_last else ""
         extra += f"; kept: {', '.join(self.keep)}" if self.keep else ""
         return f"{self.name} (forward: {forward}; backward: {backward}{extra})"
 
 
-def _check_choices(recipe: Recipe) -> None:
-    for field, choices in (("layout", LAYOUTS), ("gemm", GEMMS)):
-        value = getattr(recipe, field)
-        if value not in choices:
-            raise UserError(f"recipe {recipe.name!r}: {unknown_name(field, value, choices)}")
-    if recipe.gemm != "bf16" and not recipe.quantizes:
-        raise UserError(
-            f'recipe {recipe.name!r}: gemm "{recipe.gemm}" multiplies quantised operands, but the recipe '
-            'quantises nothing: name quantizers, or use gemm "bf16"'
-        )
-    if not isinstance(recipe.hadamard, bool):
-        raise UserError(f"recipe {recipe.name!r}: hadamard must be true or false, not {recipe.hadamard!r}")
+def _described(field: str, split: OperandSplit | ParameterSplit) -> str:
+    """A split in a few words: what differs from its defaults."""
+    plain = type(split)()
+    shown = [
+        f"{each.name} {getattr(split, each.name)}"
+        for each in fields(split)
+        if each.name == "rank" or getattr(split, each.name) != getattr(plain, each.name)
+    ]
+    return f"{field} ({', '.join(shown)})"
 
 
-def _encoding(name: str) -> Encoding | None:
-    chosen = quantizer(name)
-    return chosen.encoding if isinstance(chosen, BlockQuantizer) else None
-
-
-def _check_hadamard(recipe: Recipe) -> None:
-    if not recipe.hadamard:
-        return
-    if recipe.layout != "per_gemm":
-        raise UserError(
-            f"recipe {recipe.name!r}: hadamard transforms operands of grad_weight alone, which needs copies "
-            'of their own: set layout to "per_gemm"'
-        )
-    for field in PRODUCTS["grad_weight"]:
-        if _encoding(getattr(recipe, field)) is None:
-            raise UserError(
-                f"recipe {recipe.name!r}: hadamard needs a quantizer with blocks for {field}, not "
-                f"{getattr(recipe, field)!r}: choose one, or set hadamard to false"
-            )
-
-
-def _check_fp8(recipe: Recipe) -> None:
-    for field in OPERAND_FIELDS:
-        name = getattr(recipe, field)
-        encoding = _encoding(name)
-        is_mxfp4 = encoding is not None and encoding.format.scale == "e8m0"
-        if not quantizer(name).is_identity and not is_mxfp4:
-            raise UserError(
-                f'recipe {recipe.name!r}: gemm "fp8" holds only MXFP4 operands exactly, but {field} is '
-                f'{name!r}: use an mxfp4 quantizer, or gemm "bf16"'
-            )
-
-
-def _check_fp4(recipe: Recipe) -> None:
-    if recipe.layout != "per_gemm":
-        raise UserError(
-            f'recipe {recipe.name!r}: gemm "fp4" needs blocks along the axis summed over: '
-            'set layout to "per_gemm"'
-        )
-    for product, operands in PRODUCTS.items():
-        names = [getattr(recipe, field) for field in operands]
-        if all(quantizer(name).is_identity for name in names):
-            continue
-        formats = [None if encoding is None else encoding.format for encoding in map(_encoding, names)]
-        fits = all(
-            format is not None and (format.scale, format.block) in _NATIVE_FORMATS for format in formats
-        )
-        if not fits or formats[0] != formats[1]:
-            raise UserError(
-                f'recipe {recipe.name!r}: gemm "fp4" multiplies NVFP4 (1 × 16) or MXFP4 by the same, but '
-                f'{product} has {names[0]!r} and {names[1]!r}: choose such a pair, or gemm "bf16"'
-            )
-
-
-def _plain(value: object) -> object:
+def _over_base(base: Recipe, key: str, value: object) -> object:
+    """A configuration's value in the form a recipe holds it, what a split leaves out taken from the base."""
+    if key in SPLIT_FIELDS:
+        below = getattr(base, key)
+        if isinstance(value, Mapping) and below is not None:
+            value = {**asdict(below), **value}
+        return settings_from(SPLIT_FIELDS[key], value, key)
     return tuple(value) if isinstance(value, list) else value
-
-
-def _patterns(name: str, keep: object) -> tuple[str, ...]:
-    if isinstance(keep, str) or not isinstance(keep, Iterable):
-        raise UserError(f"recipe {name!r}: keep must be a list of module name patterns, not {keep!r}")
-    patterns = tuple(keep)
-    for pattern in patterns:
-        if not isinstance(pattern, str) or not pattern:
-            raise UserError(f"recipe {name!r}: keep holds {pattern!r}: expected a module name pattern")
-    return patterns
 
 
 def _uniform(name: str, operand: str, *, outputgrad: str | None = None) -> Recipe:
@@ -233,11 +189,40 @@ def _uniform(name: str, operand: str, *, outputgrad: str | None = None) -> Recip
 def recipes() -> dict[str, Recipe]:
     """The named recipes.
 
-    `nvfp4` and `mxfp4` round to nearest even and output gradients stochastically; `bf16` quantises nothing.
+    | name           |                                                                                       |
+    |----------------|---------------------------------------------------------------------------------------|
+    | `nvfp4`        | NVFP4, nearest even; output gradients stochastic                                      |
+    | `mxfp4`        | the same in MXFP4                                                                     |
+    | `nvidia-nvfp4` | one copy for each product, 16 × 16 weight tiles, Hadamard, last blocks kept in bf16   |
+    |                | (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149)                             |
+    | `metis-nvfp4`  | `nvfp4` with low-rank splits, residuals against the quantised factors                 |
+    | `metis-seed`   | what the GPT-2 script of the Metis repository sets, with its arithmetic               |
+    | `fp8`          | E4M3, output gradients E5M2, one scale a tensor                                       |
+    | `bf16`         | quantises nothing                                                                     |
     """
+    nvfp4 = _uniform("nvfp4", "nvfp4e2m1bnosr", outputgrad="nvfp4e2m1b")
+    seed_quantizer = "fp4e2m1b:seed_compat"
+    tiles = "nvfp4e2m1bnosr:tile16"
     named = [
-        _uniform("nvfp4", "nvfp4e2m1bnosr", outputgrad="nvfp4e2m1b"),
+        nvfp4,
         _uniform("mxfp4", "mxfp4e2m1bnosr", outputgrad="mxfp4e2m1b"),
+        replace(
+            nvfp4,
+            name="nvidia-nvfp4",
+            q_forward_weight=tiles,
+            q_backward_weight=tiles,
+            layout="per_gemm",
+            hadamard=True,
+            keep_last=0.15,
+        ),
+        replace(nvfp4, name="metis-nvfp4", split_grad_output=OperandSplit()),
+        replace(
+            _uniform("metis-seed", seed_quantizer),
+            split_grad_output=OperandSplit(
+                method="svd_lowrank", rank=60, niter=0, order="seed", q_factors=seed_quantizer
+            ),
+        ),
+        _uniform("fp8", "fp8e4m3", outputgrad="fp8e5m2"),
         _uniform("bf16", "fp32"),
     ]
     return {each.name: each for each in named}

@@ -1,0 +1,1 @@
+"""Low-rank factors of a matrix, the split against their quantised form, gains on singular values."""

@@ -1,0 +1,198 @@
+"""How a matrix is split into a low-rank part and a residual, as settings that a recipe holds.
+
+`OperandSplit` is for an operand of a product, split anew at each use: M ≈ Q(U)·S·Q(Vᵀ) + Q(residual).
+`ParameterSplit` turns a weight into parameters W_R, U, S, V between two optimizer steps. Both come from a
+configuration block; the field names are ours, docs/spectral.md maps Metis's command line to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from megalowbit.errors import UserError, shown, unknown_name
+from megalowbit.quantize.names import quantizer
+from megalowbit.spectral.gains import gain
+
+METHODS = ("qb", "power", "svd_lowrank", "svd", "sampled", "random", "mean")
+WARM_METHODS = ("qb", "power")
+ORDERS = ("compensated", "seed")
+REUSES = ("directions", "factors")
+OPTIMIZER_STATES = ("project", "reset")
+Settings = TypeVar("Settings", "OperandSplit", "ParameterSplit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandSplit:
+    """The split of one operand.
+
+    Attributes:
+        method: how factors are found: "qb" (warm-started, Cholesky QR), "power" (warm-started, Householder
+            QR, `niter` steps a time), "svd_lowrank" (randomised, `niter` power steps), "svd" (exact),
+            "sampled" (from a few rows), "random" (random projection), or "mean" (the mean row alone).
+        rank: a whole number ≥ 1, or a fraction of the smaller of the layer's two sizes, below 1.
+        niter: power steps; for "qb" those of a cold start.
+        power_every: "qb": one further power step at every so many refreshes; 0: never.
+        sample_fraction: "sampled": share of the rows looked at.
+        refresh_every: micro-batches from one factorisation to the next.
+        reuse: what serves in between: "directions" (V; U and S follow from the new matrix) or "factors"
+            (all three as they were, as Metis does).
+        broadcast_dim: axis of the operand of which the first slice alone is factored, its low-rank part
+            being subtracted from all slices; `None` factors the whole operand.
+        order: the residual is taken against the quantised factors ("compensated") or, as in the Metis
+            repository, against the unquantised ones ("seed").
+        q_factors: quantiser of Uᵀ and Vᵀ, in blocks along their long axes; "fp32" keeps them as they are.
+        gains: gain on singular values and residual: "none", "ysche", "ysche_seed", "module:function".
+
+    Raises:
+        UserError: a value is wrong, or the values do not fit together.
+    """
+
+    method: Literal["qb", "power", "svd_lowrank", "svd", "sampled", "random", "mean"] = "qb"
+    rank: int | float = 0.015
+    niter: int = 2
+    power_every: int = 8
+    sample_fraction: float = 0.02
+    refresh_every: int = 1
+    reuse: Literal["directions", "factors"] = "directions"
+    broadcast_dim: int | None = None
+    order: Literal["compensated", "seed"] = "compensated"
+    q_factors: str = "nvfp4e2m1bnosr"
+    gains: str = "none"
+
+    def __post_init__(self) -> None:
+        for field, choices in (("method", METHODS), ("order", ORDERS), ("reuse", REUSES)):
+            _check_choice(field, getattr(self, field), choices)
+        check_rank(self.rank)
+        _check_whole("niter", self.niter, least=0)
+        _check_whole("power_every", self.power_every, least=0)
+        _check_whole("refresh_every", self.refresh_every, least=1)
+        if self.broadcast_dim is not None:
+            _check_whole("broadcast_dim", self.broadcast_dim, least=0)
+        if not _is_number(self.sample_fraction) or not 0 < self.sample_fraction <= 1:
+            raise UserError(f"split sample_fraction = {shown(self.sample_fraction)}: expected 0 < number ≤ 1")
+        if not isinstance(self.q_factors, str):
+            raise UserError(f"split q_factors = {shown(self.q_factors)}: expected a quantizer name")
+        quantizer(self.q_factors)
+        gain(self.gains)
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        if self.method == "power" and self.niter == 0:
+            raise UserError(
+                'split niter = 0 leaves method "power" with the directions it was started from: set 1 or more'
+            )
+        if self.method == "mean":
+            if self.gains != "none":
+                raise UserError(f'split method "mean" has no singular values for gains {self.gains!r}')
+            if self.reuse == "factors" and self.refresh_every > 1:
+                raise UserError('split method "mean" costs nothing to renew: set refresh_every to 1')
+
+    def rank_of(self, in_features: int, out_features: int) -> int:
+        """Number of columns of U and V in a layer of these sizes."""
+        if self.method == "mean":
+            return 1
+        return resolve_rank(self.rank, in_features, out_features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSplit:
+    """The split of weights into parameters: W → W_R + U·S·Vᵀ, between two optimizer steps.
+
+    Attributes:
+        rank: as for `OperandSplit`.
+        warmup_steps: optimizer steps before the first split.
+        merge_steps: steps from one split to the next, which starts from the whole W_R + U·S·Vᵀ; 0: never.
+        optimizer_state: moments after a split: "project" (by the chain rule) or "reset" (to zero).
+        merged_lr: learning rate the schedule's peak has from the first split on; `None` leaves it alone.
+
+    Raises:
+        UserError: a value is wrong.
+    """
+
+    rank: int | float = 0.015
+    warmup_steps: int = 0
+    merge_steps: int = 0
+    optimizer_state: Literal["project", "reset"] = "project"
+    merged_lr: float | None = None
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank)
+        _check_whole("warmup_steps", self.warmup_steps, least=0)
+        _check_whole("merge_steps", self.merge_steps, least=0)
+        _check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
+        if self.merged_lr is not None and not (_is_number(self.merged_lr) and self.merged_lr > 0):
+            raise UserError(f"split merged_lr = {shown(self.merged_lr)}: expected a number > 0, or null")
+
+    def rank_of(self, in_features: int, out_features: int) -> int:
+        """Number of columns of U and V in a layer of these sizes."""
+        return resolve_rank(self.rank, in_features, out_features)
+
+    def is_due(self, step: int) -> bool:
+        """Whether weights are to be split before optimizer step `step` (the first is 0)."""
+        since = step - self.warmup_steps
+        return since == 0 or (since > 0 and self.merge_steps > 0 and since % self.merge_steps == 0)
+
+
+def settings_from(kind: type[Settings], value: object, field: str) -> Settings | None:
+    """Read a split from a configuration: `null`, a block of its fields, or such settings already.
+
+    Args:
+        kind: which of the two.
+        value: what stands in the configuration.
+        field: key it stands under, for messages.
+
+    Raises:
+        UserError: unknown keys or wrong values.
+    """
+    if value is None or isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise UserError(f'{field} = {shown(value)}: expected an object such as {{"rank": 60}}, or null')
+    known = [each.name for each in fields(kind)]
+    for key in value:
+        if key not in known:
+            raise unknown_name(f"{field} key", key, known)
+    values: dict[str, Any] = dict(value)
+    try:
+        return kind(**values)
+    except UserError as error:
+        raise UserError(f"{field}: {error}") from None
+
+
+def check_rank(rank: object) -> None:
+    """Refuse what is neither a number of columns nor a fraction.
+
+    Raises:
+        UserError: see above.
+    """
+    is_count = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
+    is_fraction = isinstance(rank, float) and 0 < rank < 1
+    if not is_count and not is_fraction:
+        raise UserError(
+            f"split rank = {shown(rank)}: expected a whole number ≥ 1, or a fraction of the layer's smaller "
+            "size between 0 and 1"
+        )
+
+
+def resolve_rank(rank: int | float, in_features: int, out_features: int) -> int:
+    """Columns of U and V: a number as it is, a fraction of the smaller size rounded up; at most that size."""
+    smaller = min(in_features, out_features)
+    wanted = rank if isinstance(rank, int) else math.ceil(rank * smaller)
+    return max(1, min(wanted, smaller))
+
+
+def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise unknown_name(f"split {field}", value, choices)
+
+
+def _check_whole(field: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"split {field} = {shown(value)}: expected a whole number ≥ {least}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
