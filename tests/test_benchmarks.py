@@ -1,9 +1,15 @@
 """The benchmarks run, on sizes that take no time, and print the ratios they promise."""
 
+import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from launchers import write_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +41,14 @@ def test_quantize_compares_with_a_copy_and_with_plain_torch():
         assert any(line.strip().startswith(name) and "GB/s" in line for line in printed.splitlines()), name
 
 
+def test_low_rank_compares_every_method_with_torchs():
+    printed = run("low_rank.py", "--rounds", "2", "--shape", "96x64", "--rank", "4")
+    for name in ("qb, warm", "whole split, qb", "power, warm, one step", "random", "sampled, 2 %"):
+        lines = [line for line in printed.splitlines() if line.strip().startswith(f"{name}  ")]
+        assert lines, name
+        assert all("× torch.svd_lowrank fp32" in line for line in lines), name
+
+
 def test_a_wrong_argument_is_one_line_of_usage_not_a_traceback():
     for arguments in (["--shape", "512,256"], ["--rounds", "0"], ["--device", "tpu"], ["--recipe", "nvfp5"]):
         done = subprocess.run(
@@ -43,3 +57,86 @@ def test_a_wrong_argument_is_one_line_of_usage_not_a_traceback():
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert arguments[1] in done.stderr
+
+
+def quality(*arguments, out, **environment):
+    return subprocess.run(
+        [sys.executable, "benchmarks/quality.py", "--out", str(out), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MEGALOWBIT_CACHE": str(out / "cache"), **environment},
+    )
+
+
+def test_quality_pairs_recipes_with_bf16_by_seed_and_goes_on_where_it_was(tmp_path):
+    config, out = write_config(tmp_path), tmp_path / "out"
+    few = ("--config", str(config), "--steps", "4", "--last", "2", "--seed", "5", "--no-picture")
+    done = quality(*few, "--recipe", "nvfp4", out=out)
+    assert done.returncode == 0, done.stderr
+    assert "[2/2]" in done.stdout
+    losses = {}
+    for label in ("bf16", "nvfp4"):
+        rows = (out / f"{label}-seed-5" / "metrics.jsonl").read_text().splitlines()
+        losses[label] = [json.loads(row)["loss"] for row in rows]
+        assert len(rows) == 4
+    # the same weights and batches: the first losses differ by rounding alone
+    assert losses["bf16"][0] != losses["nvfp4"][0] == pytest.approx(losses["bf16"][0], rel=0.02)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("nvfp4 ")]
+    loss, gap = map(float, line.split()[1:3])
+    assert loss == pytest.approx(statistics.mean(losses["nvfp4"][-2:]), abs=1e-4)
+    assert gap == pytest.approx(loss - statistics.mean(losses["bf16"][-2:]), abs=2e-4)
+    assert line.endswith("?")
+    again = quality(*few, "--recipe", "nvfp4", out=out)
+    assert "[1/" not in again.stdout
+    assert again.stdout.partition("mean loss")[2] == done.stdout.partition("mean loss")[2] != ""
+    other = quality(*few, "--steps", "5", "--recipe", "nvfp4", out=out)
+    assert other.returncode == 1
+    assert other.stderr.strip().endswith("bf16-seed-5 holds a run with other settings: choose another --out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no such thing: pip install -c constraints.txt -e '.[bench]', or use --no-picture"),
+        (["--no-picture", "--recipe", "nvfp5"], "did you mean 'nvfp4'"),
+        (["--no-picture", "--config", "no.json"], "no.json"),
+    ],
+)
+def test_quality_finds_mistakes_before_the_first_run(tmp_path, arguments, message):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('no such thing')")
+    done = quality(*arguments, out=tmp_path / "out", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("out/*-seed-*"))
+
+
+def test_a_gap_smaller_than_twice_its_error_is_marked(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from quality import Gap
+
+    peers = {1: 2.0, 2: 3.0, 3: 2.5}
+    gap = Gap.between({1: 2.3, 2: 3.1, 3: 2.6}, peers)  # gaps of 0.3, 0.1 and 0.1
+    assert gap.mean == pytest.approx(0.5 / 3)
+    assert gap.deviation == pytest.approx((0.04 / 3) ** 0.5)
+    assert gap.error == pytest.approx((0.04 / 9) ** 0.5)
+    assert gap.mark == ""
+    assert Gap.between({1: 2.3, 2: 2.9, 3: 2.6}, peers).mark == "  ≈"
+    assert Gap.between({1: 2.3}, {1: 2.0}).mark == "  ?"
+
+
+def test_curves_are_drawn_from_smoothed_losses(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from curves import draw, smoothed
+
+    values = smoothed([4.0, 2.0, 6.0, 1.0], 2)
+    assert values[1:].tolist() == [3.0, 4.0, 3.5]
+    losses = [5.0 - 0.1 * step for step in range(40)]
+    curves = {
+        "bf16": {1: losses, 2: losses},
+        "nvfp4": {1: [x + 0.1 for x in losses], 2: [None, *losses[1:]]},
+    }
+    draw(tmp_path / "quality.png", curves, "bf16")
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")

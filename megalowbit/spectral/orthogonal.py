@@ -1,0 +1,117 @@
+"""Orthonormal rows from given ones, in the order given: what each row adds to those before it.
+
+Cholesky QR: the Gram matrix, a k × k Cholesky factor, one product; no Householder reflections, which take ten
+times as long for tall matrices and make a GPU wait. A row that adds nearly nothing becomes zero, not the
+rounding errors it would consist of. The Gram matrix is scaled to a unit diagonal and shifted a little, so
+rows of any lengths do (Fukaya et al., "Shifted Cholesky QR", SISC 2020; without their second pass: rows are
+directions here, and a part of a thousand that they share does no harm).
+
+Where the factorisation fails all the same, a CPU falls back to Householder reflections. A GPU would have to
+wait before it knew, so there a strongly shifted factor stands by.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SHIFT = 20  # in units of the precision, which is about what rounding does to the Gram matrix
+INDEPENDENT = 5  # in shifts: a row survives whose square has that share outside of the rows before it
+STRONG_SHIFT = 1e-2
+
+
+class Orthonormal(NamedTuple):
+    """What `cholesky_rows` and `householder_rows` return.
+
+    Attributes:
+        rows: (k, n), fp32, or fp64 for fp64 input: orthonormal, or zero.
+        is_independent: bool (k,): which rows are orthonormal.
+        fallbacks: factorisations that failed: a number, or on a GPU an int64 tensor without dimensions.
+    """
+
+    rows: Tensor
+    is_independent: Tensor
+    fallbacks: int | Tensor = 0
+
+
+def scaled_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in fp32 (fp64 for fp64) times a power of two that keeps squares in range, and that power.
+
+    Args:
+        rows: (k, n), any floating dtype; may be empty.
+    """
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    if rows.numel() == 0:
+        return wide, wide.new_ones(())
+    exponent = torch.frexp(rows.abs().amax().to(wide.dtype))[1]
+    power = torch.ldexp(wide.new_ones(()), -exponent.clamp(-126, 126))
+    return wide * power, power
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Lengths of rows (k, n), in fp32 (fp64 for fp64), free of overflow and underflow in squares."""
+    wide, power = scaled_rows(rows)
+    return torch.linalg.vector_norm(wide, dim=1) / power
+
+
+def cholesky_rows(
+    rows: Tensor, *, least: float = 0.0, shift: float | None = None, may_wait: bool | None = None
+) -> Orthonormal:
+    """Orthonormalise by Cholesky QR.
+
+    Args:
+        rows: (k, n), any floating dtype. Where one number is not finite, no row counts as independent after
+            its own, and what is returned may not be finite either.
+        least: rows shorter than this share of the longest count as zero.
+        shift: added to the diagonal of the Gram matrix, which is 1; `None`: 20 ε of the precision used.
+        may_wait: whether the host may look at the outcome and fall back to `householder_rows`; `None`: on a
+            CPU, where it costs nothing.
+    """
+    wide, _ = scaled_rows(rows)
+    shift = SHIFT * torch.finfo(wide.dtype).eps if shift is None else shift
+    gram = wide @ wide.t()
+    squares = gram.diagonal()
+    is_used = squares.isfinite() & (squares > least**2 * squares.amax())
+    scale = torch.where(is_used, squares.rsqrt(), 0.0)
+    gram = gram * scale * scale.unsqueeze(1)
+    factor, failed = _cholesky(gram, shift)
+    fallbacks: int | Tensor = 0
+    added: float | Tensor = shift
+    if wide.device.type == "cpu" if may_wait is None else may_wait:
+        if int(failed) and bool(gram.isfinite().all()):
+            return householder_rows(rows, least=least, shift=shift)._replace(fallbacks=1)
+    else:
+        factor = torch.where(failed > 0, _cholesky(gram, STRONG_SHIFT)[0], factor)
+        added = torch.where(failed > 0, STRONG_SHIFT, shift)
+        fallbacks = ((failed > 0) & gram.isfinite().all()).to(torch.int64)
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
+    # Row j comes out with the squared length 1 - shift · ‖L⁻¹_j‖²: 0 if it adds nothing to those before it.
+    squares = 1 - added * inverse.square().sum(1)
+    is_independent = is_used & (squares > INDEPENDENT / (INDEPENDENT + 1))
+    used = torch.where(is_independent.unsqueeze(1), inverse * squares.rsqrt().unsqueeze(1) * scale, 0.0)
+    return Orthonormal(used @ wide, is_independent, fallbacks)
+
+
+def _cholesky(gram: Tensor, shift: float) -> tuple[Tensor, Tensor]:
+    gram.diagonal().fill_(1.0 + shift)
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    return factor, failed
+
+
+def householder_rows(rows: Tensor, *, least: float = 0.0, shift: float | None = None) -> Orthonormal:
+    """Orthonormalise by Householder QR: exact, slow. Arguments as for `cholesky_rows`."""
+    wide, _ = scaled_rows(rows)
+    shift = SHIFT * torch.finfo(wide.dtype).eps if shift is None else shift
+    k, n = wide.shape
+    if wide.numel() == 0:
+        return Orthonormal(wide, torch.zeros(k, dtype=torch.bool, device=wide.device))
+    found, triangle = torch.linalg.qr(wide.t())
+    added = torch.nn.functional.pad(triangle.diagonal().square(), (0, k - min(k, n)))
+    squares = torch.linalg.vector_norm(wide, dim=1).square()
+    is_used = squares > least**2 * squares.amax()
+    is_independent = is_used & (added > INDEPENDENT * shift * squares) & added.isfinite()
+    found = torch.nn.functional.pad(found.t(), (0, 0, 0, k - min(k, n)))
+    return Orthonormal(torch.where(is_independent.unsqueeze(1), found, 0.0), is_independent)

@@ -1,0 +1,149 @@
+"""What the split of one operand keeps from use to use: directions, or whole factors, and counts.
+
+A micro-batch starts from what the one before left behind. Every use within it starts from that same point,
+also a second use of the layer (the last one decides what remains) and a replay, in which activation
+checkpointing computes a forward again: it must give the factors of the first time, so it changes nothing.
+
+Known limit, shared with `quantize.random_stream`: once another micro-batch has begun, a replay of an earlier
+one cannot start where that did; it is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megalowbit.errors import UserError, shown
+from megalowbit.spectral.low_rank import LowRank
+
+_COUNTED = ("cold", "warm", "reused", "qr_fallback", "misfit", "late_replay")
+_FACTORS = ("left", "values", "right")
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What is kept.
+
+    Attributes:
+        directions: (k, cols), of the last factorisation; `None`: there was none, or it is not needed again.
+        factors: whole factors, where they are to be reused.
+        refreshes: factorisations since the last one without directions to start from.
+    """
+
+    directions: Tensor | None = None
+    factors: LowRank | None = None
+    refreshes: int = 0
+
+    def fitting(self, rank: int, cols: int, matrix: Tensor) -> Kept | None:
+        """This on the matrix's device, or `None` if it is of other sizes or another dtype."""
+        if self.directions is None:
+            return None
+        if self.directions.shape != (rank, cols) or self.directions.dtype != matrix.dtype:
+            return None
+        if self.directions.device == matrix.device:
+            return self
+        moved = None
+        if self.factors is not None:
+            moved = LowRank(*(getattr(self.factors, name).to(matrix.device) for name in _FACTORS))
+        return Kept(self.directions.to(matrix.device), moved, self.refreshes)
+
+
+class SplitState:
+    """State of the split of one operand of one layer. Starts empty."""
+
+    def __init__(self) -> None:
+        self._current = Kept()
+        self._previous = Kept()
+        self._step: int | None = None
+        self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
+        self._device_fallbacks: Tensor | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often, since this object was made.
+
+        "cold" and "warm" factorisations (without and with directions to start from), "reused" ones,
+        "qr_fallback"s (Cholesky factors that failed), "misfit"s (what was kept did not fit this matrix, so
+        it was factored anew), "late_replay"s. A replay counts as nothing else. On a GPU the host waits.
+        """
+        on_device = 0 if self._device_fallbacks is None else int(self._device_fallbacks)
+        return {**self._counts, "qr_fallback": self._counts["qr_fallback"] + on_device}
+
+    def begin(self, step: int, *, is_replay: bool) -> Kept:
+        """What a use in micro-batch `step` starts from."""
+        if is_replay:
+            self._counts["late_replay"] += self._step is not None and step != self._step
+        elif step != self._step:
+            self._previous, self._step = self._current, step
+        return self._previous
+
+    def finish(self, kept: Kept) -> None:
+        """Set what remains after a use that is no replay."""
+        self._current = kept
+
+    def count(self, what: str, number: int | Tensor = 1) -> None:
+        """Count; a tensor stays on its device until `counts` is asked for."""
+        if isinstance(number, int):
+            self._counts[what] += number
+        elif self._device_fallbacks is None:
+            self._device_fallbacks = number
+        else:
+            self._device_fallbacks = self._device_fallbacks.to(number.device) + number
+
+    def copy(self) -> SplitState:
+        """Another one that starts where this one does; no tensor is copied, since none is ever written to."""
+        other = SplitState()
+        other._current, other._previous, other._step = self._current, self._previous, self._step
+        return other
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next micro-batch starts from: tensors on the CPU and a whole number; no counts."""
+        kept = self._current
+        state: dict[str, Any] = {"refreshes": kept.refreshes}
+        if kept.directions is not None:
+            state["directions"] = kept.directions.to("cpu", copy=True)
+        if kept.factors is not None:
+            state.update({name: getattr(kept.factors, name).to("cpu", copy=True) for name in _FACTORS})
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken.
+
+        What does not fit the next matrix (another rank, width or dtype) is not used, and counted ("misfit").
+
+        Raises:
+            UserError: not such a mapping.
+        """
+        _check(state)
+        factors = LowRank(*(state[name] for name in _FACTORS)) if "left" in state else None
+        self._current = self._previous = Kept(state.get("directions"), factors, state["refreshes"])
+        self._step = None
+
+
+def _check(state: object) -> None:
+    remedy = "use a state written by SplitState.state_dict"
+    if not isinstance(state, Mapping):
+        raise UserError(f"split state is {shown(state)}: expected a mapping, {remedy}")
+    refreshes = state.get("refreshes")
+    if not isinstance(refreshes, int) or isinstance(refreshes, bool) or refreshes < 0:
+        raise UserError(f"split state has refreshes = {shown(refreshes)}: expected a whole number, {remedy}")
+    dimensions = {"directions": 2, "left": 2, "values": 1, "right": 2}
+    unknown = [key for key in state if key != "refreshes" and key not in dimensions]
+    if unknown:
+        raise UserError(f"split state has an unknown key {shown(unknown[0])}: {remedy}")
+    given = [name for name in _FACTORS if name in state]
+    if given and (len(given) < len(_FACTORS) or "directions" not in state):
+        missing = [name for name in dimensions if name not in state]
+        raise UserError(f"split state lacks {', '.join(missing)}: {remedy}")
+    for name, count in dimensions.items():
+        value = state.get(name)
+        if name in state and not (
+            isinstance(value, Tensor) and value.is_floating_point() and value.ndim == count
+        ):
+            kind = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else shown(value)
+            raise UserError(f"split state has {name} = {kind}: expected {count} dimensions, {remedy}")
+    if given and len({state["left"].shape[1], *state["values"].shape, state["right"].shape[1]}) > 1:
+        raise UserError(f"split state has factors of different ranks: {remedy}")

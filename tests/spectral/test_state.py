@@ -1,0 +1,209 @@
+import copy
+import io
+
+import pytest
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.quantize.philox import RandomKey
+from megalowbit.spectral.settings import METHODS, OperandSplit
+from megalowbit.spectral.split import split
+from megalowbit.spectral.state import SplitState
+
+ROWS, COLS, RANK = 48, 32, 4
+SETTINGS = {
+    **{method: OperandSplit(method=method) for method in METHODS},
+    "qb, directions": OperandSplit(refresh_every=3),
+    "qb, factors": OperandSplit(refresh_every=3, reuse="factors"),
+    "svd, factors": OperandSplit(method="svd", refresh_every=3, reuse="factors"),
+    "qb, power step": OperandSplit(power_every=2),
+}
+EVERY_SETTING = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+
+
+def batch(step, rows=ROWS, cols=COLS):
+    """A matrix whose directions drift from micro-batch to micro-batch."""
+    left, turn_left = torch.randn(2, rows, cols, generator=torch.Generator().manual_seed(1))
+    right, turn_right = torch.randn(2, cols, cols, generator=torch.Generator().manual_seed(2))
+    left, right = left + 0.2 * step * turn_left, right + 0.2 * step * turn_right
+    return (left / torch.arange(1, cols + 1) ** 2) @ right.t()
+
+
+def run(settings, state, step, *, x=None, is_replay=False, use=0):
+    x = batch(step) if x is None else x
+    key = RandomKey(100 + use, step)
+    return split(x, settings, state, rank=RANK, step=step, is_replay=is_replay, random_key=key)
+
+
+def bits(done):
+    return torch.cat(
+        [
+            done.residual.flatten(),
+            done.values,
+            done.left.dequantize().flatten(),
+            done.right.dequantize().flatten(),
+        ]
+    )
+
+
+def same(one, other):
+    return torch.equal(bits(one), bits(other))
+
+
+def counted(state):
+    return {name: number for name, number in state.counts.items() if number}
+
+
+@EVERY_SETTING
+def test_a_replay_repeats_every_use_of_its_micro_batch_and_changes_nothing(settings):
+    state = SplitState()
+    for step in range(1, 6):
+        inputs = [batch(step), batch(step + 0.5)]
+        first = [run(settings, state, step, x=x, use=use) for use, x in enumerate(inputs)]
+        before, counts = copy.deepcopy(state.state_dict()), state.counts
+        for use in (1, 0, 0):
+            replayed = run(settings, state, step, x=inputs[use], use=use, is_replay=True)
+            assert same(replayed, first[use])
+        after = state.state_dict()
+        assert state.counts == counts
+        assert before.keys() == after.keys()
+        assert all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)
+
+
+@EVERY_SETTING
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_saved_state_goes_on_bit_for_bit(settings, cut):
+    state = SplitState()
+    for step in range(1, cut + 1):
+        run(settings, state, step)
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    file.seek(0)
+    resumed = SplitState()
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    for step in range(cut + 1, 8):
+        assert same(run(settings, state, step), run(settings, resumed, step))
+    assert resumed.counts["misfit"] == 0
+
+
+def test_directions_are_warm_from_the_second_micro_batch_on():
+    state = SplitState()
+    for step in (1, 2, 3):
+        run(OperandSplit(), state, step)
+    assert counted(state) == {"cold": 1, "warm": 2}
+    state = SplitState()
+    for step in (1, 2):
+        run(OperandSplit(method="svd"), state, step)
+    assert counted(state) == {"cold": 2}
+    assert state.state_dict() == {"refreshes": 1}
+
+
+def test_all_uses_of_a_micro_batch_start_from_the_same_point_and_the_last_one_remains():
+    settings, once, twice = OperandSplit(), SplitState(), SplitState()
+    for state in (once, twice):
+        run(settings, state, 1)
+    run(settings, twice, 2, x=batch(9))
+    assert same(run(settings, once, 2, use=1), run(settings, twice, 2, use=1))
+    assert same(run(settings, once, 3), run(settings, twice, 3))
+
+
+def test_between_refreshes_directions_serve_the_new_matrix():
+    settings, state = OperandSplit(refresh_every=3, q_factors="fp32"), SplitState()
+    done = [run(settings, state, step) for step in range(1, 6)]
+    assert counted(state) == {"cold": 1, "reused": 3, "warm": 1}
+    for step in (2, 3):
+        exact, right = batch(step).double(), done[0].right.values.double()
+        expected = exact @ torch.linalg.pinv(right) @ right  # the projection on the span of the first V
+        assert torch.allclose(exact - done[step - 1].residual.double(), expected, atol=1e-4)
+    assert not torch.allclose(done[3].right.values.abs(), done[0].right.values.abs(), atol=1e-3)
+
+
+def test_between_refreshes_whole_factors_serve_again_unless_rows_differ():
+    settings, state = OperandSplit(refresh_every=3, reuse="factors"), SplitState()
+    done = [run(settings, state, step) for step in (1, 2)]
+    assert torch.equal(bits(done[0])[ROWS * COLS :], bits(done[1])[ROWS * COLS :])
+    assert counted(state) == {"cold": 1, "reused": 1}
+    other = run(settings, state, 3, x=batch(3, rows=20))
+    assert other.left.shape == (RANK, 20)
+    assert counted(state) == {"cold": 1, "reused": 1, "warm": 1, "misfit": 1}
+
+
+@pytest.mark.parametrize(
+    "x", [batch(2, cols=24), batch(2).bfloat16(), batch(2).double()], ids=["cols", "bf16", "fp64"]
+)
+def test_what_does_not_fit_starts_cold_and_is_counted(x):
+    saved, state = SplitState(), SplitState()
+    run(OperandSplit(), saved, 1)
+    state.load_state_dict(saved.state_dict())
+    got = run(OperandSplit(), state, 2, x=x)
+    assert counted(state) == {"cold": 1, "misfit": 1}
+    assert same(got, run(OperandSplit(), SplitState(), 2, x=x))
+
+
+def test_a_replay_that_comes_too_late_is_counted():
+    state = SplitState()
+    for step in (1, 2):
+        run(OperandSplit(), state, step)
+    run(OperandSplit(), state, 1, is_replay=True)
+    assert counted(state) == {"cold": 1, "warm": 1, "late_replay": 1}
+
+
+def test_power_steps_come_at_their_turn():
+    state, plain = SplitState(), SplitState()
+    equal = []
+    for step in range(1, 7):
+        plain.load_state_dict(state.state_dict())
+        equal.append(
+            same(
+                run(OperandSplit(power_every=2), state, step),
+                run(OperandSplit(power_every=0), plain, step),
+            )
+        )
+    assert equal == [True, True, False, True, False, True]
+
+
+def test_tensors_counted_on_a_device_add_up_when_asked():
+    state = SplitState()
+    state.count("qr_fallback", 2)
+    for number in (1, 0, 3):
+        state.count("qr_fallback", torch.tensor(number))
+    assert state.counts["qr_fallback"] == 6
+
+
+def test_a_state_shares_no_memory_with_what_it_was_loaded_from():
+    state = SplitState()
+    run(OperandSplit(), state, 1)
+    saved = state.state_dict()
+    saved["directions"].zero_()
+    assert state.state_dict()["directions"].any()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([1], r"split state is \[1\]: expected a mapping"),
+        ({}, "refreshes = None"),
+        ({"refreshes": -1}, "refreshes = -1"),
+        ({"refreshes": True}, "refreshes = True"),
+        ({"refreshes": 1, "direction": 1}, "unknown key 'direction'"),
+        ({"refreshes": 1, "directions": [1.0]}, r"directions = \[1.0\]"),
+        ({"refreshes": 1, "directions": torch.ones(3)}, r"directions = \(3,\)"),
+        ({"refreshes": 1, "directions": torch.ones(3, 3, dtype=torch.int64)}, "torch.int64"),
+        ({"refreshes": 1, "left": torch.ones(3, 3)}, "lacks directions, values, right"),
+        (
+            {
+                "refreshes": 1,
+                "directions": torch.ones(2, 3),
+                "left": torch.ones(4, 2),
+                "values": torch.ones(3),
+                "right": torch.ones(3, 2),
+            },
+            "different ranks",
+        ),
+    ],
+)
+def test_malformed_states_are_refused_in_one_line(state, message):
+    with pytest.raises(UserError, match=message) as caught:
+        SplitState().load_state_dict(state)
+    assert "\n" not in str(caught.value)
+    assert "use a state written by SplitState.state_dict" in str(caught.value)
