@@ -2,10 +2,10 @@
 
 `folder/step-00000040/` holds DeepSpeed's files and, written last, `manifest.json` with size and SHA-256 of
 each: the commit mark. A folder without it is what a killed process left; it is ignored and, in time,
-removed. Every rank's random generators are saved, so that a resumed run is bitwise the run that was not
-stopped. What can fail on one rank is decided by rank 0 and raised by all. Names are never used twice: a
-complete checkpoint is not overwritten. `latest` is kept for DeepSpeed's own tools. Loading executes pickled
-code, as DeepSpeed's does: load only what you trust.
+removed. Every rank's random generators are saved, and what else is a rank's own in `rank_00000.pt` and so
+on, so that a resumed run is bitwise the run that was not stopped. What can fail on one rank is decided by
+rank 0 and raised by all. Names are never used twice: a complete checkpoint is not overwritten. `latest` is
+kept for DeepSpeed's own tools. Loading executes pickled code, as DeepSpeed's does: load only what you trust.
 """
 
 from __future__ import annotations
@@ -80,13 +80,20 @@ class CheckpointStore:
                 logger.warning("%s is incomplete (its save was interrupted): ignored", self.path_of(step))
         return None if newest < 0 else self.path_of(newest)
 
-    def save(self, engine: Any, step: int, client_state: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        engine: Any,
+        step: int,
+        client_state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Write a checkpoint; every rank must call it, between optimizer steps.
 
         Args:
             engine: from `initialize`.
             step: names the checkpoint.
             client_state: rank 0's is saved; picklable.
+            rank_state: every rank's own is saved, for `rank_state`; tensors and plain values.
 
         Raises:
             UserError: the step has a complete checkpoint, or it could not be written; all ranks raise it and
@@ -99,6 +106,8 @@ class CheckpointStore:
         path = self.path_of(step)
         agree(lambda: self._begin(path))
         state = {**client_state, ENGINE_KEY: self._engine_state(engine, step, client_state)}
+        if rank_state:
+            engine.checkpoint_engine.save(dict(rank_state), str(path / _rank_file(process_group.rank())))
         try:
             engine.save_checkpoint(str(self.folder), tag=path.name, client_state=state, save_latest=False)
             agree(lambda: self._commit(path))
@@ -142,6 +151,14 @@ class CheckpointStore:
         own = state[ENGINE_KEY]
         self._restore_random(own, engine.device)
         return {key: state[key] for key in own["client_keys"]}
+
+    def rank_state(self, path: str | Path) -> dict[str, Any] | None:
+        """What this rank saved as its own in a checkpoint that has been loaded, or `None`."""
+        file = Path(path) / _rank_file(process_group.rank())
+        if not file.is_file():
+            return None
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        return state
 
     def _begin(self, path: Path) -> None:
         if (path / MANIFEST).is_file():
@@ -206,6 +223,10 @@ def describe_write_error(path: str | Path, error: Exception) -> str:
     """One line: which file, why, what to do."""
     reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
     return f"{path}: {reason}; free space or choose another folder (earlier checkpoints are untouched)"
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"
 
 
 def _remove(path: Path) -> None:

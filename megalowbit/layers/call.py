@@ -4,19 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalowbit.layers.factor import Factor, OperandTensor, serves_both_axes, transposed_values
+from megalowbit.layers.factor import Factor, LowRankPart, OperandTensor, serves_both_axes, transposed_values
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.weight_cache import WeightSlot
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.quantizer import BlockQuantizer
+from megalowbit.spectral.settings import OperandSplit
+from megalowbit.spectral.split import split
+from megalowbit.spectral.state import SplitState
 
 REPORTED_ROLES = frozenset({"input", "weight", "grad_output"})
-WEIGHT_ROLES = frozenset({"weight", "backward_weight"})
+WEIGHT_ROLES = frozenset({"weight", "backward_weight", "weight_split"})
+
+
+class Prepared(NamedTuple):
+    """An operand ready to be quantised.
+
+    Attributes:
+        tensor: the operand, or what its low-rank part leaves of it.
+        low_rank: the low-rank part; `None` where the operand is not split.
+        whole: the operand before it was split.
+    """
+
+    tensor: Tensor
+    low_rank: LowRankPart | None = None
+    whole: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +51,9 @@ class Call:
         weights: where quantised weights are kept, or `None`.
         is_replay: whether this forward repeats an earlier one, whose operands have been reported already.
         needs_grad: whether a graph is being recorded; without one nothing is prepared for backward.
+        step: the micro-batch.
+        sizes: in_features and out_features of the layer, of which a rank may be a fraction.
+        split_state: role → what the split of that operand keeps from use to use.
     """
 
     recipe: Recipe
@@ -44,10 +65,38 @@ class Call:
     weights: WeightSlot | None = None
     is_replay: bool = False
     needs_grad: bool = True
+    step: int = 0
+    sizes: tuple[int, int] = (0, 0)
+    split_state: Callable[[str], SplitState] | None = None
+
+    def prepare(self, x: Tensor, role: str) -> Prepared:
+        """Split an operand as the recipe says.
+
+        Args:
+            x: the operand, in the shape the layer got it in.
+            role: "input", "weight" or "grad_output".
+        """
+        settings: OperandSplit | None = getattr(self.recipe, f"split_{role}")
+        if settings is None:
+            return Prepared(x)
+        assert self.split_state is not None  # whoever has a recipe with splits has states for them
+        found = split(
+            x.detach(),
+            settings,
+            self.split_state(role),
+            rank=settings.rank_of(*self.sizes),
+            step=self.step,
+            is_replay=self.is_replay and role != "grad_output",
+            random_key=self.random_key(f"{role}_split", x.device),
+        )
+        gain = None
+        if settings.gains != "none":
+            gain = torch.full((), found.residual_gain, dtype=torch.float32, device=x.device)
+        return Prepared(found.residual, LowRankPart(found.left, found.values, found.right, gain), x)
 
     def quantize(
         self,
-        x: Tensor,
+        operand: Prepared,
         name: str,
         role: str,
         *,
@@ -57,35 +106,41 @@ class Call:
         """Quantise one operand in blocks along its last axis.
 
         Args:
-            x: the tensor.
+            operand: from `prepare`.
             name: of the quantiser.
             role: part of the random key; repeated quantisations of a tensor have roles of their own.
             operand_dtype: make the GEMM's operand on the way, in this dtype.
             is_reported: whether the observer hears of it; by default as the role says.
         """
-        chosen = quantizer(name)
+        chosen, x = quantizer(name), operand.tensor
         observe = self._observer(role, name, is_reported)
         key = self._key(name, role, x)
         result = chosen.quantize(
             x, random_key=key, with_counts=observe is not None, operand_dtype=operand_dtype
         )
-        if observe is not None and result.counts is not None and result.error is not None:
-            observe(role, result.counts, result.error)
-        return Factor(result)
+        if observe is not None:
+            _report(observe, role, result, operand.whole)
+        return Factor(result, low_rank=operand.low_rank)
 
     def quantize_transposed(
-        self, x: Tensor, name: str, role: str, *, is_transformed: bool, reported_as: str | None = None
+        self,
+        operand: Prepared,
+        name: str,
+        role: str,
+        *,
+        is_transformed: bool,
+        reported_as: str | None = None,
     ) -> Factor:
         """Quantise one operand in blocks along its rows (tokens, or output features).
 
         Args:
-            x: the tensor, taken as a matrix (rows, cols).
+            operand: from `prepare`; its tensor is taken as a matrix (rows, cols).
             name: of the quantiser.
             role: as for `quantize`.
             is_transformed: whether the recipe's Hadamard transform applies to it.
             reported_as: the role the observer hears of it as; `None`: not at all.
         """
-        chosen = quantizer(name)
+        chosen, x = quantizer(name), operand.tensor
         key = self._key(name, role, x)
         observe = None if reported_as is None else self._observer(reported_as, name, True)
         with_counts = observe is not None
@@ -96,9 +151,9 @@ class Call:
         else:
             values = transposed_values(x).values
             result = chosen.quantize(values, random_key=key, with_counts=with_counts)
-        if observe is not None and result.counts is not None and result.error is not None:
-            observe(reported_as or role, result.counts, result.error)
-        return Factor(result, is_transposed=True)
+        if observe is not None:
+            _report(observe, reported_as or role, result, operand.whole)
+        return Factor(result, is_transposed=True, low_rank=operand.low_rank)
 
     def weight(self, weight: Tensor, name: str, role: str, quantize: Callable[[], Factor]) -> Factor:
         """A weight's factor: out of the cache, where there is one and the quantiser may be cached."""
@@ -116,6 +171,22 @@ class Call:
         if is_reported is None:
             is_reported = role == "grad_output" or (role in REPORTED_ROLES and not self.is_replay)
         return self.observe if is_reported and not quantizer(name).is_identity else None
+
+
+def _report(
+    observe: Callable[[str, Tensor, Tensor], None],
+    role: str,
+    result: OperandTensor,
+    whole: Tensor | None,
+) -> None:
+    """Hand on the counts; the squared norm beside a residual's error is that of the whole operand."""
+    assert result.counts is not None  # asked for
+    assert result.error is not None
+    error = result.error
+    if whole is not None:
+        norm = torch.linalg.vector_norm(whole, dtype=torch.promote_types(whole.dtype, torch.float32)).double()
+        error = torch.stack([error[0], norm.square()])
+    observe(role, result.counts, error)
 
 
 def keeps_weight_codes(recipe: Recipe) -> bool:

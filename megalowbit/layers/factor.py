@@ -1,8 +1,9 @@
 """One operand of a layer's products, with what the products want to know of it.
 
 A factor's matrix may be stored transposed: blocks lie along the last axis of what is stored, and where each
-product is quantised for itself (`layout="per_gemm"`) that axis is the one the product sums over. For backward
-a factor is kept as its parts, as a quantised tensor is.
+product is quantised for itself (`layout="per_gemm"`) that axis is the one the product sums over. A split
+operand is a residual, which is what the matrix then holds, and a low-rank part beside it. For backward a
+factor is kept as its parts, as a quantised tensor is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
 from megalowbit.quantize.quantizer import BlockQuantizer
+from megalowbit.spectral.split import right_factor, scaled_left
 
 OperandTensor = QuantizedTensor | UnquantizedTensor
 
@@ -28,28 +30,84 @@ class ExponentRange:
     highest: int
 
 
+@dataclass(frozen=True, eq=False)
+class LowRankPart:
+    """The low-rank part of a split operand M = gain · residual + U·diag(values)·Vᵀ.
+
+    Attributes:
+        left: Uᵀ (k, rows).
+        values: (k,) fp32 or fp64: singular values, with the gains of the recipe.
+        right: Vᵀ (k, cols).
+        gain: of the residual, 0-dim; `None` is 1.
+    """
+
+    left: OperandTensor
+    values: Tensor
+    right: OperandTensor
+    gain: Tensor | None = None
+
+    def matrices(self, dtype: torch.dtype, *, transpose: bool) -> tuple[Tensor, Tensor]:
+        """(rows, k) and (k, cols) whose product is U·diag(values)·Vᵀ; of its transpose, if asked to.
+
+        U·diag(values) is rounded to `dtype` as one matrix either way, as where the residual was taken.
+        """
+        left, right = scaled_left(self.left, self.values, dtype), right_factor(self.right, dtype)
+        return (right.t(), left.t()) if transpose else (left, right)
+
+    def to_parts(self) -> tuple[tuple[Tensor, ...], LowRankPart]:
+        """As `Factor.to_parts`."""
+        left, rest_left = self.left.to_parts()
+        right, rest_right = self.right.to_parts()
+        nothing = self.values.new_empty(0, device="cpu")
+        gain = () if self.gain is None else (self.gain,)
+        rest = LowRankPart(rest_left, nothing, rest_right, None if self.gain is None else nothing)
+        return (*left, *right, self.values, *gain), rest
+
+    def from_parts(self, tensors: tuple[Tensor, ...]) -> LowRankPart:
+        """As `Factor.from_parts`."""
+        gain = None
+        if self.gain is not None:
+            *tensors, gain = tensors  # type: ignore[assignment]
+        *factors, values = tensors
+        count = len(self.left.to_parts()[0])
+        left, right = tuple(factors[:count]), tuple(factors[count:])
+        return LowRankPart(self.left.from_parts(left), values, self.right.from_parts(right), gain)
+
+
 @dataclass(eq=False)
 class Factor:
     """An operand.
 
     Attributes:
-        tensor: quantised, or as it is.
+        tensor: quantised, or as it is; of a split operand, the residual.
         is_transposed: whether the matrix stored is the transpose of the tensor it stands for.
         exponents: range of its block exponents, once somebody has asked (`fp8_product.measure`).
+        low_rank: the other part of a split operand, never transposed.
     """
 
     tensor: OperandTensor
     is_transposed: bool = False
     exponents: ExponentRange | None = None
+    low_rank: LowRankPart | None = None
 
     def to_parts(self) -> tuple[tuple[Tensor, ...], Factor]:
         """Tensors, and a copy of the rest that holds none."""
         parts, rest = self.tensor.to_parts()
-        return parts, replace(self, tensor=rest)
+        if self.low_rank is None:
+            return parts, replace(self, tensor=rest)
+        further, low_rank = self.low_rank.to_parts()
+        return (*parts, *further), replace(self, tensor=rest, low_rank=low_rank)
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> Factor:
         """Inverse of `to_parts`, called on its second result."""
-        return replace(self, tensor=self.tensor.from_parts(tensors))
+        if self.low_rank is None:
+            return replace(self, tensor=self.tensor.from_parts(tensors))
+        count = len(self.tensor.to_parts()[0])
+        return replace(
+            self,
+            tensor=self.tensor.from_parts(tensors[:count]),
+            low_rank=self.low_rank.from_parts(tensors[count:]),
+        )
 
     def packed(self) -> Factor:
         """Without what only the present product needs: counts, and the operand made on the way."""

@@ -9,6 +9,9 @@ The gradient is the straight-through one: rounding counts as the identity, clipp
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +19,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalowbit.layers import fp8_product, native_fp4
-from megalowbit.layers.call import Call, keeps_weight_codes
+from megalowbit.layers.call import Call, Prepared, keeps_weight_codes
 from megalowbit.layers.factor import Factor, exact_dtype
 from megalowbit.layers.gemms import column_sums, gemm_dtype, multiply
 from megalowbit.layers.recipe_checks import PRODUCTS
-from megalowbit.quantize.quantized_tensor import matrix_shape
+from megalowbit.layers.split_product import Side, multiply_split
+from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
 
 
 class Forward(NamedTuple):
@@ -52,22 +56,24 @@ def forward_products(
     """
     recipe = call.recipe
     ready = _ready_dtype(call, "output", input.device)
-    x = call.quantize(input, recipe.q_forward_input, "input", operand_dtype=ready)
+    prepared = call.prepare(input, "input")
+    prepare_weight = functools.lru_cache(maxsize=1)(lambda: call.prepare(weight, "weight"))  # once, if at all
+    x = call.quantize(prepared, recipe.q_forward_input, "input", operand_dtype=ready)
     w = call.weight(
         weight,
         recipe.q_forward_weight,
         "weight",
-        lambda: call.quantize(weight, recipe.q_forward_weight, "weight", operand_dtype=ready),
+        lambda: call.quantize(prepare_weight(), recipe.q_forward_weight, "weight", operand_dtype=ready),
     )
     output = _product(call, "output", x, w, transpose_right=True, out_dtype=call.compute_dtype, bias=bias)
     return Forward(
         output.view(*input.shape[:-1], weight.shape[0]),
-        _input_for_backward(call, input, x) if keeps_input else None,
-        _weight_for_backward(call, weight, w) if keeps_weight else None,
+        _input_for_backward(call, prepared, x) if keeps_input else None,
+        _weight_for_backward(call, weight, prepare_weight, w) if keeps_weight else None,
     )
 
 
-def _input_for_backward(call: Call, input: Tensor, forward: Factor) -> Factor:
+def _input_for_backward(call: Call, input: Prepared, forward: Factor) -> Factor:
     name = call.recipe.q_backward_input
     if call.recipe.layout == "per_gemm":
         return call.quantize_transposed(input, name, "backward_input", is_transformed=True)
@@ -76,7 +82,9 @@ def _input_for_backward(call: Call, input: Tensor, forward: Factor) -> Factor:
     return call.quantize(input, name, "backward_input")
 
 
-def _weight_for_backward(call: Call, weight: Tensor, forward: Factor) -> Factor:
+def _weight_for_backward(
+    call: Call, weight: Tensor, prepare: Callable[[], Prepared], forward: Factor
+) -> Factor:
     recipe = call.recipe
     if keeps_weight_codes(recipe):
         return forward.packed()
@@ -84,8 +92,8 @@ def _weight_for_backward(call: Call, weight: Tensor, forward: Factor) -> Factor:
 
     def quantize() -> Factor:
         if recipe.layout == "per_gemm":
-            return call.quantize_transposed(weight, name, role, is_transformed=False)
-        return call.quantize(weight, name, role)
+            return call.quantize_transposed(prepare(), name, role, is_transformed=False)
+        return call.quantize(prepare(), name, role)
 
     return call.weight(weight, name, role, quantize).packed()
 
@@ -123,13 +131,16 @@ def backward_products(
     name, has_own_copy = recipe.q_backward_outputgrad, recipe.layout == "per_gemm"
     grad: Factor | None = None
     grad_t: Factor | None = None
+    prepared = Prepared(grad_output)
+    if weight is not None or input is not None:
+        prepared = call.prepare(grad_output, "grad_output")
     if weight is not None or (input is not None and not has_own_copy):
         ready = _ready_dtype(call, "grad_input", grad_output.device)
-        grad = call.quantize(grad_output, name, "grad_output", operand_dtype=ready)
+        grad = call.quantize(prepared, name, "grad_output", operand_dtype=ready)
     if input is not None and has_own_copy:
         reported = "grad_output" if grad is None else None
         grad_t = call.quantize_transposed(
-            grad_output, name, "grad_output_transposed", is_transformed=True, reported_as=reported
+            prepared, name, "grad_output_transposed", is_transformed=True, reported_as=reported
         )
     else:
         grad_t = grad
@@ -169,7 +180,73 @@ def _product(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """One GEMM, in what the recipe asks for; transposes are of the tensors that the factors stand for."""
+    """One product, of split operands too; transposes are of the tensors that the factors stand for."""
+    if left.low_rank is None and right.low_rank is None:
+        return _gemm(
+            call,
+            product,
+            left,
+            right,
+            transpose_left=transpose_left,
+            transpose_right=transpose_right,
+            out_dtype=out_dtype,
+            bias=bias,
+        )
+    left, right = _decoded(call, left, right)
+
+    def main(wide_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        return _gemm(
+            call,
+            product,
+            left,
+            right,
+            transpose_left=transpose_left,
+            transpose_right=transpose_right,
+            out_dtype=wide_dtype,
+            bias=bias,
+        )
+
+    is_transformed = product == "grad_weight" and call.recipe.hadamard
+    return multiply_split(
+        main,
+        Side(left, transpose_left),
+        Side(right, transpose_right),
+        compute_dtype=call.compute_dtype,
+        out_dtype=out_dtype,
+        bias=bias,
+        signs=call.hadamard_signs if is_transformed else None,
+    )
+
+
+def _decoded(call: Call, left: Factor, right: Factor) -> tuple[Factor, Factor]:
+    """The residuals with their operands made, which the thin products need as well as the GEMM."""
+    if call.recipe.gemm != "bf16":
+        return left, right
+    tensors = left.tensor, right.tensor
+    exact = [tensor.exact_dtype for tensor in tensors]
+    device = (left.low_rank or right.low_rank).values.device  # type: ignore[union-attr]  # one of them is split
+    dtype = gemm_dtype(exact, call.compute_dtype, device)
+    made = [
+        replace(tensor, ready_operand=tensor.operand(dtype))
+        if isinstance(tensor, QuantizedTensor)
+        else tensor
+        for tensor in tensors
+    ]
+    return replace(left, tensor=made[0]), replace(right, tensor=made[1])
+
+
+def _gemm(
+    call: Call,
+    product: str,
+    left: Factor,
+    right: Factor,
+    *,
+    transpose_left: bool,
+    transpose_right: bool,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    """One GEMM of what two factors hold, in what the recipe asks for."""
     transpose_left, transpose_right = (
         transpose_left != left.is_transposed,
         transpose_right != right.is_transposed,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -24,23 +23,17 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megalowbit.errors import UserError
-from megalowbit.layers.call import keeps_weight_codes
-from megalowbit.layers.factor import ExponentRange, Factor
+from megalowbit.layers.factor import Factor
 from megalowbit.layers.lowbit_matmul import Dtypes, backward_products, forward_products
-from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.saved_parts import empty_parts, factor_from, input_layout, parts_of, weight_layout
 from megalowbit.layers.use_counter import Use, is_recomputing
-from megalowbit.quantize.names import quantizer
-from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor
-from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.quantize.random_stream import check_advance
 
 if TYPE_CHECKING:
     from megalowbit.layers.bitlinear import BitLinear
 
-HADAMARD_GROUP = 16
 TICKET_LENGTH = 8
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # neither merged nor replayed
 
@@ -142,8 +135,8 @@ def _forward(
     if not needs_grad:
         return [result.output]
     ticket = _Ticket.tensor([*use, *_exponents(result.input), *_exponents(result.weight)], layer)
-    parts = _parts(result.input, is_shared=False)
-    parts += _parts(result.weight, is_shared=call.weights is not None)
+    parts = parts_of(result.input, is_shared=False)
+    parts += parts_of(result.weight, is_shared=call.weights is not None)
     return [result.output, ticket, *parts]
 
 
@@ -151,15 +144,6 @@ def _exponents(factor: Factor | None) -> tuple[int, int]:
     if factor is None or factor.exponents is None:
         return -1, -1
     return factor.exponents.lowest, factor.exponents.highest
-
-
-def _parts(factor: Factor | None, *, is_shared: bool) -> list[Tensor]:
-    """A factor's tensors, none of them the memory of something else."""
-    if factor is None:
-        return []
-    if isinstance(factor.tensor, UnquantizedTensor):
-        return [factor.tensor.operand().clone(memory_format=torch.contiguous_format)]
-    return [part.clone() if is_shared else part for part in factor.to_parts()[0]]
 
 
 @_forward.register_fake
@@ -175,84 +159,15 @@ def _(
     needs_grad: bool,
 ) -> list[Tensor]:
     del bias, step
-    recipe = _layer(handle).recipe
+    layer = _layer(handle)
     outputs = [input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=compute_dtype)]
     if needs_grad:
         outputs.append(torch.empty(TICKET_LENGTH, dtype=torch.int64, device="cpu"))
     if keeps_input:
-        outputs += _empty_parts(_input_layout(recipe, input.shape), input)
+        outputs += empty_parts(input_layout(layer.recipe, layer.sizes, input.shape), input)
     if keeps_weight:
-        outputs += _empty_parts(_weight_layout(recipe, weight.shape), weight)
+        outputs += empty_parts(weight_layout(layer.recipe, layer.sizes, weight.shape), weight)
     return outputs
-
-
-Layout = tuple[str, bool, tuple[int, int]]  # quantiser, whether transposed, size of the matrix as stored
-
-
-def _input_layout(recipe: Recipe, shape: Sequence[int]) -> Layout:
-    rows, cols = math.prod(shape[:-1]), shape[-1]  # sizes may be symbols
-    if recipe.layout == "single_copy":
-        return recipe.q_backward_input, False, (rows, cols)
-    if recipe.hadamard:
-        rows = -(-rows // HADAMARD_GROUP) * HADAMARD_GROUP
-    return recipe.q_backward_input, True, (cols, rows)
-
-
-def _weight_layout(recipe: Recipe, shape: Sequence[int]) -> Layout:
-    rows, cols = shape
-    if recipe.layout == "single_copy" or keeps_weight_codes(recipe):
-        return recipe.q_backward_weight, False, (rows, cols)
-    return recipe.q_backward_weight, True, (cols, rows)
-
-
-def _num_parts(name: str) -> int:
-    return len(_sample(name, torch.float32).to_parts()[0])
-
-
-@functools.lru_cache(maxsize=256)
-def _sample(name: str, dtype: torch.dtype) -> QuantizedTensor | UnquantizedTensor:
-    """Something the quantiser has made, to see what it makes."""
-    with _disable_current_modes():
-        return quantizer(name).quantize(torch.zeros(1, 16, dtype=dtype, device="cpu"))
-
-
-def _empty_parts(layout: Layout, like: Tensor) -> list[Tensor]:
-    name, _, size = layout
-    chosen, sample = quantizer(name), _sample(name, like.dtype)
-    if not isinstance(chosen, BlockQuantizer):
-        return [like.new_empty(size, dtype=sample.dtype)]
-    format = chosen.encoding.format
-    shapes = (format.codes_shape(*size), format.scales_shape(*size), ())
-    parts = sample.to_parts()[0]
-    return [like.new_empty(shape, dtype=part.dtype) for shape, part in zip(shapes, parts, strict=False)]
-
-
-def _factor(
-    name: str,
-    is_transposed: bool,
-    size: tuple[int, int],
-    dtype: torch.dtype,
-    parts: list[Tensor],
-    exponents: list[int],
-) -> Factor:
-    """Inverse of `_parts`."""
-    chosen = quantizer(name)
-    tensor: QuantizedTensor | UnquantizedTensor
-    if isinstance(chosen, BlockQuantizer):
-        codes, scales, *tensor_scale = parts
-        tensor = QuantizedTensor(
-            codes=codes,
-            scales=scales,
-            tensor_scale=tensor_scale[0] if tensor_scale else None,
-            shape=torch.Size(size),
-            dtype=dtype,
-            format=chosen.encoding.format,
-        )
-    else:
-        tensor = UnquantizedTensor(values=parts[0])
-    lowest, highest = exponents
-    known = ExponentRange(lowest=lowest, highest=highest) if lowest >= 0 else None
-    return Factor(tensor, is_transposed, known)
 
 
 @torch.library.custom_op("megalowbit::linear_backward", mutates_args=(), tags=_TAGS)
@@ -282,13 +197,11 @@ def _backward(
     )
     input_factor = weight_factor = None
     if needs_weight:
-        layout = _input_layout(layer.recipe, input_shape)
-        count = _num_parts(layout[0])
-        input_factor = _factor(*layout, input_dtype, parts[:count], exponents[:2])
-        parts = parts[count:]
+        layout = input_layout(layer.recipe, layer.sizes, input_shape)
+        input_factor, parts = factor_from(layout, input_dtype, parts, (exponents[0], exponents[1]))
     if needs_input:
-        layout = _weight_layout(layer.recipe, weight_shape)
-        weight_factor = _factor(*layout, weight_dtype, parts, exponents[2:])
+        layout = weight_layout(layer.recipe, layer.sizes, weight_shape)
+        weight_factor, _ = factor_from(layout, weight_dtype, parts, (exponents[2], exponents[3]))
     gradients = backward_products(
         call,
         grad_output,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megalowbit.layers.call import Call, keeps_weight_codes
+from megalowbit.layers.call import Call, Prepared, keeps_weight_codes
 from megalowbit.layers.recipe import recipe
 from megalowbit.layers.weight_cache import WeightSlot
 from megalowbit.quantize.names import quantizer
@@ -23,14 +23,14 @@ def call_with(chosen="nvfp4", **kwargs):
 def test_an_operand_is_drawn_with_the_key_of_its_role():
     call = call_with()
     expected = quantizer("nvfp4e2m1b").quantize(X, random_key=RandomStream(2).key("layer", "grad_output"))
-    assert torch.equal(call.quantize(X, "nvfp4e2m1b", "grad_output").tensor.codes, expected.codes)
-    assert not torch.equal(call.quantize(X, "nvfp4e2m1b", "input").tensor.codes, expected.codes)
+    assert torch.equal(call.quantize(Prepared(X), "nvfp4e2m1b", "grad_output").tensor.codes, expected.codes)
+    assert not torch.equal(call.quantize(Prepared(X), "nvfp4e2m1b", "input").tensor.codes, expected.codes)
 
 
 def test_nearest_rounding_and_empty_tensors_ask_for_no_key():
     call = Call(recipe=recipe("nvfp4"), compute_dtype=torch.float32, random_key=None)
-    call.quantize(X, "nvfp4e2m1bnosr", "input")
-    call.quantize(X[:0], "nvfp4e2m1b", "input")
+    call.quantize(Prepared(X), "nvfp4e2m1bnosr", "input")
+    call.quantize(Prepared(X[:0]), "nvfp4e2m1b", "input")
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_nearest_rounding_and_empty_tensors_ask_for_no_key():
 def test_each_tensor_is_reported_once(role, is_replay, is_reported):
     seen = []
     call = call_with(observe=lambda *args: seen.append(args), is_replay=is_replay)
-    call.quantize(X, "nvfp4e2m1bnosr", role)
+    call.quantize(Prepared(X), "nvfp4e2m1bnosr", role)
     assert [args[0] for args in seen] == ([role] if is_reported else [])
 
 
 def test_what_is_not_quantised_is_not_reported():
     seen = []
-    call_with(observe=lambda *args: seen.append(args)).quantize(X, "fp32", "input")
+    call_with(observe=lambda *args: seen.append(args)).quantize(Prepared(X), "fp32", "input")
     assert not seen
 
 
@@ -63,7 +63,9 @@ def test_what_is_not_quantised_is_not_reported():
 def test_the_transform_applies_where_recipe_and_operand_say_so(is_transformed):
     block = {"base": "nvfp4", "layout": "per_gemm", "hadamard": True}
     call = call_with(block, hadamard_signs=0b1011)
-    got = call.quantize_transposed(X, "nvfp4e2m1bnosr", "backward_input", is_transformed=is_transformed)
+    got = call.quantize_transposed(
+        Prepared(X), "nvfp4e2m1bnosr", "backward_input", is_transformed=is_transformed
+    )
     expected = quantizer("nvfp4e2m1bnosr").quantize_transposed(X, signs=0b1011 if is_transformed else None)
     assert got.is_transposed
     assert torch.equal(got.tensor.codes, expected.codes)
@@ -74,7 +76,7 @@ def test_weights_are_kept_where_their_rounding_does_not_change(name, times):
     made = []
     call = call_with(weights=WeightSlot())
     for _ in range(2):
-        call.weight(X, name, "weight", lambda: made.append(1) or call.quantize(X, name, "weight"))
+        call.weight(X, name, "weight", lambda: made.append(1) or call.quantize(Prepared(X), name, "weight"))
     assert len(made) == times
 
 
@@ -103,10 +105,10 @@ def test_forwards_weight_codes_serve_backward_where_layout_and_names_allow(block
 def test_a_transposed_operand_is_counted_whatever_its_quantiser(name):
     seen, x = [], X[:16]
     call = call_with(observe=lambda *args: seen.append(args))
-    call.quantize_transposed(x, name, "grad_output_transposed", is_transformed=False)
+    call.quantize_transposed(Prepared(x), name, "grad_output_transposed", is_transformed=False)
     assert not seen
     call.quantize_transposed(
-        x, name, "grad_output_transposed", is_transformed=False, reported_as="grad_output"
+        Prepared(x), name, "grad_output_transposed", is_transformed=False, reported_as="grad_output"
     )
     ((role, counts, error),) = seen
     assert role == "grad_output"

@@ -26,6 +26,18 @@ RECIPES = {
     "transformed": {"base": "nvfp4", "layout": "per_gemm", "hadamard": True},
     "mixed": {"base": "mxfp4", "gemm": "fp8", "q_backward_input": "fp32", "q_backward_weight": "mxfp4e2m1b"},
     "stochastic": {"base": "nvfp4", "q_forward_input": "nvfp4e2m1b"},
+    "split": {
+        "base": "nvfp4",
+        "split_input": {"rank": 3, "gains": "ysche"},
+        "split_weight": {"rank": 2, "q_factors": "fp32"},
+        "split_grad_output": {"rank": 4},
+    },
+    "mean": {
+        "base": "mxfp4",
+        "layout": "per_gemm",
+        "split_input": {"method": "mean"},
+        "split_grad_output": {"method": "mean"},
+    },
 }
 
 

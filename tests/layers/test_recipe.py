@@ -12,7 +12,9 @@ def test_named_recipes_are_what_they_say():
     assert {getattr(nvfp4, field) for field in OPERAND_FIELDS[:4]} == {"nvfp4e2m1bnosr"}
     assert nvfp4.quantizes
     assert not bf16.quantizes
-    assert set(recipes()) == {"nvfp4", "mxfp4", "bf16"}
+    assert set(recipes()) == {
+        "nvfp4", "mxfp4", "nvidia-nvfp4", "metis-nvfp4", "metis-seed", "fp8", "bf16"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "bf16"])
