@@ -1,7 +1,7 @@
 """The DeepSpeed half of a configuration: read, checked and filled in before anything heavy is imported.
 
 DeepSpeed's keys stay DeepSpeed's; ours are in the `"megalowbit"` block, of which the engine reads
-`precision`, `grad_scaler` and `recipe`. What DeepSpeed would ignore, misread or fail on much later is
+what `EngineSettings` lists. What DeepSpeed would ignore, misread or fail on much later is
 refused here in one line: unknown keys, batch sizes that do not multiply, parallelism that is not possible
 yet. Stock `fp16`/`bf16` blocks are translated and every `"auto"` gets its documented value, so that what is
 handed on is complete. This file imports neither torch nor deepspeed: the command line runs it first.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -26,16 +26,17 @@ from pydantic import (
 
 from megalowbit.engine.batch_size import fill_batch_sizes
 from megalowbit.engine.deepspeed_keys import check_keys, check_no_auto_left
-from megalowbit.engine.deepspeed_values import check_values, is_finite_number
+from megalowbit.engine.deepspeed_values import check_parameter_split, check_values, is_finite_number
 from megalowbit.engine.optimizer_settings import fill_optimizer, fill_scheduler
 from megalowbit.engine.stock_precision import take_stock_precision
 from megalowbit.errors import UserError, invalid_settings, unknown_name
 from megalowbit.json_text import read_json_object
+from megalowbit.layers.settings import RegularizerSettings
 from megalowbit.optim.grad_scaler import GradScalerSettings, Precision, build_grad_scaler, default_scaler_type
 
 BLOCK = "megalowbit"
 # read by the pretraining loop; accepted without it, so that one file serves both
-LOOP_SECTIONS = ("model", "data", "run", "checkpoint", "telemetry")
+LOOP_SECTIONS = ("model", "data", "run", "checkpoint", "telemetry", "late_switch")
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default
 
 
@@ -48,6 +49,9 @@ class EngineSettings(BaseModel):
             fp32, as in DeepSpeed. Without either it is bf16.
         grad_scaler: loss scale; by default dynamic with fp16 and none otherwise.
         recipe: a recipe's name, or `{"base": name, …}`; None leaves the layers as they are.
+        regularizer: dual-range regulariser of the low-bit layers' weights; off by default.
+        gradient_norm: what `gradient_clipping` limits: the norm of all gradients, or the sum of the
+            parameters' norms, as Metis does.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,6 +59,8 @@ class EngineSettings(BaseModel):
     precision: Precision = Field(default="bf16", description="fp16, bf16 or fp32")
     grad_scaler: GradScalerSettings = Field(default=GradScalerSettings(), validate_default=True)
     recipe: str | dict[str, Any] | None = None
+    regularizer: RegularizerSettings = RegularizerSettings()
+    gradient_norm: Literal["global", "sum_of_norms"] = "global"
 
     @model_validator(mode="before")
     @classmethod
@@ -74,6 +80,14 @@ class EngineSettings(BaseModel):
     ) -> GradScalerSettings:
         if "precision" in info.data:  # it is not if it was invalid itself
             build_grad_scaler(value, info.data["precision"])
+        return value
+
+    @field_validator("regularizer")
+    @classmethod
+    def _regularizer_has_layers(cls, value: RegularizerSettings, info: ValidationInfo) -> RegularizerSettings:
+        # other recipes that quantise nothing are found out when layers are converted
+        if value.strength and info.data.get("recipe") == "bf16":
+            raise ValueError('it acts on low-bit layers, and recipe "bf16" has none: set strength to 0')
         return value
 
 
@@ -124,6 +138,7 @@ def read_deepspeed_config(
     if not isinstance(block, dict):
         raise UserError(f'"{BLOCK}" = {block!r} must be an object {{…}}')
     _check_block_keys(block)
+    check_parameter_split(raw, block.get("recipe"))
     check_keys(raw)
     check_values(raw)
     block = {**block, **take_stock_precision(raw, block)}

@@ -23,6 +23,7 @@ from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, read_
 from megalowbit.engine.optimizer_settings import build_optimizer
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.errors import UserError
+from megalowbit.layers.regularizer import DualRangeRegularizer, build_regularizer
 from megalowbit.optim.grad_scaler import build_grad_scaler
 from megalowbit.optim.param_groups import weight_decay_groups
 
@@ -69,6 +70,7 @@ def initialize(
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`; dataloader and scheduler may be None.
+        `engine.regularizer` is the dual-range regulariser at work, or None.
 
     Raises:
         UserError: configuration, model and arguments do not fit together.
@@ -81,12 +83,17 @@ def initialize(
     _check_arguments(model, parts.settings, optimizer, model_parameters, lr_scheduler)
     recipe = _convert_if_asked(model, parts.settings.recipe, seed)
     _draw_own_numbers(model, mpu)
-    groups = None if optimizer is not None else _parameter_groups(model, model_parameters, deepspeed_config)
+    if optimizer is not None:
+        groups = optimizer.param_groups
+    else:
+        groups = _parameter_groups(model, model_parameters, deepspeed_config)
     group = mpu.get_model_parallel_group() if mpu is not None else None
+    trained = [parameter for each in groups for parameter in each["params"]]
+    regularizer = build_regularizer(model, parts.settings.regularizer, trained)
 
     def make_optimizer(_: object) -> torch.optim.Optimizer:
-        inner = optimizer or build_optimizer(deepspeed_config["optimizer"], groups or [])
-        return _wrap(inner, model, parts, group)
+        inner = optimizer or build_optimizer(deepspeed_config["optimizer"], groups)
+        return _wrap(inner, model, parts, group, regularizer)
 
     engine, wrapped, dataloader, scheduler = deepspeed.initialize(
         model=model,
@@ -102,6 +109,7 @@ def initialize(
     from megalowbit.engine.checkpoint_engine import AtomicCheckpointEngine
 
     engine.checkpoint_engine = AtomicCheckpointEngine()
+    engine.regularizer = regularizer
     check_quantised(engine.module, recipe)
     return engine, wrapped, dataloader, scheduler
 
@@ -239,21 +247,30 @@ def _parameter_groups(
 
 
 def _wrap(
-    inner: torch.optim.Optimizer, model: torch.nn.Module, parts: DeepSpeedConfigParts, group: Any
+    inner: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    parts: DeepSpeedConfigParts,
+    group: Any,
+    regularizer: DualRangeRegularizer | None,
 ) -> torch.optim.Optimizer:
     """Our optimizer around `inner`; the model has its final dtype afterwards."""
     from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
 
-    settings, clip_grad = parts.settings, parts.deepspeed["gradient_clipping"]
+    settings = parts.settings
+    arguments = {
+        "clip_grad": parts.deepspeed["gradient_clipping"],
+        "gradient_norm": settings.gradient_norm,
+        "before_step": regularizer and regularizer.add_gradients,
+        "model_parallel_group": group,
+    }
     if settings.precision == "fp32":
-        return DeepSpeedFP32Optimizer(inner, clip_grad=clip_grad, model_parallel_group=group)
+        return DeepSpeedFP32Optimizer(inner, **arguments)
     wrapped = DeepSpeedFloat16Optimizer(
         inner,
-        clip_grad=clip_grad,
+        **arguments,
         grad_scaler=build_grad_scaler(settings.grad_scaler, settings.precision),
         bf16=settings.precision == "bf16",
         cast_parameters=True,
-        model_parallel_group=group,
     )
     # frozen parameters have no master, but meet the others in the same products
     for parameter in model.parameters():

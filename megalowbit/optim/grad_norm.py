@@ -5,6 +5,8 @@ together in one small all-reduce, followed by the only host read of an optimizer
 ranks or modules hold alike are counted once: those marked `shared`, and those not marked
 `tensor_model_parallel` on ranks other than the group's first (Megatron's attributes).
 MAX over gradient values is never used: gloo's MAX drops NaN. What is summed is a 0/1 flag.
+Beside the norm of all gradients together there is the sum of their norms, by which Metis clips; a sharded
+parameter's norm needs its shards' squares added first, so there one number per parameter travels.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from megalowbit.errors import UserError
 # fp32 sums over 70 million elements lost 0.5 % of a norm; in pieces of 2**16 they lose 2e-7, as fast
 CHUNK = 2**16
 CLIP_EPSILON = 1e-6  # Megatron's and torch's guard against a zero norm
+GradientNorm = Literal["global", "sum_of_norms"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,43 @@ def inspect_gradients(
     )
 
 
+@torch.no_grad()
+def inspect_each_gradient(
+    gradients: Sequence[torch.Tensor | None],
+    *,
+    is_counted: Sequence[bool],
+    count_zeros: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> GradientFacts:
+    """Like `inspect_gradients`, but `norm` is the sum over the parameters of each gradient's 2-norm.
+
+    Collective over `group`, in which every rank must hold the same parameters in the same order, as under
+    tensor parallelism: shards are matched by their place.
+
+    Args:
+        gradients: one entry a parameter; None where it has no gradient.
+        is_counted: of each parameter, whether this rank counts it (or its shard).
+        count_zeros: also count the elements that are exactly zero.
+        group: the model-parallel group; None where gradients are not sharded.
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    counted = [
+        gradient
+        for gradient, counts in zip(gradients, is_counted, strict=True)
+        if gradient is not None and counts
+    ]
+    device = _device(present, (), group)
+    zeros = (
+        _count_zeros(counted, device) if count_zeros else torch.zeros((), dtype=torch.float64, device=device)
+    )
+    norms, is_suspicious = _norms_of_each(gradients, device)
+    norm, flag, num_zeros = _reduce_norms(norms, is_suspicious, zeros, is_counted, group)
+    if flag > 0:  # as in _inspect_huge: it may only be a square that fp32 does not hold
+        norms, is_suspicious = _exact_norms_of_each(gradients, device)
+        norm, flag, num_zeros = _reduce_norms(norms, is_suspicious, zeros, is_counted, group)
+    return GradientFacts(found_inf=flag > 0, norm=norm, num_zeros=int(num_zeros) if count_zeros else None)
+
+
 def clip_coefficient(max_norm: float, norm: float) -> float:
     """Factor ≤ 1 that brings `norm` down to `max_norm`; 1 where `max_norm` is 0 (no clipping)."""
     return min(max_norm / (norm + CLIP_EPSILON), 1.0) if max_norm > 0 else 1.0
@@ -104,6 +145,54 @@ def _chunk_norms(tensors: Sequence[torch.Tensor], norm_type: float, device: torc
     if not chunks:
         return torch.zeros(1, dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(chunks, ord=norm_type)).double()
+
+
+def _norms_of_each(
+    gradients: Sequence[torch.Tensor | None], device: torch.device
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """2-norm of each gradient, 0-dim float64, 0 where there is none; and whether any is not finite."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    chunks: list[torch.Tensor] = []
+    sizes = []
+    for gradient in gradients:
+        pieces = [] if gradient is None or not gradient.numel() else gradient.reshape(-1).split(CHUNK)
+        chunks.extend(pieces)
+        sizes.append(len(pieces))
+    if not chunks:
+        return [zero] * len(gradients), torch.zeros((), dtype=torch.bool, device=device)
+    of_chunks = torch.stack(torch._foreach_norm(chunks)).double()
+    # the norm of a parameter's norms is its norm, so a second pass over few numbers does it
+    of_each = iter(torch._foreach_norm(of_chunks.split([size for size in sizes if size])))
+    return [next(of_each) if size else zero for size in sizes], ~torch.isfinite(of_chunks).all()
+
+
+def _exact_norms_of_each(
+    gradients: Sequence[torch.Tensor | None], device: torch.device
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    norms = [
+        zero if gradient is None else torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        for gradient in gradients
+    ]
+    return norms, ~torch.isfinite(torch.stack([zero, *norms])).all()
+
+
+def _reduce_norms(
+    norms: Sequence[torch.Tensor],
+    is_suspicious: torch.Tensor,
+    zeros: torch.Tensor,
+    is_counted: Sequence[bool],
+    group: dist.ProcessGroup | None,
+) -> list[float]:
+    """Sum of the norms over the group, flag and zeros: one all-reduce of squares, then the one host read."""
+    nothing = torch.zeros_like(zeros)
+    mine = [norm if counts else nothing for norm, counts in zip(norms, is_counted, strict=True)]
+    squares = torch.where(is_suspicious, 0.0, torch.stack([nothing, *mine]).square())
+    packet = torch.cat([torch.stack([is_suspicious.double(), zeros]), squares])
+    if group is not None and process_group.world_size(group) > 1:
+        dist.all_reduce(packet, op=dist.ReduceOp.SUM, group=group)
+    flag, num_zeros = packet[:2]
+    return torch.stack([packet[2:].sqrt().sum(), flag, num_zeros]).tolist()
 
 
 def _inspect_huge(

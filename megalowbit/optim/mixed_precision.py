@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megalowbit.errors import UserError
+from megalowbit.optim.grad_norm import GradientNorm
 from megalowbit.optim.grad_scaler import GradScaler
-from megalowbit.optim.optimizer_step import MixedPrecisionOptimizer
+from megalowbit.optim.optimizer_step import BeforeStep, MixedPrecisionOptimizer
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared")
@@ -39,6 +40,10 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
         cast_parameters: cast fp32 parameters to half precision; the masters keep their exact value. False
             leaves them fp32, in `fp32_from_fp32_groups`.
         model_parallel_group: over which norm, zeros and overflow are reduced.
+        gradient_norm: what is reported and clipped: the norm of all gradients together ("global"), or the sum
+            of the parameters' norms ("sum_of_norms", as Metis clips).
+        before_step: called at the start of a step with the loss scale, by which all gradients are multiplied
+            then; may add to them.
 
     Raises:
         UserError: fp16 without a scaler.
@@ -56,6 +61,8 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
         bf16: bool = False,
         cast_parameters: bool = False,
         model_parallel_group: dist.ProcessGroup | None = None,
+        gradient_norm: GradientNorm = "global",
+        before_step: BeforeStep | None = None,
     ) -> None:
         if grad_scaler is None and not bf16:
             raise UserError("fp16 expects a grad scaler. Pass grad_scaler=DynamicGradScaler(), or bf16=True")
@@ -68,6 +75,8 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
             params_have_main_grad=params_have_main_grad,
             grad_scaler=grad_scaler,
             model_parallel_group=model_parallel_group,
+            gradient_norm=gradient_norm,
+            before_step=before_step,
         )
 
     def _adopt_group(self, group: dict[str, Any]) -> None:
@@ -103,6 +112,10 @@ class FP32Optimizer(MixedPrecisionOptimizer):
         log_num_zeros_in_grad: count exact zeros at each step.
         params_have_main_grad: as for `Float16OptimizerWithFloat16Params`.
         model_parallel_group: over which norm, zeros and overflow are reduced.
+        gradient_norm: what is reported and clipped: the norm of all gradients together ("global"), or the sum
+            of the parameters' norms ("sum_of_norms", as Metis clips).
+        before_step: called at the start of a step with the loss scale, by which all gradients are multiplied
+            then; may add to them.
 
     Raises:
         TypeError: a parameter is not fp32.
@@ -116,6 +129,8 @@ class FP32Optimizer(MixedPrecisionOptimizer):
         log_num_zeros_in_grad: bool = False,
         params_have_main_grad: bool = True,
         model_parallel_group: dist.ProcessGroup | None = None,
+        gradient_norm: GradientNorm = "global",
+        before_step: BeforeStep | None = None,
     ) -> None:
         super().__init__(
             optimizer,
@@ -124,6 +139,8 @@ class FP32Optimizer(MixedPrecisionOptimizer):
             params_have_main_grad=params_have_main_grad,
             grad_scaler=None,
             model_parallel_group=model_parallel_group,
+            gradient_norm=gradient_norm,
+            before_step=before_step,
         )
 
     def _adopt_group(self, group: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ unscale and clip, step the masters, copy them to the model. Unscaling and clippi
 fused optimizers apply it while they read the gradients, so these are read twice a step: once to look, once
 to apply. A step leaves no gradient behind: one that stayed would be applied a second time. Which parameters
 have masters is the business of the subclasses in `mixed_precision`.
+Between steps others may change weights: `master_of`, `state_of`, then `masters_have_changed`.
 """
 
 from __future__ import annotations
@@ -12,27 +13,44 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
-from megalowbit.errors import UserError
+from megalowbit import process_group
+from megalowbit.errors import UserError, unknown_name
 from megalowbit.optim.grad_buffer import GradBuffer
-from megalowbit.optim.grad_norm import clip_coefficient, inspect_gradients, is_counted_once
+from megalowbit.optim.grad_norm import (
+    GradientFacts,
+    GradientNorm,
+    clip_coefficient,
+    inspect_each_gradient,
+    inspect_gradients,
+    is_counted_once,
+)
 from megalowbit.optim.grad_scaler import GradScaler
 from megalowbit.optim.optimizer_state import check_inner_state, check_masters, copy_masters, find_key
 
 logger = logging.getLogger(__name__)
 
 StepResult = tuple[bool, "float | None", "int | None"]
+BeforeStep = Callable[[float], object]
+
+
+def learning_rate(group: Mapping[str, Any]) -> float:
+    """What a step multiplies a group's update by: `lr`, times `lr_scale` where the group has one."""
+    return group["lr"] * group.get("lr_scale", 1.0)
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
     """What both optimizers share; a torch `Optimizer`, so that any learning-rate scheduler takes it.
 
-    `param_groups` and `state` are those of the inner optimizer. Attributes after a step: `found_inf`,
-    `grad_norm` (unscaled, before clipping; None after a skip).
+    `param_groups` and `state` are those of the inner optimizer. A group may hold `lr_scale`, by which its
+    learning rate is multiplied at each step; schedulers, which write `lr`, do not see it, and it is saved
+    with the group. Attributes after a step: `found_inf`, `grad_norm` (unscaled, before clipping; None after a
+    skip). `before_step` may be set at any time.
     """
 
     def __init__(
@@ -44,7 +62,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         params_have_main_grad: bool,
         grad_scaler: GradScaler | None,
         model_parallel_group: dist.ProcessGroup | None,
+        gradient_norm: GradientNorm,
+        before_step: BeforeStep | None,
     ) -> None:
+        if gradient_norm not in get_args(GradientNorm):
+            raise unknown_name("gradient_norm", gradient_norm, get_args(GradientNorm))
         if not 0 <= clip_grad < float("inf"):
             raise UserError(
                 f"clip_grad must be a finite number ≥ 0 (0 turns clipping off), not {clip_grad!r}"
@@ -55,6 +77,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.params_have_main_grad = params_have_main_grad
         self.grad_scaler = grad_scaler
         self.model_parallel_group = model_parallel_group
+        self.gradient_norm = gradient_norm
+        self.before_step = before_step
         self.found_inf = False
         self.grad_norm: float | None = None
         self.float16_groups: list[list[torch.nn.Parameter]] = []
@@ -66,9 +90,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         super().__init__(groups, optimizer.defaults)  # for torch's step hooks; adds these very groups again
         self.state = state
         self._pairs = list(self._model_and_master())
+        self._masters = {id(model): master for model, master in self._pairs}
         self._is_counted = [is_counted_once(model, model_parallel_group) for model, _ in self._pairs]
         self._is_fused = all(group.get("fused") for group in optimizer.param_groups)
         self.grad_buffer = self._make_grad_buffer() if params_have_main_grad else None
+        if gradient_norm == "sum_of_norms":
+            self._check_same_parameters()
 
     # Property and not alias: loading a state gives the inner optimizer new objects.
     @property
@@ -103,6 +130,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Apply the gathered gradients, or skip them if any is infinite or NaN.
 
         Collective over the model-parallel group. Gradients must already be averaged over data parallel.
+        `before_step` is called first, with S: what it adds to the gradients is inspected, clipped and, where
+        they overflow, dropped as they are.
 
         Returns:
             `(True, norm, num_zeros)`, or `(False, None, None)` after a skip, which leaves masters, moments
@@ -112,13 +141,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise TypeError("step takes no closure: call backward first")
         inv_scale = self.grad_scaler.inv_scale if self.grad_scaler is not None else 1.0
-        counted, uncounted = self._gather_gradients()
-        facts = inspect_gradients(
-            counted,
-            uncounted=uncounted,
-            count_zeros=self.log_num_zeros_in_grad,
-            group=self.model_parallel_group,
-        )
+        if self.before_step is not None:
+            self.before_step(self.loss_scale)
+        self._give_masters_their_gradients()
+        facts = self._inspect()
         if self.grad_scaler is not None:
             self.grad_scaler.update(facts.found_inf)
         self.found_inf = facts.found_inf
@@ -185,6 +211,32 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 if master is not model:
                     master.copy_(model)
 
+    def master_of(self, model_parameter: torch.Tensor) -> torch.Tensor:
+        """The fp32 tensor that a step updates: the parameter's master, or the parameter itself.
+
+        Raises:
+            UserError: this optimizer does not train the parameter.
+        """
+        master = self._masters.get(id(model_parameter))
+        if master is None:
+            raise UserError(
+                f"a parameter of shape {tuple(model_parameter.shape)} is not trained by this optimizer: "
+                "pass one of the model's parameters that it was built with"
+            )
+        return master
+
+    def state_of(self, model_parameter: torch.Tensor) -> dict[str, Any]:
+        """The inner optimizer's state of a parameter (moments, step): live, and empty before its first step.
+
+        Raises:
+            UserError: this optimizer does not train the parameter.
+        """
+        return self.state[self.master_of(model_parameter)]
+
+    def masters_have_changed(self) -> None:
+        """Copy the masters to the model, after something else has written to them."""
+        self._copy_masters_to_model()
+
     def _adopt_group(self, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
@@ -213,27 +265,55 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             return None  # someone else keeps the gradients, as Megatron's DDP does
         return GradBuffer(models)
 
-    def _gather_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Give every master its fp32 gradient; return those this rank counts and those it only checks."""
+    def _check_same_parameters(self) -> None:
+        """Shards are matched by their place, and ranks of different lengths would wait for each other."""
+        group = self.model_parallel_group
+        if group is None or process_group.world_size(group) == 1:
+            return
+        counts: list[Any] = [None] * process_group.world_size(group)
+        dist.all_gather_object(counts, len(self._pairs), group=group)
+        if len(set(counts)) > 1:
+            raise UserError(
+                f'gradient_norm "sum_of_norms" needs the same parameters on all ranks of the model-parallel '
+                f'group, which have {counts}: use "global"'
+            )
+
+    def _give_masters_their_gradients(self) -> None:
         for model, master in self._pairs:
             if self.params_have_main_grad:
                 master.grad = model.main_grad
             elif master is not model:
                 master.grad = None if model.grad is None else model.grad.float()
                 model.grad = None
+
+    def _inspect(self) -> GradientFacts:
+        """The facts about the masters' gradients, by the norm that was asked for."""
+        options: dict[str, Any] = {
+            "count_zeros": self.log_num_zeros_in_grad,
+            "group": self.model_parallel_group,
+        }
+        gradients = [master.grad for _, master in self._pairs]
+        if self.gradient_norm == "sum_of_norms":
+            return inspect_each_gradient(gradients, is_counted=self._is_counted, **options)
         if self.grad_buffer is not None and all(self._is_counted):
-            return [self.grad_buffer.flat], []
+            return inspect_gradients([self.grad_buffer.flat], **options)
         with_grad = [
-            (is_counted, master.grad)
-            for is_counted, (_, master) in zip(self._is_counted, self._pairs, strict=True)
-            if master.grad is not None
+            (grad, is_counted)
+            for grad, is_counted in zip(gradients, self._is_counted, strict=True)
+            if grad is not None
         ]
-        return [grad for counted, grad in with_grad if counted], [
-            grad for counted, grad in with_grad if not counted
-        ]
+        return inspect_gradients(
+            [grad for grad, is_counted in with_grad if is_counted],
+            uncounted=[grad for grad, is_counted in with_grad if not is_counted],
+            **options,
+        )
 
     def _step_masters(self, factor: float) -> None:
         """Inner step on gradients times `factor`."""
+        with _scaled_learning_rates(self.param_groups):
+            self._step_inner(factor)
+
+    def _step_inner(self, factor: float) -> None:
         if factor == 1.0:
             self.optimizer.step()
             return
@@ -255,3 +335,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         halves = [(model, master) for model, master in self._pairs if master is not model]
         if halves:
             torch._foreach_copy_([model for model, _ in halves], [master for _, master in halves])
+
+
+@contextmanager
+def _scaled_learning_rates(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Let every group's `lr` be what `learning_rate` says, for the inner optimizer's sake."""
+    before = [(group, group["lr"]) for group in groups if "lr_scale" in group]
+    try:
+        for group, _ in before:
+            group["lr"] = learning_rate(group)
+        yield
+    finally:
+        for group, lr in before:
+            group["lr"] = lr

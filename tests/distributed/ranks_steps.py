@@ -5,7 +5,8 @@ from tiny_training import TinyModel, config, facts, make, rank_and_size, report,
 
 from megalowbit.engine.agreement import agree
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_norm import inspect_gradients
+from megalowbit.optim.grad_norm import inspect_each_gradient, inspect_gradients
+from megalowbit.optim.mixed_precision import FP32Optimizer
 
 
 def overflow(precision):
@@ -93,6 +94,36 @@ def sharded_norm():
     return [[f.found_inf, None if f.found_inf else f.norm, f.num_zeros] for f in facts]
 
 
+def sum_of_norms():
+    """As `sharded_norm`, by parameter; then steps of an optimizer, and one on ranks that do not match."""
+    rank, _ = rank_and_size()
+    group = torch.distributed.group.WORLD
+    shard, replica = torch.tensor([[3.0], [4.0]][rank]), torch.tensor([12.0, 0.0])
+    seen = []
+    for own in (shard, None if rank == 0 else shard, shard * 1e30):
+        found = inspect_each_gradient(
+            [own, replica], is_counted=[True, rank == 0], count_zeros=True, group=group
+        )
+        seen.append([found.found_inf, found.norm, found.num_zeros])
+    bad = torch.tensor([torch.nan if rank == 1 else 1.0])
+    seen.append(inspect_each_gradient([bad, replica], is_counted=[True, rank == 0], group=group).found_inf)
+
+    sharded, whole = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(2))
+    sharded.tensor_model_parallel = True
+    options = {"clip_grad": 8.5, "gradient_norm": "sum_of_norms", "model_parallel_group": group}
+    optimizer = FP32Optimizer(torch.optim.SGD([sharded, whole], lr=1.0), **options)
+    sharded.main_grad.copy_(shard)
+    whole.main_grad.copy_(replica)
+    norm = optimizer.step()[1]
+    seen.append([norm, sharded.item(), whole.tolist()])
+    odd = [torch.nn.Parameter(torch.zeros(1)) for _ in range(1 + rank)]
+    try:
+        FP32Optimizer(torch.optim.SGD(odd, lr=1.0), **options)
+    except UserError as error:
+        seen.append(str(error))
+    return seen
+
+
 def agreement():
     """What each rank gets from a decision of rank 0, and from its errors."""
     rank, _ = rank_and_size()
@@ -116,6 +147,7 @@ report(
         "trajectory": {precision: trajectory(precision) for precision in ("fp32", "bf16", "fp16")},
         "stock": stock_regression(),
         "sharded_norm": sharded_norm(),
+        "sum_of_norms": sum_of_norms(),
         "agreement": agreement(),
     }
 )

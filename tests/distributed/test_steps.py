@@ -110,6 +110,21 @@ def test_a_sharded_gradients_norm_counts_replicas_once(seen):
         assert rank["sharded_norm"] == expected
 
 
+def test_a_sum_of_norms_counts_shards_together_and_replicas_once(seen):
+    for number, rank in enumerate(seen):
+        both, one_shard, huge, is_bad, step, refused = rank["sum_of_norms"]
+        assert both == [False, 17.0, 1]  # √(3² + 4²) + 12
+        assert one_shard == [False, 16.0, 1]  # one rank has no gradient and takes part
+        assert huge == [False, pytest.approx(5e30, rel=1e-6), 1]
+        assert is_bad is True
+        norm, shard, whole = step
+        assert norm == 17.0
+        assert shard == pytest.approx([-1.5, -2.0][number], rel=1e-6)
+        assert whole == pytest.approx([-6.0, 0.0], rel=1e-6)
+        assert "needs the same parameters on all ranks" in refused
+        assert 'which have [1, 2]: use "global"' in refused
+
+
 def test_a_decision_of_rank_0_reaches_all_and_so_do_its_errors(seen):
     assert seen[0]["agreement"] == ["of rank 0", ["UserError", "mend it"], ["OSError", "disk"]]
     assert seen[1]["agreement"] == [

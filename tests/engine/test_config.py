@@ -2,11 +2,13 @@ import copy
 import json
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 from megalowbit.engine.config import LOOP_SECTIONS, EngineSettings, load_json, read_deepspeed_config
 from megalowbit.errors import UserError
+from megalowbit.optim.grad_norm import GradientNorm
 from megalowbit.pretrain.config import PretrainSettings
 
 PLAIN = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -63,6 +65,18 @@ def test_the_default_precision_is_bf16_without_a_recipe():
     assert (settings.precision, settings.recipe) == ("bf16", None)
 
 
+def test_clipping_is_global_and_the_regularizer_off_unless_asked_for():
+    settings = read_deepspeed_config(PLAIN).settings
+    assert (settings.gradient_norm, settings.regularizer.strength) == ("global", 0)
+    block = {"gradient_norm": "sum_of_norms", "regularizer": {"strength": 1e-4, "epsilon": 1e-5}}
+    settings = read_deepspeed_config({**PLAIN, "megalowbit": block}).settings
+    assert (settings.gradient_norm, settings.regularizer.epsilon) == ("sum_of_norms", 1e-5)
+
+
+def test_the_norms_that_can_be_configured_are_those_of_the_optimizer():
+    assert get_args(EngineSettings.model_fields["gradient_norm"].annotation) == get_args(GradientNorm)
+
+
 def test_a_stock_block_that_is_off_leaves_fp32_as_in_deepspeed():
     assert read_deepspeed_config({**PLAIN, "bf16": {"enabled": False}}).settings.precision == "fp32"
 
@@ -105,6 +119,19 @@ def test_keys_of_other_rooms_in_our_block_are_left_to_them():
         ({"bf16": {"enabled": False}, "megalowbit": {"precision": "bf16"}}, "bf16.enabled = false"),
         ({"steps_per_print": 0}, "steps_per_print = 0"),
         ({"gradient_clipping": 10**400}, "gradient_clipping = 1000.* must be a finite number"),
+        ({"megalowbit": {"gradient_norm": "sum"}}, "megalowbit.gradient_norm = 'sum' is not valid"),
+        (
+            {"megalowbit": {"regularizer": {"strenght": 1}}},
+            "unknown key 'megalowbit.regularizer.strenght': did you mean 'megalowbit.regularizer.strength'",
+        ),
+        (
+            {"megalowbit": {"regularizer": {"epsilon": 0}}},
+            "^megalowbit.regularizer.epsilon = 0 is not valid",
+        ),
+        (
+            {"megalowbit": {"recipe": "bf16", "regularizer": {"strength": 1e-4}}},
+            '^megalowbit.regularizer = .* is not valid: .* recipe "bf16" has none: set strength to 0',
+        ),
         ({"megalowbit": []}, "must be an object"),
         ({"optimizer": None}, "optimizer is missing"),
         ({"gradient_clipping": -1}, "gradient_clipping = -1"),
@@ -164,3 +191,14 @@ def test_reading_a_configuration_imports_neither_torch_nor_deepspeed():
         "sys.exit(bool({'torch', 'deepspeed'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_parameter_split_under_zero_is_refused_before_zero_itself():
+    raw = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "megalowbit": {"recipe": {"base": "nvfp4", "parameter_split": {"rank": 8}}},
+    }
+    with pytest.raises(UserError, match="cannot be used with parameter_split in the recipe"):
+        read_deepspeed_config(raw)

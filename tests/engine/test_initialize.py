@@ -215,6 +215,60 @@ def test_a_recipe_that_finds_nothing_to_quantise_is_an_error():
         initialize(model=net, config=quantised("nvfp4"))
 
 
+def test_the_regularizer_works_on_the_low_bit_layers_once_a_step():
+    def moved(**block):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
+        starts = [net[0].weight.detach().clone(), net[2].weight.detach().clone()]
+        recipe = {"base": "nvfp4", "keep": ["2"]}
+        settings = config(
+            megalowbit={"precision": "bf16", "recipe": recipe, **block},
+            gradient_accumulation_steps=2,
+            gradient_clipping=0.0,
+            optimizer={"type": "SGD", "params": {"lr": 1.0}},
+        )
+        engine, optimizer, _, _ = initialize(model=net, config=settings)
+        x = torch.ones(4, 32, dtype=torch.bfloat16)
+        for _ in range(2):
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+        masters = [optimizer.master_of(net[index].weight).detach() for index in (0, 2)]
+        return engine, starts, masters
+
+    plain, _, without = moved()
+    assert plain.regularizer is None
+    block = {"strength": 0.5, "alpha1": 3.0, "alpha2": 1e-4, "epsilon": 1e-3}
+    engine, starts, with_it = moved(regularizer=block)
+    weight = starts[0].bfloat16().double()
+    slope = 0.5 / weight.numel() * (2 * 3.0 * weight - 2 * 1e-4 * weight / (weight**2 + 1e-3) ** 2)
+    torch.testing.assert_close((without[0] - with_it[0]).double(), slope, rtol=1e-3, atol=1e-7)
+    assert torch.equal(without[1], with_it[1])  # a layer that is kept has none
+    value = 0.5 / weight.numel() * (3.0 * weight**2 + 1e-4 / (weight**2 + 1e-3)).sum()
+    assert engine.regularizer.value.item() == pytest.approx(float(value), rel=1e-6)
+
+
+def test_a_regularizer_without_low_bit_layers_is_refused():
+    asked = config(megalowbit={"regularizer": {"strength": 1e-4}})
+    with pytest.raises(UserError, match=r"regularizer\.strength = 0\.0001 but no low-bit layer is trained"):
+        initialize(model=model(), config=asked)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_configured_norm_is_the_one_that_is_reported(precision):
+    norms = {}
+    for name in ("global", "sum_of_norms"):
+        settings = config(megalowbit={"precision": precision, "gradient_norm": name})
+        engine, optimizer, _, _ = initialize(model=model(), config=settings)
+        each = []
+        optimizer.before_step = lambda _, engine=engine, each=each: each.extend(
+            parameter.main_grad.double().norm().item() for parameter in engine.module.parameters()
+        )
+        train(engine, steps=1)
+        norms[name] = (engine.get_global_grad_norm(), each)
+    assert norms["sum_of_norms"][0] == pytest.approx(sum(norms["sum_of_norms"][1]), rel=1e-6)
+    assert norms["global"][0] == pytest.approx(sum(n**2 for n in norms["global"][1]) ** 0.5, rel=1e-6)
+
+
 def test_low_bit_layers_that_got_lost_on_the_way_are_an_error():
     with pytest.raises(UserError, match="'nvfp4' asks for low-bit layers but the model has none"):
         check_quantised(model(), recipe("nvfp4"))

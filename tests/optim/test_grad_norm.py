@@ -6,7 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_norm import clip_coefficient, inspect_gradients, is_counted_once
+from megalowbit.optim.grad_norm import (
+    clip_coefficient,
+    inspect_each_gradient,
+    inspect_gradients,
+    is_counted_once,
+)
 
 BAD = [math.inf, -math.inf, math.nan]
 
@@ -95,3 +100,46 @@ def test_shared_parameters_are_not_counted():
     assert is_counted_once(parameter)
     parameter.shared = True
     assert not is_counted_once(parameter)
+
+
+def reference_sum_of_norms(tensors):
+    return math.fsum(reference_norm([tensor], 2) for tensor in tensors)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_the_sum_of_norms_equals_a_float64_reference(sizes):
+    tensors = [torch.randn(size, 2) * 10 ** torch.randint(-3, 4, ()).item() for size in sizes]
+    facts = inspect_each_gradient(tensors, is_counted=[True] * len(tensors))
+    assert not facts.found_inf
+    assert facts.norm == pytest.approx(reference_sum_of_norms(tensors), rel=1e-6)
+
+
+def test_the_sum_of_norms_of_large_parameters_keeps_six_digits():
+    torch.manual_seed(0)
+    tensors = [torch.randn(700, 300) + 0.3, torch.randn(5), torch.randn(65_537)]
+    facts = inspect_each_gradient(tensors, is_counted=[True] * 3)
+    assert facts.norm == pytest.approx(sum(float(t.double().norm()) for t in tensors), rel=1e-6)
+
+
+def test_the_sum_of_norms_leaves_out_what_is_not_counted_and_what_is_not_there():
+    gradients = [torch.tensor([3.0, 4.0]), None, torch.tensor([1e3, 0.0]), torch.tensor([0.0, 2.0])]
+    facts = inspect_each_gradient(gradients, is_counted=[True, True, False, True], count_zeros=True)
+    assert (facts.found_inf, facts.norm, facts.num_zeros) == (False, 7.0, 1)
+    assert inspect_each_gradient([], is_counted=[]).norm == 0
+    assert inspect_each_gradient([None], is_counted=[True]).norm == 0
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("is_counted", [True, False])
+@pytest.mark.parametrize("place", [0, 70_000])
+def test_one_bad_element_is_found_where_norms_are_summed(bad, is_counted, place):
+    gradient = torch.ones(100_000)
+    gradient[place] = bad
+    assert inspect_each_gradient([torch.ones(3), gradient], is_counted=[True, is_counted]).found_inf
+
+
+def test_huge_finite_gradients_have_a_finite_sum_of_norms():
+    facts = inspect_each_gradient([torch.tensor([3e30, 4e30]), torch.tensor([1e31])], is_counted=[True, True])
+    assert not facts.found_inf
+    assert facts.norm == pytest.approx(1.5e31, rel=1e-6)

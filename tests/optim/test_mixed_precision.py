@@ -197,3 +197,42 @@ def test_the_fp32_optimizer_refuses_half_parameters():
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     with pytest.raises(TypeError, match="is float16: convert it to one of float32"):
         FP32Optimizer(torch.optim.SGD([parameter]), clip_grad=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_and_moments_can_be_rewritten_between_steps(dtype):
+    model, optimizer = make(dtype, **({} if dtype == torch.float32 else {"grad_scaler": None}))
+    weight = model[0].weight
+    master = optimizer.master_of(weight)
+    assert (master is weight) == (dtype == torch.float32)
+    assert optimizer.state_of(weight) == {}
+    train(model, optimizer, batches(2))
+    assert set(optimizer.state_of(weight)) == {"step", "exp_avg", "exp_avg_sq"}
+    with torch.no_grad():
+        master.fill_(1 / 3)
+        optimizer.state_of(weight)["exp_avg"].zero_()
+        optimizer.state_of(weight)["exp_avg_sq"].fill_(1.0)
+    optimizer.masters_have_changed()
+    assert torch.equal(weight, torch.full_like(weight, 1 / 3))
+    other = model[2].weight.detach().clone()
+    weight.main_grad.fill_(0.01)  # small beside a second moment of 1: the step is, too
+    optimizer.step()
+    moved = (master - 1 / 3).abs().max().item()
+    assert 0 < moved < 1e-4
+    assert not torch.equal(model[2].weight, other)  # untouched moments move on
+
+
+def test_state_written_before_the_first_step_is_used():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = FP32Optimizer(torch.optim.SGD([parameter], lr=1.0, momentum=0.5), clip_grad=0.0)
+    optimizer.state_of(parameter)["momentum_buffer"] = torch.tensor([4.0])
+    parameter.main_grad.fill_(1.0)
+    optimizer.step()
+    assert parameter.item() == -3.0
+
+
+def test_a_parameter_of_another_optimizer_is_refused():
+    _, optimizer = make()
+    for ask in (optimizer.master_of, optimizer.state_of):
+        with pytest.raises(UserError, match=r"shape \(2, 3\) is not trained by this optimizer"):
+            ask(torch.nn.Parameter(torch.ones(2, 3)))

@@ -8,6 +8,7 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megalowbit.optim.optimizer_step import learning_rate
 
 
 def half_optimizer(model, inner=None, **arguments):
@@ -185,3 +186,111 @@ def test_a_closure_is_refused():
     optimizer = FP32Optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), clip_grad=0.0)
     with pytest.raises(TypeError, match="closure"):
         optimizer.step(lambda: 1.0)
+
+
+def test_clipping_by_the_sum_of_norms_follows_its_definition():
+    one, two = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    inner = torch.optim.SGD([one, two], lr=1.0)
+    optimizer = FP32Optimizer(inner, clip_grad=5.0, gradient_norm="sum_of_norms")
+    set_grad(one, [3.0, 4.0])
+    set_grad(two, [0.0, 15.0])
+    _, norm, _ = optimizer.step()
+    assert norm == pytest.approx(20.0, rel=1e-6)  # together they have √250
+    assert one.tolist() == pytest.approx([-0.75, -1.0], rel=1e-5)
+    assert two.tolist() == pytest.approx([0.0, -3.75], rel=1e-5)
+
+
+@pytest.mark.parametrize("has_main_grad", [True, False])
+def test_the_sum_of_norms_is_unscaled_and_a_bad_gradient_skips_the_step(has_main_grad):
+    one, two = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
+    optimizer = half_optimizer(
+        None,
+        torch.optim.SGD([one, two], lr=1.0),
+        grad_scaler=ConstantGradScaler(16.0),
+        gradient_norm="sum_of_norms",
+        params_have_main_grad=has_main_grad,
+    )
+    optimizer.scale_loss((one.float() * torch.tensor([3.0, 4.0])).sum() + two.float().sum()).backward()
+    assert optimizer.step() == (True, 6.0, None)
+    optimizer.scale_loss(two.float().sum() * math.inf).backward()
+    assert optimizer.step() == (False, None, None)
+    assert one.tolist() == [-3.0, -4.0]
+
+
+def test_an_unknown_norm_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match=r"unknown gradient_norm 'sum': .*known: global, sum_of_norms"):
+        FP32Optimizer(
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), clip_grad=0.0, gradient_norm="sum"
+        )
+
+
+def test_what_is_called_before_a_step_gets_the_scale_and_its_gradients_are_clipped():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    scales = []
+
+    def add(loss_scale):
+        scales.append(loss_scale)
+        parameter.main_grad.add_(3.0 * loss_scale)
+
+    scaler = DynamicGradScaler(8.0, growth_interval=1)
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = half_optimizer(None, inner, grad_scaler=scaler, clip_grad=1.0, before_step=add)
+    _, norm, _ = optimizer.step()
+    assert norm == 3.0
+    assert parameter.item() == pytest.approx(-1.0, abs=1e-2)
+    optimizer.step()
+    assert scales == [8.0, 16.0]  # the scale of the gradients that are there, before it grows
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("gradient", [1.0, 100.0], ids=["plain", "clipped"])
+def test_a_group_with_lr_scale_moves_as_with_that_learning_rate(is_fused, gradient):
+    runs = []
+    for arguments in ({"lr": 0.1, "lr_scale": 0.25}, {"lr": 0.025}):
+        scaled, plain = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+        inner = torch.optim.AdamW(
+            [{"params": [scaled], **arguments}, {"params": [plain]}], lr=0.1, fused=is_fused
+        )
+        optimizer = FP32Optimizer(inner, clip_grad=2.0)
+        for _ in range(3):
+            set_grad(scaled, torch.full((3,), gradient))
+            set_grad(plain, torch.full((3,), gradient))
+            optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == arguments["lr"]
+        runs.append([scaled.tolist(), plain.tolist()])
+    assert runs[0] == runs[1]
+    assert runs[0][0] > runs[0][1]
+
+
+def test_schedulers_see_lr_alone_and_lr_scale_survives_a_state_dict():
+    def make():
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = FP32Optimizer(torch.optim.SGD([parameter], lr=1.0), clip_grad=0.0)
+        return parameter, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    parameter, optimizer, scheduler = make()
+    optimizer.param_groups[0]["lr_scale"] = 0.1
+    for _ in range(2):
+        set_grad(parameter, [1.0])
+        optimizer.step()
+        scheduler.step()
+    assert parameter.item() == pytest.approx(-0.1 - 0.05, rel=1e-6)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert learning_rate(optimizer.param_groups[0]) == 0.025
+    other, fresh, _ = make()
+    fresh.load_state_dict(optimizer.state_dict())
+    set_grad(other, [1.0])
+    fresh.step()
+    assert other.item() == pytest.approx(-0.025, rel=1e-6)
+
+
+def test_the_learning_rate_is_put_back_after_an_inner_step_that_fails():
+    class Broken(torch.optim.SGD):
+        def step(self):
+            raise RuntimeError("broken")
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = FP32Optimizer(Broken([{"params": [parameter], "lr_scale": 0.5}], lr=1.0), clip_grad=0.0)
+    with pytest.raises(RuntimeError, match="broken"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 1.0

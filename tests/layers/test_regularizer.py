@@ -1,0 +1,199 @@
+"""Against the formula in float64, differentiated by autograd."""
+
+import math
+
+import pytest
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.layers import regularizer as module
+from megalowbit.layers.regularizer import DualRangeRegularizer, build_regularizer
+from megalowbit.layers.settings import RegularizerSettings
+from megalowbit.layers.surgery import bit_layers, convert
+from megalowbit.optim.grad_scaler import ConstantGradScaler
+from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+SETTINGS = RegularizerSettings(strength=0.3, alpha1=0.7, alpha2=2e-5, epsilon=1e-3, max_gradient=1e9)
+
+
+def layer(rows=12, columns=7, seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(columns, rows, dtype=dtype)
+
+
+def reference(weights, settings):
+    """R and its gradients, uncapped, in float64."""
+    copies = [weight.detach().double().requires_grad_() for weight in weights]
+    value = sum(
+        (settings.alpha1 * (w**2).sum() + settings.alpha2 * (1 / (w**2 + settings.epsilon)).sum()) / w.numel()
+        for w in copies
+    )
+    value = settings.strength * value
+    value.backward()
+    return value.item(), [copy.grad for copy in copies]
+
+
+def close(gradient, expected):
+    torch.testing.assert_close(
+        gradient.double(), expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max())
+    )
+
+
+@pytest.mark.parametrize("chunk", [2**22, 10, 1])
+@pytest.mark.parametrize("epsilon", [1e-3, 1e-8])
+def test_value_and_gradient_are_those_of_the_formula(chunk, epsilon, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    settings = SETTINGS.model_copy(update={"epsilon": epsilon})
+    layers = {"a": layer(), "b": layer(5, 3, seed=1)}
+    with torch.no_grad():
+        layers["a"].weight[0] = torch.tensor([0.0, 1e-4, -1e-4, 1e-6, 0.5, -3.0, 0.01])
+    value, gradients = reference([each.weight for each in layers.values()], settings)
+    found = DualRangeRegularizer(layers, settings).add_gradients()
+    assert (found.dtype, found.ndim) == (torch.float64, 0)
+    assert found.item() == pytest.approx(value, rel=1e-6)
+    for each, expected in zip(layers.values(), gradients, strict=True):
+        close(each.weight.grad, expected)
+        assert each.bias.grad is None
+
+
+def test_it_adds_to_what_the_loss_has_left_times_the_loss_scale():
+    one = layer()
+    one.weight.grad = torch.ones_like(one.weight)
+    DualRangeRegularizer({"": one}, SETTINGS).add_gradients(loss_scale=64.0)
+    close(one.weight.grad - 1, 64 * reference([one.weight], SETTINGS)[1][0])
+
+
+def test_main_grad_is_used_where_there_is_one():
+    one = layer(dtype=torch.bfloat16)
+    one.weight.main_grad = torch.zeros(one.weight.shape)
+    DualRangeRegularizer({"": one}, SETTINGS).add_gradients()
+    assert one.weight.grad is None
+    close(one.weight.main_grad, reference([one.weight], SETTINGS)[1][0])
+
+
+def test_every_element_is_capped_before_the_loss_scale():
+    one = layer()
+    settings = RegularizerSettings(strength=1e-3, epsilon=1e-8, max_gradient=0.25)
+    with torch.no_grad():
+        one.weight[0, :4] = torch.tensor([1e-4, -1e-4, 0.0, 1e-3])
+    (expected,) = reference([one.weight], settings)[1]
+    assert expected.abs().max() > 1e3
+    DualRangeRegularizer({"": one}, settings).add_gradients(loss_scale=8.0)
+    assert one.weight.grad[0, :4].tolist() == [-2.0, 2.0, 0.0, -2.0]
+    close(one.weight.grad, 8 * expected.clamp(-0.25, 0.25))
+
+
+def test_a_strided_weight_gets_the_same_gradient():
+    one = layer(8, 8)
+    one.weight = torch.nn.Parameter(one.weight.detach().t())
+    assert not one.weight.is_contiguous()
+    DualRangeRegularizer({"": one}, SETTINGS).add_gradients()
+    close(one.weight.grad, reference([one.weight], SETTINGS)[1][0])
+
+
+def test_factors_of_a_split_count_once_it_has_happened():
+    one = layer()
+    one.split_u = torch.nn.Parameter(torch.full((12, 2), 0.1))
+    one.is_split = False
+    regularizer = DualRangeRegularizer({"": one}, SETTINGS)
+    before = regularizer.add_gradients().item()
+    assert one.split_u.grad is None
+    assert before == pytest.approx(reference([one.weight], SETTINGS)[0], rel=1e-6)
+    one.is_split = True
+    assert regularizer.add_gradients().item() == pytest.approx(
+        reference([one.weight, one.split_u], SETTINGS)[0], rel=1e-6
+    )
+
+
+def test_a_weight_that_is_no_number_shows_in_gradient_and_value():
+    one = layer()
+    with torch.no_grad():
+        one.weight[1, 1] = math.nan
+    value = DualRangeRegularizer({"": one}, SETTINGS).add_gradients()
+    assert one.weight.grad.isnan().nonzero().tolist() == [[1, 1]]
+    assert value.isnan()
+
+
+def converted():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16))
+    convert(model, {"base": "nvfp4", "keep": ["2"]})
+    return model
+
+
+def test_the_low_bit_layers_of_a_model_are_regularised():
+    model = converted()
+    regularizer = build_regularizer(model, SETTINGS, list(model.parameters()))
+    regularizer.add_gradients()
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["0.weight"]
+
+
+def test_strength_0_builds_nothing():
+    model = converted()
+    assert build_regularizer(model, RegularizerSettings(), list(model.parameters())) is None
+
+
+def test_without_a_trained_low_bit_layer_it_is_refused():
+    model = converted()
+    for trained in ([], list(model[2].parameters())):
+        with pytest.raises(UserError, match=r"strength = 0\.3 but no low-bit layer is trained: set it to 0"):
+            build_regularizer(model, SETTINGS, trained)
+    bit_layers(model)["0"].weight.requires_grad_(False)
+    with pytest.raises(UserError, match="no low-bit layer is trained"):
+        build_regularizer(model, SETTINGS, list(model.parameters()))
+
+
+def stepped(scale, micro_batches=1, spoil=False):
+    """Master of an fp16 weight after one SGD step on regulariser and loss, and its start."""
+    one = layer()
+    start = one.weight.detach().clone()
+    optimizer = Float16OptimizerWithFloat16Params(
+        torch.optim.SGD(one.parameters(), lr=0.5),
+        clip_grad=0.0,
+        grad_scaler=ConstantGradScaler(scale),
+        cast_parameters=True,
+        before_step=DualRangeRegularizer({"": one}, SETTINGS).add_gradients,
+    )
+    for _ in range(micro_batches):
+        optimizer.scale_loss(one(torch.full((1, 7), 0.25, dtype=torch.float16)).sum()).backward()
+    if spoil:
+        one.bias.main_grad[0] = math.inf
+    is_applied, _, _ = optimizer.step()
+    return is_applied, start, one.weight.detach(), optimizer.master_of(one.weight).detach()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_with_fp16_the_update_is_loss_and_regulariser_once_whatever_the_scale(micro_batches):
+    updates = {}
+    for scale in (1.0, 1024.0):
+        is_applied, start, _, master = stepped(scale, micro_batches)
+        assert is_applied
+        (slope,) = reference([start.half()], SETTINGS)[1]
+        expected = start.double() - 0.5 * (0.25 * micro_batches + slope)
+        torch.testing.assert_close(master.double(), expected, rtol=1e-5, atol=1e-6)
+        updates[scale] = master - start
+    torch.testing.assert_close(updates[1.0], updates[1024.0], rtol=1e-5, atol=1e-7)
+
+
+def test_a_skipped_step_applies_nothing_of_it():
+    is_applied, start, weight, master = stepped(1024.0, spoil=True)
+    assert not is_applied
+    assert torch.equal(master, start)
+    assert torch.equal(weight, start.half())
+
+
+def test_clipping_sees_it_as_a_term_of_the_loss():
+    one = layer()
+    one.bias.requires_grad_(False)
+    start = one.weight.detach().clone()
+    (slope,) = reference([start], SETTINGS)[1]
+    optimizer = FP32Optimizer(
+        torch.optim.SGD(one.parameters(), lr=1.0),
+        clip_grad=1e-3,
+        before_step=DualRangeRegularizer({"": one}, SETTINGS).add_gradients,
+    )
+    _, norm, _ = optimizer.step()
+    assert norm == pytest.approx(float(slope.norm()), rel=1e-5)
+    assert norm > 1e-3
+    expected = start.double() - slope * (1e-3 / (norm + 1e-6))
+    torch.testing.assert_close(one.weight.detach().double(), expected, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,39 @@
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from megalowbit.layers.settings import RegularizerSettings
+
+
+def test_the_regularizer_is_off_by_default():
+    assert RegularizerSettings().strength == 0
+
+
+def test_settings_survive_json():
+    settings = RegularizerSettings(strength=1e-4, alpha2=0, epsilon=1e-5)
+    assert RegularizerSettings.model_validate_json(settings.model_dump_json()) == settings
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"strength": -1e-4}, "strength"),
+        ({"strength": "1e-4"}, "strength"),
+        ({"alpha1": float("nan")}, "alpha1"),
+        ({"epsilon": 1e-9}, "epsilon"),
+        ({"max_gradient": 0}, "max_gradient"),
+        ({"max_gradient": float("inf")}, "max_gradient"),
+        ({"lambda": 1}, "lambda"),
+        ({"strength": 1, "alpha1": 0, "alpha2": 0}, "alpha1 and alpha2 are both 0"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused(values, key):
+    with pytest.raises(ValidationError, match=key):
+        RegularizerSettings.model_validate(values)
+
+
+def test_importing_the_settings_is_light():
+    code = "import sys, megalowbit.layers.settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
