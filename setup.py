@@ -40,6 +40,6 @@ setup(
             "mypy>=1.14",
             "triton>=3.4; sys_platform=='linux'",
         ],
-        "bench": ["torchao==0.18.0"],
+        "bench": ["torchao==0.18.0", "matplotlib>=3.9"],
     },
 )

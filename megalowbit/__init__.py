@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megalowbit.engine.initialize import initialize
+    from megalowbit.engine.parameter_split import split_weights
     from megalowbit.errors import UserError
     from megalowbit.layers.bitlinear import BitLinear
+    from megalowbit.layers.precision_switch import switch_precision
     from megalowbit.layers.recipe import Recipe, recipe, recipes
+    from megalowbit.layers.regularizer import DualRangeRegularizer
+    from megalowbit.layers.settings import RegularizerSettings
     from megalowbit.layers.surgery import (
         bit_layers,
         cache_weights,
@@ -33,11 +37,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "BitLinear": "layers.bitlinear",
     "ConstantGradScaler": "optim.grad_scaler",
+    "DualRangeRegularizer": "layers.regularizer",
     "DynamicGradScaler": "optim.grad_scaler",
     "FP32Optimizer": "optim.mixed_precision",
     "Float16OptimizerWithFloat16Params": "optim.mixed_precision",
     "GradientOverflowTracker": "telemetry.overflow",
     "Recipe": "layers.recipe",
+    "RegularizerSettings": "layers.settings",
     "UserError": "errors",
     "bit_layers": "layers.surgery",
     "cache_weights": "layers.surgery",
@@ -52,16 +58,20 @@ _HOMES = {
     "restore": "layers.surgery",
     "save_quantized": "quantize.packed_file",
     "set_observer": "layers.surgery",
+    "split_weights": "engine.parameter_split",
+    "switch_precision": "layers.precision_switch",
 }
 
 __all__ = [
     "BitLinear",
     "ConstantGradScaler",
+    "DualRangeRegularizer",
     "DynamicGradScaler",
     "FP32Optimizer",
     "Float16OptimizerWithFloat16Params",
     "GradientOverflowTracker",
     "Recipe",
+    "RegularizerSettings",
     "UserError",
     "bit_layers",
     "cache_weights",
@@ -76,6 +86,8 @@ __all__ = [
     "restore",
     "save_quantized",
     "set_observer",
+    "split_weights",
+    "switch_precision",
 ]
 
 

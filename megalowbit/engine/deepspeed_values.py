@@ -102,6 +102,32 @@ def check_values(config: Mapping[str, Any]) -> None:
             )
 
 
+def check_parameter_split(config: Mapping[str, Any], recipe: object) -> None:
+    """Refuse weights split into parameters under ZeRO, whose stages shard the masters it needs whole.
+
+    Args:
+        config: the configuration without its `"megalowbit"` block.
+        recipe: as the block has it: a name (no named recipe splits parameters), a block or None.
+
+    Raises:
+        UserError: both are asked for.
+    """
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else int(zero is True)
+    if stage in (None, 0):
+        return
+    while isinstance(recipe, Mapping):
+        if "parameter_split" in recipe:
+            if recipe["parameter_split"] is not None:
+                raise UserError(
+                    f"zero_optimization.stage = {stage!r} cannot be used with parameter_split in the recipe, "
+                    "which needs whole masters: use split_weight (the in-time split), or "
+                    "zero_optimization.stage 0"
+                )
+            return
+        recipe = recipe.get("base")
+
+
 def is_finite_number(value: object) -> bool:
     """Whether `value` is an int or float, no boolean, that fits into a finite float."""
     # comparing is exact; math.isfinite raises on integers beyond the largest float

@@ -18,7 +18,7 @@ from megalowbit.errors import UserError
 from megalowbit.hf.families import family
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.weight_files import stored_dtypes
-from megalowbit.layers.surgery import bit_layers, convert, restore
+from megalowbit.layers.surgery import plain_state_dict
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -190,14 +190,9 @@ def _plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     `copy.deepcopy` would also copy what hooks and observers hold: the engine, its optimizer, the run's
     writers.
     """
-    layers = bit_layers(model)
     config = type(model.config).from_dict(model.config.to_dict())
     copy = random_model(config, seed=0, device="meta")
-    if layers:
-        convert(copy, next(iter(layers.values())).recipe)
-    state = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
-    fill_weights(copy, state, "the model", is_assigned=True)
-    restore(copy)
+    fill_weights(copy, plain_state_dict(model), "the model", is_assigned=True)
     return copy
 
 

@@ -23,10 +23,19 @@ from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import opaque_linear, register
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.split_weight import (
+    SPLIT_NAMES,
+    add_missing_factors,
+    add_split_parameters,
+    check_split_parameters,
+    holds_split,
+    split_output,
+)
 from megalowbit.layers.use_counter import Use, UseCounter, is_recomputing
 from megalowbit.layers.weight_cache import WeightSlot
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.random_stream import RandomStream
+from megalowbit.spectral.state import SplitState
 
 
 class BitLinear(nn.Linear):
@@ -46,12 +55,18 @@ class BitLinear(nn.Linear):
         observer: takes counts in training mode, or `None`.
         random_stream: shared by the model's layers; whoever attaches it advances it. `None`: the layer's own.
         weight_slot: where quantised weights are kept between micro-batches, or `None`.
+        split_states: of split operands, by role: directions from which the next factorisation starts.
         product_counts: how many products have run in what: `{"output": {"fp8": 3, "bf16": 1}, …}`.
         is_transposed: whether it stands for a transformers `Conv1D`, which keeps its weight as (in, out).
+        is_split: whether the weight is W_R + U·diag(S)·V, see `split_weight`.
 
     Raises:
         UserError: a size is not a whole number ≥ 0, or the recipe is not valid.
     """
+
+    split_u: nn.Parameter  # these three where the recipe has `parameter_split`
+    split_s: nn.Parameter
+    split_v: nn.Parameter
 
     def __init__(
         self,
@@ -68,8 +83,11 @@ class BitLinear(nn.Linear):
         self.fill_slots(recipe_of(recipe))
 
     def fill_slots(self, recipe: Recipe, *, layer_name: str = "", is_transposed: bool = False) -> None:
-        """Set everything that `nn.Linear` does not have; parameters stay as they are."""
+        """Set everything that `nn.Linear` does not have; its parameters stay as they are."""
+        self.is_split = False
+        add_split_parameters(self, recipe)
         self.weight_slot: WeightSlot | None = None
+        self.split_states: dict[str, SplitState] = {}
         self.recipe = recipe
         self.layer_name = layer_name
         self.is_transposed = is_transposed
@@ -87,10 +105,16 @@ class BitLinear(nn.Linear):
 
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
+        check_split_parameters(self, recipe)
         # A compiled model guards on the handle, and so compiles again; kept weights were another recipe's.
         self._recipe, self._handle = recipe, register(self)
         if self.weight_slot is not None:
             self.weight_slot.clear()
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """in_features and out_features."""
+        return self.in_features, self.out_features
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply: y = Q(x) · Q(W)ᵀ + b.
@@ -107,10 +131,15 @@ class BitLinear(nn.Linear):
         self._check_input(input)
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        if self.is_split:
+            return split_output(self, input, lambda x, w: self._multiply(x, w, None, dtype), dtype)
+        return self._multiply(input, self.weight, self.bias, dtype)
+
+    def _multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if torch.compiler.is_compiling():
-            return opaque_linear(self, input, self.weight, self.bias, dtype)
+            return opaque_linear(self, input, weight, bias, dtype)
         call = self.call(self.begin_use(), compute_dtype=dtype, needs_grad=torch.is_grad_enabled())
-        return lowbit_linear(input, self.weight, self.bias, call)
+        return lowbit_linear(input, weight, bias, call)
 
     def _check_input(self, input: object) -> None:
         if not isinstance(input, Tensor) or input.layout != torch.strided:
@@ -167,6 +196,10 @@ class BitLinear(nn.Linear):
             if observer is not None:
                 observer.observe(name, role, counts, error)
 
+        def split_state(role: str) -> SplitState:
+            state = self.split_states.setdefault(role, SplitState())
+            return state if use.is_training else state.copy()  # an evaluation leaves no trace
+
         return Call(
             recipe=self.recipe,
             compute_dtype=compute_dtype,
@@ -174,9 +207,12 @@ class BitLinear(nn.Linear):
             hadamard_signs=stream.hadamard_signs() if self.recipe.hadamard else 0,
             observe=observe if observer is not None and use.is_training else None,
             count=self._count,
-            weights=self.weight_slot,
+            weights=None if self.is_split else self.weight_slot,  # a split weight is a new tensor each time
             is_replay=use.is_replay,
             needs_grad=needs_grad,
+            step=use.step,
+            sizes=self.sizes,
+            split_state=split_state,
         )
 
     def _count(self, product: str, path: str) -> None:
@@ -197,6 +233,19 @@ class BitLinear(nn.Linear):
             # Checkpointing has set torch's generator back to before the seed was drawn. Draw it again, or
             # dropouts behind this layer would not recompute the masks they had.
             _draw_seed()
+
+    def reset_parameters(self) -> None:
+        """A new random weight, whole: factors become zero."""
+        super().reset_parameters()
+        for name in SPLIT_NAMES:
+            if name in self._parameters:
+                nn.init.zeros_(getattr(self, name))
+        self.is_split = False
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        add_missing_factors(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self.is_split = holds_split(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a copied or unpickled state; handle and weight cache are those of the original."""

@@ -2,9 +2,9 @@
 
 `convert` swaps every `nn.Linear` and every transformers `Conv1D` (a linear layer with its weight
 transposed) of a model in place. It keeps the output head, layers with tied weights, subclasses of
-`nn.Linear` and what the recipe's `keep` names, and says so. A linear layer's parameters stay the same
-objects; a Conv1D's weight becomes a new parameter, (out, in), so convert before building an optimizer. No
-data is touched on the meta device.
+`nn.Linear`, what the recipe's `keep` names and the blocks it leaves out, and says so. A linear layer's
+parameters stay the same objects; a Conv1D's weight becomes a new parameter, (out, in), so convert before
+building an optimizer. No data is touched on the meta device.
 
 The model also gets one random stream, advanced by a hook at each training forward of the model converted: one
 forward is one micro-batch. Embeddings and norms are never touched. Transformers is not imported here: a
@@ -21,15 +21,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.blocks import reasons_to_keep_blocks
 from megalowbit.layers.conversion_report import ConversionReport, KeptLayer, SwappedLayer
 from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import advance
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.split_weight import SPLIT_NAMES, merged_weight
 from megalowbit.layers.use_counter import is_recomputing
 from megalowbit.layers.weight_cache import WeightCache, WeightSlot
 from megalowbit.quantize.random_stream import RandomStream
@@ -44,6 +46,8 @@ _BITLINEAR_SLOTS = (
     "_seeded_at",
     "_uses",
     "weight_slot",
+    "split_states",
+    "is_split",
     "product_counts",
     "_handle",
 )
@@ -85,7 +89,8 @@ def convert(
 
     Raises:
         UserError: the recipe quantises but nothing could be swapped, a `keep` pattern matches nothing, the
-            model is itself a linear layer, it has been converted before, or seed or rank is no whole number.
+            blocks to keep cannot be told, the model is itself a linear layer, it has been converted before,
+            or seed or rank is no whole number.
     """
     chosen = recipe_of(recipe)
     stream = RandomStream(seed, rank)
@@ -120,6 +125,8 @@ def convert(
 def restore(model: nn.Module) -> None:
     """Put plain `nn.Linear` and `Conv1D` back, with the values trained since, and remove the stream's hook.
 
+    The weight of a layer split into parameters is merged, in a new parameter.
+
     Raises:
         UserError: the model is itself a BitLinear, or a Conv1D is due and transformers is not imported.
     """
@@ -137,6 +144,22 @@ def restore(model: nn.Module) -> None:
 def bit_layers(model: nn.Module) -> dict[str, BitLinear]:
     """All BitLinear layers of a model by name, in the model's order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BitLinear)}
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict that `restore` would leave, copied to the CPU; the model stays as it is."""
+    state = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if not isinstance(layer, BitLinear):
+            continue
+        prefix = f"{name}." if name else ""
+        for part in SPLIT_NAMES:
+            state.pop(prefix + part, None)
+        if layer.is_split:
+            state[f"{prefix}weight"] = merged_weight(layer).cpu()
+        if layer.is_transposed:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].t().contiguous()
+    return state
 
 
 def set_observer(model: nn.Module, observer: Observer | None) -> None:
@@ -224,7 +247,7 @@ def _reasons_to_keep(model: nn.Module, layers: dict[str, nn.Module], recipe: Rec
     for pattern in recipe.keep:
         if not any(_matches(name, pattern) for name in layers):
             raise _matches_nothing(pattern, layers)
-    return reasons
+    return {**reasons_to_keep_blocks(model, layers, recipe), **reasons}
 
 
 def _output_head(module: nn.Module) -> nn.Module | None:
@@ -264,7 +287,7 @@ def _to_bitlinear(layer: nn.Module, recipe: Recipe, name: str) -> BitLinear:
     new.__dict__.update(layer.__dict__)
     is_transposed = not isinstance(layer, nn.Linear)
     if is_transposed:
-        weight = _transposed(layer)
+        weight = _transposed(layer._parameters["weight"])
         new._parameters = {**layer._parameters, "weight": weight}
         new.out_features, new.in_features = weight.shape
     new.fill_slots(recipe, layer_name=name, is_transposed=is_transposed)
@@ -280,13 +303,16 @@ def _from_bitlinear(layer: BitLinear) -> nn.Module:
     new.__dict__.update(layer.__dict__)
     for slot in _BITLINEAR_SLOTS:
         del new.__dict__[slot]
+    own = {name: value for name, value in layer._parameters.items() if name not in SPLIT_NAMES}
+    if layer.is_split:
+        own["weight"] = nn.Parameter(merged_weight(layer), requires_grad=layer.weight.requires_grad)
     if layer.is_transposed:
-        new._parameters = {**layer._parameters, "weight": _transposed(layer)}
+        own["weight"] = _transposed(own["weight"])
         del new.__dict__["in_features"], new.__dict__["out_features"]
+    new._parameters = own
     return new
 
 
-def _transposed(layer: nn.Module) -> nn.Parameter:
-    weight = layer._parameters["weight"]
+def _transposed(weight: nn.Parameter | None) -> nn.Parameter:
     assert weight is not None  # both layer classes register one
     return nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)

@@ -17,14 +17,15 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megalowbit.data.settings import DataSettings
-from megalowbit.engine.config import DeepSpeedConfigParts, load_json, read_deepspeed_config
+from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, load_json, read_deepspeed_config
 from megalowbit.errors import UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
+from megalowbit.pretrain.switch_settings import LateSwitchSettings, check_late_switch
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
 
 BLOCK = "megalowbit"
-ENGINE_KEYS = ("precision", "grad_scaler", "recipe")
+ENGINE_KEYS = tuple(EngineSettings.model_fields)
 FILE_KEYS = (("model", "config"), ("model", "checkpoint"), ("data", "cache_dir"))
 NAME_OR_FILE_KEYS = (("data", "corpus"), ("data", "tokenizer"))
 NOT_PATHS = {"stdlib", "byte", "bpe"}
@@ -67,6 +68,7 @@ class PretrainSettings(BaseModel):
     run: RunSettings
     checkpoint: CheckpointSettings = CheckpointSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+    late_switch: LateSwitchSettings | None = None
 
 
 class Monitors(BaseModel):
@@ -144,6 +146,7 @@ def _block(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 def _validate_block(block: dict[str, Any], stem: str) -> PretrainSettings:
     ours = {key: value for key, value in block.items() if key not in ENGINE_KEYS}
     settings = _validate(PretrainSettings, ours, BLOCK, also=ENGINE_KEYS)
+    check_late_switch(settings.late_switch, settings.run.steps)
     if settings.run.name is None and re.fullmatch(RUN_NAME, stem):
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": stem})})
     if "seed" not in settings.data.model_fields_set:
@@ -172,7 +175,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     node = raw
     for depth, parent in enumerate(parents):
-        node = node.setdefault(parent, {})
+        if node.get(parent) is None:  # null too, as a resolved configuration has it
+            node[parent] = {}
+        node = node[parent]
         if not isinstance(node, dict):
             where = ".".join(parents[: depth + 1])
             raise UserError(

@@ -7,6 +7,8 @@ is written or downloaded: no run folder, no cache, no data set.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -14,11 +16,13 @@ from megalowbit.data.corpus import is_on_hub, open_corpus
 from megalowbit.data.tokenize import build_tokenizer
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits
+from megalowbit.layers.precision_switch import switched
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import bit_layers, convert
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import check_nothing_missed
 from megalowbit.pretrain.kernels import this_device, why_not
+from megalowbit.pretrain.late_switch import check_switchable
 from megalowbit.pretrain.memory import estimate_memory
 
 
@@ -34,6 +38,7 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
     """
     settings, engine = config.settings, config.parts.settings
     recipe = recipe_of(config.recipe)
+    check_switchable(settings.late_switch, recipe)
     is_hub = is_on_hub(settings.data)
     corpus = f"data set {settings.data.corpus} (not looked up)" if is_hub else open_corpus(settings.data).name
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
@@ -41,20 +46,26 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
         report = convert(model, recipe)
         check_nothing_missed(model.config, report)
         total = sum(parameter.numel() for parameter in model.parameters())
-        swapped = sum(layer.weight.numel() for layer in bit_layers(model).values())
+        swapped = sum(
+            parameter.numel()
+            for layer in bit_layers(model).values()
+            for name, parameter in layer.named_parameters(recurse=False)
+            if name != "bias"
+        )
     vocab_size = settings.data.vocab_size or build_tokenizer(settings.data).vocab_size
     check_fits(model.config, vocab_size=vocab_size, sequence_length=settings.data.sequence_length)
     optimizer = config.parts.deepspeed["optimizer"]
     micro_batch_size = config.parts.deepspeed["train_micro_batch_size_per_gpu"]
-    memory = estimate_memory(
+    estimate = partial(
+        estimate_memory,
         settings.model,
-        recipe,
         precision=engine.precision,
         optimizer_type=optimizer["type"],
         has_momentum=bool(optimizer["params"].get("momentum")),
         micro_batch_size=micro_batch_size,
         sequence_length=settings.data.sequence_length,
     )
+    memory = estimate(recipe=recipe)
     tokens = config.parts.deepspeed["train_batch_size"] * settings.data.sequence_length
     sections = {
         "configuration": json.dumps(config.to_dict(), indent=2),
@@ -65,4 +76,9 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
         f"{tokens * settings.run.steps:,} in {settings.run.steps:,} steps",
         "memory of one process (estimate)": str(memory),
     }
+    if settings.late_switch is not None:
+        later = switched(recipe, settings.late_switch.scope)
+        sections["late switch"] = f"after step {settings.late_switch.step(settings.run.steps)}: {later}"
+        saved = estimate(recipe=later).saved_for_backward  # all else stays as it was
+        sections["memory after the late switch (estimate)"] = str(replace(memory, saved_for_backward=saved))
     return "\n\n".join(f"== {title}\n{text}" for title, text in sections.items())

@@ -7,20 +7,24 @@ go on as if nothing had happened (data position, random stream, totals).
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 from megalowbit.data.loader import ShardedLoader, build_loader
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.initialize import initialize
+from megalowbit.engine.parameter_split import WeightSplitReport, split_weights
 from megalowbit.engine.random_state import seed_generators
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits, expected_projections
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.split_states import has_splits, load_split_state_dict, split_state_dict
 from megalowbit.layers.surgery import (
     ConversionReport,
+    bit_layers,
     cache_weights,
     convert,
     random_stream,
@@ -28,11 +32,15 @@ from megalowbit.layers.surgery import (
 )
 from megalowbit.layers.weight_cache import WeightCache
 from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.pretrain.late_switch import LateSwitch
 from megalowbit.pretrain.resume import check_same_model
 from megalowbit.pretrain.run_folder import RunFolder
+from megalowbit.pretrain.switch_settings import check_resumed_switch
 from megalowbit.process_group import ProcessIdentity
 from megalowbit.telemetry.overflow import GradientOverflowTracker
 from megalowbit.telemetry.summary import RunTotals
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_FORMAT = 1
 
@@ -51,6 +59,7 @@ class Job:
         store: the run's checkpoints.
         tracker: overflow counts; `None` where telemetry or quantisation is off.
         weight_cache: quantised weights of the present step, where a step uses them more than once.
+        late_switch: when layers stop quantising; `None`: never.
         totals: what the run has done so far, resumed parts included.
     """
 
@@ -63,6 +72,7 @@ class Job:
     store: CheckpointStore
     tracker: GradientOverflowTracker | None
     weight_cache: WeightCache | None = None
+    late_switch: LateSwitch | None = None
     totals: RunTotals = field(default_factory=RunTotals)
 
     @property
@@ -85,6 +95,15 @@ class Job:
         if self.weight_cache is not None:
             self.weight_cache.clear()
 
+    def split_weights(self) -> WeightSplitReport | None:
+        """Split weights into parameters, if that is due before the coming step. Every rank must call it."""
+        settings = self.recipe.parameter_split
+        if settings is None or not settings.is_due(self.step):
+            return None
+        if not any(layer.recipe.parameter_split for layer in bit_layers(self.engine.module).values()):
+            return None  # a late switch has ended low precision
+        return split_weights(self.engine)
+
     def save(self) -> None:
         """Write a checkpoint of this step. Every rank must call it."""
         state = {
@@ -100,9 +119,10 @@ class Job:
                 "totals": self.totals.state_dict(),
                 "random_stream": _state_of(random_stream(self.engine.module)),
                 "tracker": _state_of(self.tracker),
+                "late_switch": _state_of(self.late_switch),
             },
         }
-        self.store.save(self.engine, self.step, state)
+        self.store.save(self.engine, self.step, state, split_state_dict(self.engine.module))
 
     def resume(self) -> bool:
         """Continue from the newest complete checkpoint, if there is one. Every rank must call it."""
@@ -118,6 +138,9 @@ class Job:
                 f"{path} holds weights only and cannot be resumed: "
                 "start from it with megalowbit.model.checkpoint"
             )
+        check_resumed_switch(
+            state["megalowbit"]["config"], self.config.to_dict(), step=state["megalowbit"]["step"]
+        )
         self.loader.load_state_dict(progress["loader"])
         self.totals.load_state_dict(progress["totals"])
         stream = random_stream(self.engine.module)
@@ -125,6 +148,13 @@ class Job:
             stream.load_state_dict(progress["random_stream"])
         if self.tracker is not None and progress["tracker"] is not None:
             self.tracker.load_state_dict(progress["tracker"])
+        if self.late_switch is not None and progress.get("late_switch") is not None:
+            self.late_switch.load_state_dict(progress["late_switch"])
+        splits = self.store.rank_state(path)
+        if splits is not None:
+            load_split_state_dict(self.engine.module, splits)
+        elif has_splits(self.engine.module):
+            logger.warning("%s has no split directions of this rank: they are found anew", path)
         return True
 
 
@@ -173,6 +203,9 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
         store=CheckpointStore(folder.checkpoints, keep=settings.checkpoint.keep),
         tracker=tracker,
         weight_cache=cache_weights(engine.module) if is_used_again and report.swapped else None,
+        late_switch=None
+        if settings.late_switch is None
+        else LateSwitch(settings.late_switch, engine.module, recipe, total_steps=settings.run.steps),
     )
 
 

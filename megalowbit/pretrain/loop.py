@@ -21,9 +21,11 @@ from megalowbit.errors import UserError
 from megalowbit.hf.model import save_hf
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import product_counts
+from megalowbit.optim.optimizer_step import learning_rate
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.kernels import check_kernels, describe_kernels
+from megalowbit.pretrain.late_switch import check_switchable
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run_folder import RunFolder, claim
@@ -44,6 +46,7 @@ def pretrain(
     start_process_group(identity)
     check_nested_blocks(config.parts)
     agree(lambda: check_kernels(recipe_of(config.recipe)))
+    agree(lambda: check_switchable(config.settings.late_switch, recipe_of(config.recipe)))
     stem = config.settings.run.name or config.source.stem
     folder: RunFolder = agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume))
     with ExitStack() as stack:
@@ -85,8 +88,17 @@ def train(job: Job, recorder: Recorder) -> None:
     every = settings.checkpoint.every or settings.run.steps
     skips_in_a_row = 0
     while job.step < settings.run.steps:
+        if job.late_switch is not None:
+            recorder.tell(job.late_switch.before_step(job.step))
+        split = job.split_weights()
+        if split is not None:
+            recorder.tell(f"step {job.step}: {split}")
         facts, is_skipped = train_step(job)
+        if job.recipe.parameter_split is not None:
+            facts = {**facts, "weights_split": len(split.ranks) if split is not None else 0}
         recorder.step(facts)
+        if job.late_switch is not None and job.totals.final_loss is not None:
+            recorder.tell(job.late_switch.after_step(job.step, job.totals.final_loss))
         skips_in_a_row = skips_in_a_row + 1 if is_skipped else 0
         if skips_in_a_row >= settings.run.max_consecutive_skips:
             raise UserError(
@@ -102,7 +114,7 @@ def train_step(job: Job) -> tuple[Facts, bool]:
     """One optimizer step over all its micro-batches; returns its facts and whether it was skipped."""
     engine, optimizer = job.engine, job.engine.optimizer
     started, skipped_before = time.perf_counter(), engine.skipped_steps
-    learning_rate, loss_scale = optimizer.param_groups[0]["lr"], optimizer.loss_scale
+    rate, loss_scale = learning_rate(optimizer.param_groups[0]), optimizer.loss_scale
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     if job.tracker is not None:
         job.tracker.begin_step()
@@ -119,13 +131,17 @@ def train_step(job: Job) -> tuple[Facts, bool]:
     job.totals.add_step(loss=seen.loss, tokens=job.tokens_per_step, seconds=seconds, is_skipped=is_skipped)
     facts = {
         **seen.facts(),
-        "lr": learning_rate,
+        "lr": rate,
         "grad_norm": engine.get_global_grad_norm(),
         "loss_scale": loss_scale,
         "skipped_steps": job.totals.skipped_steps,
         "tokens_per_second": job.tokens_per_step / seconds,
         "tokens": job.totals.tokens,
+        **(job.late_switch.facts() if job.late_switch is not None else {}),
     }
+    if engine.regularizer is not None:
+        # the loss has been read, so the device has nothing left to do that this would wait for
+        facts["regularization"] = engine.regularizer.value.item()
     return facts, is_skipped
 
 
@@ -161,6 +177,7 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: l
             f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
             f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
             f"process{'es' if identity.world_size > 1 else ''}",
+            *([f"switch    {job.late_switch}"] if job.late_switch is not None else []),
             *(f"changed   {change}" for change in changes),
             "",
         ]

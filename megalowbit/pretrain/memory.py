@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.recipe import Recipe
-from megalowbit.layers.surgery import convert
+from megalowbit.layers.surgery import bit_layers, convert
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MOMENTS_PER_PARAMETER = {"adamw": 2, "adam": 2}
@@ -69,6 +69,8 @@ def estimate_memory(
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
         model = build_model(model_settings, seed=0)
         convert(model, recipe)
+        for layer in bit_layers(model).values():
+            layer.is_split = recipe.parameter_split is not None  # the larger of the two states
         half = HALF_DTYPES.get(precision)
         if half is not None:
             for parameter in model.parameters():

@@ -72,6 +72,11 @@ class Recorder:
         if self._every and self._job.step % self._every == 0:
             self._write_layers()
 
+    def tell(self, text: str | None) -> None:
+        """Show a line to whoever follows the run; `None` is nothing to tell."""
+        if text is not None:
+            self._console.print(text, "bold")
+
     def finish(self) -> None:
         """Write and show the summary. Every rank must call it."""
         job = self._job

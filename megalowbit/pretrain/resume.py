@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from megalowbit.engine.config import EngineSettings
 from megalowbit.errors import UserError
 
 MAY_CHANGE = (
@@ -33,6 +34,9 @@ MAY_CHANGE = (
     "megalowbit.run.max_consecutive_skips",
     "megalowbit.checkpoint.*",
     "megalowbit.telemetry.*",
+    # whether the steps trained so far allow it is seen once the checkpoint is read
+    "megalowbit.late_switch",
+    "megalowbit.late_switch.*",
     # paths: what they hold is compared by fingerprint (data) and by value (model)
     "megalowbit.data.cache_dir",
     "megalowbit.data.corpus",
@@ -40,6 +44,8 @@ MAY_CHANGE = (
     "megalowbit.model.config",
     "megalowbit.model.checkpoint",
 )
+# Settings that earlier versions did not write down: their runs had what is the default now.
+WRITTEN_SINCE = ("regularizer", "gradient_norm")
 # Of a HuggingFace configuration: where it came from, and what the loop sets itself.
 NOT_OF_THE_MODEL = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
 REMEDY = "resume with the former value, or start a new run from its weights with megalowbit.model.checkpoint"
@@ -54,7 +60,8 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     Raises:
         UserError: something changed that may not.
     """
-    before, now = _flat(saved), _flat(current)
+    unwritten = {"megalowbit": EngineSettings().model_dump(mode="json", include=set(WRITTEN_SINCE))}
+    before, now = {**_flat(unwritten), **_flat(saved)}, {**_flat(unwritten), **_flat(current)}
     changes = []
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)

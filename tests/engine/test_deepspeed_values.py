@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from megalowbit.engine.deepspeed_values import (
     BOOLEAN_KEYS,
     OBJECT_KEYS,
+    check_parameter_split,
     check_values,
     is_count,
     is_finite_number,
@@ -112,3 +113,27 @@ def test_a_number_is_finite_if_it_converts_to_a_finite_float(value):
 def test_a_count_is_a_positive_whole_number_of_64_bits():
     assert [value for value in (1, 2**63 - 1) if not is_count(value)] == []
     assert [value for value in (0, -1, 2**63, 1.0, True, "1", None) if is_count(value)] == []
+
+
+SPLIT = {"base": "nvfp4", "parameter_split": {"rank": 8}}
+
+
+@pytest.mark.parametrize("zero", [True, {"stage": 1}, {"stage": 2}, {"stage": 3, "offload_param": None}])
+@pytest.mark.parametrize("recipe", [SPLIT, {"base": SPLIT, "keep_last": 1}])
+def test_splitting_parameters_under_zero_is_refused_with_the_way_out(zero, recipe):
+    with pytest.raises(UserError, match=r"which needs whole masters: use split_weight .*, or zero_optimiz"):
+        check_parameter_split({"zero_optimization": zero}, recipe)
+
+
+@pytest.mark.parametrize("zero", [None, False, {}, {"stage": 0}])
+def test_without_sharding_parameters_may_be_split(zero):
+    check_parameter_split({"zero_optimization": zero}, SPLIT)
+    check_parameter_split({}, SPLIT)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [None, "nvfp4", {"base": "nvfp4", "split_weight": {"rank": 8}}, {"base": SPLIT, "parameter_split": None}],
+)
+def test_zero_is_no_obstacle_to_other_recipes(recipe):
+    check_parameter_split({"zero_optimization": {"stage": 2}}, recipe)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from megalowbit.errors import UserError
+from megalowbit.layers.surgery import bit_layers
 from megalowbit.pretrain.loop import pretrain, products_line, train, train_step
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.process_group import ProcessIdentity
@@ -175,3 +176,23 @@ def test_layouts_are_configured_like_any_recipe(build_job):
 def test_what_products_ran_in_is_said_on_one_line():
     line = products_line({"output": {"fp8": 1200, "bf16": 2}, "grad_weight": {"bf16": 3}})
     assert line == "products  output 2 bf16 + 1,200 fp8, grad_weight 3 bf16"
+
+
+def test_the_regularizer_is_reported_beside_the_loss(build_job):
+    job = build_job("megalowbit.regularizer.strength=1e-3", "megalowbit.regularizer.epsilon=1e-3")
+    weights = [layer.weight.detach().double() for layer in bit_layers(job.engine.module).values()]
+    expected = sum(1e-3 * (w**2 + 1 / (w**2 + 1e-3)).mean().item() for w in weights)
+    facts, _ = train_step(job)
+    assert facts["regularization"] == pytest.approx(expected, rel=1e-6)
+    assert facts["loss"] < 10  # the language model's alone
+    plain, _ = train_step(build_job())
+    assert "regularization" not in plain
+    assert plain["loss"] == facts["loss"]
+
+
+def test_the_learning_rate_reported_is_the_one_weights_moved_by(build_job):
+    job = build_job()
+    (rate, _) = [group["lr"] for group in job.engine.optimizer.param_groups]
+    job.engine.optimizer.param_groups[0]["lr_scale"] = 0.5
+    facts, _ = train_step(job)
+    assert facts["lr"] == 0.5 * rate

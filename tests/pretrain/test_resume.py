@@ -3,6 +3,7 @@ import copy
 import pytest
 
 from megalowbit.errors import UserError
+from megalowbit.layers.settings import RegularizerSettings
 from megalowbit.pretrain.resume import changed_settings, check_same_model
 
 SAVED = {
@@ -57,6 +58,12 @@ def test_length_frequency_and_number_of_processes_may_change_and_are_named(path,
         (("megalowbit", "precision"), "fp16", r"megalowbit\.precision was 'bf16'"),
         (("megalowbit", "run", "seed"), 2, r"megalowbit\.run\.seed was 1"),
         (("scheduler",), {"type": "WarmupLR"}, r"scheduler\.type was None"),
+        (
+            ("megalowbit", "gradient_norm"),
+            "sum_of_norms",
+            r"gradient_norm was 'global' .* 'sum_of_norms' now",
+        ),
+        (("megalowbit", "regularizer"), {"strength": 1e-4}, r"regularizer\.strength was 0\.0 .* is 0\.0001"),
     ],
 )
 def test_what_the_checkpoint_decides_may_not_change(path, value, message):
@@ -69,3 +76,9 @@ def test_a_model_of_the_same_shapes_that_computes_something_else_is_refused():
     check_same_model(saved, {**saved, "transformers_version": "5.2", "use_cache": False})
     with pytest.raises(UserError, match="the model's n_head was 2 in the checkpoint and is 4 now"):
         check_same_model(saved, {**saved, "n_head": 4})
+
+
+def test_a_run_from_before_a_setting_was_written_down_had_its_default():
+    now = changed("megalowbit", "gradient_norm", value="global")
+    now["megalowbit"]["regularizer"] = RegularizerSettings().model_dump(mode="json")
+    assert changed_settings(SAVED, now) == []

@@ -1,0 +1,112 @@
+"""A BitLinear whose weight is split into parameters: y = Q(x)·Q(W_R)ᵀ + ((Q(x)·Q(V)ᵀ)·S)·Uᵀ + b.
+
+A layer whose recipe has `parameter_split` owns `split_u` (out, k), `split_s` (k,) and `split_v` (k, in) from
+its making on, all zero and unused until the split: so parameter lists, optimizer groups and checkpoints have
+one shape before and after. W_R and V stand below each other in one low-bit product, so the input is quantised
+and kept once; S and U stay in the compute dtype, as ordinary operations of autograd.
+
+Whether a layer is split follows from what it holds: V has rows of length 1 after a split and zeros before,
+also where the weight itself is zero. The split itself is `engine.parameter_split`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megalowbit.errors import UserError
+from megalowbit.layers.recipe import Recipe
+from megalowbit.spectral.weight_split import WeightParts, whole_weight
+
+if TYPE_CHECKING:
+    from megalowbit.layers.bitlinear import BitLinear
+
+SPLIT_NAMES = ("split_u", "split_s", "split_v")
+
+
+def has_split_parameters(layer: BitLinear) -> bool:
+    """Whether the layer can be split."""
+    return "split_v" in layer._parameters
+
+
+def add_split_parameters(layer: BitLinear, recipe: Recipe) -> None:
+    """Give the layer zero factors beside its weight, where the recipe asks for them."""
+    if recipe.parameter_split is None:
+        return
+    weight, rank = layer.weight, recipe.parameter_split.rank_of(*layer.sizes)
+    shapes = ((layer.out_features, rank), (rank,), (rank, layer.in_features))
+    layer._parameters = {**layer._parameters}  # a layer made from another shares its dictionary
+    for name, shape in zip(SPLIT_NAMES, shapes, strict=True):
+        zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        layer.register_parameter(name, nn.Parameter(zeros, requires_grad=weight.requires_grad))
+
+
+def check_split_parameters(layer: BitLinear, recipe: Recipe) -> None:
+    """Refuse a recipe whose split does not fit the layer's parameters; without a split any recipe fits.
+
+    Raises:
+        UserError: the layer has no factors, or of another rank.
+    """
+    if recipe.parameter_split is None:
+        return
+    rank = recipe.parameter_split.rank_of(*layer.sizes)
+    found = len(layer.split_s) if has_split_parameters(layer) else 0
+    if found != rank:
+        raise UserError(
+            f"recipe {recipe.name!r} has a parameter_split of rank {rank}, but the layer was made with "
+            f"{f'one of rank {found}' if found else 'none'}: convert the model with this recipe"
+        )
+
+
+def parts_of(layer: BitLinear) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The layer's W_R, U, S and V; W_R is its `weight`."""
+    return layer.weight, layer.split_u, layer.split_s, layer.split_v
+
+
+def split_output(
+    layer: BitLinear, input: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
+) -> Tensor:
+    """Output of a split layer.
+
+    Args:
+        layer: a split one.
+        input: (…, in_features).
+        multiply: (input, weight) → input · weightᵀ in low precision, without bias.
+        dtype: compute dtype, that of the output.
+    """
+    weight, u, s, v = parts_of(layer)
+    both = multiply(input, torch.cat([weight, v]))
+    output, along_v = both.split([layer.out_features, len(v)], dim=-1)
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    return output + nn.functional.linear(along_v * s.to(dtype), u.to(dtype), bias)
+
+
+@torch.no_grad()
+def merged_weight(layer: BitLinear) -> Tensor:
+    """The whole weight (out, in) of a layer, split or not, in the dtype of its parameter."""
+    if not layer.is_split:
+        return layer.weight.detach()
+    parts = WeightParts(*(part.detach() for part in parts_of(layer)))
+    return whole_weight(parts).to(layer.weight.dtype)
+
+
+def add_missing_factors(layer: BitLinear, state_dict: dict[str, Any], prefix: str) -> None:
+    """Complete a state dict of a whole weight, in place: its factors are zero."""
+    names = [prefix + name for name in SPLIT_NAMES]
+    weight = state_dict.get(f"{prefix}weight")
+    if weight is None or not has_split_parameters(layer) or any(name in state_dict for name in names):
+        return
+    for name, part in zip(names, parts_of(layer)[1:], strict=True):
+        state_dict[name] = torch.zeros(part.shape, dtype=weight.dtype, device=weight.device)
+
+
+@torch.no_grad()
+def holds_split(layer: BitLinear) -> bool:
+    """Whether the layer's parameters are those of a split weight; tensors without values never are."""
+    if not has_split_parameters(layer) or layer.split_v.is_meta or isinstance(layer.split_v, FakeTensor):
+        return False
+    return bool(layer.split_v.any())

@@ -1,0 +1,95 @@
+"""A weight as W = W_R + U·diag(S)·V, all of it parameters, and what an optimizer's moments become.
+
+The factors are the k largest singular triples, exactly, and the residual W_R is taken against them: the sum
+is the weight again, to the rounding of its dtype. A gradient M of the whole weight says what the gradients
+of its parts are, by the chain rule at the new factors; first moments are sums of gradients, so they follow
+the same linear map. Second moments are sums of squares: with elements of M taken as independent and of zero
+mean, as Adam does when it keeps its diagonal alone, each part's is a sum with squared weights.
+
+Products are in float64: no TF32 setting of the caller's touches a weight. Not covered: quantised factors,
+which a split of an operand has (`split`); parameters are quantised where they are multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class WeightParts(NamedTuple):
+    """A weight (out, in) in four parts.
+
+    Attributes:
+        residual: W_R (out, in).
+        u: (out, k), orthonormal columns after a split.
+        s: (k,), descending then.
+        v: (k, in), orthonormal rows then.
+    """
+
+    residual: Tensor
+    u: Tensor
+    s: Tensor
+    v: Tensor
+
+
+class FactorMoments(NamedTuple):
+    """A moment of each factor, in the factors' shapes."""
+
+    u: Tensor
+    s: Tensor
+    v: Tensor
+
+
+@torch.no_grad()
+def split_weight(weight: Tensor, rank: int) -> WeightParts:
+    """Split a weight.
+
+    Args:
+        weight: (out, in), fp32 or fp64.
+        rank: k, at most the smaller size.
+
+    Returns:
+        Contiguous parts in the weight's dtype, in memory of their own.
+    """
+    u, s, v = torch.linalg.svd(weight, full_matrices=False)
+    u, s, v = u[:, :rank].contiguous(), s[:rank].clone(), v[:rank].contiguous()
+    residual = (weight.double() - _low_rank(u, s, v)).to(weight.dtype)
+    return WeightParts(residual, u, s, v)
+
+
+@torch.no_grad()
+def whole_weight(parts: WeightParts) -> Tensor:
+    """W_R + U·diag(S)·V (out, in), rounded once to fp32; fp64 stays fp64."""
+    whole = parts.residual.double() + _low_rank(parts.u, parts.s, parts.v)
+    return whole if parts.residual.dtype == torch.float64 else whole.float()
+
+
+@torch.no_grad()
+def first_moments(moment: Tensor, parts: WeightParts) -> FactorMoments:
+    """First moments of the factors: M·Vᵀ·S, diag(Uᵀ·M·Vᵀ), S·Uᵀ·M.
+
+    Args:
+        moment: M (out, in), of the whole weight.
+        parts: the new ones.
+    """
+    u, s, v = parts.u.double(), parts.s.double(), parts.v.double()
+    moment = moment.double()
+    along_v = moment @ v.t()  # (out, k)
+    return FactorMoments(along_v * s, (u * along_v).sum(0), s[:, None] * (u.t() @ moment))
+
+
+@torch.no_grad()
+def second_moments(moment: Tensor, parts: WeightParts) -> FactorMoments:
+    """Second moments of the factors: the same map with every coefficient squared.
+
+    Args:
+        moment: (out, in), of the whole weight, ≥ 0.
+        parts: the new ones.
+    """
+    return first_moments(moment, WeightParts(parts.residual, *(part.double().square() for part in parts[1:])))
+
+
+def _low_rank(u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    return (u.double() * s.double()) @ v.double()

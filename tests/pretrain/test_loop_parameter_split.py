@@ -1,0 +1,192 @@
+"""Runs whose weights are split into parameters on the way: resumed, exported, started from."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megalowbit.hf.checkpoint import build_model
+from megalowbit.hf.settings import ModelSettings
+from megalowbit.layers.recipe import recipe
+from megalowbit.layers.split_weight import SPLIT_NAMES
+from megalowbit.layers.surgery import bit_layers
+from megalowbit.pretrain.dry_run import describe
+from megalowbit.pretrain.loop import pretrain, train_step
+from megalowbit.pretrain.memory import estimate_memory
+from megalowbit.process_group import ProcessIdentity
+
+ROOT = Path(__file__).parents[2]
+STEPS, RANK = 7, 4
+SPLIT = {"rank": RANK, "warmup_steps": 3, "merge_steps": 2, "merged_lr": 1e-3}
+RECIPE = f"megalowbit.recipe={json.dumps({'base': 'nvfp4', 'parameter_split': SPLIT})}"
+SETTINGS = (
+    RECIPE,
+    f"megalowbit.run.steps={STEPS}",
+    "megalowbit.checkpoint.every=1",
+    "megalowbit.checkpoint.keep=null",
+)
+WEIGHT = "transformer.h.1.mlp.c_fc"  # a Conv1D of transformers, (in, out)
+
+
+def run(config, folder, *, is_resume=False):
+    pretrain(config, ProcessIdentity(), run_dir=folder, is_resume=is_resume)
+
+
+def checkpoint(folder, step):
+    path = folder / "checkpoints" / f"step-{step:08d}" / "mp_rank_00_model_states.pt"
+    return torch.load(path, weights_only=False)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def whole(module, name):
+    """(in, out) in fp32, from the parts of a checkpoint."""
+    w, u, s, v = (module[f"{name}.{part}"].double() for part in ("weight", *SPLIT_NAMES))
+    return (w + u @ torch.diag(s) @ v).float().to(module[f"{name}.weight"].dtype).t()
+
+
+@pytest.fixture
+def finished(resolve, tmp_path, capsys):
+    """A run of seven steps that splits before the fourth and the sixth."""
+    run(resolve(*SETTINGS), tmp_path / "run")
+    return tmp_path / "run", capsys.readouterr().out
+
+
+@pytest.fixture
+def converter():
+    """The command line tools/convert_hf.py, as a module."""
+    spec = importlib.util.spec_from_file_location("convert_hf", ROOT / "tools" / "convert_hf.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    transformers.utils.logging.enable_progress_bar()
+
+
+def assert_same(found, expected):
+    """Nested states with equal bits."""
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+def test_splits_come_when_they_are_due_and_are_said_and_recorded(finished):
+    folder, output = finished
+    lines = [line for line in output.splitlines() if "weights split" in line]
+    assert lines == [
+        f"step {step}: 8 weights split at rank 4; optimizer state projected; learning rate times 0.3333"
+        for step in (3, 5)
+    ]
+    assert [row["weights_split"] for row in rows(folder)] == [0, 0, 0, 8, 0, 8, 0]
+    for step, is_split in ((3, False), (4, True)):
+        module = checkpoint(folder, step)["module"]
+        assert all(
+            bool(value.any()) is is_split
+            for name, value in module.items()
+            if name.rpartition(".")[2] in SPLIT_NAMES
+        )
+
+
+@pytest.mark.parametrize("saved", [2, 3, 4, 5])
+def test_a_resumed_run_is_bitwise_the_whole_one_before_at_and_after_a_split(
+    finished, resolve, tmp_path, saved
+):
+    folder, _ = finished
+    other = tmp_path / "resumed"
+    shutil.copytree(folder, other)
+    for step in range(saved + 1, STEPS + 1):
+        shutil.rmtree(other / "checkpoints" / f"step-{step:08d}")
+    run(resolve(*SETTINGS), other, is_resume=True)
+    for name in ("module", "optimizer"):
+        assert_same(checkpoint(other, STEPS)[name], checkpoint(folder, STEPS)[name])
+    for key in ("loss", "lr", "grad_norm", "weights_split"):
+        assert [row[key] for row in rows(other)] == [row[key] for row in rows(folder)]
+
+
+def test_the_export_holds_plain_merged_weights(finished):
+    folder, _ = finished
+    exported, module = load_file(folder / "hf" / "model.safetensors"), checkpoint(folder, STEPS)["module"]
+    assert not [name for name in exported if "split" in name]
+    assert torch.equal(exported[f"{WEIGHT}.weight"], whole(module, WEIGHT))
+    assert torch.equal(exported[f"{WEIGHT}.bias"], module[f"{WEIGHT}.bias"])
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_new_run_starts_from_the_merged_weights_of_a_checkpoint(finished, step):
+    folder, _ = finished
+    source = folder / "checkpoints" / f"step-{step:08d}"
+    model = build_model(ModelSettings(checkpoint=source), seed=0)
+    module = checkpoint(folder, step)["module"]
+    found = model.get_submodule(WEIGHT)
+    assert not bit_layers(model)
+    assert found.weight.dtype == torch.float32
+    w, u, s, v = (module[f"{WEIGHT}.{part}"].double() for part in ("weight", *SPLIT_NAMES))
+    assert bool(u.any()) is (step == 6)
+    torch.testing.assert_close(found.weight.double(), (w + u @ torch.diag(s) @ v).t(), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_the_converter_takes_checkpoints_of_before_and_after_a_split(finished, converter, tmp_path, step):
+    folder, _ = finished
+    source = folder / "checkpoints" / f"step-{step:08d}"
+    assert converter.main(["to-hf", str(source), str(tmp_path / "out")]) == 0
+    exported, module = load_file(tmp_path / "out" / "model.safetensors"), checkpoint(folder, step)["module"]
+    assert not [name for name in exported if "split" in name]
+    assert torch.equal(exported[f"{WEIGHT}.weight"], whole(module, WEIGHT))
+
+
+def test_before_its_split_a_run_is_bitwise_one_without(resolve, tmp_path):
+    # Without clipping: the norm adds up in pieces of the gradient buffer, which has zeros in between.
+    settings = ("gradient_clipping=0", "megalowbit.run.steps=3")
+    plain, folder = tmp_path / "plain", tmp_path / "able"
+    run(resolve(*settings, "megalowbit.recipe=nvfp4"), plain)
+    run(resolve(*settings, RECIPE), folder)
+    for key in ("loss", "lr"):
+        assert [row[key] for row in rows(plain)] == [row[key] for row in rows(folder)]
+    norms = [[row["grad_norm"] for row in rows(each)] for each in (plain, folder)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert "weights_split" not in rows(plain)[0]
+    module = checkpoint(folder, 3)["module"]
+    for name, value in checkpoint(plain, 3)["module"].items():
+        assert torch.equal(value, module[name])
+
+
+def test_layers_that_no_longer_quantise_are_not_split(build_job):
+    job = build_job(RECIPE)
+    for _ in range(3):
+        assert job.split_weights() is None
+        train_step(job)
+    for layer in bit_layers(job.engine.module).values():
+        layer.recipe = recipe("bf16")
+    assert job.split_weights() is None
+
+
+def test_memory_and_dry_run_count_the_factors(resolve):
+    config = resolve(RECIPE)
+    sizes = {"precision": "bf16", "optimizer_type": "AdamW", "has_momentum": False}
+    sizes |= {"micro_batch_size": 2, "sequence_length": 32}
+    split, plain = (
+        estimate_memory(config.settings.model, recipe(value), **sizes) for value in (config.recipe, "nvfp4")
+    )
+    # per block: 32 → 96, 32 → 32, 32 → 128, 128 → 32
+    factors = 2 * RANK * sum(n + 1 for n in (32 + 96, 32 + 32, 32 + 128, 128 + 32))
+    assert split.parameters - plain.parameters == 2 * factors
+    assert split.optimizer_moments - plain.optimizer_moments == 8 * factors
+    assert split.saved_for_backward > plain.saved_for_backward
+    swapped = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128) + factors
+    assert f"of which {swapped:,} (" in describe(config, world_size=1)
