@@ -24,7 +24,7 @@ from megalowbit import process_group
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.split_masters import Masters, split_masters, without_rule
-from megalowbit.layers.split_weight import has_split_parameters, parts_of
+from megalowbit.layers.split_parameters import has_split_parameters, parts_of
 from megalowbit.layers.surgery import bit_layers
 from megalowbit.optim.optimizer_step import MixedPrecisionOptimizer
 

@@ -23,7 +23,7 @@ from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import opaque_linear, register
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.split_weight import (
+from megalowbit.layers.split_parameters import (
     SPLIT_NAMES,
     add_missing_factors,
     add_split_parameters,

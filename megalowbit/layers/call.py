@@ -36,6 +36,10 @@ class Prepared(NamedTuple):
     low_rank: LowRankPart | None = None
     whole: Tensor | None = None
 
+    def for_quantizer(self, name: str) -> Prepared:
+        """What this quantiser gets: an operand that it leaves as it is, is not split either."""
+        return Prepared(self.whole) if self.whole is not None and quantizer(name).is_identity else self
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -112,6 +116,7 @@ class Call:
             operand_dtype: make the GEMM's operand on the way, in this dtype.
             is_reported: whether the observer hears of it; by default as the role says.
         """
+        operand = operand.for_quantizer(name)
         chosen, x = quantizer(name), operand.tensor
         observe = self._observer(role, name, is_reported)
         key = self._key(name, role, x)
@@ -140,6 +145,7 @@ class Call:
             is_transformed: whether the recipe's Hadamard transform applies to it.
             reported_as: the role the observer hears of it as; `None`: not at all.
         """
+        operand = operand.for_quantizer(name)
         chosen, x = quantizer(name), operand.tensor
         key = self._key(name, role, x)
         observe = None if reported_as is None else self._observer(reported_as, name, True)

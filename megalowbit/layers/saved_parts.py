@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 def input_layout(recipe: Recipe, sizes: tuple[int, int], shape: Sequence[int]) -> Layout:
     """How an input of this shape is kept in a layer of these sizes (in_features, out_features)."""
     rows, cols = math.prod(shape[:-1]), shape[-1]
-    low_rank = _low_rank(recipe.split_input, sizes, (rows, cols))
+    low_rank = _low_rank(recipe.split_input, recipe.q_backward_input, sizes, (rows, cols))
     if recipe.layout == "single_copy":
         return Layout(recipe.q_backward_input, False, (rows, cols), low_rank)
     if recipe.hadamard:
@@ -69,16 +69,18 @@ def input_layout(recipe: Recipe, sizes: tuple[int, int], shape: Sequence[int]) -
 def weight_layout(recipe: Recipe, sizes: tuple[int, int], shape: Sequence[int]) -> Layout:
     """How a weight of this shape is kept in a layer of these sizes (in_features, out_features)."""
     rows, cols = shape
-    low_rank = _low_rank(recipe.split_weight, sizes, (rows, cols))
+    low_rank = _low_rank(recipe.split_weight, recipe.q_backward_weight, sizes, (rows, cols))
     if recipe.layout == "single_copy" or keeps_weight_codes(recipe):
         return Layout(recipe.q_backward_weight, False, (rows, cols), low_rank)
     return Layout(recipe.q_backward_weight, True, (cols, rows), low_rank)
 
 
 def _low_rank(
-    settings: OperandSplit | None, sizes: tuple[int, int], size: tuple[int, int]
+    settings: OperandSplit | None, name: str, sizes: tuple[int, int], size: tuple[int, int]
 ) -> LowRankLayout | None:
-    return None if settings is None else LowRankLayout(settings, settings.rank_of(*sizes), size)
+    if settings is None or quantizer(name).is_identity:
+        return None
+    return LowRankLayout(settings, settings.rank_of(*sizes), size)
 
 
 def empty_parts(layout: Layout, like: Tensor) -> list[Tensor]:

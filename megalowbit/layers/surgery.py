@@ -31,7 +31,7 @@ from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import advance
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.split_weight import SPLIT_NAMES, merged_weight
+from megalowbit.layers.split_parameters import SPLIT_NAMES, merged_weight
 from megalowbit.layers.use_counter import is_recomputing
 from megalowbit.layers.weight_cache import WeightCache, WeightSlot
 from megalowbit.quantize.random_stream import RandomStream

@@ -11,6 +11,8 @@ from tiny_training import TinyModel, config, facts, make, rank_and_size, report,
 
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.errors import UserError
+from megalowbit.layers.split_states import load_split_state_dict, split_counts, split_state_dict
+from megalowbit.layers.surgery import random_stream
 
 STEPS, SAVED = 9, 5
 folder, mode = Path(sys.argv[1]), sys.argv[2]
@@ -27,9 +29,28 @@ def build(seed):
         scaler={"initial_scale": 1024.0, "growth_interval": 3},
         scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 7}},
     )
+    settings["megalowbit"]["recipe"] = {
+        "base": "nvfp4",
+        "split_input": {"rank": 2},
+        "split_grad_output": {"rank": 4, "refresh_every": 3},
+    }
     engine, *_ = make(TinyModel(dropout=0.3, seed=seed), settings)
     torch.manual_seed(100 * seed + rank)  # every rank draws its own dropout
     return engine
+
+
+def own_state(engine):
+    """What only this rank has: directions of the splits of its own data."""
+    module = engine.module
+    return {"splits": split_state_dict(module), "stream": random_stream(module).state_dict()}
+
+
+def restore_own_state(engine):
+    saved = store.rank_state(store.latest())
+    if saved is not None:
+        load_split_state_dict(engine.module, saved["splits"])
+        random_stream(engine.module).load_state_dict(saved["stream"])
+    return saved is not None
 
 
 def message_of(action):
@@ -60,13 +81,14 @@ else:
     state = store.load(engine, store.latest())
     first = state["step"]
     result["client_state"] = state
+    result["has_own_state"] = restore_own_state(engine)
 result["steps"] = []
 for step in range(first, STEPS):
     losses = train_step(engine, step)
     draws = [random.random(), float(np.random.rand()), torch.rand(1).item()]
     result["steps"].append({"losses": losses, "draws": draws, **facts(engine)})
     if mode == "whole" and step + 1 == SAVED:
-        store.save(engine, SAVED, {"step": SAVED, "note": {"nested": [1, 2]}})
+        store.save(engine, SAVED, {"step": SAVED, "note": {"nested": [1, 2]}}, own_state(engine))
         result["errors"] = [
             message_of(lambda: store.save(engine, SAVED, {})),
             save_on_a_full_disk(engine, store),
@@ -74,4 +96,9 @@ for step in range(first, STEPS):
         ]
         result["left"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 result["weights"] = weights(engine)
+result["splits"] = split_counts(engine.module)
+result["directions"] = [
+    float(state["grad_output"]["directions"].float().sum())
+    for state in split_state_dict(engine.module).values()
+]
 report(result)

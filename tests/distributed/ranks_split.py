@@ -7,7 +7,7 @@ from tiny_training import config, facts, make, rank_and_size, report, train_step
 
 import megalowbit.layers.split_masters as split_masters
 from megalowbit.engine.parameter_split import split_weights
-from megalowbit.layers.split_weight import parts_of
+from megalowbit.layers.split_parameters import parts_of
 from megalowbit.layers.surgery import bit_layers
 from megalowbit.spectral.weight_split import WeightParts
 

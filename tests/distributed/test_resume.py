@@ -43,6 +43,14 @@ def test_the_run_used_what_a_checkpoint_must_hold(whole):
     assert lrs[SAVED] != lrs[SAVED - 1]
 
 
+def test_every_rank_gets_back_the_split_directions_of_its_own_data(whole, resumed):
+    assert [rank["has_own_state"] for rank in resumed] == [True, True]
+    assert whole[0]["directions"] != whole[1]["directions"]
+    assert [rank["directions"] for rank in resumed] == [rank["directions"] for rank in whole]
+    assert [rank["splits"]["cold"] for rank in whole] == [4, 4]  # two layers, two operands each
+    assert [rank["splits"]["cold"] for rank in resumed] == [0, 0]
+
+
 def test_client_state_comes_back_on_every_rank(resumed):
     assert [r["client_state"] for r in resumed] == [{"step": 5, "note": {"nested": [1, 2]}}] * 2
 
@@ -62,6 +70,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(whole):
         "step-00000005",
         "step-00000005/manifest.json",
         "step-00000005/mp_rank_00_model_states.pt",
+        "step-00000005/rank_00000.pt",
+        "step-00000005/rank_00001.pt",
     ]
 
 
@@ -72,3 +82,4 @@ def test_another_number_of_ranks_continues_with_a_warning(resumed_by_three, whol
     assert results[0]["steps"][0]["lr"] == whole[0]["steps"][SAVED]["lr"]
     assert "checkpoint of 2 processes continued with 3" in output
     assert "rank 2 was not part of the saved run" in output
+    assert [rank["has_own_state"] for rank in results] == [True, True, False]

@@ -7,7 +7,7 @@ from torch import nn
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.parameter_split import split_weights
 from megalowbit.errors import UserError
-from megalowbit.layers.split_weight import SPLIT_NAMES, parts_of
+from megalowbit.layers.split_parameters import SPLIT_NAMES, parts_of
 from megalowbit.layers.surgery import bit_layers, cache_weights, convert
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.recipe import recipe
-from megalowbit.layers.split_weight import SPLIT_NAMES
+from megalowbit.layers.split_parameters import SPLIT_NAMES
 from megalowbit.layers.surgery import bit_layers
 from megalowbit.pretrain.dry_run import describe
 from megalowbit.pretrain.loop import pretrain, train_step

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.recipe import Recipe, recipe
-from megalowbit.layers.split_weight import SPLIT_NAMES, has_split_parameters, merged_weight
+from megalowbit.layers.split_parameters import SPLIT_NAMES, has_split_parameters, merged_weight
 from megalowbit.layers.surgery import (
     bit_layers,
     cache_weights,

@@ -1,0 +1,272 @@
+"""Loss of recipes against bf16, paired by seed: what low precision costs, and how sure that is.
+
+    pip install -c constraints.txt -e '.[bench]'
+    python benchmarks/quality.py --out /tmp/quality --seed 1 --seed 2 --seed 3 --seed 4 \\
+        --recipe nvfp4 --recipe nvidia-nvfp4 --recipe '{"base": "mxfp4", "keep_last": 1}'
+
+Every run is a process of its own on one thread, with launch/pretrain.py as users start it. Runs of one seed
+have the same initial weights and the same batches, so a gap to bf16 is taken within a seed and its error
+is that of the gaps over the seeds. Recipes stand in the order given: nothing is ranked, and what lies within
+twice the standard error is marked; of two or three seeds that error is itself a guess, so take more. A sweep
+that was interrupted goes on where it was when it is started again with the same --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from timing import positive
+
+import megalowbit as mlb
+from megalowbit.data.loader import count_samples
+from megalowbit.pretrain.config import PretrainConfig, load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PEER = "bf16"
+RECIPES = ("nvfp4", "mxfp4")
+SEEDS = (1, 2, 3)
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+Losses = list[float | None]  # by step; None where it was not finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run, done or to be done."""
+
+    label: str
+    seed: int
+    folder: Path
+    config: Path
+    overrides: tuple[str, ...]
+
+    def resolved(self) -> PretrainConfig:
+        return load_config(self.config, list(self.overrides), world_size=1)
+
+    def is_complete(self) -> bool:
+        """Whether its folder holds all its steps; exits if it holds another run."""
+        saved, summary = self.folder / "config.json", self.folder / "summary.json"
+        if not saved.exists():
+            return False
+        wanted = json.loads(json.dumps(self.resolved().to_dict()))
+        if json.loads(saved.read_text()) != wanted:
+            sys.exit(f"error: {self.folder} holds a run with other settings: choose another --out")
+        steps = wanted["megalowbit"]["run"]["steps"]
+        return summary.exists() and json.loads(summary.read_text())["steps"] == steps
+
+    def execute(self) -> float:
+        """Train it; returns the seconds it took, start included."""
+        started = time.perf_counter()
+        arguments = ["--ds-config", str(self.config), "--run-dir", str(self.folder), "--resume", "auto"]
+        for override in self.overrides:
+            arguments += ["--set", override]
+        environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "MASTER_PORT": str(free_port()),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        }
+        log = self.folder.with_suffix(".log")
+        with log.open("w") as file:
+            command = [sys.executable, str(ROOT / "launch" / "pretrain.py"), *arguments]
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        if done.returncode:
+            lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+            raise RuntimeError(f"{self.label}, seed {self.seed}, failed: {lines[-1]} (all of it in {log})")
+        return time.perf_counter() - started
+
+    def rows(self) -> list[dict[str, Any]]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def losses(self) -> Losses:
+        return [row["loss"] for row in self.rows()]
+
+
+def main() -> None:
+    options = arguments()
+    draw = None if options.no_picture else drawing(options.parser)
+    recipes = {PEER: PEER, **labelled(options.recipe or RECIPES, options.parser)}
+    seeds = list(dict.fromkeys(options.seed or SEEDS))
+    options.out.mkdir(parents=True, exist_ok=True)
+    runs = planned(recipes, seeds, options)
+    try:
+        config = runs[0].resolved()
+        count_samples(config.settings.data)  # fills the cache once, before several processes would
+    except mlb.UserError as error:
+        options.parser.error(str(error))
+    steps = config.settings.run.steps
+    counts = f"{len(recipes)} recipes × {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
+    print(f"{counts}, {steps} steps of {options.config.name}, {options.out}")
+    execute([run for run in runs if not run.is_complete()], jobs=options.jobs)
+    results = {label: {run.seed: run for run in runs if run.label == label} for label in recipes}
+    text = table(results, last=min(options.last, steps))
+    print(text)
+    (options.out / "table.txt").write_text(text + "\n")
+    if draw is not None:
+        curves = {
+            label: {seed: run.losses() for seed, run in by_seed.items()} for label, by_seed in results.items()
+        }
+        draw(options.out / "quality.png", curves, PEER)
+        print(f"curves: {options.out / 'quality.png'}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--recipe", action="append", help="a name, or a block as JSON (bf16 always runs)")
+    parser.add_argument(
+        "--seed", action="append", type=positive, help="of weights and data; several, for errors"
+    )
+    parser.add_argument("--steps", type=positive, help="of each run (default: as configured)")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "gpt2_tiny_fp4.json")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the runs, table.txt and quality.png"
+    )
+    parser.add_argument("--last", type=positive, default=100, help="steps whose mean loss is compared")
+    parser.add_argument("--jobs", type=positive, default=2, help="runs at a time, of one thread each")
+    parser.add_argument("--no-picture", action="store_true", help="table only, without matplotlib")
+    options = parser.parse_args()
+    options.parser, options.config, options.out = parser, options.config.resolve(), options.out.resolve()
+    return options
+
+
+def drawing(parser: argparse.ArgumentParser) -> Any:
+    """The function that draws; a missing package is found before the first run, not after the last."""
+    try:
+        from curves import draw
+    except ImportError as error:
+        parser.error(f"{error}: pip install -c constraints.txt -e '.[bench]', or use --no-picture")
+    return draw
+
+
+def labelled(values: list[str] | tuple[str, ...], parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Recipes as `--set` takes them, by name."""
+    found: dict[str, str] = {}
+    for value in values:
+        try:
+            name = mlb.recipe(json.loads(value) if value.startswith("{") else value).name
+        except ValueError as error:  # a UserError, or no JSON
+            parser.error(f"argument --recipe: {error}")
+        if found.setdefault(name, value) != value:
+            parser.error(f'two recipes are called {name!r}: give their blocks a "name"')
+    return found
+
+
+def planned(recipes: dict[str, str], seeds: list[int], options: argparse.Namespace) -> list[Run]:
+    """All runs, seed by seed."""
+    overrides = ["megalowbit.checkpoint.export_hf=false", "megalowbit.telemetry.tensorboard=false"]
+    if options.steps:
+        overrides.append(f"megalowbit.run.steps={options.steps}")
+    return [
+        Run(
+            label=label,
+            seed=seed,
+            folder=options.out / f"{re.sub(r'[^A-Za-z0-9-]+', '-', label)}-seed-{seed}",
+            config=options.config,
+            overrides=(*overrides, f"megalowbit.run.seed={seed}", f"megalowbit.recipe={value}"),
+        )
+        for seed in seeds
+        for label, value in recipes.items()
+    ]
+
+
+def execute(runs: list[Run], *, jobs: int) -> None:
+    """Do the runs, some at a time; the first that fails ends the sweep."""
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(run.execute): run for run in runs}
+        try:
+            for number, future in enumerate(as_completed(futures), start=1):
+                run, seconds = futures[future], future.result()
+                print(f"  [{number}/{len(runs)}] {run.label}, seed {run.seed}: {seconds:.0f} s", flush=True)
+        except RuntimeError as error:
+            sys.exit(f"error: {error}")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def table(results: dict[str, dict[int, Run]], *, last: int) -> str:
+    """Mean losses by recipe and seed, their gaps to bf16, and what is too close to tell apart."""
+    finals = {
+        label: {seed: final_loss(run.losses(), last) for seed, run in by_seed.items()}
+        for label, by_seed in results.items()
+    }
+    width = max(map(len, results)) + 2
+    seeds = list(finals[PEER])
+    heading = "".join(f"seed {seed}".rjust(11) for seed in seeds)
+    gap_title = f"gap to {PEER} ± deviation (error)".rjust(36)
+    lines = [
+        f"\nmean loss of the last {last} steps",
+        "recipe".ljust(width) + heading + gap_title + "of the loss".rjust(13) + "tokens/s".rjust(10),
+    ]
+    peer = statistics.mean(finals[PEER].values())
+    for label, losses in finals.items():
+        speed = statistics.median(
+            row["tokens_per_second"] for run in results[label].values() for row in run.rows()
+        )
+        line = label.ljust(width) + "".join(f"{losses[seed]:11.4f}" for seed in seeds)
+        gap = Gap.between(losses, finals[PEER])
+        shown = ("", "") if label == PEER else (str(gap), f"{100 * gap.mean / peer:+.2f} %")
+        mark = "" if label == PEER else gap.mark
+        lines.append(f"{line}{shown[0]:>36}{shown[1]:>13}{speed:10,.0f}{mark}")
+    lines.append("  ≈ smaller than twice its standard error   ? one seed, so its error is not known")
+    others = [label for label in finals if label != PEER]
+    for one, two in itertools.combinations(others, 2):
+        gap = Gap.between(finals[one], finals[two])
+        if gap.mark:
+            lines.append(f"  {one} and {two} are not told apart: {gap} {gap.mark.strip()}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Differences of two recipes, paired by seed: mean, standard deviation, standard error of the mean."""
+
+    mean: float
+    deviation: float
+    error: float
+
+    @classmethod
+    def between(cls, losses: dict[int, float], peers: dict[int, float]) -> Gap:
+        gaps = [losses[seed] - peers[seed] for seed in losses]
+        deviation = statistics.stdev(gaps) if len(gaps) > 1 else math.nan
+        return cls(statistics.mean(gaps), deviation, deviation / math.sqrt(len(gaps)))
+
+    @property
+    def mark(self) -> str:
+        if math.isnan(self.error):
+            return "  ?"
+        return "" if abs(self.mean) >= 2 * self.error else "  ≈"
+
+    def __str__(self) -> str:
+        if math.isnan(self.error):
+            return f"{self.mean:+.4f}"
+        return f"{self.mean:+.4f} ± {self.deviation:.4f} ({self.error:.4f})"
+
+
+def final_loss(losses: Losses, last: int) -> float:
+    """Mean of the finite ones among the last losses; NaN if there are none."""
+    finite = [loss for loss in losses[-last:] if loss is not None]
+    return statistics.mean(finite) if finite else math.nan
+
+
+if __name__ == "__main__":
+    main()

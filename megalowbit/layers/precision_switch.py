@@ -1,0 +1,103 @@
+"""The late precision switch: layers of a model in training stop quantising.
+
+NVFP4 training ends with a gap to bf16 that the last part of a run can close in higher precision; forward
+alone is enough for most of it (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149, closed 1.5 % to
+0.5 % so). Each layer gets a recipe derived from its own. Scope "forward": the operands of `output` are used
+as they are, and those of the backward products are quantised as before, the saved input and weight too, so
+that the memory of a step stays what it was; observers then hear of output gradients alone. Scope "all":
+nothing is quantised, and weights are no longer split into parameters; those that are stay so.
+
+Not covered: going back. A run that wants its former recipe sets `layer.recipe` itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import nn
+
+from megalowbit.errors import UserError, unknown_name
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe_checks import OPERAND_FIELDS
+from megalowbit.quantize.names import quantizer
+
+Scope = Literal["forward", "all"]
+IDENTITY = "fp32"
+# What stops being quantised, and what the recipe's name says then.
+SCOPES: dict[str, tuple[tuple[str, ...], str]] = {
+    "forward": (("q_forward_input", "q_forward_weight"), "forward in high precision"),
+    "all": (OPERAND_FIELDS, "all in high precision"),
+}
+
+
+def switch_precision(model: nn.Module, scope: Scope = "forward") -> int:
+    """Let all BitLinear layers of a model stop quantising, between a backward and the next forward.
+
+    Args:
+        model: a converted model.
+        scope: "forward" or "all", see above.
+
+    Returns:
+        How many layers were switched; those that have nothing to switch stay as they are.
+
+    Raises:
+        UserError: the scope is unknown, the model has no BitLinear, or none that quantises what is meant.
+    """
+    _check_scope(scope)
+    layers = [module for module in model.modules() if isinstance(module, BitLinear)]
+    chosen = [layer for layer in layers if quantizes_in(layer.recipe, scope)]
+    if not chosen:
+        raise UserError(
+            f"precision switch {scope!r}: none of the {len(layers)} BitLinear layers of "
+            f"{type(model).__name__} quantises that: convert the model first, and switch once"
+        )
+    for layer in chosen:
+        layer.recipe = switched(layer.recipe, scope)
+    return len(chosen)
+
+
+def switched(recipe: Recipe, scope: Scope) -> Recipe:
+    """The recipe with which a layer goes on.
+
+    Args:
+        recipe: of the layer.
+        scope: what it is to stop quantising.
+
+    Raises:
+        UserError: the scope is unknown, or the recipe quantises nothing of it.
+    """
+    _check_scope(scope)
+    if not quantizes_in(recipe, scope):
+        raise UserError(
+            f"precision switch {scope!r}: recipe {recipe.name!r} quantises nothing there: leave the switch "
+            "out, or choose another recipe"
+        )
+    fields, title = SCOPES[scope]
+    changes: dict[str, Any] = dict.fromkeys(fields, IDENTITY)
+    names = {field: changes.get(field, getattr(recipe, field)) for field in OPERAND_FIELDS}
+    if _is_identity(names["q_backward_input"]):
+        changes["split_input"] = None
+    if _is_identity(names["q_backward_weight"]):
+        changes["split_weight"] = None
+    if all(map(_is_identity, names.values())):
+        # These say how quantised operands are made and multiplied, and a recipe without any refuses them.
+        changes.update(layout="single_copy", hadamard=False, gemm="bf16", parameter_split=None)
+        changes.update(split_grad_output=None)
+    base = recipe.name.removesuffix(f", {SCOPES['forward'][1]}")  # "all" may follow "forward"
+    return replace(recipe, name=f"{base}, {title}", **changes)
+
+
+def quantizes_in(recipe: Recipe, scope: Scope) -> bool:
+    """Whether a recipe quantises anything that a switch of this scope would stop."""
+    return not all(_is_identity(getattr(recipe, field)) for field in SCOPES[scope][0])
+
+
+def _is_identity(name: str) -> bool:
+    return quantizer(name).is_identity
+
+
+def _check_scope(scope: object) -> None:
+    if scope not in SCOPES:
+        raise unknown_name("scope of the precision switch", scope, SCOPES)
