@@ -3,8 +3,9 @@
 Operands carry codes × block scale, which bf16 holds exactly (fp32, whatever the layer computes in, for fp32
 scales of blocks); tensor scales multiply the product, in fp32. The layer's compute dtype decides the GEMM:
 
-- bf16: bf16 operands, fp32 accumulation. On CUDA the product comes out in fp32 and is rounded once, after
-  scale and bias; a CPU GEMM rounds it to bf16 first.
+- bf16: bf16 operands, fp32 accumulation. The result is rounded once, after scale and bias: on CUDA the
+  product comes out in fp32, a CPU GEMM applies both to its sums. Where the output is to be fp32 while a CPU
+  multiplies in bf16 (autocast), and where a bias is fp32, the product is rounded to bf16 before.
 - fp16, fp32: operands reach 2688, so a product overflows fp16; it is formed in fp32 (fp32 operands on a
   CPU; bf16 operands with fp32 output on CUDA), scaled, then cast.
 - fp64: fp64 throughout. An operand that is not quantised enters in the GEMM's dtype with scale 1.
@@ -16,6 +17,7 @@ would be a wrong number, and a non-finite gradient is one that training sees and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -56,9 +58,30 @@ def multiply(
     dtype = gemm_dtype([left.exact_dtype, right.exact_dtype], compute_dtype, _device(left))
     a = left.operand(dtype, transpose=transpose_left)
     b = right.operand(dtype, transpose=transpose_right)
+    scale = _combined_scale(left, right)
     with no_autocast(a.device.type):
-        product = _product(a, b)
-        return finish(product, _combined_scale(left, right), bias, out_dtype)
+        alpha = _alpha(a, b, scale, bias)
+        if alpha is not None:
+            return _scaled_product(a, b, alpha, bias, out_dtype)
+        return finish(_product(a, b), scale, bias, out_dtype)
+
+
+def _alpha(a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> float | None:
+    """The scale as a number that a CPU's bf16 GEMM can apply to its sums; `None` where it cannot."""
+    if a.device.type != "cpu" or a.dtype != torch.bfloat16 or not backends.is_plain(a, b, scale, bias):
+        return None  # an fp32 GEMM may apply it to an operand, depending on strides
+    alpha = 1.0 if scale is None else scale.item()
+    return alpha if math.isfinite(alpha) and alpha != 0 else None  # BLAS drops NaN operands where it is 0
+
+
+def _scaled_product(
+    a: Tensor, b: Tensor, alpha: float, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    is_last = torch.promote_types(out_dtype, a.dtype) == a.dtype  # what is wider gets its bias in there
+    if bias is None or not is_last or torch.promote_types(bias.dtype, a.dtype) != a.dtype:
+        product = torch.addmm(a.new_empty(()), a, b, beta=0, alpha=alpha)
+        return finish(product, None, bias, out_dtype)
+    return torch.addmm(bias.to(a.dtype), a, b, alpha=alpha).to(out_dtype)
 
 
 def finish(product: Tensor, scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

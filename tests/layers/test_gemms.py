@@ -50,12 +50,33 @@ def test_products_equal_float64_up_to_the_roundings_promised(
     assert ((got.double() - expected).abs() <= allowance).all()
 
 
-def test_the_bf16_path_scales_in_fp32_and_rounds_the_product_once_more(backend):
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_bf16_path_rounds_once_after_scale_and_bias(backend, has_bias):
     left, right = quantized(64, 64, 4, dtype=torch.bfloat16), quantized(64, 64, 5, dtype=torch.bfloat16)
-    got = multiply(left, right, compute_dtype=torch.bfloat16, out_dtype=torch.bfloat16)
-    product = torch.mm(left.operand(), right.operand())
-    scale = (left.tensor_scale * right.tensor_scale).double()
-    assert torch.equal(got, (product.double() * scale).to(torch.bfloat16))
+    bias = torch.randn(64, generator=torch.Generator().manual_seed(6)).bfloat16() if has_bias else None
+    got = multiply(left, right, compute_dtype=torch.bfloat16, out_dtype=torch.bfloat16, bias=bias)
+    expected = exact(left) @ exact(right) + (bias.double() if has_bias else 0)
+    is_off = got != expected.bfloat16()
+    assert is_off.float().mean() < 0.005  # sums next to the middle of two numbers
+    assert ((got.double() - expected).abs() <= 2.0**-7.99 * expected.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_operands_that_are_not_finite_show_whatever_the_scales(backend, bad):
+    x = torch.full((16, 16), 1e-30)
+    small = quantizer("nvfp4e2m1bnosr").quantize(x)
+    x = x.clone()
+    x[3, 4] = bad
+    got = multiply(
+        quantizer("nvfp4e2m1bnosr").quantize(x),
+        small,
+        transpose_right=True,
+        compute_dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16,
+    )
+    assert not got[3].isfinite().any()
+    still = multiply(small, small, compute_dtype=torch.bfloat16, out_dtype=torch.bfloat16)
+    assert torch.equal(still, torch.zeros(16, 16, dtype=torch.bfloat16))  # 1e-60 is no number of either
 
 
 def test_fp16_products_do_not_overflow_before_they_are_scaled(backend):
@@ -105,8 +126,10 @@ def test_large_results_are_finished_in_pieces_without_a_seam(backend):
     left, right = quantized(700, 32, 12, dtype=torch.bfloat16), quantized(32, 800, 13, dtype=torch.bfloat16)
     bias = torch.randn(800)
     got = multiply(left, right, compute_dtype=torch.bfloat16, out_dtype=torch.bfloat16, bias=bias)
-    product = torch.mm(left.operand(), right.operand()).float()
-    assert torch.equal(got, (product * (left.tensor_scale * right.tensor_scale) + bias).bfloat16())
+    product = torch.addmm(torch.zeros(800).bfloat16(), left.operand(), right.operand(), alpha=0.5).float()
+    scale = 2 * (left.tensor_scale * right.tensor_scale)
+    expected = exact(left) @ exact(right) + bias.double()
+    assert ((got.double() - expected).abs() <= 2.0**-7.99 * (product.abs() * scale + expected.abs())).all()
 
 
 def test_mismatched_shapes_are_an_error():
