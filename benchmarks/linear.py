@@ -2,9 +2,11 @@
 
     python benchmarks/linear.py --device cpu --threads 2
     python benchmarks/linear.py --device cuda --shape 8192x4096x4096 --shape 8192x4096x11008 \\
-        --recipe nvfp4 --recipe '{"base": "mxfp4", "gemm": "fp8"}'
+        --recipe nvfp4 --recipe '{"base": "mxfp4", "gemm": "fp8"}' \\
+        --recipe '{"base": "nvfp4", "split_grad_output": {"rank": 60}}'
 
-Candidates run interleaved; the ratio is the median over rounds of candidate / bf16 nn.Linear.
+Candidates run interleaved; the ratio is the median over rounds of candidate / bf16 nn.Linear. Recipes that
+split output gradients have a peer that does so in plain PyTorch operations.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 from collections.abc import Callable
 
 import torch
+from eager_split import EagerSplitLinear
 from timing import interleaved, keep_freed_memory, parser, print_table
 
 import megalowbit as mlb
@@ -58,13 +61,18 @@ def compare(tokens: int, inputs: int, outputs: int, options: argparse.Namespace)
         layers[f"BitLinear {each.name}"] = mlb.BitLinear(
             inputs, outputs, recipe=each, device=options.device, dtype=torch.bfloat16
         )
+    splits = [each.split_grad_output for each in options.recipe or [] if each.split_grad_output]
+    if splits and tokens % 16 == inputs % 16 == outputs % 16 == 0:
+        rank = splits[0].rank_of(inputs, outputs)
+        peer = EagerSplitLinear(inputs, outputs, rank=rank, device=options.device)
+        layers["split in eager PyTorch, fp32"] = peer
     runs = {name: training_step(layer, x, grad) for name, layer in layers.items()}
     times = interleaved(runs, options.rounds, options.device)
     print_table(f"forward + backward, {tokens} tokens × {inputs}→{outputs}", times, "nn.Linear bf16")
-    peer = saved_bytes_a_token(layers["nn.Linear bf16"], x)
+    plain = saved_bytes_a_token(layers["nn.Linear bf16"], x)
     for name, layer in layers.items():
         kept = saved_bytes_a_token(layer, x)
-        print(f"  {name:<30}{kept:10.1f} bytes kept for backward a token  {kept / peer:6.3f} ×")
+        print(f"  {name:<30}{kept:10.1f} bytes kept for backward a token  {kept / plain:6.3f} ×")
 
 
 def training_step(layer: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]:

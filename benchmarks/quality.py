@@ -131,7 +131,7 @@ def arguments() -> argparse.Namespace:
         "--seed", action="append", type=positive, help="of weights and data; several, for errors"
     )
     parser.add_argument("--steps", type=positive, help="of each run (default: as configured)")
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "gpt2_tiny_fp4.json")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "gpt2_tiny_quality.json")
     parser.add_argument(
         "--out", type=Path, required=True, help="folder of the runs, table.txt and quality.png"
     )

@@ -35,6 +35,13 @@ def test_linear_compares_every_recipe_with_a_bf16_layer():
         assert float(memory.split()[-2]) < 0.3
 
 
+def test_linear_has_a_peer_for_recipes_that_split_the_output_gradient():
+    block = '{"base": "nvfp4", "name": "split", "split_grad_output": {"rank": 4}}'
+    printed = run("linear.py", "--rounds", "2", "--shape", "64x32x48", "--recipe", block)
+    for name in ("BitLinear split", "split in eager PyTorch, fp32"):
+        assert any(line.strip().startswith(name) and "×" in line for line in printed.splitlines()), name
+
+
 def test_quantize_compares_with_a_copy_and_with_plain_torch():
     printed = run("quantize.py", "--rounds", "2", "--size", "64")
     for name in ("clone", "nvfp4e2m1b", "mxfp4e2m1bnosr", "decode to bf16", "plain torch, nearest", "int8b"):

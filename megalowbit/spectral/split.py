@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.errors import UserError, shown
 from megalowbit.quantize.names import quantizer
@@ -110,7 +111,11 @@ def split(
         first = _first_slice(x.detach(), settings.broadcast_dim)
         if settings.method == "mean":
             return _split_mean(matrix, first)
-        found = _factors(first.to(work_dtype(x.dtype)), settings, state, rank, step, is_replay, random_key)
+        first = first.to(work_dtype(x.dtype))
+        if isinstance(x, FakeTensor):  # a dry run wants shapes; factors ask for numbers
+            found = _nothing(first, rank)
+        else:
+            found = _factors(first, settings, state, rank, step, is_replay, random_key)
         if settings.broadcast_dim is not None:
             left = _repeated(found.left, x.shape, settings.broadcast_dim)
             found = LowRank(left, found.values, found.right)
@@ -187,6 +192,14 @@ def _factors(
         state.count("misfit", int(is_misfit))
         state.finish(_to_keep(found, settings, (start or Kept()).refreshes + 1))
     return found.low_rank
+
+
+def _nothing(matrix: Tensor, rank: int) -> LowRank:
+    """Factors of zeros, of the right shapes."""
+    wide = torch.promote_types(matrix.dtype, torch.float32)
+    rows, cols = matrix.shape
+    left, right = matrix.new_zeros((rank, rows)).t(), matrix.new_zeros((rank, cols)).t()
+    return LowRank(left, matrix.new_zeros(rank, dtype=wide), right)
 
 
 def _reused(matrix: Tensor, settings: OperandSplit, kept: Kept) -> LowRank | None:

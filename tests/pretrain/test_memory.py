@@ -43,7 +43,10 @@ def test_weights_gradients_masters_and_moments_are_what_an_optimizer_really_hold
     assert expected.optimizer_moments == bytes_of(moments)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "bf16"])
+SPLIT = {"base": "nvfp4", "split_input": {"rank": 4, "gains": "ysche"}, "split_weight": {"method": "svd"}}
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "bf16", SPLIT], ids=["nvfp4", "bf16", "split"])
 def test_what_is_saved_for_backward_is_counted_as_on_real_tensors(resolve, name):
     config = resolve()
     model = build_model(config.settings.model, seed=0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalowbit.errors import UserError
 from megalowbit.quantize.names import quantizer
@@ -258,3 +259,20 @@ def test_autocast_does_not_reach_the_factors(spectra):
 def test_a_view_that_is_not_contiguous_is_split_as_its_copy(spectra):
     x = spectra.matrix(32, 64, dtype=torch.bfloat16).t()
     assert error(whole(run(x, OperandSplit())), whole(run(x.contiguous(), OperandSplit()))) < 1e-2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fake_tensors_are_split_into_the_shapes_of_real_ones(method):
+    settings, x = OperandSplit(method=method, gains="none"), torch.randn(2, 7, 40)
+    rank = settings.rank_of(40, 300)
+
+    def shapes(x):
+        found = split(
+            x, settings, SplitState(), rank=rank, step=1, is_replay=False, random_key=RandomKey(1, 1)
+        )
+        parts = (found.residual, found.values, *found.left.to_parts()[0], *found.right.to_parts()[0])
+        return [(tuple(part.shape), part.dtype) for part in parts]
+
+    real = shapes(x)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert shapes(mode.from_tensor(x)) == real
