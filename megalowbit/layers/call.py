@@ -96,7 +96,9 @@ class Call:
         gain = None
         if settings.gains != "none":
             gain = torch.full((), found.residual_gain, dtype=torch.float32, device=x.device)
-        return Prepared(found.residual, LowRankPart(found.left, found.values, found.right, gain), x)
+        is_row = settings.method == "mean"
+        low_rank = LowRankPart(found.left, found.values, found.right, gain, is_row)
+        return Prepared(found.residual, low_rank, x)
 
     def quantize(
         self,

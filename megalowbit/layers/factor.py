@@ -39,12 +39,14 @@ class LowRankPart:
         values: (k,) fp32 or fp64: singular values, with the gains of the recipe.
         right: Vᵀ (k, cols).
         gain: of the residual, 0-dim; `None` is 1.
+        is_row: whether U·diag(values) is a column of ones, so that every row of the part is Vᵀ.
     """
 
     left: OperandTensor
     values: Tensor
     right: OperandTensor
     gain: Tensor | None = None
+    is_row: bool = False
 
     def matrices(self, dtype: torch.dtype, *, transpose: bool) -> tuple[Tensor, Tensor]:
         """(rows, k) and (k, cols) whose product is U·diag(values)·Vᵀ; of its transpose, if asked to.
@@ -60,7 +62,9 @@ class LowRankPart:
         right, rest_right = self.right.to_parts()
         nothing = self.values.new_empty(0, device="cpu")
         gain = () if self.gain is None else (self.gain,)
-        rest = LowRankPart(rest_left, nothing, rest_right, None if self.gain is None else nothing)
+        rest = LowRankPart(
+            rest_left, nothing, rest_right, None if self.gain is None else nothing, self.is_row
+        )
         return (*left, *right, self.values, *gain), rest
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> LowRankPart:
@@ -71,7 +75,13 @@ class LowRankPart:
         *factors, values = tensors
         count = len(self.left.to_parts()[0])
         left, right = tuple(factors[:count]), tuple(factors[count:])
-        return LowRankPart(self.left.from_parts(left), values, self.right.from_parts(right), gain)
+        return replace(
+            self,
+            left=self.left.from_parts(left),
+            values=values,
+            right=self.right.from_parts(right),
+            gain=gain,
+        )
 
 
 @dataclass(eq=False)

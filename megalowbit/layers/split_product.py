@@ -7,6 +7,8 @@ outer size of k, the rank, and run in the layer's dtype on the quantised factors
 to it once. So neither operand is ever put together again: what backward keeps are codes, and FP4 hardware
 could do the same.
 
+A mean row (A is a column of ones) costs no pass over the result: A·(B·…) is one row, added as the bias is.
+
 Where a Hadamard transform H was applied along the axis summed over, R and T hold R·Hᵀ and H·T; B and C are
 transformed likewise where they meet them.
 """
@@ -39,6 +41,11 @@ class Side(NamedTuple):
     def low_rank(self) -> LowRankPart | None:
         """The low-rank part, if there is one."""
         return self.factor.low_rank
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the low-rank part adds the same row everywhere."""
+        return self.low_rank is not None and self.low_rank.is_row and not self.transpose
 
     def residual(self, dtype: torch.dtype) -> Tensor:
         """The residual's codes × block scales as a matrix, without the tensor's scale."""
@@ -82,14 +89,21 @@ def multiply_split(
     dtype = gemm_dtype([None, None], compute_dtype, device)
     gains = [side.low_rank.gain for side in (left, right) if side.low_rank is not None]
     scaled = [gain for gain in gains if gain is not None]
-    # What is rounded to fp16 only in the end may be wider than fp16 in between.
-    out = main(torch.promote_types(out_dtype, dtype), None if scaled else bias)
     with no_autocast(device.type):
+        terms = _thin_terms(left, right, dtype, signs)
+        rows = [wide for tall, wide in terms if tall is None]
+        if rows:
+            row = rows[0].flatten().to(torch.promote_types(dtype, torch.float32))
+            bias = (row if bias is None else row + bias).to(dtype)
+        # What is rounded to fp16 only in the end may be wider than fp16 in between.
+        out = main(torch.promote_types(out_dtype, dtype), None if scaled else bias)
         for gain in scaled:
             out.mul_(gain)
         if scaled and bias is not None:
             out.add_(bias)
-        for tall, wide in _thin_terms(left, right, dtype, signs):
+        for tall, wide in terms:
+            if tall is None:
+                continue
             if out.dtype == dtype:
                 out.addmm_(tall, wide)
             else:
@@ -99,9 +113,9 @@ def multiply_split(
 
 def _thin_terms(
     left: Side, right: Side, dtype: torch.dtype, signs: int | None
-) -> list[tuple[Tensor, Tensor]]:
-    """Pairs (m, k) and (k, n) whose products are to be added."""
-    terms = []
+) -> list[tuple[Tensor | None, Tensor]]:
+    """Pairs (m, k) and (k, n) whose products are to be added; `None` is a column of ones."""
+    terms: list[tuple[Tensor | None, Tensor]] = []
     a_b = None if left.low_rank is None else left.low_rank.matrices(dtype, transpose=left.transpose)
     c_d = None if right.low_rank is None else right.low_rank.matrices(dtype, transpose=right.transpose)
     if a_b is not None:
@@ -109,7 +123,7 @@ def _thin_terms(
         wide = right.scaled(_transformed(b, signs) @ right.residual(dtype), dtype)
         if c_d is not None:
             wide = wide.addmm_(b @ c_d[0], c_d[1])
-        terms.append((a, wide))
+        terms.append((None if left.is_row else a, wide))
     if c_d is not None:
         c, d = c_d
         tall = left.scaled(left.residual(dtype) @ _transformed(c.t(), signs).t(), dtype)
