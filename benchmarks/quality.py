@@ -4,7 +4,8 @@
     python benchmarks/quality.py --out /tmp/quality --seed 1 --seed 2 --seed 3 --seed 4 \\
         --recipe nvfp4 --recipe nvidia-nvfp4 --recipe '{"base": "mxfp4", "keep_last": 1}'
 
-Every run is a process of its own on one thread, with launch/pretrain.py as users start it. Runs of one seed
+Without --recipe all named ones run. Every run is a process of its own on one thread, with launch/pretrain.py
+as users start it. One that diverges is marked and the sweep goes on. Runs of one seed
 have the same initial weights and the same batches, so a gap to bf16 is taken within a seed and its error
 is that of the gaps over the seeds. Recipes stand in the order given: nothing is ranked, and what lies within
 twice the standard error is marked; of two or three seeds that error is itself a guess, so take more. A sweep
@@ -37,7 +38,7 @@ from megalowbit.pretrain.config import PretrainConfig, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PEER = "bf16"
-RECIPES = ("nvfp4", "mxfp4")
+RECIPES = tuple(name for name in mlb.recipes() if name != PEER)
 SEEDS = (1, 2, 3)
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
 Losses = list[float | None]  # by step; None where it was not finite
@@ -57,7 +58,7 @@ class Run:
         return load_config(self.config, list(self.overrides), world_size=1)
 
     def is_complete(self) -> bool:
-        """Whether its folder holds all its steps; exits if it holds another run."""
+        """Whether its folder holds all its steps, or diverged; exits if it holds another run."""
         saved, summary = self.folder / "config.json", self.folder / "summary.json"
         if not saved.exists():
             return False
@@ -65,7 +66,8 @@ class Run:
         if json.loads(saved.read_text()) != wanted:
             sys.exit(f"error: {self.folder} holds a run with other settings: choose another --out")
         steps = wanted["megalowbit"]["run"]["steps"]
-        return summary.exists() and json.loads(summary.read_text())["steps"] == steps
+        is_finished = summary.exists() and json.loads(summary.read_text())["steps"] == steps
+        return is_finished or self.was_stopped()
 
     def execute(self) -> float:
         """Train it; returns the seconds it took, start included."""
@@ -83,14 +85,34 @@ class Run:
         with log.open("w") as file:
             command = [sys.executable, str(ROOT / "launch" / "pretrain.py"), *arguments]
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        if done.returncode:
+        if done.returncode and not self.was_stopped():
             lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
             raise RuntimeError(f"{self.label}, seed {self.seed}, failed: {lines[-1]} (all of it in {log})")
         return time.perf_counter() - started
 
     def rows(self) -> list[dict[str, Any]]:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        metrics = self.folder / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be torn
+
+    def steps_without_update(self) -> int:
+        """How many steps at the end of the record were skipped, or had a loss that is not finite."""
+        rows = self.rows()
+        skips = [0, *(row["skipped_steps"] for row in rows)]
+        is_lost = [
+            row["loss"] is None or after > before
+            for row, (before, after) in zip(rows, itertools.pairwise(skips), strict=True)
+        ]
+        return len(list(itertools.takewhile(bool, reversed(is_lost))))
+
+    def was_stopped(self) -> bool:
+        """Whether the loop gave it up, because too many steps in a row were skipped."""
+        return self.steps_without_update() >= self.resolved().settings.run.max_consecutive_skips
+
+    def diverged_at(self) -> int | None:
+        """The first of the steps at the end that led nowhere; `None`: training went well to the end."""
+        rows, lost = self.rows(), self.steps_without_update()
+        return rows[-lost]["step"] if self.was_stopped() or (lost and rows[-1]["loss"] is None) else None
 
     def losses(self) -> Losses:
         return [row["loss"] for row in self.rows()]
@@ -118,7 +140,8 @@ def main() -> None:
     (options.out / "table.txt").write_text(text + "\n")
     if draw is not None:
         curves = {
-            label: {seed: run.losses() for seed, run in by_seed.items()} for label, by_seed in results.items()
+            label: {seed: padded(run.losses(), steps) for seed, run in by_seed.items()}
+            for label, by_seed in results.items()
         }
         draw(options.out / "quality.png", curves, PEER)
         print(f"curves: {options.out / 'quality.png'}")
@@ -184,13 +207,15 @@ def planned(recipes: dict[str, str], seeds: list[int], options: argparse.Namespa
 
 
 def execute(runs: list[Run], *, jobs: int) -> None:
-    """Do the runs, some at a time; the first that fails ends the sweep."""
+    """Do the runs, some at a time; the first that fails ends the sweep, one that diverges does not."""
     with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(run.execute): run for run in runs}
         try:
             for number, future in enumerate(as_completed(futures), start=1):
                 run, seconds = futures[future], future.result()
-                print(f"  [{number}/{len(runs)}] {run.label}, seed {run.seed}: {seconds:.0f} s", flush=True)
+                lost = run.diverged_at()
+                end = f"{seconds:.0f} s" + (f", diverged at step {lost}" if lost else "")
+                print(f"  [{number}/{len(runs)}] {run.label}, seed {run.seed}: {end}", flush=True)
         except RuntimeError as error:
             sys.exit(f"error: {error}")
         finally:
@@ -206,7 +231,7 @@ def free_port() -> int:
 def table(results: dict[str, dict[int, Run]], *, last: int) -> str:
     """Mean losses by recipe and seed, their gaps to bf16, and what is too close to tell apart."""
     finals = {
-        label: {seed: final_loss(run.losses(), last) for seed, run in by_seed.items()}
+        label: {seed: final_loss(run, last) for seed, run in by_seed.items()}
         for label, by_seed in results.items()
     }
     width = max(map(len, results)) + 2
@@ -222,13 +247,18 @@ def table(results: dict[str, dict[int, Run]], *, last: int) -> str:
         speed = statistics.median(
             row["tokens_per_second"] for run in results[label].values() for row in run.rows()
         )
-        line = label.ljust(width) + "".join(f"{losses[seed]:11.4f}" for seed in seeds)
-        gap = Gap.between(losses, finals[PEER])
-        shown = ("", "") if label == PEER else (str(gap), f"{100 * gap.mean / peer:+.2f} %")
-        mark = "" if label == PEER else gap.mark
+        line = label.ljust(width) + "".join(
+            "diverged".rjust(11) if math.isnan(losses[seed]) else f"{losses[seed]:11.4f}" for seed in seeds
+        )
+        gap, shown, mark = Gap.between(losses, finals[PEER]), ("", ""), ""
+        if label != PEER and not math.isnan(gap.mean):
+            shown, mark = (str(gap), f"{100 * gap.mean / peer:+.2f} %"), gap.mark
         lines.append(f"{line}{shown[0]:>36}{shown[1]:>13}{speed:10,.0f}{mark}")
     lines.append("  ≈ smaller than twice its standard error   ? one seed, so its error is not known")
-    others = [label for label in finals if label != PEER]
+    for run in itertools.chain.from_iterable(by_seed.values() for by_seed in results.values()):
+        if (step := run.diverged_at()) is not None:
+            lines.append(f"  {run.label}, seed {run.seed}, diverged at step {step}")
+    others = [label for label in finals if label != PEER and not math.isnan(sum(finals[label].values()))]
     for one, two in itertools.combinations(others, 2):
         gap = Gap.between(finals[one], finals[two])
         if gap.mark:
@@ -262,10 +292,15 @@ class Gap:
         return f"{self.mean:+.4f} ± {self.deviation:.4f} ({self.error:.4f})"
 
 
-def final_loss(losses: Losses, last: int) -> float:
-    """Mean of the finite ones among the last losses; NaN if there are none."""
-    finite = [loss for loss in losses[-last:] if loss is not None]
-    return statistics.mean(finite) if finite else math.nan
+def padded(losses: Losses, steps: int) -> Losses:
+    """Losses of a run that may have ended early, one for every step."""
+    return losses + [None] * (steps - len(losses))
+
+
+def final_loss(run: Run, last: int) -> float:
+    """Mean of the finite ones among the last losses; NaN if the run diverged."""
+    finite = [loss for loss in run.losses()[-last:] if loss is not None]
+    return math.nan if run.diverged_at() is not None else statistics.mean(finite)
 
 
 if __name__ == "__main__":

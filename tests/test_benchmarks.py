@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import megalowbit as mlb
 from launchers import write_config
 
 ROOT = Path(__file__).parent.parent
@@ -100,6 +101,38 @@ def test_quality_pairs_recipes_with_bf16_by_seed_and_goes_on_where_it_was(tmp_pa
     other = quality(*few, "--steps", "5", "--recipe", "nvfp4", out=out)
     assert other.returncode == 1
     assert other.stderr.strip().endswith("bf16-seed-5 holds a run with other settings: choose another --out")
+
+
+def test_a_recipe_that_diverges_is_marked_and_does_not_end_the_sweep(tmp_path):
+    (tmp_path / "too_much.py").write_text("def gain(values):\n    return values * 0 + 3e38, 3e38\n")
+    config = write_config(tmp_path, block={"run": {"steps": 5, "max_consecutive_skips": 3}})
+    out = tmp_path / "out"
+    block = {"base": "nvfp4", "split_grad_output": {"rank": 2, "gains": "too_much:gain"}, "name": "wild"}
+    few = ("--config", str(config), "--last", "2", "--seed", "5", "--no-picture")
+    recipes = ("--recipe", json.dumps(block), "--recipe", "nvfp4")
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    done = quality(*few, *recipes, out=out, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert "wild, seed 5: " in done.stdout
+    assert "s, diverged at step 1\n" in done.stdout
+    lines = done.stdout.partition("mean loss")[2].splitlines()
+    (line,) = [line for line in lines if line.startswith("wild ")]
+    assert line.split()[1] == "diverged"
+    assert len(line.split()) == 3  # and its speed, no gap
+    assert "  wild, seed 5, diverged at step 1" in lines
+    assert len((out / "wild-seed-5" / "metrics.jsonl").read_text().splitlines()) == 3
+    (line,) = [line for line in lines if line.startswith("nvfp4 ")]
+    assert float(line.split()[1]) < 6
+    again = quality(*few, *recipes, out=out, PYTHONPATH=path)
+    assert "[1/" not in again.stdout
+    assert again.stdout.partition("mean loss")[2] == done.stdout.partition("mean loss")[2]
+
+
+def test_quality_runs_every_named_recipe_unless_told_otherwise(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from quality import PEER, RECIPES
+
+    assert sorted([PEER, *RECIPES]) == sorted(mlb.recipes())
 
 
 @pytest.mark.parametrize(

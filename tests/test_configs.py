@@ -8,12 +8,15 @@ from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-METIS = [("metis_seed_gpt2", 60, 2.0), ("metis_seed_llama", 64, 1.0)]
+METIS = {  # name: rank, clip, sequence length, sequences a step
+    "metis_seed_gpt2": (60, 2.0, 256, 1 * 40 * 4),
+    "metis_seed_llama": (64, 1.0, 1024, 12 * 1 * 4),
+}
 FILES = sorted(CONFIGS.glob("*.json"))
 
 
-def load(name):
-    return load_config(CONFIGS / f"{name}.json", [], world_size=8)
+def load(name, world_size=8):
+    return load_config(CONFIGS / f"{name}.json", [], world_size=world_size)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -23,14 +26,30 @@ def test_a_shipped_configuration_is_valid(path):
     assert recipe(config.recipe).name
 
 
-@pytest.mark.parametrize(("name", "rank", "clip"), METIS)
-def test_the_metis_configurations_set_what_its_scripts_set(name, rank, clip):
+@pytest.mark.parametrize("name", METIS)
+def test_the_metis_configurations_set_what_its_scripts_set(name):
+    rank, clip, sequence_length, batch_size = METIS[name]
     config = load(name)
+    deepspeed = config.parts.deepspeed
     chosen = recipe(config.recipe)
     assert chosen.split_grad_output.rank == rank
     assert chosen.split_grad_output.niter == 0
     assert chosen.split_grad_output.order == "seed"
     assert {chosen.q_forward_input, chosen.q_backward_outputgrad} == {"fp4e2m1b:seed_compat"}
-    assert config.parts.deepspeed["gradient_clipping"] == clip
+    assert deepspeed["gradient_clipping"] == clip
     assert config.parts.settings.gradient_norm == "sum_of_norms"
-    assert config.parts.deepspeed["optimizer"]["params"]["lr"] == 1.5e-4
+    optimizer, scheduler = deepspeed["optimizer"]["params"], deepspeed["scheduler"]["params"]
+    assert (optimizer["lr"], optimizer["weight_decay"], optimizer["eps"]) == (1.5e-4, 0.1, 1e-8)
+    assert tuple(optimizer["betas"]) == (0.9, 0.95)
+    assert scheduler["warmup_max_lr"] == optimizer["lr"]
+    assert scheduler["warmup_num_steps"] == 20
+    assert config.settings.data.sequence_length == sequence_length
+    assert deepspeed["train_batch_size"] == batch_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", METIS)
+def test_the_metis_configurations_keep_their_batch_on_any_number_of_ranks(name, world_size):
+    deepspeed = load(name, world_size).parts.deepspeed
+    micro, steps = deepspeed["train_micro_batch_size_per_gpu"], deepspeed["gradient_accumulation_steps"]
+    assert micro * steps * world_size == METIS[name][3]

@@ -121,8 +121,8 @@ def check_parameter_split(config: Mapping[str, Any], recipe: object) -> None:
             if recipe["parameter_split"] is not None:
                 raise UserError(
                     f"zero_optimization.stage = {stage!r} cannot be used with parameter_split in the recipe, "
-                    "which needs whole masters: use split_weight (the in-time split), or "
-                    "zero_optimization.stage 0"
+                    "which needs parameters that are whole on every rank: set zero_optimization.stage 0; "
+                    "from stage 1 on use split_weight (the in-time split)"
                 )
             return
         recipe = recipe.get("base")

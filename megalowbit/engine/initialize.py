@@ -57,7 +57,8 @@ def initialize(
         model: fp32, or already in the configured precision; converted and cast in place.
         config: DeepSpeed configuration with a `"megalowbit"` block: a file, its content, or read already.
         optimizer: a torch optimizer over the model's parameters, instead of the configuration's.
-        model_parameters: parameters or groups to train; by default all, biases and 1-D ones without decay.
+        model_parameters: parameters or groups to train, used as they are; by default all, with weight decay
+            as `weight_decay_groups` applies it: to matrices, and of split weights to `weight` and `split_s`.
         training_data: dataset from which a data loader is made.
         lr_scheduler: callable from optimizer to scheduler, or a scheduler of the `optimizer` passed; by
             default the configuration's.
@@ -232,7 +233,7 @@ def _parameter_groups(
     """Groups to train; those given must be the model's, which layer conversion may have replaced."""
     if model_parameters is None:
         decay = config["optimizer"]["params"].get("weight_decay", 0.0)
-        return weight_decay_groups(model.named_parameters(), decay)
+        return weight_decay_groups(model, decay)
     given: list[Any] = list(model_parameters)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     groups = [{**group, "params": list(group["params"])} for group in groups]

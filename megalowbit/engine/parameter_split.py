@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from megalowbit import process_group
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.split_masters import Masters, split_masters, without_rule
+from megalowbit.layers.split_masters import (
+    Masters,
+    largest_singular_value,
+    split_masters,
+    without_rule,
+)
 from megalowbit.layers.split_parameters import has_split_parameters, parts_of
 from megalowbit.layers.surgery import bit_layers
 from megalowbit.optim.optimizer_step import MixedPrecisionOptimizer
@@ -62,17 +67,21 @@ def split_weights(
     """Split every trained weight whose recipe has `parameter_split`, for the first time or again.
 
     Call it between two optimizer steps, before step number n (from 0) where `parameter_split.is_due(n)`, on
-    all ranks alike. `megalowbit`'s own pretraining loop does.
+    all ranks alike. `megalowbit`'s own pretraining loop does. Between a forward and its backward is too late:
+    autograd finds the factors of a split before changed in place, and raises at backward.
 
     Args:
         model: an engine from `initialize`, which knows the rest; or a converted model.
-        optimizer: over the model's parameters: ours, or a plain torch optimizer.
+        optimizer: over the model's parameters: ours, or a plain torch optimizer. In groups of your own
+            `split_u` and `split_v` should have no weight decay and `split_s` that of the weight, as
+            `initialize` makes them: then the low-rank part decays as fast as W_R.
         lr_scheduler: of the optimizer; tells the schedule's peak for `merged_lr`.
         group: data-parallel ranks that hold the same weights; by default the world.
 
     Raises:
         UserError: no layer can be split, the optimizer does not train its parameters or keeps state there is
-            no rule for, a weight is not finite, or the schedule's peak is unknown; nothing has changed then.
+            no rule for, gradients wait for a step, a weight is not finite or its singular values do not fit
+            into its dtype, or the schedule's peak is unknown; nothing has changed then.
     """
     if optimizer is None:
         engine: Any = model
@@ -86,7 +95,9 @@ def split_weights(
     settings = next(iter(layers.values())).recipe.parameter_split
     assert settings is not None  # that is how they were chosen
     masters = _masters_of(optimizer, layers)
+    _check_no_gradients(optimizer, layers)
     _check_finite(masters)
+    _check_range(layers, masters)
     _check_state(optimizer, masters, settings.optimizer_state)
     scales = [] if settings.merged_lr is None else _lr_scales(optimizer, lr_scheduler, settings.merged_lr)
     is_projected = settings.optimizer_state == "project"
@@ -125,8 +136,8 @@ def _masters_of(optimizer: object, layers: Mapping[str, BitLinear]) -> dict[str,
     """fp32 tensors that a step updates, of W_R, U, S and V."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
-            f"{type(optimizer).__name__} holds no whole masters: use split_weight in the recipe (the "
-            "in-time split), or zero_optimization.stage 0"
+            f"{type(optimizer).__name__} holds no whole masters: set zero_optimization.stage 0; from stage 1 "
+            "on use split_weight in the recipe (the in-time split)"
         )
     found: dict[str, Masters] = {}
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -156,6 +167,40 @@ def _check_finite(masters: Mapping[str, Masters]) -> None:
     for name, finite in zip(masters, is_finite.tolist(), strict=True):
         if not finite:
             raise UserError(f"the weight of layer {name} is not finite: resume from an earlier checkpoint")
+
+
+def _check_no_gradients(optimizer: torch.optim.Optimizer, layers: Mapping[str, BitLinear]) -> None:
+    """Refuse gradients of the parts there were, which the next step would apply to the new ones.
+
+    Sums in fp32 are there all the time; those of a step that has been taken are zero.
+    """
+    name = next((name for name, layer in layers.items() if _has_gradient(layer)), None)
+    if name is None and isinstance(optimizer, MixedPrecisionOptimizer) and optimizer.params_have_main_grad:
+        weights: list[Any] = [layer.weight for layer in layers.values()]
+        is_pending = torch.stack([weight.main_grad.any() for weight in weights]).tolist()
+        name = next((name for name, pending in zip(layers, is_pending, strict=True) if pending), None)
+    if name is not None:
+        raise UserError(
+            f"split weights between optimizer steps: layer {name} has gradients that no step has applied: "
+            "call step or zero_grad first"
+        )
+
+
+def _has_gradient(layer: BitLinear) -> bool:
+    return any(part.grad is not None for part in parts_of(layer))
+
+
+def _check_range(layers: Mapping[str, BitLinear], masters: Mapping[str, Masters]) -> None:
+    """Refuse fp16 parameters whose S would be infinite; other dtypes reach far enough."""
+    for name, layer in layers.items():
+        if layer.split_s.dtype != torch.float16:
+            continue
+        largest = largest_singular_value(masters[name], is_split=layer.is_split)
+        if not torch.tensor(largest, dtype=torch.float32).half().isfinite():
+            raise UserError(
+                f"the weight of layer {name} has the singular value {largest:.4g}, and float16 ends at "
+                "65504: train in bfloat16, or take the layer out of the split with recipe.keep"
+            )
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

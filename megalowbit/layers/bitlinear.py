@@ -24,10 +24,12 @@ from megalowbit.layers.opaque import opaque_linear, register
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.split_parameters import (
+    DECAY_RULES,
     SPLIT_NAMES,
     add_missing_factors,
     add_split_parameters,
     check_split_parameters,
+    half_of_a_split,
     holds_split,
     split_output,
 )
@@ -35,6 +37,7 @@ from megalowbit.layers.use_counter import Use, UseCounter, is_recomputing
 from megalowbit.layers.weight_cache import WeightSlot
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.random_stream import RandomStream
+from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.state import SplitState
 
 
@@ -50,7 +53,7 @@ class BitLinear(nn.Linear):
         dtype: of the parameters.
 
     Attributes:
-        recipe: the quantisers; may be changed between a backward and the next forward.
+        recipe: the quantisers; may be set, as the argument, between a backward and the next forward.
         layer_name: its name in the model; part of the key of its random numbers.
         observer: takes counts in training mode, or `None`.
         random_stream: shared by the model's layers; whoever attaches it advances it. `None`: the layer's own.
@@ -59,6 +62,7 @@ class BitLinear(nn.Linear):
         product_counts: how many products have run in what: `{"output": {"fp8": 3, "bf16": 1}, …}`.
         is_transposed: whether it stands for a transformers `Conv1D`, which keeps its weight as (in, out).
         is_split: whether the weight is W_R + U·diag(S)·V, see `split_weight`.
+        weight_decay_rules: which factors decay, for `optim.param_groups`.
 
     Raises:
         UserError: a size is not a whole number ≥ 0, or the recipe is not valid.
@@ -67,6 +71,7 @@ class BitLinear(nn.Linear):
     split_u: nn.Parameter  # these three where the recipe has `parameter_split`
     split_s: nn.Parameter
     split_v: nn.Parameter
+    weight_decay_rules = DECAY_RULES
 
     def __init__(
         self,
@@ -104,10 +109,11 @@ class BitLinear(nn.Linear):
         return self._recipe
 
     @recipe.setter
-    def recipe(self, recipe: Recipe) -> None:
-        check_split_parameters(self, recipe)
+    def recipe(self, recipe: str | Recipe | Mapping[str, Any]) -> None:
+        resolved = recipe_of(recipe)
+        check_split_parameters(self, resolved)
         # A compiled model guards on the handle, and so compiles again; kept weights were another recipe's.
-        self._recipe, self._handle = recipe, register(self)
+        self._recipe, self._handle = resolved, register(self)
         if self.weight_slot is not None:
             self.weight_slot.clear()
 
@@ -126,7 +132,8 @@ class BitLinear(nn.Linear):
             (…, out_features), in the input's dtype or autocast's.
 
         Raises:
-            UserError: the last axis has another size, the input is no dense tensor, or on another device.
+            UserError: the last axis has another size, the input is no dense tensor or on another device, or
+                has no axis `broadcast_dim` of the recipe's splits.
         """
         self._check_input(input)
         device = input.device.type
@@ -155,6 +162,15 @@ class BitLinear(nn.Linear):
                 f"{self._title()} has its weight on {self.weight.device}, got an input on {input.device}: "
                 "move one of them"
             )
+        for role in ("input", "grad_output") if torch.is_grad_enabled() else ("input",):
+            settings: OperandSplit | None = getattr(self.recipe, f"split_{role}")
+            axis = None if settings is None else settings.broadcast_dim
+            if axis is not None and axis >= input.dim() - 1:  # gradients of the output have the same axes
+                axes = f"0 to {input.dim() - 2}" if input.dim() > 1 else "none"
+                raise UserError(
+                    f"{self._title()}: split_{role}.broadcast_dim = {axis} is no leading axis of an input of "
+                    f"shape {tuple(input.shape)} (those are: {axes}): set another, or null"
+                )
 
     def _title(self) -> str:
         if self.layer_name:
@@ -243,6 +259,10 @@ class BitLinear(nn.Linear):
         self.is_split = False
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        half = half_of_a_split(self, state_dict, prefix)
+        if half is not None:
+            arguments[-1].append(half)  # as torch's own messages are; the layer stays as it is
+            return
         add_missing_factors(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self.is_split = holds_split(self)

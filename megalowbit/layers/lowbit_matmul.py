@@ -181,34 +181,15 @@ def _product(
     bias: Tensor | None = None,
 ) -> Tensor:
     """One product, of split operands too; transposes are of the tensors that the factors stand for."""
+    gemm = functools.partial(
+        _gemm, call, product, transpose_left=transpose_left, transpose_right=transpose_right
+    )
     if left.low_rank is None and right.low_rank is None:
-        return _gemm(
-            call,
-            product,
-            left,
-            right,
-            transpose_left=transpose_left,
-            transpose_right=transpose_right,
-            out_dtype=out_dtype,
-            bias=bias,
-        )
+        return gemm(left, right, out_dtype=out_dtype, bias=bias)
     left, right = _decoded(call, left, right)
-
-    def main(wide_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        return _gemm(
-            call,
-            product,
-            left,
-            right,
-            transpose_left=transpose_left,
-            transpose_right=transpose_right,
-            out_dtype=wide_dtype,
-            bias=bias,
-        )
-
     is_transformed = product == "grad_weight" and call.recipe.hadamard
     return multiply_split(
-        main,
+        lambda wide_dtype, bias: gemm(left, right, out_dtype=wide_dtype, bias=bias),
         Side(left, transpose_left),
         Side(right, transpose_right),
         compute_dtype=call.compute_dtype,

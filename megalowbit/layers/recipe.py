@@ -24,7 +24,7 @@ from megalowbit.errors import UserError, unknown_name
 from megalowbit.layers import recipe_checks
 from megalowbit.layers.recipe_checks import OPERAND_FIELDS
 from megalowbit.quantize.names import quantizer
-from megalowbit.spectral.settings import OperandSplit, ParameterSplit, settings_from
+from megalowbit.spectral.settings import OperandSplit, ParameterSplit, block_over, settings_from
 
 SPLIT_FIELDS = {
     "split_input": OperandSplit,
@@ -108,8 +108,8 @@ class Recipe:
 
         Args:
             values: fields of `Recipe`, and `base`, the named recipe that fills those left out, also those
-                within a split that both have. Without a name of its own the result is called after its
-                base, with what was changed.
+                within a split that both have, as far as its method reads them. Without a name of its own
+                the result is called after its base, with what was changed.
 
         Raises:
             UserError: a key is unknown, a value is wrong, or fields are missing and there is no base.
@@ -170,7 +170,7 @@ def _over_base(base: Recipe, key: str, value: object) -> object:
     if key in SPLIT_FIELDS:
         below = getattr(base, key)
         if isinstance(value, Mapping) and below is not None:
-            value = {**asdict(below), **value}
+            value = block_over(below, value)
         return settings_from(SPLIT_FIELDS[key], value, key)
     return tuple(value) if isinstance(value, list) else value
 

@@ -118,11 +118,20 @@ def parts_of(factor: Factor | None, *, is_shared: bool) -> list[Tensor]:
     """
     if factor is None:
         return []
-    parts = factor.to_parts()[0]
     if isinstance(factor.tensor, UnquantizedTensor):  # the input or the weight itself
-        first = factor.tensor.operand().clone(memory_format=torch.contiguous_format)
-        parts = (first, *parts[1:])
+        factor = replace(factor, tensor=_copied(factor.tensor))
+    if factor.low_rank is not None:  # directions that a split goes on from
+        left, right = _copied(factor.low_rank.left), _copied(factor.low_rank.right)
+        factor = replace(factor, low_rank=replace(factor.low_rank, left=left, right=right))
+    parts = factor.to_parts()[0]
     return [part.clone() if is_shared else part for part in parts]
+
+
+def _copied(tensor: QuantizedTensor | UnquantizedTensor) -> QuantizedTensor | UnquantizedTensor:
+    """In memory of its own; codes have it already."""
+    if not isinstance(tensor, UnquantizedTensor):
+        return tensor
+    return UnquantizedTensor(values=tensor.operand().clone(memory_format=torch.contiguous_format))
 
 
 def factor_from(
@@ -147,7 +156,7 @@ def factor_from(
         gain = None
         if sample.gain is not None:
             gain, *parts = parts
-        low_rank = LowRankPart(left, values, right, gain)
+        low_rank = LowRankPart(left, values, right, gain, settings.method == "mean")
     lowest, highest = exponents
     known = ExponentRange(lowest=lowest, highest=highest) if lowest >= 0 else None
     return Factor(tensor, layout.is_transposed, known, low_rank), parts
@@ -178,11 +187,10 @@ def _sample(name: str, dtype: torch.dtype) -> QuantizedTensor | UnquantizedTenso
 @functools.lru_cache(maxsize=256)
 def _sample_low_rank(settings: OperandSplit, dtype: torch.dtype) -> LowRankPart:
     """The low-rank part of some split, to see what it is made of."""
-    settings = replace(settings, broadcast_dim=None)
+    # A user's gain may ask for more singular values than there are here; whether there is one is enough.
+    plain = replace(settings, broadcast_dim=None, gains="none")
     with _disable_current_modes():
-        found = split(
-            _zeros(dtype), settings, SplitState(), rank=1, step=1, is_replay=False, random_key=NO_KEY
-        )
+        found = split(_zeros(dtype), plain, SplitState(), rank=1, step=1, is_replay=False, random_key=NO_KEY)
         gain = None if settings.gains == "none" else torch.ones(())
     return LowRankPart(found.left, found.values, found.right, gain)
 

@@ -19,7 +19,7 @@ from megalowbit.spectral.weight_split import (
     WeightParts,
     first_moments,
     second_moments,
-    split_weight,
+    weight_parts,
     whole_weight,
 )
 
@@ -41,6 +41,21 @@ def without_rule(state: Mapping[str, Any]) -> str | None:
         if _is_moment(name, value) and name not in MOMENT_RULES:
             return name
     return None
+
+
+@torch.no_grad()
+def largest_singular_value(masters: Masters, *, is_split: bool) -> float:
+    """That of the whole weight, or a bound above it where that is far from float16's end. Reads a device.
+
+    Args:
+        masters: as for `split_masters`.
+        is_split: as there.
+    """
+    whole = whole_weight(WeightParts(*masters)) if is_split else masters[0].detach()
+    bound = torch.linalg.vector_norm(whole, dtype=torch.float64).item()  # of all of them together
+    if bound < torch.finfo(torch.float16).max:
+        return bound
+    return torch.linalg.svdvals(whole.double())[0].item()
 
 
 @torch.no_grad()
@@ -68,7 +83,7 @@ def split_masters(
     if is_computed:
         whole = whole_weight(WeightParts(*masters)) if is_split else masters[0].detach()
         # half precision only under an optimizer without masters
-        new = split_weight(whole if whole.dtype == torch.float64 else whole.float(), len(masters[2]))
+        new = weight_parts(whole if whole.dtype == torch.float64 else whole.float(), len(masters[2]))
         for target, value in zip(masters, new, strict=True):
             target.copy_(value)
     if is_projected:

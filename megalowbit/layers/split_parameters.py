@@ -11,7 +11,8 @@ also where the weight itself is zero. The split itself is `engine.parameter_spli
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from megalowbit.layers.bitlinear import BitLinear
 
 SPLIT_NAMES = ("split_u", "split_s", "split_v")
+# Decay of S alone by a factor scales U·diag(S)·V by that factor, as the same decay scales W_R.
+DECAY_RULES = MappingProxyType({"split_u": False, "split_s": True, "split_v": False})
 
 
 def has_split_parameters(layer: BitLinear) -> bool:
@@ -92,6 +95,24 @@ def merged_weight(layer: BitLinear) -> Tensor:
         return layer.weight.detach()
     parts = WeightParts(*(part.detach() for part in parts_of(layer)))
     return whole_weight(parts).to(layer.weight.dtype)
+
+
+def half_of_a_split(layer: BitLinear, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+    """What a state dict lacks that has some of a layer's W_R, U, S and V, beyond W alone; `None`: nothing.
+
+    Each is wrong without the others, so `strict=False` is no reason to take them.
+    """
+    if not has_split_parameters(layer):
+        return None
+    is_there = {prefix + name: prefix + name in state_dict for name in ("weight", *SPLIT_NAMES)}
+    found = [name for name, is_found in is_there.items() if is_found]
+    if len(found) == len(is_there) or found in ([], [f"{prefix}weight"]):
+        return None
+    lacking = [name for name in is_there if name not in found]
+    return (
+        f"{', '.join(found)} without {', '.join(lacking)} is half of a split weight: load all four, or the "
+        "whole weight alone"
+    )
 
 
 def add_missing_factors(layer: BitLinear, state_dict: dict[str, Any], prefix: str) -> None:

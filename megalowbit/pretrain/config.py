@@ -10,6 +10,7 @@ Not covered: anything that needs torch. A typing mistake must be answered in a s
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,12 +148,37 @@ def _validate_block(block: dict[str, Any], stem: str) -> PretrainSettings:
     ours = {key: value for key, value in block.items() if key not in ENGINE_KEYS}
     settings = _validate(PretrainSettings, ours, BLOCK, also=ENGINE_KEYS)
     check_late_switch(settings.late_switch, settings.run.steps)
+    check_first_split(block.get("recipe"), settings.run.steps)
     if settings.run.name is None and re.fullmatch(RUN_NAME, stem):
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": stem})})
     if "seed" not in settings.data.model_fields_set:
         data = settings.data.model_copy(update={"seed": settings.run.seed})
         settings = settings.model_copy(update={"data": data})
     return settings
+
+
+def check_first_split(recipe: object, total_steps: int) -> None:
+    """Refuse weights that would be split into parameters after the last step.
+
+    Args:
+        recipe: as the block has it; what is wrong with it otherwise is found when it is read.
+        total_steps: of the run.
+
+    Raises:
+        UserError: see above.
+    """
+    warmup_steps: object = None
+    while isinstance(recipe, Mapping) and warmup_steps is None:
+        split = recipe.get("parameter_split", {})
+        if not isinstance(split, Mapping):
+            return
+        warmup_steps = split.get("warmup_steps")
+        recipe = recipe.get("base")
+    if isinstance(warmup_steps, int) and warmup_steps >= total_steps:
+        raise UserError(
+            f"{BLOCK}.recipe.parameter_split.warmup_steps = {warmup_steps} leaves no step of {total_steps} "
+            f"to split before: lower it, raise {BLOCK}.run.steps, or leave parameter_split out"
+        )
 
 
 def _validate(model: type[Settings], values: Any, where: str, *, also: tuple[str, ...] = ()) -> Settings:

@@ -8,7 +8,9 @@ go on as if nothing had happened (data position, random stream, totals).
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megalowbit.data.loader import ShardedLoader, build_loader
@@ -21,7 +23,13 @@ from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits, expected_projections
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.split_states import has_splits, load_split_state_dict, split_state_dict
+from megalowbit.layers.split_states import (
+    OWN_ROLES,
+    SHARED_ROLES,
+    has_splits,
+    load_split_state_dict,
+    split_state_dict,
+)
 from megalowbit.layers.surgery import (
     ConversionReport,
     bit_layers,
@@ -120,9 +128,10 @@ class Job:
                 "random_stream": _state_of(random_stream(self.engine.module)),
                 "tracker": _state_of(self.tracker),
                 "late_switch": _state_of(self.late_switch),
+                "weight_splits": split_state_dict(self.engine.module, SHARED_ROLES),
             },
         }
-        self.store.save(self.engine, self.step, state, split_state_dict(self.engine.module))
+        self.store.save(self.engine, self.step, state, split_state_dict(self.engine.module, OWN_ROLES))
 
     def resume(self) -> bool:
         """Continue from the newest complete checkpoint, if there is one. Every rank must call it."""
@@ -150,12 +159,15 @@ class Job:
             self.tracker.load_state_dict(progress["tracker"])
         if self.late_switch is not None and progress.get("late_switch") is not None:
             self.late_switch.load_state_dict(progress["late_switch"])
-        splits = self.store.rank_state(path)
-        if splits is not None:
-            load_split_state_dict(self.engine.module, splits)
-        elif has_splits(self.engine.module):
-            logger.warning("%s has no split directions of this rank: they are found anew", path)
+        self._resume_splits(path, progress.get("weight_splits", {}))
         return True
+
+    def _resume_splits(self, path: Path, weight_splits: Mapping[str, Any]) -> None:
+        model, own = self.engine.module, self.store.rank_state(path)
+        load_split_state_dict(model, weight_splits, SHARED_ROLES)
+        load_split_state_dict(model, own or {}, OWN_ROLES)
+        if own is None and has_splits(model, OWN_ROLES):
+            logger.warning("%s has no split directions of this rank: they are found anew", path)
 
 
 def _state_of(part: Any) -> dict[str, Any] | None:

@@ -125,11 +125,15 @@ def train_step(job: Job) -> tuple[Facts, bool]:
         engine.step()
         loss_sum += loss.detach()
     job.weights_have_changed()
-    seen = reduce_step_facts(loss_sum / job.accumulation_steps, tracker=job.tracker)
+    seen = reduce_step_facts(
+        loss_sum / job.accumulation_steps,
+        tracker=job.tracker,
+        regularization=engine.regularizer.value if engine.regularizer is not None else None,
+    )
     is_skipped = engine.skipped_steps > skipped_before
     seconds = time.perf_counter() - started
     job.totals.add_step(loss=seen.loss, tokens=job.tokens_per_step, seconds=seconds, is_skipped=is_skipped)
-    facts = {
+    facts: Facts = {
         **seen.facts(),
         "lr": rate,
         "grad_norm": engine.get_global_grad_norm(),
@@ -139,9 +143,6 @@ def train_step(job: Job) -> tuple[Facts, bool]:
         "tokens": job.totals.tokens,
         **(job.late_switch.facts() if job.late_switch is not None else {}),
     }
-    if engine.regularizer is not None:
-        # the loss has been read, so the device has nothing left to do that this would wait for
-        facts["regularization"] = engine.regularizer.value.item()
     return facts, is_skipped
 
 

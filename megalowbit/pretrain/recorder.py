@@ -1,21 +1,37 @@
 """All records of a run behind one object: console, metrics, layer table, summary.
 
 The loop tells it what happened; it knows which file that belongs to and which process writes. Records by
-layer need an all-reduce, so their calls are for every rank.
+layer need an all-reduce, so their calls are for every rank. Counts of splits are the main process's own,
+since it started.
 """
 
 from __future__ import annotations
 
-from types import TracebackType
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
 
 from megalowbit.engine.agreement import agree
 from megalowbit.errors import UserError
+from megalowbit.layers.split_states import split_counts
 from megalowbit.pretrain.job import Job
 from megalowbit.telemetry.console import Console
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.moving_rate import MovingRate
 from megalowbit.telemetry.sinks import SinkGroup, open_sinks
 from megalowbit.telemetry.summary import RunSummary
+
+logger = logging.getLogger(__name__)
+
+SPLIT_WARNINGS = MappingProxyType(
+    {
+        "misfit": "times what was kept did not fit the next matrix (another rank, dtype or number of rows), "
+        "and factors were found anew: the settings were changed, or batches have different sizes",
+        "late_replay": "forwards were recomputed after a later micro-batch had begun, from that one's "
+        "directions, so backward saw other factors than forward: run each backward before the next forward, "
+        "or train without activation checkpointing",
+    }
+)
 
 
 class Recorder:
@@ -82,16 +98,27 @@ class Recorder:
         job = self._job
         if job.tracker is not None and not (self._every and job.step % self._every == 0):
             self._write_layers()
+        splits = split_counts(job.engine.module)
         summary = RunSummary.build(
             job.totals,
             tokens_per_second=self._speed.average,
             overflow=job.tracker.run if job.tracker is not None else None,
             layers=job.tracker.reduce_layers() if job.tracker is not None else (),
+            splits=splits,
         )
         self._sinks.close(summary=summary.facts())
         if self._is_main:
             summary.write(job.folder.summary)
             self._console.print(summary.render())
+            self._tell_of_splits(splits)
+
+    def _tell_of_splits(self, counts: Mapping[str, int]) -> None:
+        line = splits_line(counts)
+        if line is not None:
+            self._console.print(line)
+        for name, meaning in SPLIT_WARNINGS.items():
+            if counts.get(name):
+                logger.warning("splits: %s %s", f"{counts[name]:,}", meaning)
 
     def _write_layers(self) -> None:
         if self._job.tracker is None:
@@ -105,3 +132,9 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._sinks.close(exit_code=0 if kind is None else 1)
+
+
+def splits_line(counts: Mapping[str, int]) -> str | None:
+    """How this process's splits found their factors, on one line; `None` if none did."""
+    shown = [f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    return f"splits    {', '.join(shown)}" if shown else None

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megalowbit.engine.config import EngineSettings
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, shown
 
 MAY_CHANGE = (
     "train_batch_size",
@@ -68,7 +68,8 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
         if old == new:
             continue
         if not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE):
-            raise UserError(f"{key} was {old!r} in the run to be resumed and is {new!r} now: {REMEDY}")
+            was, now_is = _shown(saved, key, old), _shown(current, key, new)
+            raise UserError(f"{key} was {was} in the run to be resumed and is {now_is} now: {REMEDY}")
         changes.append(f"{key}: {old} → {new}")
     return changes
 
@@ -87,7 +88,18 @@ def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
         if old != new and key.split(".")[0] not in NOT_OF_THE_MODEL:
-            raise UserError(f"the model's {key} was {old!r} in the checkpoint and is {new!r} now: {REMEDY}")
+            was, now_is = _shown(saved, key, old), _shown(current, key, new)
+            raise UserError(f"the model's {key} was {was} in the checkpoint and is {now_is} now: {REMEDY}")
+
+
+def _shown(values: Mapping[str, Any], key: str, value: object) -> str:
+    """A value of flattened ones for a message; of a block, whose fields alone are among them, the block."""
+    if value is not None:
+        return shown(value)
+    found: object = values
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return shown(found)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A gain function takes singular values in descending order and returns one factor for each, and the residual's
 factor. Built in are Metis's schedules; a function of the user's own is named `"package.module:function"`,
-so that a configuration file carries it to every process.
+so that a configuration file carries it to every process. It is tried when its name is read, on a few values;
+later its numbers are not looked at, which would make a device wait, only their shape.
 
 Metis multiplies singular values past the fifth by 1.5 *before* it takes the residual, which it doubles: so a
 direction past the fifth ends at 1.5 + 2·(1 - 1.5) = 0.5. `ysche_seed` repeats that; `ysche` means what was
@@ -13,17 +14,21 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import UserError, shown, unknown_name
 
 GainFunction = Callable[[Tensor], tuple[Tensor, float]]
 LEADING = 5  # singular values Metis's schedule leaves alone
+TRIED = 8  # singular values a function of the user's is tried on
+LONGEST_REASON = 200  # characters of an exception that a message repeats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +67,76 @@ GAINS = MappingProxyType(
 
 @functools.lru_cache(maxsize=64)
 def gain(name: str) -> Gain:
-    """The gain called `name`: built in, or `"package.module:function"`.
+    """The gain called `name`: built in, or `"package.module:function"`, which is called once on trial.
 
     Raises:
-        UserError: there is none, or it cannot be imported.
+        UserError: there is none, it cannot be imported, or it does not return what a gain returns.
     """
     if not isinstance(name, str):
         raise UserError(f"gains = {name!r}: expected one of {', '.join(GAINS)}, or 'module:function'")
     if name in GAINS:
         return GAINS[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise unknown_name("gains", name, GAINS)
+    chosen = Gain(name=name, function=_imported(name))
+    # on real numbers, wherever the name is read: a model may just be built without any
+    with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
+        factors, _ = factors_of(chosen, torch.arange(TRIED, 0, -1, dtype=torch.float32))
+        if not factors.isfinite().all():
+            raise UserError(f"gains {name!r} returned {shown(factors.tolist())}: return finite factors")
+    return chosen
+
+
+def factors_of(chosen: Gain, values: Tensor) -> tuple[Tensor, float]:
+    """The factors (k,) of singular values (k,), and that of the residual.
+
+    Raises:
+        UserError: the function raises, or returns something else.
+    """
+    if isinstance(values, FakeTensor):  # a dry run wants shapes; a function of the user's asks for numbers
+        return torch.ones_like(values), 1.0
+    name = chosen.name
     try:
+        returned = chosen.function(values.clone())
+    except Exception as error:
+        raise UserError(
+            f"gains {name!r} raised {_reason(error)} on {len(values)} singular values: it takes any number "
+            "of them (k,) and returns (factors (k,), factor of the residual)"
+        ) from error
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise UserError(
+            f"gains {name!r} returned {shown(returned)}: return (factors, factor of the residual)"
+        )
+    factors, residual = returned
+    if not isinstance(factors, Tensor) or factors.shape != values.shape or factors.is_complex():
+        got = f"a tensor {tuple(factors.shape)}" if isinstance(factors, Tensor) else shown(factors)
+        raise UserError(f"gains {name!r} returned {got}: return a factor for each of {len(values)} values")
+    is_number = isinstance(residual, (int, float)) and not isinstance(residual, bool)
+    if not is_number or not math.isfinite(residual):
+        raise UserError(f"gains {name!r} returned {shown(residual)} for the residual: return a finite number")
+    return factors, float(residual)
+
+
+def _imported(name: str) -> GainFunction:
+    module_name, _, function_name = name.partition(":")
+    remedy = "name an importable 'module:function'"
+    try:
+        if not module_name or module_name.startswith("."):
+            raise ValueError("it needs the full name of a module")
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"gains {name!r} cannot be imported ({error}): name a 'module:function'") from None
+    except (Exception, SystemExit) as error:  # whatever the user's module does
+        if isinstance(error, ModuleNotFoundError):
+            remedy = (
+                "put the folder it lies in into PYTHONPATH (a script finds modules beside itself, as "
+                "launch/pretrain.py those in launch/, and not in the working directory)"
+            )
+        raise UserError(f"gains {name!r} cannot be imported ({_reason(error)}): {remedy}") from None
     if not callable(function):
         raise UserError(f"gains {name!r} is no function: name one that takes singular values (k,)")
-    return Gain(name=name, function=function)
+    return function
+
+
+def _reason(error: BaseException) -> str:
+    """Type and message of an exception, on one line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}…"

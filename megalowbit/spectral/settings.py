@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from megalowbit.errors import UserError, shown, unknown_name
@@ -18,6 +19,20 @@ from megalowbit.spectral.gains import gain
 
 METHODS = ("qb", "power", "svd_lowrank", "svd", "sampled", "random", "mean")
 WARM_METHODS = ("qb", "power")
+_BY_ALL = ("method", "broadcast_dim")
+_BY_FACTORS = (*_BY_ALL, "rank", "refresh_every", "reuse", "order", "q_factors", "gains")
+# The fields that have an effect, by method; others may only have their defaults.
+FIELDS_READ = MappingProxyType(
+    {
+        "qb": (*_BY_FACTORS, "niter", "power_every"),
+        "power": (*_BY_FACTORS, "niter"),
+        "svd_lowrank": (*_BY_FACTORS, "niter"),
+        "svd": _BY_FACTORS,
+        "sampled": (*_BY_FACTORS, "sample_fraction"),
+        "random": _BY_FACTORS,
+        "mean": _BY_ALL,
+    }
+)
 ORDERS = ("compensated", "seed")
 REUSES = ("directions", "factors")
 OPTIMIZER_STATES = ("project", "reset")
@@ -36,7 +51,9 @@ class OperandSplit:
         niter: power steps; for "qb" those of a cold start.
         power_every: "qb": one further power step at every so many refreshes; 0: never.
         sample_fraction: "sampled": share of the rows looked at.
-        refresh_every: micro-batches from one factorisation to the next.
+        refresh_every: micro-batches from one factorisation to the next, at least: the first use this many
+            after the last one factors anew. A weight that is quantised once an optimizer step, for all its
+            micro-batches, is used once in as many.
         reuse: what serves in between: "directions" (V; U and S follow from the new matrix) or "factors"
             (all three as they were, as Metis does).
         broadcast_dim: axis of the operand of which the first slice alone is factored, its low-rank part
@@ -47,7 +64,7 @@ class OperandSplit:
         gains: gain on singular values and residual: "none", "ysche", "ysche_seed", "module:function".
 
     Raises:
-        UserError: a value is wrong, or the values do not fit together.
+        UserError: a value is wrong, the values do not fit together, or one has no effect with the method.
     """
 
     method: Literal["qb", "power", "svd_lowrank", "svd", "sampled", "random", "mean"] = "qb"
@@ -84,11 +101,17 @@ class OperandSplit:
             raise UserError(
                 'split niter = 0 leaves method "power" with the directions it was started from: set 1 or more'
             )
-        if self.method == "mean":
-            if self.gains != "none":
-                raise UserError(f'split method "mean" has no singular values for gains {self.gains!r}')
-            if self.reuse == "factors" and self.refresh_every > 1:
-                raise UserError('split method "mean" costs nothing to renew: set refresh_every to 1')
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name not in FIELDS_READ[self.method] and value != each.default:
+                raise UserError(
+                    f'split {each.name} = {shown(value)} has no effect with method "{self.method}": remove it'
+                )
+        if self.reuse != "directions" and self.refresh_every == 1:
+            raise UserError(
+                f"split reuse = {shown(self.reuse)} has no effect with refresh_every 1: remove it, or set "
+                "refresh_every to 2 or more"
+            )
 
     def rank_of(self, in_features: int, out_features: int) -> int:
         """Number of columns of U and V in a layer of these sizes."""
@@ -160,6 +183,22 @@ def settings_from(kind: type[Settings], value: object, field: str) -> Settings |
         return kind(**values)
     except UserError as error:
         raise UserError(f"{field}: {error}") from None
+
+
+def block_over(below: OperandSplit | ParameterSplit, block: Mapping[str, Any]) -> dict[str, Any]:
+    """A block of a configuration over the settings it is based on: what it leaves out is taken from them.
+
+    Except what the method that it chooses does not read, or what has no effect with its `refresh_every`.
+    Keys and values are not checked.
+    """
+    inherited = asdict(below)
+    method = block.get("method", inherited.get("method"))
+    if isinstance(method, str) and method in FIELDS_READ:
+        inherited = {name: value for name, value in inherited.items() if name in FIELDS_READ[method]}
+    both = {**inherited, **block}
+    if both.get("refresh_every") == 1 and "reuse" not in block:
+        both.pop("reuse", None)
+    return both
 
 
 def check_rank(rank: object) -> None:

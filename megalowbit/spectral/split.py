@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megalowbit.errors import UserError, shown
+from megalowbit.errors import UserError
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
 from megalowbit.spectral import low_rank
-from megalowbit.spectral.gains import gain
+from megalowbit.spectral.gains import factors_of, gain
 from megalowbit.spectral.low_rank import Factored, LowRank
 from megalowbit.spectral.settings import WARM_METHODS, OperandSplit
 from megalowbit.spectral.state import Kept, SplitState
@@ -98,7 +98,7 @@ def split(
         settings: how.
         state: of this operand of this layer; changed.
         rank: k, see `OperandSplit.rank_of`; x may have fewer rows or columns.
-        step: micro-batch, counted from 1; factors are renewed at 1, 1 + `refresh_every`, …
+        step: micro-batch; factors are renewed `refresh_every` or more of them after the last time.
         is_replay: give the factors of this micro-batch's first time and leave the state as it is.
         random_key: of starts, samples and stochastic rounding.
 
@@ -175,7 +175,7 @@ def _factors(
     """Factors of a matrix, new or kept; keeps what the next use needs."""
     kept = state.begin(step, is_replay=is_replay)
     fitting = kept.fitting(rank, matrix.shape[1], matrix)
-    is_due = (step - 1) % settings.refresh_every == 0
+    is_due = kept.is_due(step, settings.refresh_every)
     if fitting is not None and not is_due:
         reused = _reused(matrix, settings, fitting)
         if reused is not None:
@@ -190,7 +190,7 @@ def _factors(
         state.count("cold" if start is None else "warm")
         state.count("qr_fallback", found.fallbacks)
         state.count("misfit", int(is_misfit))
-        state.finish(_to_keep(found, settings, (start or Kept()).refreshes + 1))
+        state.finish(_to_keep(found, settings, (start or Kept()).refreshes + 1, step))
     return found.low_rank
 
 
@@ -236,12 +236,12 @@ def _found(
     return low_rank.qb(matrix, directions, int(is_power_step))
 
 
-def _to_keep(found: Factored, settings: OperandSplit, refreshes: int) -> Kept:
+def _to_keep(found: Factored, settings: OperandSplit, refreshes: int, step: int) -> Kept:
     is_reused = settings.refresh_every > 1
     if settings.method not in WARM_METHODS and not is_reused:
         return Kept(refreshes=refreshes)
     factors = found.low_rank if is_reused and settings.reuse == "factors" else None
-    return Kept(found.directions, factors, refreshes)
+    return Kept(found.directions, factors, refreshes, step)
 
 
 def _first_slice(x: Tensor, axis: int | None) -> Tensor:
@@ -274,21 +274,8 @@ def _repeated(left: Tensor, shape: torch.Size, axis: int) -> Tensor:
 
 def _gained(name: str, values: Tensor) -> tuple[Tensor, float]:
     """Singular values with their gains, and the residual's gain."""
-    returned = gain(name).function(values.clone())
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise UserError(
-            f"gains {name!r} returned {shown(returned)}: return (factors, factor of the residual)"
-        )
-    factors, residual_gain = returned
-    if not isinstance(factors, Tensor) or factors.shape != values.shape or factors.is_complex():
-        got = f"a tensor {tuple(factors.shape)}" if isinstance(factors, Tensor) else shown(factors)
-        raise UserError(f"gains {name!r} returned {got}: return a factor for each of {len(values)} values")
-    is_number = isinstance(residual_gain, (int, float)) and not isinstance(residual_gain, bool)
-    if not is_number or not math.isfinite(residual_gain):
-        raise UserError(
-            f"gains {name!r} returned {shown(residual_gain)} for the residual: return a finite number"
-        )
-    return values * factors.to(values), float(residual_gain)
+    factors, residual_gain = factors_of(gain(name), values)
+    return values * factors.to(values), residual_gain
 
 
 def _derived(random_key: RandomKey, purpose: str) -> RandomKey:

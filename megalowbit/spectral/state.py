@@ -11,7 +11,7 @@ one cannot start where that did; it is counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -31,11 +31,24 @@ class Kept:
         directions: (k, cols), of the last factorisation; `None`: there was none, or it is not needed again.
         factors: whole factors, where they are to be reused.
         refreshes: factorisations since the last one without directions to start from.
+        refreshed_at: micro-batch of the last factorisation; `None`: not known, so another one is due.
     """
 
     directions: Tensor | None = None
     factors: LowRank | None = None
     refreshes: int = 0
+    refreshed_at: int | None = None
+
+    def is_due(self, step: int, refresh_every: int) -> bool:
+        """Whether micro-batch `step` must factor anew.
+
+        Counted from the last time and not from the first: where a step's micro-batches share a quantised
+        weight, only every so many of them ask.
+        """
+        if self.refreshed_at is None:
+            return True
+        # Numbered anew, micro-batches may begin before the last time: it says nothing then.
+        return not 0 <= step - self.refreshed_at < refresh_every
 
     def fitting(self, rank: int, cols: int, matrix: Tensor) -> Kept | None:
         """This on the matrix's device, or `None` if it is of other sizes or another dtype."""
@@ -48,7 +61,7 @@ class Kept:
         moved = None
         if self.factors is not None:
             moved = LowRank(*(getattr(self.factors, name).to(matrix.device) for name in _FACTORS))
-        return Kept(self.directions.to(matrix.device), moved, self.refreshes)
+        return replace(self, directions=self.directions.to(matrix.device), factors=moved)
 
 
 class SplitState:
@@ -100,9 +113,11 @@ class SplitState:
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next micro-batch starts from: tensors on the CPU and a whole number; no counts."""
+        """What the next micro-batch starts from: tensors on the CPU and whole numbers; no counts."""
         kept = self._current
         state: dict[str, Any] = {"refreshes": kept.refreshes}
+        if kept.refreshed_at is not None:
+            state["refreshed_at"] = kept.refreshed_at
         if kept.directions is not None:
             state["directions"] = kept.directions.to("cpu", copy=True)
         if kept.factors is not None:
@@ -113,13 +128,16 @@ class SplitState:
         """Continue where `state_dict` was taken.
 
         What does not fit the next matrix (another rank, width or dtype) is not used, and counted ("misfit").
+        Without a `refreshed_at`, the next use factors anew.
 
         Raises:
             UserError: not such a mapping.
         """
         _check(state)
         factors = LowRank(*(state[name] for name in _FACTORS)) if "left" in state else None
-        self._current = self._previous = Kept(state.get("directions"), factors, state["refreshes"])
+        self._current = self._previous = Kept(
+            state.get("directions"), factors, state["refreshes"], state.get("refreshed_at")
+        )
         self._step = None
 
 
@@ -127,11 +145,13 @@ def _check(state: object) -> None:
     remedy = "use a state written by SplitState.state_dict"
     if not isinstance(state, Mapping):
         raise UserError(f"split state is {shown(state)}: expected a mapping, {remedy}")
-    refreshes = state.get("refreshes")
-    if not isinstance(refreshes, int) or isinstance(refreshes, bool) or refreshes < 0:
-        raise UserError(f"split state has refreshes = {shown(refreshes)}: expected a whole number, {remedy}")
+    for name in ("refreshes", "refreshed_at"):
+        number = state.get(name)
+        is_absent = name == "refreshed_at" and name not in state
+        if not is_absent and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            raise UserError(f"split state has {name} = {shown(number)}: expected a whole number, {remedy}")
     dimensions = {"directions": 2, "left": 2, "values": 1, "right": 2}
-    unknown = [key for key in state if key != "refreshes" and key not in dimensions]
+    unknown = [key for key in state if key not in ("refreshes", "refreshed_at", *dimensions)]
     if unknown:
         raise UserError(f"split state has an unknown key {shown(unknown[0])}: {remedy}")
     given = [name for name in _FACTORS if name in state]

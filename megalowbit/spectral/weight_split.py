@@ -43,7 +43,7 @@ class FactorMoments(NamedTuple):
 
 
 @torch.no_grad()
-def split_weight(weight: Tensor, rank: int) -> WeightParts:
+def weight_parts(weight: Tensor, rank: int) -> WeightParts:
     """Split a weight.
 
     Args:

@@ -27,14 +27,19 @@ class StepFacts:
     Attributes:
         loss: mean over the ranks, by weight; NaN or inf if any rank's is.
         overflow: counts of this step; `None` where nothing is tracked.
+        regularization: the regulariser's value on this rank; `None` without one.
     """
 
     loss: float
     overflow: StepOverflow | None
+    regularization: float | None = None
 
     def facts(self) -> dict[str, float | int | None]:
         """Flat facts for the sinks."""
-        return {"loss": self.loss, **(self.overflow.facts() if self.overflow else {})}
+        facts: dict[str, float | int | None] = {"loss": self.loss}
+        if self.regularization is not None:
+            facts["regularization"] = self.regularization
+        return {**facts, **(self.overflow.facts() if self.overflow else {})}
 
 
 def reduce_step_facts(
@@ -42,6 +47,7 @@ def reduce_step_facts(
     *,
     weight: float = 1.0,
     tracker: GradientOverflowTracker | None = None,
+    regularization: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StepFacts:
     """End the step: reduce loss and overflow over `group`, read both once. Every rank of it must call this.
@@ -50,6 +56,7 @@ def reduce_step_facts(
         loss: 0-dim mean loss of this rank's share of the step, on its device.
         weight: how much of the step it stands for, such as its number of predicted tokens.
         tracker: counts of this step, for the same group. Its step ends here: do not call `end_step` as well.
+        regularization: 0-dim, of weights that all ranks share, so it is read as it is.
         group: ranks that share the step; `None` for all.
     """
     if tracker is not None and tracker.group is not group:
@@ -58,15 +65,17 @@ def reduce_step_facts(
         raise ValueError(f"weight must be positive, not {weight}: a rank without data has no mean loss")
     mean = loss.detach().double()
     packet = torch.stack([mean * weight, torch.full_like(mean, weight)])  # (2,)
-    local = packet[:0]
+    local = [] if regularization is None else [regularization.detach().double().reshape(1)]
     if tracker is not None:
         packet = torch.cat([packet, tracker.pack_step().to(packet.device)])  # (8,)
-        local = tracker.pack_local_step().to(packet.device)
+        local.append(tracker.pack_local_step())
     if process_group.world_size(group) > 1:
         packet = packet.to(reduction_device(group, packet.device))
         dist.all_reduce(packet, group=group)
-    numbers = torch.cat([packet, local.to(packet.device)]).tolist()  # the step's one host read
-    overflow = None
-    if tracker is not None:
-        overflow = tracker.unpack_step(numbers[2:PACKET_LENGTH], numbers[PACKET_LENGTH:])
-    return StepFacts(loss=numbers[0] / numbers[1], overflow=overflow)
+    reduced = len(packet)
+    # the step's one host read
+    numbers = torch.cat([packet, *(part.to(packet.device) for part in local)]).tolist()
+    packed, rest = numbers[:reduced], numbers[reduced:]
+    value = None if regularization is None else rest.pop(0)
+    overflow = None if tracker is None else tracker.unpack_step(packed[2:], rest)
+    return StepFacts(loss=packed[0] / packed[1], overflow=overflow, regularization=value)

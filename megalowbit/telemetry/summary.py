@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -86,12 +86,14 @@ class RunSummary:
         tokens_per_second: speed without the first step of the process, if it was measured.
         overflow: output gradients over the whole run; `None` where nothing was tracked.
         worst: the worst layer per role and measure, output gradients first.
+        splits: how often factors of split operands were found in which way, if any were split.
     """
 
     totals: RunTotals
     tokens_per_second: float | None = None
     overflow: OverflowTotals | None = None
     worst: tuple[WorstLayer, ...] = ()
+    splits: Mapping[str, int] | None = None
 
     @classmethod
     def build(
@@ -101,10 +103,15 @@ class RunSummary:
         tokens_per_second: float | None = None,
         overflow: OverflowTotals | None = None,
         layers: Sequence[LayerOverflow] = (),
+        splits: Mapping[str, int] | None = None,
     ) -> RunSummary:
         """Summarise a run; `layers` as `GradientOverflowTracker.reduce_layers` returns them."""
         return cls(
-            totals=totals, tokens_per_second=tokens_per_second, overflow=overflow, worst=worst_layers(layers)
+            totals=totals,
+            tokens_per_second=tokens_per_second,
+            overflow=overflow,
+            worst=worst_layers(layers),
+            splits=splits,
         )
 
     def facts(self) -> dict[str, Fact]:
@@ -126,6 +133,8 @@ class RunSummary:
     def write(self, path: Path) -> None:
         """Write `summary.json`, whole or not at all."""
         record = json_ready(self.facts()) | {"worst_layers": [json_ready(asdict(row)) for row in self.worst]}
+        if self.splits:
+            record["splits"] = dict(self.splits)
         with atomic_file(path) as file:
             json.dump(record, file, indent=2, allow_nan=False)
             file.write("\n")

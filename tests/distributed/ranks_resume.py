@@ -11,7 +11,13 @@ from tiny_training import TinyModel, config, facts, make, rank_and_size, report,
 
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.errors import UserError
-from megalowbit.layers.split_states import load_split_state_dict, split_counts, split_state_dict
+from megalowbit.layers.split_states import (
+    OWN_ROLES,
+    SHARED_ROLES,
+    load_split_state_dict,
+    split_counts,
+    split_state_dict,
+)
 from megalowbit.layers.surgery import random_stream
 
 STEPS, SAVED = 9, 5
@@ -32,6 +38,7 @@ def build(seed):
     settings["megalowbit"]["recipe"] = {
         "base": "nvfp4",
         "split_input": {"rank": 2},
+        "split_weight": {"rank": 2, "refresh_every": 4},
         "split_grad_output": {"rank": 4, "refresh_every": 3},
     }
     engine, *_ = make(TinyModel(dropout=0.3, seed=seed), settings)
@@ -41,16 +48,29 @@ def build(seed):
 
 def own_state(engine):
     """What only this rank has: directions of the splits of its own data."""
+    return {"splits": split_state_dict(engine.module, OWN_ROLES)}
+
+
+def shared_state(engine):
+    """What all ranks go on from."""
     module = engine.module
-    return {"splits": split_state_dict(module), "stream": random_stream(module).state_dict()}
+    return {
+        "weight_splits": split_state_dict(module, SHARED_ROLES),
+        "stream": random_stream(module).state_dict(),
+    }
 
 
 def restore_own_state(engine):
     saved = store.rank_state(store.latest())
     if saved is not None:
-        load_split_state_dict(engine.module, saved["splits"])
-        random_stream(engine.module).load_state_dict(saved["stream"])
+        load_split_state_dict(engine.module, saved["splits"], OWN_ROLES)
     return saved is not None
+
+
+def directions(engine, role):
+    """The sum of each layer's."""
+    states = split_state_dict(engine.module, [role]).values()
+    return [float(state[role]["directions"].float().sum()) for state in states]
 
 
 def message_of(action):
@@ -80,6 +100,8 @@ else:
     engine = build(seed=2)
     state = store.load(engine, store.latest())
     first = state["step"]
+    load_split_state_dict(engine.module, state.pop("weight_splits"), SHARED_ROLES)
+    random_stream(engine.module).load_state_dict(state.pop("stream"))
     result["client_state"] = state
     result["has_own_state"] = restore_own_state(engine)
 result["steps"] = []
@@ -88,7 +110,8 @@ for step in range(first, STEPS):
     draws = [random.random(), float(np.random.rand()), torch.rand(1).item()]
     result["steps"].append({"losses": losses, "draws": draws, **facts(engine)})
     if mode == "whole" and step + 1 == SAVED:
-        store.save(engine, SAVED, {"step": SAVED, "note": {"nested": [1, 2]}}, own_state(engine))
+        client_state = {"step": SAVED, "note": {"nested": [1, 2]}, **shared_state(engine)}
+        store.save(engine, SAVED, client_state, own_state(engine))
         result["errors"] = [
             message_of(lambda: store.save(engine, SAVED, {})),
             save_on_a_full_disk(engine, store),
@@ -97,8 +120,6 @@ for step in range(first, STEPS):
         result["left"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 result["weights"] = weights(engine)
 result["splits"] = split_counts(engine.module)
-result["directions"] = [
-    float(state["grad_output"]["directions"].float().sum())
-    for state in split_state_dict(engine.module).values()
-]
+result["directions"] = directions(engine, "grad_output")
+result["weight_directions"] = directions(engine, "weight")
 report(result)

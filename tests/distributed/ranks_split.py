@@ -66,7 +66,7 @@ def state_of(engine):
 
 rank, _ = rank_and_size()
 if rank == 1:
-    split_masters.split_weight = of_another_machine(split_masters.split_weight)
+    split_masters.weight_parts = of_another_machine(split_masters.weight_parts)
 settings = config("bf16", steps=2, clipping=1.0)
 settings["megalowbit"]["recipe"] = {"base": "nvfp4", "parameter_split": {"rank": RANK, "merged_lr": 5e-3}}
 engine, *_ = make(ThreeLayers(), settings)

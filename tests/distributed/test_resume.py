@@ -47,7 +47,7 @@ def test_every_rank_gets_back_the_split_directions_of_its_own_data(whole, resume
     assert [rank["has_own_state"] for rank in resumed] == [True, True]
     assert whole[0]["directions"] != whole[1]["directions"]
     assert [rank["directions"] for rank in resumed] == [rank["directions"] for rank in whole]
-    assert [rank["splits"]["cold"] for rank in whole] == [4, 4]  # two layers, two operands each
+    assert [rank["splits"]["cold"] for rank in whole] == [6, 6]  # two layers, three operands each
     assert [rank["splits"]["cold"] for rank in resumed] == [0, 0]
 
 
@@ -83,3 +83,11 @@ def test_another_number_of_ranks_continues_with_a_warning(resumed_by_three, whol
     assert "checkpoint of 2 processes continued with 3" in output
     assert "rank 2 was not part of the saved run" in output
     assert [rank["has_own_state"] for rank in results] == [True, True, False]
+
+
+def test_weights_go_on_from_the_same_directions_on_a_new_rank_too(resumed_by_three, whole):
+    assert whole[0]["weight_directions"] == whole[1]["weight_directions"]
+    results, _ = resumed_by_three
+    first, second, new = [rank["weight_directions"] for rank in results]
+    assert first == second == new
+    assert [rank["splits"]["cold"] for rank in results] == [0, 0, 4]  # its own inputs and output gradients

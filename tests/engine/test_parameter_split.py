@@ -242,6 +242,33 @@ def test_quantised_weights_of_before_are_forgotten():
     assert len(cache) == 0
 
 
+def test_weight_decay_shrinks_the_low_rank_part_as_fast_as_the_residual():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, HIDDEN))
+    settings = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
+        "megalowbit": {"precision": "bf16", "recipe": recipe()},
+        "gradient_clipping": 1.0,
+    }
+    engine, optimizer, *_ = initialize(model=model, config=settings)
+    split_weights(engine)
+    layer = bit_layers(engine.module)["0"]
+    masters = masters_of(optimizer, layer)
+    before = [master.detach().double() for master in masters]
+    bias = optimizer.master_of(layer.bias).detach().clone()
+    steps = 5
+    for _ in range(steps):  # of gradients that are zero: decay alone
+        engine.backward((engine(torch.ones(8, IN, dtype=torch.bfloat16)) * 0).float().sum())
+        engine.step()
+    factor = (1 - LR * 0.1) ** steps
+    w, u, s, v = (master.detach().double() for master in masters)
+    low_rank = before[1] @ torch.diag(before[2]) @ before[3]
+    torch.testing.assert_close(w, factor * before[0], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(u @ torch.diag(s) @ v, factor * low_rank, rtol=1e-5, atol=1e-8)
+    assert torch.equal(optimizer.master_of(layer.bias), bias)
+
+
 def test_a_plain_torch_optimizer_will_do():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, HIDDEN))
@@ -249,6 +276,7 @@ def test_a_plain_torch_optimizer_will_do():
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     model(torch.randn(4, IN)).square().sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     before = model[0].weight.detach().double()
     split_weights(model, optimizer)
     assert (whole(parts_of(model[0])) - before).abs().max() < 1e-6
@@ -274,7 +302,7 @@ def test_what_cannot_be_split_is_one_clear_error():
         split_weights(nn.Linear(2, 2), optimizer)
     with pytest.raises(UserError, match="needs the model's optimizer"):
         split_weights(model)
-    with pytest.raises(UserError, match="dict holds no whole masters: use split_weight"):
+    with pytest.raises(UserError, match=r"dict holds no whole masters: set zero_optimization.stage 0"):
         split_weights(model, {})
     with pytest.raises(UserError, match=r"layer 0 has weight, split_u, .* outside of the optimizer"):
         split_weights(model, torch.optim.SGD([layer.weight for layer in bit_layers(model).values()]))
@@ -306,6 +334,10 @@ def test_an_engine_is_all_it_needs(precision):
             with pytest.raises(UserError, match="not between micro-batches"):
                 split_weights(engine)
         if step == 8:
+            engine.backward(engine(torch.ones(8, IN, dtype=dtype)).float().sum())
+            with pytest.raises(UserError, match="layer 0 has gradients that no step has applied"):
+                split_weights(engine)
+            optimizer.zero_grad()
             before = [
                 optimizer.master_of(layer.weight).detach().double() for layer in bit_layers(model).values()
             ]

@@ -327,7 +327,7 @@ def test_a_layer_refuses_a_device_that_rounds_with_a_bias():
     output = layer(x)  # nearest even: nothing is drawn
     with pytest.raises(RuntimeError, match="is lopsided"):
         output.sum().backward()
-    layer.recipe = recipe({"base": "nvfp4", "q_forward_weight": "nvfp4e2m1b"})
+    layer.recipe = {"base": "nvfp4", "q_forward_weight": "nvfp4e2m1b"}
     with pytest.raises(RuntimeError, match="is lopsided"):
         layer(x)
 

@@ -33,3 +33,25 @@ def test_an_input_that_does_not_fit_is_refused_by_name_or_by_sizes(input, messag
 def test_a_size_that_is_none_is_refused(name, size):
     with pytest.raises(UserError, match=f"BitLinear {name} = {size!r}: expected a whole number"):
         BitLinear(**{"in_features": 4, "out_features": 4, name: size})
+
+
+@pytest.mark.parametrize("value", [5, None, "nvfp5", {"base": "nvfp4", "kep": []}])
+def test_what_is_no_recipe_cannot_be_set(value):
+    layer = BitLinear(64, 32, recipe="mxfp4")
+    with pytest.raises(UserError, match="unknown recipe"):
+        layer.recipe = value
+    assert layer.recipe.name == "mxfp4"
+
+
+@pytest.mark.parametrize("role", ["input", "grad_output"])
+@pytest.mark.parametrize(("shape", "axes"), [((2, 3, 64), "0 to 1"), ((5, 64), "0 to 0"), ((64,), "none")])
+def test_an_axis_the_input_has_not_is_refused_at_the_first_forward(role, shape, axes):
+    layer = BitLinear(64, 32, recipe={"base": "nvfp4", f"split_{role}": {"rank": 2, "broadcast_dim": 2}})
+    layer.layer_name = "h.0.up"
+    message = rf"^BitLinear 'h.0.up': split_{role}.broadcast_dim = 2 is no leading axis .*are: {axes}\): set"
+    with pytest.raises(UserError, match=message):
+        layer(torch.ones(shape))
+    if role == "grad_output":  # without a graph there will be none
+        with torch.no_grad():
+            assert layer(torch.ones(shape)).shape == (*shape[:-1], 32)
+    assert layer(torch.ones(2, 3, 4, 64)).shape == (2, 3, 4, 32)

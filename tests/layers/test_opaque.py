@@ -21,6 +21,14 @@ from megalowbit.layers.surgery import (
     set_observer,
 )
 
+
+def fourth_counts_double(values):
+    """A user's gain that needs four singular values."""
+    factors = torch.ones_like(values)
+    factors[3] = 2
+    return factors, 0.5
+
+
 RECIPES = {
     "nvfp4": "nvfp4",
     "transformed": {"base": "nvfp4", "layout": "per_gemm", "hadamard": True},
@@ -31,6 +39,11 @@ RECIPES = {
         "split_input": {"rank": 3, "gains": "ysche"},
         "split_weight": {"rank": 2, "q_factors": "fp32"},
         "split_grad_output": {"rank": 4},
+    },
+    "own gain": {"base": "nvfp4", "split_input": {"rank": 8, "gains": f"{__name__}:fourth_counts_double"}},
+    "kept factors": {
+        "base": "nvfp4",
+        "split_input": {"rank": 3, "q_factors": "fp32", "refresh_every": 2, "reuse": "factors"},
     },
     "mean": {
         "base": "mxfp4",

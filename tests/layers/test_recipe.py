@@ -4,6 +4,7 @@ import pytest
 
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import OPERAND_FIELDS, Recipe, recipe, recipes
+from megalowbit.spectral.settings import OperandSplit
 
 
 def test_named_recipes_are_what_they_say():
@@ -31,6 +32,18 @@ def test_a_block_overrides_its_base_and_is_named_after_it():
     assert recipe({"base": "nvfp4"}) == recipe("nvfp4")
     assert recipe({"base": "nvfp4", "name": "mine"}).name == "mine"
     assert recipe(own) is own
+
+
+def test_a_split_over_its_base_drops_what_its_own_method_does_not_read():
+    mean = recipe({"base": "metis-seed", "split_grad_output": {"method": "mean"}})
+    assert mean.split_grad_output == OperandSplit(method="mean")
+    exact = recipe({"base": "metis-seed", "split_grad_output": {"method": "svd"}}).split_grad_output
+    assert (exact.rank, exact.order, exact.niter) == (60, "seed", OperandSplit().niter)
+    assert recipe({"base": "metis-seed", "split_grad_output": {"rank": 64}}).split_grad_output.niter == 0
+    with pytest.raises(
+        UserError, match=r'^split_grad_output: split niter = 5 has no effect with method "mean"'
+    ):
+        recipe({"base": "metis-seed", "split_grad_output": {"method": "mean", "niter": 5}})
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,21 @@ from megalowbit.layers.lowbit_matmul import forward_products
 from megalowbit.layers.recipe import recipe
 from megalowbit.layers.saved_parts import empty_parts, factor_from, input_layout, parts_of, weight_layout
 
+
+def fourth_counts_double(values):
+    """A user's gain that needs four singular values."""
+    factors = torch.ones_like(values)
+    factors[3] = 2
+    return factors, 0.5
+
+
 SPLITS = {
     "none": {},
     "warm": {"split_input": {"rank": 3}, "split_weight": {"rank": 0.1}},
     "gains": {"split_input": {"rank": 3, "gains": "ysche"}},
     "unquantised factors": {"split_input": {"rank": 3, "q_factors": "fp32"}},
     "mean": {"split_input": {"method": "mean"}},
+    "own gain": {"split_input": {"rank": 8, "gains": f"{__name__}:fourth_counts_double"}},
 }
 RECIPES = {
     "nvfp4": {"base": "nvfp4"},
@@ -45,6 +54,25 @@ def test_what_is_kept_has_the_shapes_foretold_and_comes_back_as_it_was(base, cha
             both = [each.low_rank.matrices(torch.float32, transpose=False) for each in (again, factor)]
             assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
             assert (again.low_rank.gain is None) == (factor.low_rank.gain is None)
+
+
+@pytest.mark.parametrize("settings", [{}, {"refresh_every": 2}, {"refresh_every": 2, "reuse": "factors"}])
+def test_unquantised_factors_are_kept_in_memory_of_their_own(settings):
+    split = {"rank": 3, "q_factors": "fp32", **settings}
+    layer = BitLinear(40, 24, recipe={"base": "nvfp4", "split_input": split, "split_weight": split})
+    for _ in range(2):  # found, then taken from the state
+        call = layer.call(layer.begin_use(), compute_dtype=torch.float32, needs_grad=True)
+        kept = forward_products(
+            call, torch.randn(8, 40), layer.weight, None, keeps_input=True, keeps_weight=True
+        )
+        for role, factor in (("input", kept.input), ("weight", kept.weight)):
+            before = layer.split_states[role].state_dict()
+            for part in parts_of(factor, is_shared=False):
+                part.zero_()
+            after = layer.split_states[role].state_dict()
+            assert before["directions"].any()
+            for name in before:
+                assert torch.equal(torch.as_tensor(before[name]), torch.as_tensor(after[name]))
 
 
 def test_shared_parts_are_copied():

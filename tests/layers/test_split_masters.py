@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megalowbit.layers.split_masters import MOMENT_RULES, split_masters, without_rule
+from megalowbit.layers.split_masters import MOMENT_RULES, largest_singular_value, split_masters, without_rule
 
 OUT, IN, RANK = 6, 5, 2
 SHAPES = ((OUT, IN), (OUT, RANK), (RANK,), (RANK, IN))
@@ -81,3 +81,14 @@ def test_only_tensors_of_a_parameters_elements_need_a_rule(states):
     assert without_rule({**states[0], "exp_inf": torch.zeros(OUT, IN)}) == "exp_inf"
     assert without_rule({"mu_product": torch.tensor(1.0)}) is None
     assert set(MOMENT_RULES) == {"exp_avg", "momentum_buffer", "exp_avg_sq", "max_exp_avg_sq"}
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1e5])
+def test_the_largest_singular_value_is_exact_where_it_matters_and_never_too_small(masters, is_split, scale):
+    masters = tuple(scale * part if index in (0, 2) else part for index, part in enumerate(masters))
+    expected = whole(masters) if is_split else masters[0].double()
+    found = largest_singular_value(masters, is_split=is_split)
+    exact, frobenius = torch.linalg.svdvals(expected)[0].item(), expected.square().sum().sqrt().item()
+    assert found == pytest.approx(exact if scale > 1 else frobenius, rel=1e-6)
+    assert found >= exact * (1 - 1e-6)

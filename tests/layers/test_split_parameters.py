@@ -226,7 +226,8 @@ def test_a_recipe_that_needs_other_factors_is_refused():
     layer = make()
     with pytest.raises(UserError, match="of rank 4, but the layer was made with one of rank 3"):
         layer.recipe = recipe({**SPLIT, "parameter_split": {"rank": 4}})
-    layer.recipe = recipe("mxfp4")
+    layer.recipe = "mxfp4"
+    assert layer.recipe == recipe("mxfp4")
     assert has_split_parameters(layer)
 
 
@@ -276,6 +277,20 @@ def test_a_state_dict_with_half_of_the_factors_is_refused():
     del state["split_s"]
     with pytest.raises(RuntimeError, match="split_s"):
         make().load_state_dict(state)
+
+
+@pytest.mark.parametrize("kept", [["weight", "split_v"], ["split_u", "split_s", "split_v"], ["split_s"]])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_half_of_a_split_is_refused_where_missing_keys_are_not(kept, is_split):
+    source = {name: value for name, value in split(make(), seed=9).state_dict().items() if name in kept}
+    layer = split(make()) if is_split else make()
+    model = nn.Sequential(layer)
+    before = copy.deepcopy(model.state_dict())
+    message = rf"0\.{kept[0]}.* without .* is half of a split weight: load all four, or the whole"
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict({f"0.{name}": value for name, value in source.items()}, strict=False)
+    assert layer.is_split is is_split
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_copies_and_pickles_stay_split():

@@ -5,8 +5,15 @@ import torch
 from torch import nn
 
 from megalowbit.errors import UserError
-from megalowbit.layers.split_states import has_splits, load_split_state_dict, split_counts, split_state_dict
-from megalowbit.layers.surgery import convert, random_stream
+from megalowbit.layers.split_states import (
+    OWN_ROLES,
+    SHARED_ROLES,
+    has_splits,
+    load_split_state_dict,
+    split_counts,
+    split_state_dict,
+)
+from megalowbit.layers.surgery import bit_layers, cache_weights, convert, random_stream
 
 RECIPE = {
     "base": "nvfp4",
@@ -79,6 +86,68 @@ def test_factors_are_found_cold_once_and_warm_from_then_on():
     assert counts["cold"] == 2 * 3  # layers × operands
     assert counts["reused"] == 2 * 2  # output gradients, every other micro-batch
     assert counts["warm"] == 2 * (3 + 3 + 1)
+
+
+@pytest.mark.parametrize(
+    ("every", "refreshed_at"),
+    [(3, [1, 5, 9, 13, 17]), (4, [1, 5, 9, 13, 17]), (5, [1, 1, 9, 9, 17]), (12, [1, 1, 1, 13, 13])],
+)
+def test_weights_kept_for_a_step_are_factored_once_in_so_many_micro_batches(every, refreshed_at):
+    model = converted({"base": "nvfp4", "split_weight": {"rank": 2, "refresh_every": every}})
+    cache, seen = cache_weights(model), []
+    for _ in range(5):
+        train(model, 4)  # micro-batches of one optimizer step
+        cache.clear()
+        states = [layers["weight"] for layers in split_state_dict(model).values()]
+        assert len({state["refreshed_at"] for state in states}) == 1
+        seen.append(states[0]["refreshed_at"])
+    assert seen == refreshed_at
+    counts = split_counts(model)
+    assert counts["cold"] == 2
+    assert counts["cold"] + counts["warm"] == 2 * len(set(refreshed_at))
+    assert counts["cold"] + counts["warm"] + counts["reused"] == 2 * 5  # once a step
+
+
+def test_weights_go_on_alike_on_a_rank_that_was_not_there():
+    model = converted()
+    train(model, 3)
+    shared, own = split_state_dict(model, SHARED_ROLES), split_state_dict(model, OWN_ROLES)
+    assert {role for states in shared.values() for role in states} == {"weight"}
+    assert {role for states in own.values() for role in states} == {"input", "grad_output"}
+    old, new = converted(), converted()
+    for each in (old, new):
+        random_stream(each).load_state_dict(random_stream(model).state_dict())
+        load_split_state_dict(each, shared, SHARED_ROLES)
+    load_split_state_dict(old, own, OWN_ROLES)
+    for each in (old, new):
+        train(each, 1)
+    for one, other in zip(bit_layers(old).values(), bit_layers(new).values(), strict=True):
+        weights = [layer.split_states["weight"].state_dict() for layer in (one, other)]
+        assert torch.equal(weights[0]["directions"], weights[1]["directions"])
+        assert one.split_states["weight"].counts["cold"] == 0
+        assert one.split_states["input"].counts["cold"] == 0
+        assert other.split_states["input"].counts["cold"] == 1
+    with pytest.raises(UserError, match="no layer of this model"):
+        load_split_state_dict(new, own, SHARED_ROLES)
+
+
+def test_loading_states_of_some_operands_leaves_others_alone():
+    model = converted()
+    train(model, 2)
+    before = split_state_dict(model, OWN_ROLES)
+    load_split_state_dict(model, {}, SHARED_ROLES)
+    assert split_state_dict(model, SHARED_ROLES) == {}
+    after = split_state_dict(model, OWN_ROLES)
+    for name, states in before.items():
+        for role, state in states.items():
+            assert torch.equal(state["directions"], after[name][role]["directions"])
+
+
+def test_splits_are_told_apart_by_operand():
+    weights = converted({"base": "nvfp4", "split_weight": {"rank": 2}})
+    assert has_splits(weights)
+    assert has_splits(weights, SHARED_ROLES)
+    assert not has_splits(weights, OWN_ROLES)
 
 
 def test_a_model_without_splits_has_no_state():

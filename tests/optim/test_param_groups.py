@@ -1,3 +1,6 @@
+import copy
+from types import MappingProxyType
+
 import pytest
 import torch
 
@@ -16,7 +19,7 @@ class Tied(torch.nn.Module):
 
 def test_matrices_decay_and_biases_and_norms_do_not():
     model = Tied()
-    decayed, plain = weight_decay_groups(model.named_parameters(), 0.1)
+    decayed, plain = weight_decay_groups(model, 0.1)
     assert [id(p) for p in decayed["params"]] == [id(model.embedding.weight)]
     assert {id(p) for p in plain["params"]} == {
         id(model.norm.weight), id(model.norm.bias), id(model.head.bias)
@@ -26,19 +29,36 @@ def test_matrices_decay_and_biases_and_norms_do_not():
 
 def test_a_parameter_under_two_names_is_in_one_group_once():
     model = Tied()
-    named = model.named_parameters(remove_duplicate=False)
-    assert sum(len(group["params"]) for group in weight_decay_groups(named, 0.1)) == 4
+    assert model.head.weight is model.embedding.weight
+    assert sum(len(group["params"]) for group in weight_decay_groups(model, 0.1)) == 4
 
 
 def test_a_two_dimensional_bias_does_not_decay():
-    named = [("bias", torch.nn.Parameter(torch.zeros(2, 2)))]
-    assert [group["weight_decay"] for group in weight_decay_groups(named, 0.5)] == [0.0]
+    model = torch.nn.ParameterDict({"bias": torch.nn.Parameter(torch.zeros(2, 2))})
+    assert [group["weight_decay"] for group in weight_decay_groups(model, 0.5)] == [0.0]
+
+
+class Factors(torch.nn.Module):
+    weight_decay_rules = MappingProxyType({"values": True, "left": False})
+
+    def __init__(self):
+        super().__init__()
+        self.left = torch.nn.Parameter(torch.ones(4, 2))
+        self.values = torch.nn.Parameter(torch.ones(2))
+        self.right = torch.nn.Parameter(torch.ones(2, 4))
+
+
+def test_a_modules_own_rules_go_before_shapes_also_in_a_copy():
+    for model in (Factors(), copy.deepcopy(torch.nn.Sequential(Factors()))[0]):
+        decayed, plain = weight_decay_groups(torch.nn.Sequential(model), 0.1)
+        assert [id(p) for p in decayed["params"]] == [id(model.values), id(model.right)]
+        assert [id(p) for p in plain["params"]] == [id(model.left)]
 
 
 def test_groups_hold_every_trainable_parameter_exactly_once():
     model = torch.nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
     model.encoder.requires_grad_(False)
-    grouped = [p for group in weight_decay_groups(model.named_parameters(), 0.1) for p in group["params"]]
+    grouped = [p for group in weight_decay_groups(model, 0.1) for p in group["params"]]
     trainable = [p for p in model.parameters() if p.requires_grad]
     assert sorted(map(id, grouped)) == sorted(map(id, trainable))
 
@@ -46,4 +66,4 @@ def test_groups_hold_every_trainable_parameter_exactly_once():
 def test_a_model_without_trainable_parameters_is_refused():
     model = torch.nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(UserError, match="no trainable parameter"):
-        weight_decay_groups(model.named_parameters(), 0.1)
+        weight_decay_groups(model, 0.1)

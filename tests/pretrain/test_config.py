@@ -216,3 +216,36 @@ def test_an_unreadable_file_is_named_with_the_place(tmp_path):
     broken.write_text('{"a": 1,\n "b" 2}')
     with pytest.raises(UserError, match=r"broken\.json is not JSON: line 2, column 6"):
         resolve(broken)
+
+
+SPLIT = {"base": "nvfp4", "parameter_split": {"rank": 4, "warmup_steps": 5}}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        SPLIT,
+        {"base": SPLIT, "keep": ["*.h.0.*"]},
+        {"base": SPLIT, "parameter_split": {"rank": 2}},
+        {"base": "nvfp4", "parameter_split": {"warmup_steps": 50}},
+    ],
+)
+def test_a_first_split_after_the_last_step_is_refused(write, recipe):
+    path = write(raw_config(recipe=recipe))
+    with pytest.raises(UserError, match=r"parameter_split\.warmup_steps = 50? leaves no step of 5 to split"):
+        resolve(path)
+    resolve(path, "megalowbit.run.steps=51")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "nvfp4",
+        {"base": "nvfp4", "parameter_split": {"rank": 4}},
+        {"base": "nvfp4", "parameter_split": {"rank": 4, "warmup_steps": 4}},
+        {"base": SPLIT, "parameter_split": None},
+        {"base": SPLIT, "parameter_split": {"warmup_steps": 0}},
+    ],
+)
+def test_a_first_split_before_the_last_step_is_none_or_in_time(write, recipe):
+    assert resolve(write(raw_config(recipe=recipe))).recipe == recipe

@@ -4,6 +4,7 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.hf.training_checkpoint import read_checkpoint
 from megalowbit.layers.conversion_report import ConversionReport
+from megalowbit.layers.split_states import split_counts
 from megalowbit.layers.surgery import bit_layers, random_stream
 from megalowbit.pretrain.job import check_nothing_missed
 from megalowbit.pretrain.loop import train_step
@@ -40,6 +41,32 @@ def test_a_checkpoint_brings_back_position_stream_totals_and_counts(build_job):
     assert again.totals.tokens == 3 * again.tokens_per_step
     assert again.tracker.run.elements > 0
     assert [train_step(again)[0]["loss"] for _ in range(2)] == expected
+
+
+def test_directions_of_weights_are_saved_once_and_of_other_operands_for_each_rank(
+    build_job, tmp_path, caplog
+):
+    recipe = '{"base": "nvfp4", "split_weight": {"rank": 2, "refresh_every": 2}, "split_input": {"rank": 3}}'
+    job = build_job(f"megalowbit.recipe={recipe}")
+    for _ in range(3):
+        train_step(job)
+    job.save()
+    expected = [train_step(job)[0]["loss"] for _ in range(2)]
+    again = build_job(f"megalowbit.recipe={recipe}")
+    assert again.resume()
+    assert [train_step(again)[0]["loss"] for _ in range(2)] == expected
+    assert split_counts(again.engine.module)["cold"] == 0
+
+    (own,) = (tmp_path / "run" / "checkpoints").rglob("rank_00000.pt")
+    saved = torch.load(own, weights_only=True)
+    assert {role for states in saved.values() for role in states} == {"input"}
+    store = again.store
+    store.rank_state = lambda path: None  # as on a rank that was not there
+    caplog.clear()
+    assert again.resume()
+    assert "no split directions of this rank" in caplog.text
+    for layer in bit_layers(again.engine.module).values():
+        assert layer.split_states.keys() == {"weight"}
 
 
 def test_there_is_nothing_to_resume_in_an_empty_folder(build_job):

@@ -152,13 +152,13 @@ def test_the_converter_takes_checkpoints_of_before_and_after_a_split(finished, c
 
 def test_before_its_split_a_run_is_bitwise_one_without(resolve, tmp_path):
     # Without clipping: the norm adds up in pieces of the gradient buffer, which has zeros in between.
-    settings = ("gradient_clipping=0", "megalowbit.run.steps=3")
+    settings = ("gradient_clipping=0", "megalowbit.run.steps=4", "megalowbit.checkpoint.every=3")
     plain, folder = tmp_path / "plain", tmp_path / "able"
     run(resolve(*settings, "megalowbit.recipe=nvfp4"), plain)
     run(resolve(*settings, RECIPE), folder)
     for key in ("loss", "lr"):
-        assert [row[key] for row in rows(plain)] == [row[key] for row in rows(folder)]
-    norms = [[row["grad_norm"] for row in rows(each)] for each in (plain, folder)]
+        assert [row[key] for row in rows(plain)[:3]] == [row[key] for row in rows(folder)[:3]]
+    norms = [[row["grad_norm"] for row in rows(each)[:3]] for each in (plain, folder)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     assert "weights_split" not in rows(plain)[0]
     module = checkpoint(folder, 3)["module"]

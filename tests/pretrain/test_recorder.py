@@ -3,9 +3,12 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megalowbit.layers.surgery import bit_layers
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.telemetry.console import Console
+
+SPLIT = 'megalowbit.recipe={"base": "nvfp4", "split_grad_output": {"rank": 2}}'
 
 
 def record(job, steps, *, is_main=True):
@@ -52,6 +55,46 @@ def test_without_counters_there_is_no_layer_table(build_job, tmp_path):
 def test_other_processes_than_the_main_one_write_nothing(build_job, tmp_path):
     record(build_job(), 2, is_main=False)
     assert not list((tmp_path / "run").iterdir())
+
+
+def test_how_splits_found_their_factors_is_recorded_and_said(build_job, tmp_path, capsys, caplog):
+    job = build_job(SPLIT)
+    with Recorder(job, Console(2), is_main=True, is_resume=False) as recorder:
+        for _ in range(2):
+            recorder.step(train_step(job)[0])
+        recorder.finish()
+    # 8 layers, micro-batches of two steps with two each
+    expected = {"cold": 8, "warm": 3 * 8}
+    counts = json.loads((tmp_path / "run" / "summary.json").read_text())["splits"]
+    assert {name: count for name, count in counts.items() if count} == expected
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("splits")]
+    assert line == "splits    8 cold, 24 warm"
+    assert not caplog.records
+
+
+def test_a_run_without_splits_says_nothing_of_them(build_job, tmp_path, capsys):
+    job = build_job()
+    with Recorder(job, Console(1), is_main=True, is_resume=False) as recorder:
+        recorder.step(train_step(job)[0])
+        recorder.finish()
+    assert "splits" not in json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert "splits" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [("misfit", "did not fit the next matrix"), ("late_replay", "after a later micro-batch had begun")],
+)
+def test_what_went_wrong_with_splits_is_warned_of_once(build_job, caplog, name, meaning):
+    job = build_job(SPLIT)
+    with Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder:
+        recorder.step(train_step(job)[0])
+        for layer in bit_layers(job.engine.module).values():
+            layer.split_states["grad_output"].count(name, 150)
+        recorder.finish()
+    (warning,) = [each for each in caplog.records if each.name == "megalowbit.pretrain.recorder"]
+    assert (warning.levelname, "1,200" in warning.getMessage()) == ("WARNING", True)
+    assert meaning in warning.getMessage()
 
 
 def test_records_are_closed_as_failed_when_training_raises(build_job, tmp_path):

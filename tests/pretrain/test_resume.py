@@ -71,6 +71,24 @@ def test_what_the_checkpoint_decides_may_not_change(path, value, message):
         changed_settings(SAVED, changed(*path, value=value))
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("key", ["recipe", "model"])
+def test_a_block_in_place_of_a_name_is_said_as_it_was(key, is_reversed):
+    block = {"base": "nvfp4", "keep": ["*.h.0.*"]}
+    named, long = changed("megalowbit", key, value="mxfp4"), changed("megalowbit", key, value=block)
+    before, now = (long, named) if is_reversed else (named, long)
+    old, new = (repr(each["megalowbit"][key]) for each in (before, now))
+    with pytest.raises(UserError) as caught:
+        changed_settings(before, now)
+    expected = f"megalowbit.{key} was {old} in the run to be resumed and is {new} now: resume with"
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_block_of_the_models_configuration_is_said_as_it_was():
+    with pytest.raises(UserError, match=r"rope_scaling was \{'factor': 2\} in the .* and is 'no' now"):
+        check_same_model({"rope_scaling": {"factor": 2}}, {"rope_scaling": "no"})
+
+
 def test_a_model_of_the_same_shapes_that_computes_something_else_is_refused():
     saved = {"n_head": 2, "n_embd": 32, "transformers_version": "5.1", "use_cache": True}
     check_same_model(saved, {**saved, "transformers_version": "5.2", "use_cache": False})

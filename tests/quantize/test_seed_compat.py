@@ -1,28 +1,15 @@
-"""The recording holds inputs, the uniform numbers drawn and outputs of the Metis repository.
-
-It is looked for at $MEGALOWBIT_METIS_RECORDING, else beside the checkout; without it those tests are skipped.
-"""
-
 import math
-import os
-from pathlib import Path
 
 import philox_reference
 import pytest
 import torch
-from safetensors.torch import load_file
+from metis_recording import CASES, load_recording, needs_recording
 
 from megalowbit.errors import UserError
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.seed_compat import RULES, SEED_COMPAT
 
-VARIABLE = "MEGALOWBIT_METIS_RECORDING"
-BESIDE = Path(__file__).parents[3] / "shared" / "data" / "metis_golden.safetensors"
-RECORDING = Path(os.environ.get(VARIABLE, BESIDE))
-needs_recording = pytest.mark.skipif(
-    not RECORDING.is_file(), reason=f"no recording of Metis at {RECORDING}: set {VARIABLE}"
-)
 EVERY_BASE = pytest.mark.parametrize("base", SEED_COMPAT)
 
 
@@ -36,12 +23,12 @@ def rounded(base, x, uniform=None):
 
 @pytest.fixture(scope="module")
 def recording():
-    return load_file(RECORDING)
+    return load_recording()
 
 
 @needs_recording
 @EVERY_BASE
-@pytest.mark.parametrize("case", ["gauss", "heavy", "small"])
+@pytest.mark.parametrize("case", CASES)
 def test_recorded_outputs_are_repeated_bit_for_bit(recording, case, base):
     got = rounded(base, recording[f"{case}.input"], recording[f"{case}.noise"])
     if base == "1p58bit":

@@ -8,6 +8,7 @@ from megalowbit.spectral.settings import (
     METHODS,
     OperandSplit,
     ParameterSplit,
+    block_over,
     check_rank,
     resolve_rank,
     settings_from,
@@ -33,7 +34,7 @@ def test_rank_is_a_number_or_a_fraction_of_the_smaller_size(rank, sizes, columns
 
 
 def test_the_mean_is_one_direction():
-    assert OperandSplit(method="mean", rank=60).rank_of(768, 768) == 1
+    assert OperandSplit(method="mean").rank_of(768, 768) == 1
 
 
 @pytest.mark.parametrize("rank", [0, -3, 1.0, 1.5, 0.0, -0.1, True, "60", None, float("nan"), float("inf")])
@@ -65,8 +66,7 @@ def test_other_ranks_are_refused(rank):
         ({"q_factors": "nvfp5"}, "unknown quantizer 'nvfp5'"),
         ({"gains": "ysch"}, "did you mean 'ysche'"),
         ({"method": "power", "niter": 0}, 'niter = 0 leaves method "power"'),
-        ({"method": "mean", "gains": "ysche"}, "no singular values"),
-        ({"method": "mean", "reuse": "factors", "refresh_every": 2}, "set refresh_every to 1"),
+        ({"reuse": "factors"}, "reuse = 'factors' has no effect with refresh_every 1"),
     ],
 )
 def test_wrong_operand_splits_are_refused_in_one_line(values, message):
@@ -92,9 +92,82 @@ def test_wrong_parameter_splits_are_refused_in_one_line(values, message):
     assert "\n" not in str(caught.value)
 
 
+VALUES = {
+    "rank": 60,
+    "niter": 5,
+    "power_every": 3,
+    "sample_fraction": 0.1,
+    "refresh_every": 4,
+    "reuse": "factors",
+    "broadcast_dim": 0,
+    "order": "seed",
+    "q_factors": "fp32",
+    "gains": "ysche",
+}
+UNREAD = {
+    "mean": VALUES.keys() - {"broadcast_dim"},
+    "svd": {"niter", "power_every", "sample_fraction"},
+    "random": {"niter", "power_every", "sample_fraction"},
+    "sampled": {"niter", "power_every"},
+    "svd_lowrank": {"power_every", "sample_fraction"},
+    "power": {"power_every", "sample_fraction"},
+    "qb": {"sample_fraction"},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("field", VALUES)
+def test_what_a_method_does_not_read_is_refused_with_the_remedy(method, field):
+    values = {"method": method, field: VALUES[field]}
+    if field == "reuse" and method != "mean":
+        values["refresh_every"] = 2
+    if field not in UNREAD[method]:
+        assert getattr(OperandSplit(**values), field) == VALUES[field]
+        return
+    expected = f'split {field} = {VALUES[field]!r} has no effect with method "{method}": remove it'
+    with pytest.raises(UserError) as caught:
+        OperandSplit(**values)
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("below", "block", "expected"),
+    [
+        ({"rank": 60, "niter": 5}, {"method": "mean"}, {"method": "mean"}),
+        ({"rank": 60, "niter": 5}, {"method": "svd"}, {"method": "svd", "rank": 60}),
+        ({"rank": 60, "niter": 5}, {"method": "power"}, {"method": "power", "rank": 60, "niter": 5}),
+        ({"rank": 60, "niter": 5}, {"rank": 8}, {"rank": 8, "niter": 5}),
+        ({"refresh_every": 5, "reuse": "factors"}, {"refresh_every": 1}, {}),
+        (
+            {"refresh_every": 5, "reuse": "factors"},
+            {"refresh_every": 2},
+            {"refresh_every": 2, "reuse": "factors"},
+        ),
+        ({"method": "mean"}, {"method": "qb", "rank": 4}, {"rank": 4}),
+    ],
+)
+def test_a_block_inherits_what_its_method_reads(below, block, expected):
+    values = block_over(OperandSplit(**below), block)
+    assert OperandSplit(**values) == OperandSplit(**expected)
+
+
+@pytest.mark.parametrize("own", [{"niter": 5}, {"rank": 8}])
+def test_what_a_block_itself_says_in_vain_is_still_refused(own):
+    with pytest.raises(UserError, match='has no effect with method "mean"'):
+        OperandSplit(**block_over(OperandSplit(rank=60), {"method": "mean", **own}))
+
+
+def test_blocks_with_mistakes_are_left_to_be_refused():
+    for block in ({"method": "svdd"}, {"method": ["svd"]}, {"rnak": 3}):
+        with pytest.raises(UserError, match="unknown"):
+            settings_from(OperandSplit, block_over(OperandSplit(rank=60), block), "split_input")
+    merged = block_over(ParameterSplit(rank=60, merge_steps=5), {"warmup_steps": 2})
+    assert ParameterSplit(**merged) == ParameterSplit(rank=60, merge_steps=5, warmup_steps=2)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_settings_survive_json(method):
-    split = OperandSplit(method=method, rank=3)
+    split = OperandSplit(method=method, broadcast_dim=3)
     assert settings_from(OperandSplit, json.loads(json.dumps(asdict(split))), "split_input") == split
     with pytest.raises(FrozenInstanceError):
         split.rank = 4

@@ -1,12 +1,6 @@
-"""The Metis recording (see tests/quantize/test_seed_compat.py) holds factors and what its split makes of
-them."""
-
-import os
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
+from metis_recording import CASES, load_recording, needs_recording
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalowbit.errors import UserError
@@ -18,9 +12,6 @@ from megalowbit.spectral.settings import METHODS, OperandSplit
 from megalowbit.spectral.split import product_dtype, right_factor, scaled_left, split, split_with
 from megalowbit.spectral.state import SplitState
 
-VARIABLE = "MEGALOWBIT_METIS_RECORDING"
-BESIDE = Path(__file__).parents[3] / "shared" / "data" / "metis_golden.safetensors"
-RECORDING = Path(os.environ.get(VARIABLE, BESIDE))
 EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
 NVFP4 = quantizer("nvfp4e2m1bnosr")
 
@@ -95,10 +86,10 @@ def test_gates_of_the_compensated_split(spectra):
     assert 0.12 < mean["seed"] < 0.145
 
 
-@pytest.mark.skipif(not RECORDING.is_file(), reason=f"no recording of Metis at {RECORDING}: set {VARIABLE}")
-@pytest.mark.parametrize("case", ["gauss", "heavy", "small"])
+@needs_recording
+@pytest.mark.parametrize("case", CASES)
 def test_seed_order_repeats_metis_bit_for_bit(case):
-    recorded = load_file(RECORDING)
+    recorded = load_recording()
     name = "fp4e2m1:seed_compat"
     factors = LowRank(*(recorded[f"{case}.svd.{part}"] for part in "USV"))
     settings = OperandSplit(order="seed", q_factors=name)

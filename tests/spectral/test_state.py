@@ -148,6 +148,50 @@ def test_a_replay_that_comes_too_late_is_counted():
     assert counted(state) == {"cold": 1, "warm": 1, "late_replay": 1}
 
 
+@pytest.mark.parametrize(
+    ("every", "used", "refreshed"),
+    [
+        (3, range(1, 10), [1, 4, 7]),
+        (3, range(1, 22, 4), [1, 5, 9, 13, 17, 21]),  # one use in each step of four micro-batches
+        (6, range(1, 22, 4), [1, 9, 17]),
+        (4, range(1, 22, 4), [1, 5, 9, 13, 17, 21]),
+        (3, [2, 3, 5, 6, 8], [2, 5, 8]),  # counted from the first use, whenever it comes
+    ],
+)
+def test_factors_are_renewed_at_the_first_use_so_long_after_the_last_time(every, used, refreshed):
+    settings, state = OperandSplit(refresh_every=every), SplitState()
+    seen, found = [], 0
+    for step in used:
+        run(settings, state, step)
+        run(settings, state, step, x=batch(step + 0.5), use=1)
+        if state.counts["cold"] + state.counts["warm"] > found:
+            # both uses of a micro-batch decide alike
+            assert state.counts["cold"] + state.counts["warm"] == found + 2
+            found += 2
+            seen.append(step)
+    assert seen == refreshed
+
+
+def test_a_resumed_period_goes_on_and_without_its_beginning_starts_anew():
+    settings, state = OperandSplit(refresh_every=4), SplitState()
+    for step in (1, 2, 3):
+        run(settings, state, step)
+    saved = state.state_dict()
+    assert saved["refreshed_at"] == 1
+
+    def kinds(saved, first):
+        resumed = SplitState()
+        resumed.load_state_dict(saved)
+        for step in (first, first + 1):
+            run(settings, resumed, step)
+        return counted(resumed)
+
+    assert kinds(saved, 4) == {"reused": 1, "warm": 1}
+    old = {name: value for name, value in saved.items() if name != "refreshed_at"}
+    assert kinds(old, 4) == {"warm": 1, "reused": 1}
+    assert kinds({**saved, "refreshed_at": 90}, 2) == {"warm": 1, "reused": 1}  # numbered anew
+
+
 def test_power_steps_come_at_their_turn():
     state, plain = SplitState(), SplitState()
     equal = []
@@ -185,6 +229,8 @@ def test_a_state_shares_no_memory_with_what_it_was_loaded_from():
         ({}, "refreshes = None"),
         ({"refreshes": -1}, "refreshes = -1"),
         ({"refreshes": True}, "refreshes = True"),
+        ({"refreshes": 1, "refreshed_at": -1}, "refreshed_at = -1"),
+        ({"refreshes": 1, "refreshed_at": None}, "refreshed_at = None"),
         ({"refreshes": 1, "direction": 1}, "unknown key 'direction'"),
         ({"refreshes": 1, "directions": [1.0]}, r"directions = \[1.0\]"),
         ({"refreshes": 1, "directions": torch.ones(3)}, r"directions = \(3,\)"),

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megalowbit.spectral.weight_split import first_moments, second_moments, split_weight, whole_weight
+from megalowbit.spectral.weight_split import first_moments, second_moments, weight_parts, whole_weight
 
 OUT, IN, RANK = 7, 5, 3
 
@@ -17,7 +17,7 @@ def moment():
 
 
 def test_the_parts_of_a_weight_sum_to_it(weight):
-    parts = split_weight(weight, RANK)
+    parts = weight_parts(weight, RANK)
     assert {part.dtype for part in parts} == {torch.float32}
     total = parts.residual.double() + parts.u.double() @ torch.diag(parts.s.double()) @ parts.v.double()
     assert (total - weight.double()).abs().max() < 1e-7
@@ -25,7 +25,7 @@ def test_the_parts_of_a_weight_sum_to_it(weight):
 
 
 def test_factors_are_the_largest_singular_triples_and_the_residual_holds_the_rest(weight):
-    parts = split_weight(weight, RANK)
+    parts = weight_parts(weight, RANK)
     # eigenvalues of the Gram matrix: another way to singular values
     expected = torch.linalg.eigvalsh(weight.double().t() @ weight.double()).sqrt().flip(0)
     torch.testing.assert_close(parts.s.double(), expected[:RANK], rtol=1e-5, atol=0)
@@ -39,7 +39,7 @@ def test_factors_are_the_largest_singular_triples_and_the_residual_holds_the_res
 @pytest.mark.parametrize("shape", [(7, 5), (5, 7), (1, 4), (4, 1)])
 def test_a_full_rank_split_leaves_no_residual(shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    parts = split_weight(weight, min(shape))
+    parts = weight_parts(weight, min(shape))
     assert [list(part.shape) for part in parts] == [
         list(shape), [shape[0], min(shape)], [min(shape)], [min(shape), shape[1]],
     ]  # fmt: skip
@@ -48,20 +48,20 @@ def test_a_full_rank_split_leaves_no_residual(shape):
 
 
 def test_a_zero_weight_has_zero_values_and_unit_directions():
-    parts = split_weight(torch.zeros(OUT, IN), RANK)
+    parts = weight_parts(torch.zeros(OUT, IN), RANK)
     assert parts.s.eq(0).all()
     assert parts.residual.eq(0).all()
     torch.testing.assert_close(parts.v.norm(dim=1), torch.ones(RANK))
 
 
 def test_fp64_stays_fp64(weight):
-    parts = split_weight(weight.double(), RANK)
+    parts = weight_parts(weight.double(), RANK)
     assert parts.u.dtype == torch.float64
     assert (whole_weight(parts) - weight.double()).abs().max() < 1e-14
 
 
 def test_first_moments_are_the_gradients_of_the_factors(weight, moment):
-    parts = split_weight(weight.double(), RANK)
+    parts = weight_parts(weight.double(), RANK)
     u, s, v = (part.clone().requires_grad_() for part in parts[1:])
     # a loss whose gradient with respect to the whole weight is `moment`
     ((parts.residual + u @ torch.diag(s) @ v) * moment).sum().backward()
@@ -71,7 +71,7 @@ def test_first_moments_are_the_gradients_of_the_factors(weight, moment):
 
 
 def test_second_moments_are_sums_of_squared_coefficients_written_out(weight, moment):
-    parts = split_weight(weight.double(), RANK)
+    parts = weight_parts(weight.double(), RANK)
     variance = moment.square()
     u, s, v = parts.u, parts.s, parts.v
     by_u, by_s, by_v = torch.zeros(OUT, RANK), torch.zeros(RANK), torch.zeros(RANK, IN)
@@ -89,7 +89,7 @@ def test_second_moments_are_sums_of_squared_coefficients_written_out(weight, mom
 
 def test_second_moments_are_the_mean_squares_of_independent_gradients(weight):
     deviation = torch.rand(OUT, IN, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 0.5
-    parts = split_weight(weight.double(), RANK)
+    parts = weight_parts(weight.double(), RANK)
     draws = torch.randn(20_000, OUT, IN, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     gradients = draws * deviation
     by_u = torch.einsum("noi,ki,k->nok", gradients, parts.v, parts.s).square().mean(0)
@@ -102,7 +102,7 @@ def test_second_moments_are_the_mean_squares_of_independent_gradients(weight):
 
 def test_the_weight_is_left_as_it_is(weight):
     before = weight.clone()
-    parts = split_weight(weight, RANK)
+    parts = weight_parts(weight, RANK)
     for part in parts:
         part.zero_()
     assert torch.equal(weight, before)

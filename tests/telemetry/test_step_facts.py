@@ -2,9 +2,22 @@ import math
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megalowbit.telemetry.overflow import GradientOverflowTracker
 from megalowbit.telemetry.step_facts import PACKET_LENGTH, reduce_step_facts
+
+
+class CountedReads(TorchFunctionMode):
+    """Counts what reads a tensor's values to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__)
+        return function(*args, **(kwargs or {}))
 
 
 def test_a_step_costs_one_all_reduce_of_64_bytes(run_two_ranks):
@@ -50,6 +63,21 @@ def test_step_facts_end_the_trackers_step():
         assert facts["gradient_overflow/total_elements"] == 16 * step
         assert facts["quantization/grad_output/snr_db"] == pytest.approx(10)
     assert math.isnan(reduce_step_facts(torch.tensor(float("nan")), tracker=tracker).loss)
+
+
+@pytest.mark.parametrize("is_tracked", [False, True])
+def test_a_regularizers_value_comes_with_the_same_host_read(is_tracked):
+    tracker = GradientOverflowTracker() if is_tracked else None
+    if tracker is not None:
+        error = torch.tensor([1.0, 10.0], dtype=torch.float64)
+        tracker.observe("a", "grad_output", torch.tensor([16, 2, 5, 1, 0, 1, 0, 0]), error)
+    value = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    with CountedReads() as reads:
+        seen = reduce_step_facts(torch.tensor(1.5), weight=3, tracker=tracker, regularization=value)
+    assert reads.count == 1
+    assert (seen.loss, seen.regularization, seen.facts()["regularization"]) == (1.5, 0.1, 0.1)
+    if is_tracked:
+        assert seen.overflow.facts()["gradient_overflow/element_overflow_rate"] == 2 / 16
 
 
 def test_a_weight_of_nothing_is_refused():

@@ -62,6 +62,14 @@ def test_a_resumed_run_ends_with_the_same_totals(steps, cut):
     assert repr(resumed) == repr(whole)
 
 
+def test_counts_of_splits_are_in_the_file_where_there_are_any(tmp_path):
+    path = tmp_path / "summary.json"
+    RunSummary.build(RunTotals(), splits={"cold": 16, "warm": 9584}).write(path)
+    assert json.loads(path.read_text())["splits"] == {"cold": 16, "warm": 9584}
+    RunSummary.build(RunTotals()).write(path)
+    assert "splits" not in json.loads(path.read_text())
+
+
 def test_worst_layers_are_found_by_measure_and_role():
     rows = [
         layer("a", "grad_output", 50, 1, 1.0),
