@@ -61,7 +61,7 @@ class BitLinear(nn.Linear):
         split_states: of split operands, by role: directions from which the next factorisation starts.
         product_counts: how many products have run in what: `{"output": {"fp8": 3, "bf16": 1}, …}`.
         is_transposed: whether it stands for a transformers `Conv1D`, which keeps its weight as (in, out).
-        is_split: whether the weight is W_R + U·diag(S)·V, see `split_weight`.
+        is_split: whether the weight is W_R + U·diag(S)·V, see `split_parameters`.
         weight_decay_rules: which factors decay, for `optim.param_groups`.
 
     Raises:
