@@ -62,13 +62,11 @@ def draw(path: Path, losses: Curves, peer: str) -> None:
         plot(right, gaps, looks[label], label)
     right.axhline(0, color=PEER_COLOUR, linewidth=1)
     left.set(title="Loss", ylabel="cross entropy (nats per token)")
-    right.set(title=f"Gap to {peer}, paired by seed", ylabel=f"loss − loss of {peer} (nats per token)")
+    right.set(
+        title=f"Gap to {peer} (black), paired by seed", ylabel=f"loss − loss of {peer} (nats per token)"
+    )
     for axes in (left, right):
-        axes.set_xlabel(f"optimizer step (each value: mean over the last {window})")
-        axes.set_xlim(0, steps)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        leave_out_the_beginning(axes, steps)
+        finish(axes, steps, window)
     seeds = len(next(iter(arrays.values())))
     note = f"thin: {seeds} seeds, bold: their mean" if seeds > 1 else "one seed"
     handles, names = left.get_legend_handles_labels()
@@ -77,6 +75,17 @@ def draw(path: Path, losses: Curves, peer: str) -> None:
     )
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def finish(axes: Axes, steps: int, window: int) -> None:
+    """What both panels have: labels, grid, limits."""
+    values = "each step" if window == 1 else f"each value: mean over the last {window}"
+    axes.set_xlabel(f"optimizer step ({values})")
+    axes.set_xlim(0, steps)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if leave_out_the_beginning(axes, steps):
+        axes.set_title(f"{axes.get_title()}\ny axis cut: fits from step {int(BEGINNING * steps) + 1} on")
 
 
 def plot(axes: Axes, curves: dict[int, np.ndarray], look: tuple[str, str], label: str) -> None:
@@ -96,12 +105,25 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
     return np.concatenate([np.full(window - 1, np.nan), sums])
 
 
-def leave_out_the_beginning(axes: Axes, steps: int) -> None:
-    """Fit the y axis to what comes after the first steps, which would press all else flat."""
-    shown = [np.asarray(line.get_ydata(), dtype=float)[int(BEGINNING * steps) :] for line in axes.get_lines()]
-    values = np.concatenate([each for each in shown if len(each) > 0])
-    values = values[np.isfinite(values)]
-    if len(values):
-        low, high = float(values.min()), float(values.max())
-        margin = 0.05 * (high - low) or 0.01
-        axes.set_ylim(low - margin, high + margin)
+def leave_out_the_beginning(axes: Axes, steps: int) -> bool:
+    """Fit the y axis to what comes after the first steps, which would press all else flat.
+
+    Returns:
+        Whether something of those first steps lies outside.
+    """
+    lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()]
+    curves = [each for each in lines if len(each) == steps]  # the zero line has other lengths
+    shown = finite([each[int(BEGINNING * steps) :] for each in curves])
+    if not len(shown):
+        return False
+    low, high = float(shown.min()), float(shown.max())
+    margin = 0.05 * (high - low) or 0.01
+    axes.set_ylim(low - margin, high + margin)
+    values = finite(curves)
+    return bool((values < low - margin).any() or (values > high + margin).any())
+
+
+def finite(curves: list[np.ndarray]) -> np.ndarray:
+    """All values of curves that are finite, in one row."""
+    values = np.concatenate([*curves, np.empty(0)])
+    return values[np.isfinite(values)]

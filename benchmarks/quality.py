@@ -135,7 +135,7 @@ def main() -> None:
     print(f"{counts}, {steps} steps of {options.config.name}, {options.out}")
     execute([run for run in runs if not run.is_complete()], jobs=options.jobs)
     results = {label: {run.seed: run for run in runs if run.label == label} for label in recipes}
-    text = table(results, last=min(options.last, steps))
+    text = table(results, last=min(options.last, steps), steps=steps)
     print(text)
     (options.out / "table.txt").write_text(text + "\n")
     if draw is not None:
@@ -149,17 +149,38 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--recipe", action="append", help="a name, or a block as JSON (bf16 always runs)")
     parser.add_argument(
-        "--seed", action="append", type=positive, help="of weights and data; several, for errors"
+        "--recipe",
+        action="append",
+        help="a name, or a block as JSON; repeat the flag for several (default: all named ones; "
+        f"{PEER} always runs)",
+    )
+    parser.add_argument(
+        "--seed",
+        action="append",
+        type=positive,
+        help="of weights and data; repeat the flag for several, which errors need "
+        f"(default: {', '.join(map(str, SEEDS))})",
     )
     parser.add_argument("--steps", type=positive, help="of each run (default: as configured)")
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "gpt2_tiny_quality.json")
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the runs, table.txt and quality.png"
+        "--config",
+        type=Path,
+        default=ROOT / "configs" / "gpt2_tiny_quality.json",
+        help="DeepSpeed configuration of the runs (default: configs/gpt2_tiny_quality.json)",
     )
-    parser.add_argument("--last", type=positive, default=100, help="steps whose mean loss is compared")
-    parser.add_argument("--jobs", type=positive, default=2, help="runs at a time, of one thread each")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the runs, table.txt and quality.png; required"
+    )
+    parser.add_argument(
+        "--last",
+        type=positive,
+        default=100,
+        help="steps at the end whose mean loss is compared (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--jobs", type=positive, default=2, help="runs at a time, of one thread each (default: %(default)s)"
+    )
     parser.add_argument("--no-picture", action="store_true", help="table only, without matplotlib")
     options = parser.parse_args()
     options.parser, options.config, options.out = parser, options.config.resolve(), options.out.resolve()
@@ -228,7 +249,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def table(results: dict[str, dict[int, Run]], *, last: int) -> str:
+def table(results: dict[str, dict[int, Run]], *, last: int, steps: int) -> str:
     """Mean losses by recipe and seed, their gaps to bf16, and what is too close to tell apart."""
     finals = {
         label: {seed: final_loss(run, last) for seed, run in by_seed.items()}
@@ -239,7 +260,7 @@ def table(results: dict[str, dict[int, Run]], *, last: int) -> str:
     heading = "".join(f"seed {seed}".rjust(11) for seed in seeds)
     gap_title = f"gap to {PEER} ± deviation (error)".rjust(36)
     lines = [
-        f"\nmean loss of the last {last} steps",
+        f"\nmean loss of the last {last} steps" + ("" if last < steps else ": all, the start included"),
         "recipe".ljust(width) + heading + gap_title + "of the loss".rjust(13) + "tokens/s".rjust(10),
     ]
     peer = statistics.mean(finals[PEER].values())

@@ -90,6 +90,7 @@ def test_quality_pairs_recipes_with_bf16_by_seed_and_goes_on_where_it_was(tmp_pa
         assert len(rows) == 4
     # the same weights and batches: the first losses differ by rounding alone
     assert losses["bf16"][0] != losses["nvfp4"][0] == pytest.approx(losses["bf16"][0], rel=0.02)
+    assert "mean loss of the last 2 steps\n" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("nvfp4 ")]
     loss, gap = map(float, line.split()[1:3])
     assert loss == pytest.approx(statistics.mean(losses["nvfp4"][-2:]), abs=1e-4)
@@ -98,6 +99,10 @@ def test_quality_pairs_recipes_with_bf16_by_seed_and_goes_on_where_it_was(tmp_pa
     again = quality(*few, "--recipe", "nvfp4", out=out)
     assert "[1/" not in again.stdout
     assert again.stdout.partition("mean loss")[2] == done.stdout.partition("mean loss")[2] != ""
+    whole = quality(*few, "--last", "9", "--recipe", "nvfp4", out=out)
+    assert "mean loss of the last 4 steps: all, the start included\n" in whole.stdout
+    (line,) = [line for line in whole.stdout.splitlines() if line.startswith("nvfp4 ")]
+    assert float(line.split()[1]) == pytest.approx(statistics.mean(losses["nvfp4"]), abs=1e-4)
     other = quality(*few, "--steps", "5", "--recipe", "nvfp4", out=out)
     assert other.returncode == 1
     assert other.stderr.strip().endswith("bf16-seed-5 holds a run with other settings: choose another --out")
@@ -152,6 +157,14 @@ def test_quality_finds_mistakes_before_the_first_run(tmp_path, arguments, messag
     assert not list(tmp_path.glob("out/*-seed-*"))
 
 
+def test_quality_help_has_defaults_and_says_which_flags_repeat():
+    printed = " ".join(run("quality.py", "--help").split())
+    for default in ("all named ones; bf16 always runs", "1, 2, 3", "as configured", "100", "2"):
+        assert f"(default: {default})" in printed
+    assert "(default: configs/gpt2_tiny_quality.json)" in printed
+    assert printed.count("repeat the flag for several") == 2
+
+
 def test_a_gap_smaller_than_twice_its_error_is_marked(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from quality import Gap
@@ -180,3 +193,31 @@ def test_curves_are_drawn_from_smoothed_losses(monkeypatch, tmp_path):
     }
     draw(tmp_path / "quality.png", curves, "bf16")
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+
+
+def drawn(monkeypatch, tmp_path, losses):
+    """Both panels of the picture, as they are when it is closed."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import curves
+
+    figures = []
+    monkeypatch.setattr(curves.plt, "close", figures.append)
+    curves.draw(
+        tmp_path / "quality.png", {"bf16": {1: losses}, "nvfp4": {1: [x + 0.1 for x in losses]}}, "bf16"
+    )
+    return figures[0].axes
+
+
+def test_a_cut_axis_is_said_and_short_runs_are_not_called_means(monkeypatch, tmp_path):
+    left, right = drawn(monkeypatch, tmp_path, [10.0, 9.0, 4.0, *[3.0] * 17])
+    assert left.get_title() == "Loss\ny axis cut: fits from step 3 on"
+    assert left.get_ylim()[1] < 9
+    assert right.get_title() == "Gap to bf16 (black), paired by seed"
+    assert left.get_xlabel() == right.get_xlabel() == "optimizer step (each step)"
+
+
+def test_an_axis_that_holds_all_values_is_not_called_cut(monkeypatch, tmp_path):
+    left, _ = drawn(monkeypatch, tmp_path, [3.0, 4.0] * 20)
+    assert left.get_title() == "Loss"
+    assert left.get_xlabel() == "optimizer step (each value: mean over the last 2)"

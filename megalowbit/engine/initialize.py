@@ -56,6 +56,7 @@ def initialize(
     Args:
         model: fp32, or already in the configured precision; converted and cast in place.
         config: DeepSpeed configuration with a `"megalowbit"` block: a file, its content, or read already.
+            What it schedules is up to the caller, and a warning says so unless it was read already.
         optimizer: a torch optimizer over the model's parameters, instead of the configuration's.
         model_parameters: parameters or groups to train, used as they are; by default all, with weight decay
             as `weight_decay_groups` applies it: to matrices, and of split weights to `weight` and `split_s`.
@@ -83,6 +84,8 @@ def initialize(
     check_nested_blocks(parts, mpu)
     _check_arguments(model, parts.settings, optimizer, model_parameters, lr_scheduler)
     recipe = _convert_if_asked(model, parts.settings.recipe, seed)
+    if parts is not config:  # the pretraining loop, which keeps to schedules, has read it already
+        _warn_of_schedules(parts, recipe)
     _draw_own_numbers(model, mpu)
     if optimizer is not None:
         groups = optimizer.param_groups
@@ -199,6 +202,19 @@ def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | No
         if process_group.rank() == 0:
             logger.info("%s", report)
     return recipe
+
+
+def _warn_of_schedules(parts: DeepSpeedConfigParts, recipe: Any) -> None:
+    """Say what a loop of the user's own has to do itself, on one rank."""
+    if process_group.rank() != 0:
+        return
+    if parts.megalowbit.get("late_switch") is not None:
+        logger.warning(
+            "megalowbit.late_switch is acted on by launch/pretrain.py only: "
+            "call mlb.switch_precision(model) yourself"
+        )
+    if recipe is not None and recipe.parameter_split is not None:
+        logger.warning("recipe.parameter_split: call mlb.split_weights(engine) before the steps that are due")
 
 
 def _draw_own_numbers(model: torch.nn.Module, mpu: Any) -> None:

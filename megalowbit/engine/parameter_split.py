@@ -41,7 +41,7 @@ class WeightSplitReport:
     Attributes:
         ranks: layer → rank, in the model's order.
         is_projected: whether optimizer state was projected; otherwise it was reset.
-        lr_scale: what the first group's learning rate is multiplied by from now on; `None`: left alone.
+        lr_scale: what the first group's learning rate is multiplied by from now on; `None`: as before.
     """
 
     ranks: Mapping[str, int]
@@ -104,15 +104,18 @@ def split_weights(
     _split_all(layers, masters, optimizer.state, is_projected=is_projected, group=group)
     if isinstance(optimizer, MixedPrecisionOptimizer):
         optimizer.masters_have_changed()
+    is_rescaled = False  # a split after the first finds the rates scaled already
     if scales:
+        is_rescaled = optimizer.param_groups[0].get("lr_scale") != scales[0]
         for param_group, scale in zip(optimizer.param_groups, scales, strict=True):
             param_group["lr_scale"] = scale
     for layer in layers.values():
-        layer.is_split = True
+        layer.set_split(True)
         if layer.weight_slot is not None:
             layer.weight_slot.clear()
     ranks = {name: len(layer.split_s) for name, layer in layers.items()}
-    return WeightSplitReport(ranks=ranks, is_projected=is_projected, lr_scale=next(iter(scales), None))
+    lr_scale = scales[0] if is_rescaled else None
+    return WeightSplitReport(ranks=ranks, is_projected=is_projected, lr_scale=lr_scale)
 
 
 def _layers_to_split(model: nn.Module) -> dict[str, BitLinear]:

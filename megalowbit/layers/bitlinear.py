@@ -30,6 +30,7 @@ from megalowbit.layers.split_parameters import (
     add_split_parameters,
     check_split_parameters,
     half_of_a_split,
+    has_split_parameters,
     holds_split,
     split_output,
 )
@@ -61,7 +62,7 @@ class BitLinear(nn.Linear):
         split_states: of split operands, by role: directions from which the next factorisation starts.
         product_counts: how many products have run in what: `{"output": {"fp8": 3, "bf16": 1}, …}`.
         is_transposed: whether it stands for a transformers `Conv1D`, which keeps its weight as (in, out).
-        is_split: whether the weight is W_R + U·diag(S)·V, see `split_parameters`.
+        is_split: whether the weight is W_R + U·diag(S)·V, see `split_parameters`; set by `set_split`.
         weight_decay_rules: which factors decay, for `optim.param_groups`.
 
     Raises:
@@ -253,10 +254,21 @@ class BitLinear(nn.Linear):
     def reset_parameters(self) -> None:
         """A new random weight, whole: factors become zero."""
         super().reset_parameters()
-        for name in SPLIT_NAMES:
-            if name in self._parameters:
+        if has_split_parameters(self):
+            for name in SPLIT_NAMES:
                 nn.init.zeros_(getattr(self, name))
-        self.is_split = False
+            self.set_split(False)
+
+    def set_split(self, is_split: bool) -> None:
+        """Say whether the parameters are those of a split weight, once they have changed.
+
+        A split weight is multiplied as [W_R; V], so the gradients that come back are wider by the rank:
+        directions of the other width are forgotten, and the next factorisation is a cold one.
+        """
+        self.is_split = is_split
+        width = self.out_features + (len(self.split_s) if is_split else 0)
+        if "grad_output" in self.split_states:
+            self.split_states["grad_output"].keep_only_width(width)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         half = half_of_a_split(self, state_dict, prefix)
@@ -265,7 +277,7 @@ class BitLinear(nn.Linear):
             return
         add_missing_factors(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self.is_split = holds_split(self)
+        self.set_split(holds_split(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a copied or unpickled state; handle and weight cache are those of the original."""
@@ -273,8 +285,9 @@ class BitLinear(nn.Linear):
         self.weight_slot, self._handle = None, register(self)
 
     def extra_repr(self) -> str:
-        """Sizes as `nn.Linear` prints them, and the recipe's name."""
-        return f"{super().extra_repr()}, recipe={self.recipe.name!r}"
+        """Sizes as `nn.Linear` prints them, the recipe's name, and the rank where the weight is split."""
+        split = f", split at rank {self.split_s.numel()}" if self.is_split else ""
+        return f"{super().extra_repr()}, recipe={self.recipe.name!r}{split}"
 
 
 def _check_size(name: str, size: int) -> None:

@@ -9,6 +9,8 @@ loss would and costs no graph. The second term peaks at |W| = √(ε/3) with 0.6
 The cap bounds an element, not their norm: a 768 × 3072 weight of deviation 0.02 has a norm of 220 with
 λ = 1e-4 and ε = 1e-8 (1.7 % capped), by which clipping then shrinks the loss's gradient too. With ε near the
 square of a small weight, 1e-5 … 1e-4 here, it is 0.5 … 0.02 and nothing is capped.
+A weight split into parameters is regularised whole, since 1/(W² + ε) would punish its small residual; the
+capped gradient goes to the four parts by the chain rule.
 Not covered: numel of a whole weight where tensor parallelism holds a shard of it.
 Source: the Metis repository, which has (W + 1e-6)^-2 with a pole at W = -1e-6.
 """
@@ -21,17 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from megalowbit.errors import UserError
+from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.settings import RegularizerSettings
+from megalowbit.layers.split_parameters import SPLIT_NAMES, has_split_parameters, parts_of
 from megalowbit.layers.surgery import bit_layers
+from megalowbit.spectral.weight_split import WeightParts, first_moments, whole_weight
 
-CHUNK = 2**22  # elements in fp32 at a time: 16 MiB each for W, its square and its gradient
+CHUNK = 2**22  # elements in fp32 at a time: 16 MiB each for W, its square and its gradient; more where split
 
 
 class DualRangeRegularizer:
     """Adds the gradient of the regulariser to that of the loss.
 
     It holds layers and not parameters: what a layer has is looked up at each step. All their trainable
-    parameters of two and more axes are regularised, except the factors of a split that has not happened yet.
+    parameters of two and more axes are regularised; a split weight is one of them, in four parts, of which
+    those that are trained get a gradient.
 
     Args:
         layers: by name, as from `megalowbit.bit_layers`; any modules will do.
@@ -48,7 +54,7 @@ class DualRangeRegularizer:
         self.layers = dict(layers)
         self.settings = settings
         self.value: Tensor | None = None
-        if next(self._weights(), None) is None:
+        if next(self._weights(), None) is None and next(self._split_layers(), None) is None:
             raise UserError(
                 f"megalowbit.regularizer.strength = {settings.strength} but no low-bit layer is trained: "
                 "set it to 0, or use a recipe that quantises"
@@ -64,36 +70,71 @@ class DualRangeRegularizer:
         Returns:
             R itself, without S: 0-dim float64 on the weights' device.
         """
-        self.value = None
-        for weight in self._weights():
-            value = self._add_gradient(weight, _gradient_of(weight), loss_scale)
-            self.value = value if self.value is None else self.value + value.to(self.value.device)
-        assert self.value is not None  # the constructor has seen a weight, and weights do not go
+        values = [self._add_gradient(weight, _gradient_of(weight), loss_scale) for weight in self._weights()]
+        values += [self._add_to_parts(parts, loss_scale) for parts in self._split_layers()]
+        self.value = values[0]  # the constructor has seen a weight, and weights do not go
+        for value in values[1:]:
+            self.value = self.value + value.to(self.value.device)
         return self.value
 
     def _add_gradient(self, weight: Tensor, gradient: Tensor, loss_scale: float) -> Tensor:
         """One weight's share; chunks go by rows, so that strided weights and gradients work too."""
-        settings, share = self.settings, self.settings.strength / weight.numel()
-        rows = max(1, CHUNK * len(weight) // weight.numel())
+        rows, share = _rows_at_a_time(weight), self.settings.strength / weight.numel()
         total = torch.zeros((), dtype=torch.float64, device=weight.device)
         for part, target in zip(weight.split(rows), gradient.split(rows), strict=True):
-            values = part.float()
-            square = values.square()
-            total += settings.alpha1 * square.sum(dtype=torch.float64)
-            inverse = square.add_(settings.epsilon).reciprocal_()
-            total += settings.alpha2 * inverse.sum(dtype=torch.float64)
-            slope = inverse.square_().mul_(-2 * settings.alpha2).add_(2 * settings.alpha1)
-            added = slope.mul_(values).mul_(share).clamp_(-settings.max_gradient, settings.max_gradient)
-            target.add_(added, alpha=loss_scale)
-        return total * share
+            value, slope = self._value_and_slope(part.float(), share)
+            target.add_(slope, alpha=loss_scale)
+            total += value
+        return total
+
+    def _add_to_parts(self, parts: WeightParts, loss_scale: float) -> Tensor:
+        """One split weight's share. Rows of W need W_R and U of those rows only, so chunks go by rows too."""
+        rows, share = _rows_at_a_time(parts.residual), self.settings.strength / parts.residual.numel()
+        residual, u, s, v = (_gradient_of(part) if part.requires_grad else None for part in parts)
+        total = torch.zeros((), dtype=torch.float64, device=parts.residual.device)
+        for start in range(0, len(parts.residual), rows):
+            here = slice(start, start + rows)
+            chunk = parts._replace(residual=parts.residual[here], u=parts.u[here])
+            value, slope = self._value_and_slope(whole_weight(chunk).float(), share)
+            of_factors = first_moments(slope, chunk)
+            for target, added in (
+                (None if residual is None else residual[here], slope),
+                (None if u is None else u[here], of_factors.u),
+                (s, of_factors.s),
+                (v, of_factors.v),
+            ):
+                if target is not None:
+                    target.add_(added, alpha=loss_scale)
+            total += value
+        return total
+
+    def _value_and_slope(self, values: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """R of some weights in fp32, 0-dim float64, and its capped gradient; `share` is λ/numel."""
+        settings = self.settings
+        square = values.square()
+        value = settings.alpha1 * square.sum(dtype=torch.float64)
+        inverse = square.add_(settings.epsilon).reciprocal_()
+        value += settings.alpha2 * inverse.sum(dtype=torch.float64)
+        slope = inverse.square_().mul_(-2 * settings.alpha2).add_(2 * settings.alpha1).mul_(values)
+        return value * share, slope.mul_(share).clamp_(-settings.max_gradient, settings.max_gradient)
 
     def _weights(self) -> Iterator[nn.Parameter]:
+        """Weights that are one parameter."""
         for layer in self.layers.values():
-            is_split = getattr(layer, "is_split", True)
+            # Factors are no weights; those of a split that has not happened yet are zeros.
+            in_parts = ("weight", *SPLIT_NAMES) if _is_split(layer) else SPLIT_NAMES
             for name, parameter in layer.named_parameters(recurse=False):
-                is_unused = name.startswith("split_") and not is_split
-                if parameter.requires_grad and parameter.ndim >= 2 and parameter.numel() and not is_unused:
+                is_whole = name not in in_parts
+                if parameter.requires_grad and parameter.ndim >= 2 and parameter.numel() and is_whole:
                     yield parameter
+
+    def _split_layers(self) -> Iterator[WeightParts]:
+        """Weights in four parts, of which one at least is trained."""
+        for layer in self.layers.values():
+            if isinstance(layer, BitLinear) and _is_split(layer) and layer.weight.numel():
+                parts = WeightParts(*parts_of(layer))
+                if any(part.requires_grad for part in parts):
+                    yield parts
 
 
 def build_regularizer(
@@ -116,7 +157,15 @@ def build_regularizer(
     return DualRangeRegularizer(layers, settings)
 
 
-def _gradient_of(weight: nn.Parameter) -> Tensor:
+def _is_split(layer: nn.Module) -> bool:
+    return isinstance(layer, BitLinear) and layer.is_split and has_split_parameters(layer)
+
+
+def _rows_at_a_time(weight: Tensor) -> int:
+    return max(1, CHUNK * len(weight) // weight.numel())
+
+
+def _gradient_of(weight: Tensor) -> Tensor:
     """Where the weight's gradient adds up; made of zeros if the loss has given it none."""
     gradient = getattr(weight, "main_grad", None)
     if gradient is not None:

@@ -4,7 +4,7 @@ Directions of inputs and output gradients are those of a rank's own data, so eve
 of weights are alike on all ranks and have to stay so: ranks that quantised one weight from different
 directions would multiply by different matrices. They are saved once, and every rank goes on from them, also
 one that was not there. A state of another recipe or another model does no harm: what does not fit starts
-cold, and is counted.
+cold, and is counted. Counts go along, so that they cover a run that was resumed.
 """
 
 from __future__ import annotations

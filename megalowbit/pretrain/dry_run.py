@@ -7,6 +7,7 @@ is written or downloaded: no run folder, no cache, no data set.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +17,9 @@ from megalowbit.data.corpus import is_on_hub, open_corpus
 from megalowbit.data.tokenize import build_tokenizer
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits
+from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.precision_switch import switched
+from megalowbit.layers.recipe import SPLIT_FIELDS
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import bit_layers, convert
 from megalowbit.pretrain.config import PretrainConfig
@@ -45,6 +48,7 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
         model = build_model(settings.model, seed=settings.run.seed)
         report = convert(model, recipe)
         check_nothing_missed(model.config, report)
+        layers = [str(report), *split_ranks(bit_layers(model).values())]
         total = sum(parameter.numel() for parameter in model.parameters())
         swapped = sum(
             parameter.numel()
@@ -69,7 +73,7 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
     tokens = config.parts.deepspeed["train_batch_size"] * settings.data.sequence_length
     sections = {
         "configuration": json.dumps(config.to_dict(), indent=2),
-        "layers": str(report),
+        "layers": "\n".join(layers),
         "products": why_not(recipe, this_device()) or f"{recipe.gemm} on {this_device()}",
         "parameters": f"{total:,}, of which {swapped:,} ({swapped / total:.1%}) in low-bit layers",
         "data": f"{corpus}; {tokens:,} tokens a step on {world_size} process(es), "
@@ -82,3 +86,20 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
         saved = estimate(recipe=later).saved_for_backward  # all else stays as it was
         sections["memory after the late switch (estimate)"] = str(replace(memory, saved_for_backward=saved))
     return "\n\n".join(f"== {title}\n{text}" for title, text in sections.items())
+
+
+def split_ranks(layers: Collection[BitLinear]) -> list[str]:
+    """The rank that each split has, as a range over the layers, a line for each split of their recipes."""
+    lines = []
+    for field in SPLIT_FIELDS:
+        ranks = sorted(
+            (split.rank_of(*layer.sizes), *layer.sizes)
+            for layer in layers
+            if (split := getattr(layer.recipe, field)) is not None
+        )
+        if not ranks:
+            continue
+        least, most = (f"{rank} ({inputs}→{outputs})" for rank, inputs, outputs in (ranks[0], ranks[-1]))
+        is_one = ranks[0][0] == ranks[-1][0]
+        lines.append(f"{field}: rank " + (f"{ranks[0][0]} in all layers" if is_one else f"{least} … {most}"))
+    return lines

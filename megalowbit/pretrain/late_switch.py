@@ -100,6 +100,21 @@ class LateSwitch:
         """For the records of a step: whether it was trained after the switch."""
         return {"precision_switched": int(self.is_switched)}
 
+    def summary(self) -> dict[str, Any] | None:
+        """For the summary of a run: the switch and the mean losses around it; `None` before it.
+
+        Returns:
+            `step`, `scope`, `loss_before` and `loss_after`; a loss is `None` where no step's is known.
+        """
+        if not self.is_switched:
+            return None
+        return {
+            "step": self.step,
+            "scope": self._scope,
+            "loss_before": _mean(_finite(self._before)),
+            "loss_after": _mean(_finite(self._since)),
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """The losses around the switch."""
         return {"before": list(self._before), "since": list(self._since)}
@@ -127,8 +142,17 @@ def check_switchable(settings: LateSwitchSettings | None, recipe: Recipe) -> Non
 
 
 def _mean_loss(losses: list[float | None]) -> str:
-    finite = [loss for loss in losses if loss is not None]
-    if not finite:
+    finite = _finite(losses)
+    mean = _mean(finite)
+    if mean is None:
         return "no loss known of the steps"
     steps = f"the {len(finite)} steps" if len(finite) > 1 else "the step"
-    return f"mean loss {sum(finite) / len(finite):.4f} over {steps}"
+    return f"mean loss {mean:.4f} over {steps}"
+
+
+def _finite(losses: list[float | None]) -> list[float]:
+    return [loss for loss in losses if loss is not None]
+
+
+def _mean(losses: list[float]) -> float | None:
+    return sum(losses) / len(losses) if losses else None

@@ -92,7 +92,7 @@ def train(job: Job, recorder: Recorder) -> None:
             recorder.tell(job.late_switch.before_step(job.step))
         split = job.split_weights()
         if split is not None:
-            recorder.tell(f"step {job.step}: {split}")
+            recorder.tell(f"before step {job.step + 1}: {split}")
         facts, is_skipped = train_step(job)
         if job.recipe.parameter_split is not None:
             facts = {**facts, "weights_split": len(split.ranks) if split is not None else 0}

@@ -1,8 +1,7 @@
 """All records of a run behind one object: console, metrics, layer table, summary.
 
 The loop tells it what happened; it knows which file that belongs to and which process writes. Records by
-layer need an all-reduce, so their calls are for every rank. Counts of splits are the main process's own,
-since it started.
+layer need an all-reduce, so their calls are for every rank. Counts of splits are the main process's own.
 """
 
 from __future__ import annotations
@@ -105,6 +104,7 @@ class Recorder:
             overflow=job.tracker.run if job.tracker is not None else None,
             layers=job.tracker.reduce_layers() if job.tracker is not None else (),
             splits=splits,
+            late_switch=job.late_switch.summary() if job.late_switch is not None else None,
         )
         self._sinks.close(summary=summary.facts())
         if self._is_main:

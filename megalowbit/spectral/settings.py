@@ -47,7 +47,8 @@ class OperandSplit:
         method: how factors are found: "qb" (warm-started, Cholesky QR), "power" (warm-started, Householder
             QR, `niter` steps a time), "svd_lowrank" (randomised, `niter` power steps), "svd" (exact),
             "sampled" (from a few rows), "random" (random projection), or "mean" (the mean row alone).
-        rank: a whole number ≥ 1, or a fraction of the smaller of the layer's two sizes, below 1.
+        rank: a whole number ≥ 1, or a fraction of the smaller of the layer's two sizes,
+            above 0 and up to 1.0, all of it.
         niter: power steps; for "qb" those of a cold start.
         power_every: "qb": one further power step at every so many refreshes; 0: never.
         sample_fraction: "sampled": share of the rows looked at.
@@ -208,11 +209,11 @@ def check_rank(rank: object) -> None:
         UserError: see above.
     """
     is_count = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
-    is_fraction = isinstance(rank, float) and 0 < rank < 1
+    is_fraction = isinstance(rank, float) and 0 < rank <= 1
     if not is_count and not is_fraction:
         raise UserError(
             f"split rank = {shown(rank)}: expected a whole number ≥ 1, or a fraction of the layer's smaller "
-            "size between 0 and 1"
+            "size above 0 and up to 1.0"
         )
 
 

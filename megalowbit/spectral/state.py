@@ -76,7 +76,7 @@ class SplitState:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often, since this object was made.
+        """How often, since this object was made; what a loaded state had counted is included.
 
         "cold" and "warm" factorisations (without and with directions to start from), "reused" ones,
         "qr_fallback"s (Cholesky factors that failed), "misfit"s (what was kept did not fit this matrix, so
@@ -97,6 +97,12 @@ class SplitState:
         """Set what remains after a use that is no replay."""
         self._current = kept
 
+    def keep_only_width(self, cols: int) -> None:
+        """Forget directions of another number of columns: matrices have `cols` from now on. Counts stay."""
+        kept = self._current.directions
+        if kept is not None and kept.shape[1] != cols:
+            self._current, self._previous, self._step = Kept(), Kept(), None
+
     def count(self, what: str, number: int | Tensor = 1) -> None:
         """Count; a tensor stays on its device until `counts` is asked for."""
         if isinstance(number, int):
@@ -113,9 +119,9 @@ class SplitState:
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next micro-batch starts from: tensors on the CPU and whole numbers; no counts."""
+        """What the next micro-batch starts from, and counts: tensors on the CPU and whole numbers."""
         kept = self._current
-        state: dict[str, Any] = {"refreshes": kept.refreshes}
+        state: dict[str, Any] = {"refreshes": kept.refreshes, "counts": self.counts}
         if kept.refreshed_at is not None:
             state["refreshed_at"] = kept.refreshed_at
         if kept.directions is not None:
@@ -128,7 +134,7 @@ class SplitState:
         """Continue where `state_dict` was taken.
 
         What does not fit the next matrix (another rank, width or dtype) is not used, and counted ("misfit").
-        Without a `refreshed_at`, the next use factors anew.
+        Without a `refreshed_at`, the next use factors anew; without counts they start at 0.
 
         Raises:
             UserError: not such a mapping.
@@ -139,6 +145,12 @@ class SplitState:
             state.get("directions"), factors, state["refreshes"], state.get("refreshed_at")
         )
         self._step = None
+        self._counts = {**dict.fromkeys(_COUNTED, 0), **state.get("counts", {})}
+        self._device_fallbacks = None
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 def _check(state: object) -> None:
@@ -148,10 +160,15 @@ def _check(state: object) -> None:
     for name in ("refreshes", "refreshed_at"):
         number = state.get(name)
         is_absent = name == "refreshed_at" and name not in state
-        if not is_absent and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+        if not is_absent and not _is_whole(number):
             raise UserError(f"split state has {name} = {shown(number)}: expected a whole number, {remedy}")
+    counts = state.get("counts", {})
+    if not isinstance(counts, Mapping) or not all(
+        name in _COUNTED and _is_whole(number) for name, number in counts.items()
+    ):
+        raise UserError(f"split state has counts = {shown(counts)}: expected whole numbers by kind, {remedy}")
     dimensions = {"directions": 2, "left": 2, "values": 1, "right": 2}
-    unknown = [key for key in state if key not in ("refreshes", "refreshed_at", *dimensions)]
+    unknown = [key for key in state if key not in ("refreshes", "refreshed_at", "counts", *dimensions)]
     if unknown:
         raise UserError(f"split state has an unknown key {shown(unknown[0])}: {remedy}")
     given = [name for name in _FACTORS if name in state]

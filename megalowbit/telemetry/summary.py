@@ -87,6 +87,7 @@ class RunSummary:
         overflow: output gradients over the whole run; `None` where nothing was tracked.
         worst: the worst layer per role and measure, output gradients first.
         splits: how often factors of split operands were found in which way, if any were split.
+        late_switch: when layers went on in high precision and the losses around it, if they did.
     """
 
     totals: RunTotals
@@ -94,6 +95,7 @@ class RunSummary:
     overflow: OverflowTotals | None = None
     worst: tuple[WorstLayer, ...] = ()
     splits: Mapping[str, int] | None = None
+    late_switch: Mapping[str, Any] | None = None
 
     @classmethod
     def build(
@@ -104,6 +106,7 @@ class RunSummary:
         overflow: OverflowTotals | None = None,
         layers: Sequence[LayerOverflow] = (),
         splits: Mapping[str, int] | None = None,
+        late_switch: Mapping[str, Any] | None = None,
     ) -> RunSummary:
         """Summarise a run; `layers` as `GradientOverflowTracker.reduce_layers` returns them."""
         return cls(
@@ -112,6 +115,7 @@ class RunSummary:
             overflow=overflow,
             worst=worst_layers(layers),
             splits=splits,
+            late_switch=late_switch,
         )
 
     def facts(self) -> dict[str, Fact]:
@@ -135,6 +139,8 @@ class RunSummary:
         record = json_ready(self.facts()) | {"worst_layers": [json_ready(asdict(row)) for row in self.worst]}
         if self.splits:
             record["splits"] = dict(self.splits)
+        if self.late_switch is not None:
+            record["late_switch"] = dict(self.late_switch)
         with atomic_file(path) as file:
             json.dump(record, file, indent=2, allow_nan=False)
             file.write("\n")

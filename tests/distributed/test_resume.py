@@ -48,7 +48,7 @@ def test_every_rank_gets_back_the_split_directions_of_its_own_data(whole, resume
     assert whole[0]["directions"] != whole[1]["directions"]
     assert [rank["directions"] for rank in resumed] == [rank["directions"] for rank in whole]
     assert [rank["splits"]["cold"] for rank in whole] == [6, 6]  # two layers, three operands each
-    assert [rank["splits"]["cold"] for rank in resumed] == [0, 0]
+    assert [rank["splits"] for rank in resumed] == [rank["splits"] for rank in whole]
 
 
 def test_client_state_comes_back_on_every_rank(resumed):
@@ -90,4 +90,8 @@ def test_weights_go_on_from_the_same_directions_on_a_new_rank_too(resumed_by_thr
     results, _ = resumed_by_three
     first, second, new = [rank["weight_directions"] for rank in results]
     assert first == second == new
-    assert [rank["splits"]["cold"] for rank in results] == [0, 0, 4]  # its own inputs and output gradients
+    assert [rank["splits"]["cold"] for rank in results] == [6, 6, 6]
+    ways = [rank["splits"] for rank in results]
+    assert (
+        ways[2]["warm"] + ways[2]["reused"] < ways[0]["warm"] + ways[0]["reused"]
+    )  # not there from the start

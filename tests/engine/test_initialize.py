@@ -6,7 +6,7 @@ import torch
 
 from megalowbit.engine.config import read_deepspeed_config
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
-from megalowbit.engine.initialize import _draw_own_numbers, check_quantised, initialize
+from megalowbit.engine.initialize import _draw_own_numbers, _warn_of_schedules, check_quantised, initialize
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import recipe
 from megalowbit.layers.surgery import bit_layers, convert, random_stream
@@ -194,6 +194,53 @@ def test_a_recipe_that_quantises_converts_the_model_and_it_trains():
         engine.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+SCHEDULED = {
+    "late_switch": {"late_switch": {"at": 0.9}},
+    "parameter_split": {"recipe": {"base": "nvfp4", "parameter_split": {"rank": 2}}},
+}
+WARNINGS = {
+    "late_switch": "megalowbit.late_switch is acted on by launch/pretrain.py only: "
+    "call mlb.switch_precision(model) yourself",
+    "parameter_split": "recipe.parameter_split: call mlb.split_weights(engine) before the steps that are due",
+}
+
+
+def warnings_of(caplog, settings):
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    caplog.clear()
+    initialize(model=net, config=settings)
+    return [each.getMessage() for each in caplog.records if each.name == "megalowbit.engine.initialize"]
+
+
+@pytest.mark.parametrize("names", [(), ("late_switch",), ("parameter_split",), tuple(SCHEDULED)])
+def test_a_schedule_that_a_loop_of_ones_own_must_keep_is_said_once(caplog, tmp_path, names):
+    settings = quantised("nvfp4")
+    for name in names:
+        settings["megalowbit"].update(SCHEDULED[name])
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    with caplog.at_level(logging.WARNING):
+        for given in (settings, tmp_path / "ds.json"):
+            assert warnings_of(caplog, given) == [WARNINGS[name] for name in names]
+        assert warnings_of(caplog, read_deepspeed_config(settings)) == []
+
+
+def test_a_schedule_that_is_set_to_null_is_not_warned_of(caplog):
+    settings = quantised({"base": "nvfp4", "parameter_split": None})
+    settings["megalowbit"]["late_switch"] = None
+    with caplog.at_level(logging.WARNING):
+        assert warnings_of(caplog, settings) == []
+
+
+def test_ranks_after_the_first_leave_the_warning_of_schedules_to_it(caplog, monkeypatch):
+    parts = read_deepspeed_config(quantised("nvfp4"))
+    parts.megalowbit.update(SCHEDULED["late_switch"])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *group: 1)
+    with caplog.at_level(logging.WARNING):
+        _warn_of_schedules(parts, recipe("nvfp4"))
+    assert caplog.records == []
 
 
 def test_a_converted_model_is_left_as_it_is():

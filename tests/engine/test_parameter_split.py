@@ -205,7 +205,7 @@ def test_merged_lr_scales_every_group_to_it_at_the_peak():
     assert optimizer.param_groups[0]["lr_scale"] == pytest.approx(0.4)
     assert optimizer.param_groups[0]["lr"] == LR
     assert "learning rate times 0.4" in str(report)
-    split_weights(model, optimizer)
+    assert split_weights(model, optimizer).lr_scale is None  # said once, in force from then on
     assert optimizer.param_groups[0]["lr_scale"] == pytest.approx(0.4)
 
 

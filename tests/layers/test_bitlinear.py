@@ -71,6 +71,13 @@ def test_repr_names_the_recipe():
     assert "in_features=16, out_features=8, bias=False, recipe='nvfp4'" in repr(BitLinear(16, 8, bias=False))
 
 
+def test_repr_has_the_rank_of_a_weight_that_is_split():
+    layer = BitLinear(16, 8, recipe={"base": "nvfp4", "parameter_split": {"rank": 3}})
+    assert "split at rank" not in repr(layer)
+    layer.is_split = True
+    assert "split at rank 3)" in repr(layer)
+
+
 def test_the_same_step_gives_the_same_bits_and_another_step_others():
     layer, x = layer_and_input()
     first = grads_of(layer, x)

@@ -115,6 +115,29 @@ def test_what_a_recipe_does_beyond_its_quantisers_is_printed():
 
 
 @pytest.mark.parametrize(
+    ("field", "block", "expected"),
+    [
+        ("split_input", {"method": "mean"}, "split_input (method mean)"),
+        ("split_input", {"method": "mean", "broadcast_dim": 0}, "split_input (method mean, broadcast_dim 0)"),
+        ("split_grad_output", {}, "split_grad_output (rank 0.015)"),
+        ("split_grad_output", {"method": "svd", "rank": 1.0}, "split_grad_output (method svd, rank 1.0)"),
+        (
+            "parameter_split",
+            {},
+            "parameter_split (rank 0.015, warmup_steps 0, merge_steps 0, optimizer_state project)",
+        ),
+        (
+            "parameter_split",
+            {"rank": 4, "merge_steps": 7, "merged_lr": 0.5},
+            "parameter_split (rank 4, warmup_steps 0, merge_steps 7, optimizer_state project, merged_lr 0.5)",
+        ),
+    ],
+)
+def test_a_split_is_printed_with_what_it_reads(field, block, expected):
+    assert f"; {expected})" in str(recipe({"base": "nvfp4", field: block}))
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (

@@ -5,13 +5,17 @@ import math
 import pytest
 import torch
 
+from megalowbit.engine.parameter_split import split_weights
 from megalowbit.errors import UserError
 from megalowbit.layers import regularizer as module
+from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.regularizer import DualRangeRegularizer, build_regularizer
 from megalowbit.layers.settings import RegularizerSettings
+from megalowbit.layers.split_parameters import parts_of
 from megalowbit.layers.surgery import bit_layers, convert
 from megalowbit.optim.grad_scaler import ConstantGradScaler
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megalowbit.spectral.weight_split import weight_parts
 
 SETTINGS = RegularizerSettings(strength=0.3, alpha1=0.7, alpha2=2e-5, epsilon=1e-3, max_gradient=1e9)
 
@@ -91,18 +95,91 @@ def test_a_strided_weight_gets_the_same_gradient():
     close(one.weight.grad, reference([one.weight], SETTINGS)[1][0])
 
 
-def test_factors_of_a_split_count_once_it_has_happened():
-    one = layer()
-    one.split_u = torch.nn.Parameter(torch.full((12, 2), 0.1))
-    one.is_split = False
-    regularizer = DualRangeRegularizer({"": one}, SETTINGS)
+def splittable(is_split=True, dtype=torch.float32):
+    """A 12 × 7 layer with factors of rank 2; split: those of its weight, moved a little as by training."""
+    torch.manual_seed(0)
+    one = BitLinear(7, 12, recipe={"base": "nvfp4", "parameter_split": {"rank": 2}}, dtype=dtype)
+    if is_split:
+        with torch.no_grad():
+            for parameter, part in zip(parts_of(one), weight_parts(one.weight.float(), 2), strict=True):
+                parameter.copy_(part + 0.01 * torch.randn(part.shape))
+        one.set_split(True)
+    return one
+
+
+def split_reference(one, settings, cap=None):
+    """R of W_R + U·diag(S)·V and the gradients of the four, by autograd in float64."""
+    copies = [part.detach().double().requires_grad_() for part in parts_of(one)]
+    residual, u, s, v = copies
+    whole = residual + u @ torch.diag(s) @ v
+    value, (slope,) = reference([whole], settings)
+    whole.backward(slope if cap is None else slope.clamp(-cap, cap))
+    return value, [copy.grad for copy in copies]
+
+
+@pytest.mark.parametrize("chunk", [2**22, 20, 1])
+@pytest.mark.parametrize("place", ["grad", "main_grad"])
+def test_a_split_weight_is_regularised_whole_through_its_four_parts(chunk, place, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    one = splittable(dtype=torch.bfloat16 if place == "main_grad" else torch.float32)
+    for part in parts_of(one):
+        setattr(part, place, torch.ones(part.shape))
+    found = DualRangeRegularizer({"": one}, SETTINGS).add_gradients(loss_scale=64.0)
+    value, gradients = split_reference(one, SETTINGS)
+    assert found.item() == pytest.approx(value, rel=1e-6)
+    for part, expected in zip(parts_of(one), gradients, strict=True):
+        close((getattr(part, place) - 1) / 64, expected)
+        assert (part.grad is None) == (place == "main_grad")
+    assert one.bias.grad is None
+
+
+def test_the_gradient_of_a_split_weight_is_capped_before_it_goes_to_the_parts():
+    one = splittable()
+    cap = float(split_reference(one, SETTINGS)[1][0].abs().median())
+    settings = SETTINGS.model_copy(update={"max_gradient": cap})
+    DualRangeRegularizer({"": one}, settings).add_gradients()
+    for part, expected in zip(parts_of(one), split_reference(one, settings, cap)[1], strict=True):
+        close(part.grad, expected)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "split_u", "split_s", "split_v"])
+def test_frozen_parts_of_a_split_weight_get_no_gradient(frozen):
+    one = splittable()
+    getattr(one, frozen).requires_grad_(False)
+    found = DualRangeRegularizer({"": one}, SETTINGS).add_gradients()
+    value, gradients = split_reference(one, SETTINGS)
+    assert found.item() == pytest.approx(value, rel=1e-6)
+    for part, expected in zip(parts_of(one), gradients, strict=True):
+        if part is getattr(one, frozen):
+            assert part.grad is None
+        else:
+            close(part.grad, expected)
+
+
+def test_factors_of_a_split_that_has_not_happened_are_left_alone():
+    one = splittable(is_split=False)
+    found = DualRangeRegularizer({"": one}, SETTINGS).add_gradients()
+    value, (expected,) = reference([one.weight], SETTINGS)
+    assert found.item() == pytest.approx(value, rel=1e-6)
+    close(one.weight.grad, expected)
+    assert all(part.grad is None for part in parts_of(one)[1:])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_a_split_leaves_the_value_as_it_is(dtype, tolerance):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(48, 64, dtype=dtype))
+    with torch.no_grad():
+        model[0].weight.normal_(std=0.02)
+    convert(model, {"base": "nvfp4", "parameter_split": {"rank": 8}})
+    settings = RegularizerSettings(strength=1e-4, epsilon=1e-5)
+    regularizer = DualRangeRegularizer(bit_layers(model), settings)
     before = regularizer.add_gradients().item()
-    assert one.split_u.grad is None
-    assert before == pytest.approx(reference([one.weight], SETTINGS)[0], rel=1e-6)
-    one.is_split = True
-    assert regularizer.add_gradients().item() == pytest.approx(
-        reference([one.weight, one.split_u], SETTINGS)[0], rel=1e-6
-    )
+    model.zero_grad()
+    split_weights(model, torch.optim.AdamW(model.parameters()))
+    residual_alone = reference([bit_layers(model)["0"].weight], settings)[0]
+    assert residual_alone > 1.2 * before
+    assert regularizer.add_gradients().item() == pytest.approx(before, rel=tolerance)
 
 
 def test_a_weight_that_is_no_number_shows_in_gradient_and_value():

@@ -38,7 +38,7 @@ def train(model, steps):
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
         model.zero_grad()
         model(x).square().sum().backward()
-        gradients += [parameter.grad.clone() for parameter in model.parameters()]
+        gradients += [each.grad.clone() for each in model.parameters() if each.grad is not None]
     return gradients
 
 
@@ -49,6 +49,7 @@ def test_a_model_with_its_states_back_goes_on_bit_for_bit():
     again.load_state_dict(model.state_dict())
     random_stream(again).load_state_dict(random_stream(model).state_dict())
     load_split_state_dict(again, split_state_dict(model))
+    assert split_counts(again) == split_counts(model)
     assert all(map(torch.equal, train(again, 3), train(model, 3)))
 
 
@@ -124,9 +125,10 @@ def test_weights_go_on_alike_on_a_rank_that_was_not_there():
     for one, other in zip(bit_layers(old).values(), bit_layers(new).values(), strict=True):
         weights = [layer.split_states["weight"].state_dict() for layer in (one, other)]
         assert torch.equal(weights[0]["directions"], weights[1]["directions"])
-        assert one.split_states["weight"].counts["cold"] == 0
-        assert one.split_states["input"].counts["cold"] == 0
-        assert other.split_states["input"].counts["cold"] == 1
+        counts = [layer.split_states["weight"].counts for layer in (one, other)]
+        assert [(each["cold"], each["warm"]) for each in counts] == [(1, 3), (1, 3)]
+        counts = [layer.split_states["input"].counts for layer in (one, other)]
+        assert [(each["cold"], each["warm"]) for each in counts] == [(1, 3), (1, 0)]
     with pytest.raises(UserError, match="no layer of this model"):
         load_split_state_dict(new, own, SHARED_ROLES)
 
@@ -141,6 +143,24 @@ def test_loading_states_of_some_operands_leaves_others_alone():
     for name, states in before.items():
         for role, state in states.items():
             assert torch.equal(state["directions"], after[name][role]["directions"])
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_output_gradients_start_cold_where_loading_makes_them_wider_or_narrower(is_split):
+    block = {**RECIPE, "split_weight": None, "parameter_split": {"rank": 2}}
+    model, other = converted(block), converted(block)
+    for layer in bit_layers(model if not is_split else other).values():
+        for name in ("split_u", "split_s", "split_v"):
+            torch.nn.init.ones_(getattr(layer, name))
+        layer.set_split(True)
+    train(model, 2)
+    model.load_state_dict(other.state_dict())
+    assert {layer.is_split for layer in bit_layers(model).values()} == {is_split}
+    train(model, 2)
+    for layer in bit_layers(model).values():
+        counts = {role: state.counts for role, state in layer.split_states.items()}
+        assert [counts[role]["cold"] for role in ("input", "grad_output")] == [1, 2]
+        assert [each["misfit"] for each in counts.values()] == [0, 0]
 
 
 def test_splits_are_told_apart_by_operand():

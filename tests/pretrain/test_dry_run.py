@@ -3,7 +3,8 @@ import json
 import pytest
 
 from megalowbit.errors import UserError
-from megalowbit.pretrain.dry_run import describe
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.pretrain.dry_run import describe, split_ranks
 
 
 def sections(text):
@@ -35,6 +36,27 @@ def test_a_gemm_this_machine_lacks_is_said_since_the_run_may_be_for_another(reso
     recipe = '{"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"}'
     parts = sections(describe(resolve(f"megalowbit.recipe={recipe}"), world_size=1))
     assert "cannot run on cpu" in parts["products"] or parts["products"].startswith("fp4 on cuda")
+
+
+def test_ranks_of_splits_are_given_as_a_range_over_the_layers(resolve):
+    splits = {
+        "split_input": {"method": "mean"},
+        "split_grad_output": {"rank": 0.05},  # of 32, 32·0.05 rounded up
+        "parameter_split": {"rank": 1.0},
+    }
+    report = describe(resolve(f"megalowbit.recipe={json.dumps({'base': 'nvfp4', **splits})}"), world_size=1)
+    assert sections(report)["layers"].splitlines()[-3:] == [
+        "split_input: rank 1 in all layers",
+        "split_grad_output: rank 2 in all layers",
+        "parameter_split: rank 32 in all layers",
+    ]
+    assert ": rank" not in sections(describe(resolve(), world_size=1))["layers"]
+
+
+def test_a_range_of_ranks_names_sizes_at_either_end():
+    split = {"base": "nvfp4", "split_weight": {"rank": 0.5}}
+    layers = [BitLinear(*sizes, recipe=split) for sizes in ((32, 16), (64, 48), (4, 64))]
+    assert split_ranks(layers) == ["split_weight: rank 2 (4→64) … 24 (64→48)"]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,17 @@ def test_means_are_of_the_steps_there_are():
     assert "no loss known of the steps before" in told(switch, [math.inf, 1.0])[1][0]
 
 
+def test_the_summary_has_the_losses_around_the_switch():
+    switch, _ = switch_of(2, steps=4, scope="all")
+    assert switch.summary() is None
+    told(switch, [8.0, 4.0])
+    switch.before_step(2)
+    assert switch.summary() == {"step": 2, "scope": "all", "loss_before": 6.0, "loss_after": None}
+    switch.after_step(3, 3.0)
+    switch.after_step(4, math.inf)
+    assert switch.summary()["loss_after"] == 3.0
+
+
 def test_nothing_is_switched_before_its_time():
     switch, model = switch_of(3)
     told(switch, [1.0] * 3)
@@ -107,6 +118,14 @@ def test_a_run_switches_and_records_it(resolve, tmp_path, capsys, scope):
     assert losses[0][:3] == losses[1][:3]
     assert losses[0][3] != losses[1][3]
     assert "precision_switched" not in plain[0]
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "plain")]
+    assert summaries[0]["late_switch"] == {
+        "step": 3,
+        "scope": scope,
+        "loss_before": pytest.approx(sum(losses[0][:3]) / 3),
+        "loss_after": pytest.approx(sum(losses[0][3:]) / 3),
+    }
+    assert "late_switch" not in summaries[1]
     printed = capsys.readouterr().out
     assert f"switch    after step 3: nvfp4, {scope} in high precision" in printed
     assert f"precision switched after step 3: 8 layers go on as nvfp4, {scope} in high" in printed

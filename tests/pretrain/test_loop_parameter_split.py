@@ -89,9 +89,10 @@ def test_splits_come_when_they_are_due_and_are_said_and_recorded(finished):
     folder, output = finished
     lines = [line for line in output.splitlines() if "weights split" in line]
     assert lines == [
-        f"step {step}: 8 weights split at rank 4; optimizer state projected; learning rate times 0.3333"
-        for step in (3, 5)
+        "before step 4: 8 weights split at rank 4; optimizer state projected; learning rate times 0.3333",
+        "before step 6: 8 weights split at rank 4; optimizer state projected",
     ]
+    assert [row["step"] for row in rows(folder) if row["weights_split"] == 8] == [4, 6]
     assert [row["weights_split"] for row in rows(folder)] == [0, 0, 0, 8, 0, 8, 0]
     for step, is_split in ((3, False), (4, True)):
         module = checkpoint(folder, step)["module"]
@@ -116,6 +117,25 @@ def test_a_resumed_run_is_bitwise_the_whole_one_before_at_and_after_a_split(
         assert_same(checkpoint(other, STEPS)[name], checkpoint(folder, STEPS)[name])
     for key in ("loss", "lr", "grad_norm", "weights_split"):
         assert [row[key] for row in rows(other)] == [row[key] for row in rows(folder)]
+
+
+def test_output_gradients_are_split_cold_after_the_first_split_without_a_misfit(resolve, tmp_path, caplog):
+    block = {"base": "nvfp4", "split_grad_output": {"rank": 2}, "parameter_split": SPLIT}
+    settings = (f"megalowbit.recipe={json.dumps(block)}", *SETTINGS[1:])
+    run(resolve(*settings), tmp_path / "run")
+    whole_run = json.loads((tmp_path / "run" / "summary.json").read_text())["splits"]
+    uses = 8 * 2 * STEPS  # layers, micro-batches of a step
+    assert {name: count for name, count in whole_run.items() if count} == {
+        "cold": 2 * 8,
+        "warm": uses - 2 * 8,
+    }
+    assert "did not fit" not in caplog.text
+    for saved in (3, 5):  # between the split of weights and the last checkpoint before it, and later
+        for step in range(saved + 1, STEPS + 1):
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
+        run(resolve(*settings), tmp_path / "run", is_resume=True)
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["splits"] == whole_run
+    assert "did not fit" not in caplog.text
 
 
 def test_the_export_holds_plain_merged_weights(finished):

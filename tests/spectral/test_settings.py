@@ -25,6 +25,8 @@ from megalowbit.spectral.settings import (
         (0.5, (3, 100), 2),
         (0.001, (64, 64), 1),
         (1, (1, 1), 1),
+        (1, (64, 64), 1),
+        (1.0, (64, 48), 48),
     ],
 )
 def test_rank_is_a_number_or_a_fraction_of_the_smaller_size(rank, sizes, columns):
@@ -37,9 +39,13 @@ def test_the_mean_is_one_direction():
     assert OperandSplit(method="mean").rank_of(768, 768) == 1
 
 
-@pytest.mark.parametrize("rank", [0, -3, 1.0, 1.5, 0.0, -0.1, True, "60", None, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "rank", [0, -3, 1.0001, 1.5, 0.0, -0.1, True, "60", None, float("nan"), float("inf")]
+)
 def test_other_ranks_are_refused(rank):
-    with pytest.raises(UserError, match=r"split rank = .*: expected a whole number ≥ 1, or a fraction"):
+    with pytest.raises(
+        UserError, match=r"split rank = .*: expected a whole number ≥ 1, or a fraction .* up to 1\.0"
+    ):
         check_rank(rank)
     for kind in (OperandSplit, ParameterSplit):
         with pytest.raises(UserError, match="split rank"):

@@ -67,6 +67,7 @@ def test_a_replay_repeats_every_use_of_its_micro_batch_and_changes_nothing(setti
         after = state.state_dict()
         assert state.counts == counts
         assert before.keys() == after.keys()
+        assert before.pop("counts") == after.pop("counts") == counts
         assert all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)
 
 
@@ -95,7 +96,7 @@ def test_directions_are_warm_from_the_second_micro_batch_on():
     for step in (1, 2):
         run(OperandSplit(method="svd"), state, step)
     assert counted(state) == {"cold": 2}
-    assert state.state_dict() == {"refreshes": 1}
+    assert state.state_dict() == {"refreshes": 1, "counts": state.counts}
 
 
 def test_all_uses_of_a_micro_batch_start_from_the_same_point_and_the_last_one_remains():
@@ -136,7 +137,7 @@ def test_what_does_not_fit_starts_cold_and_is_counted(x):
     run(OperandSplit(), saved, 1)
     state.load_state_dict(saved.state_dict())
     got = run(OperandSplit(), state, 2, x=x)
-    assert counted(state) == {"cold": 1, "misfit": 1}
+    assert counted(state) == {"cold": 2, "misfit": 1}  # the first one was counted by `saved`
     assert same(got, run(OperandSplit(), SplitState(), 2, x=x))
 
 
@@ -181,7 +182,7 @@ def test_a_resumed_period_goes_on_and_without_its_beginning_starts_anew():
 
     def kinds(saved, first):
         resumed = SplitState()
-        resumed.load_state_dict(saved)
+        resumed.load_state_dict({name: value for name, value in saved.items() if name != "counts"})
         for step in (first, first + 1):
             run(settings, resumed, step)
         return counted(resumed)
@@ -214,6 +215,32 @@ def test_tensors_counted_on_a_device_add_up_when_asked():
     assert state.counts["qr_fallback"] == 6
 
 
+def test_counts_go_on_from_those_of_the_loaded_state():
+    state, whole, resumed = SplitState(), SplitState(), SplitState()
+    for step in (1, 2):
+        run(OperandSplit(), state, step)
+    state.count("qr_fallback", torch.tensor(3))
+    resumed.count("qr_fallback", torch.tensor(9))
+    resumed.load_state_dict(state.state_dict())
+    run(OperandSplit(), resumed, 3)
+    assert counted(resumed) == {"cold": 1, "warm": 2, "qr_fallback": 3}
+    without = {name: value for name, value in state.state_dict().items() if name != "counts"}
+    whole.load_state_dict(without)  # as earlier versions wrote it
+    assert counted(whole) == {}
+
+
+def test_directions_of_another_width_are_forgotten_and_no_misfit():
+    state = SplitState()
+    run(OperandSplit(), state, 1)
+    before = state.state_dict()["directions"]
+    state.keep_only_width(COLS)
+    assert torch.equal(state.state_dict()["directions"], before)
+    state.keep_only_width(COLS + 4)
+    assert "directions" not in state.state_dict()
+    run(OperandSplit(), state, 2, x=batch(2, cols=COLS + 4))
+    assert counted(state) == {"cold": 2}
+
+
 def test_a_state_shares_no_memory_with_what_it_was_loaded_from():
     state = SplitState()
     run(OperandSplit(), state, 1)
@@ -232,6 +259,9 @@ def test_a_state_shares_no_memory_with_what_it_was_loaded_from():
         ({"refreshes": 1, "refreshed_at": -1}, "refreshed_at = -1"),
         ({"refreshes": 1, "refreshed_at": None}, "refreshed_at = None"),
         ({"refreshes": 1, "direction": 1}, "unknown key 'direction'"),
+        ({"refreshes": 1, "counts": 3}, "counts = 3"),
+        ({"refreshes": 1, "counts": {"cold": -1}}, "counts = {'cold': -1}"),
+        ({"refreshes": 1, "counts": {"hot": 1}}, "counts = {'hot': 1}"),
         ({"refreshes": 1, "directions": [1.0]}, r"directions = \[1.0\]"),
         ({"refreshes": 1, "directions": torch.ones(3)}, r"directions = \(3,\)"),
         ({"refreshes": 1, "directions": torch.ones(3, 3, dtype=torch.int64)}, "torch.int64"),

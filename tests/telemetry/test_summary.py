@@ -70,6 +70,15 @@ def test_counts_of_splits_are_in_the_file_where_there_are_any(tmp_path):
     assert "splits" not in json.loads(path.read_text())
 
 
+def test_a_late_switch_is_in_the_file_where_there_was_one(tmp_path):
+    path = tmp_path / "summary.json"
+    switch = {"step": 90, "scope": "all", "loss_before": 3.5, "loss_after": None}
+    RunSummary.build(RunTotals(), late_switch=switch).write(path)
+    assert json.loads(path.read_text())["late_switch"] == switch
+    RunSummary.build(RunTotals()).write(path)
+    assert "late_switch" not in json.loads(path.read_text())
+
+
 def test_worst_layers_are_found_by_measure_and_role():
     rows = [
         layer("a", "grad_output", 50, 1, 1.0),
