@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 
 from megalowbit.engine.agreement import agree
 from megalowbit.errors import UserError
@@ -22,14 +22,9 @@ from megalowbit.telemetry.summary import RunSummary
 
 logger = logging.getLogger(__name__)
 
-SPLIT_WARNINGS = MappingProxyType(
-    {
-        "misfit": "times what was kept did not fit the next matrix (another rank, dtype or number of rows), "
-        "and factors were found anew: the settings were changed, or batches have different sizes",
-        "late_replay": "forwards were recomputed after a later micro-batch had begun, from that one's "
-        "directions, so backward saw other factors than forward: run each backward before the next forward, "
-        "or train without activation checkpointing",
-    }
+MISFITS = (
+    "splits: %s times what was kept did not fit the next matrix (another rank, dtype or number of rows), "
+    "and factors were found anew: the settings were changed, or batches have different sizes"
 )
 
 
@@ -116,9 +111,8 @@ class Recorder:
         line = splits_line(counts)
         if line is not None:
             self._console.print(line)
-        for name, meaning in SPLIT_WARNINGS.items():
-            if counts.get(name):
-                logger.warning("splits: %s %s", f"{counts[name]:,}", meaning)
+        if counts.get("misfit"):
+            logger.warning(MISFITS, f"{counts['misfit']:,}")
 
     def _write_layers(self) -> None:
         if self._job.tracker is None:

@@ -4,8 +4,8 @@ A micro-batch starts from what the one before left behind. Every use within it s
 also a second use of the layer (the last one decides what remains) and a replay, in which activation
 checkpointing computes a forward again: it must give the factors of the first time, so it changes nothing.
 
-Known limit, shared with `quantize.random_stream`: once another micro-batch has begun, a replay of an earlier
-one cannot start where that did; it is counted.
+Known limit, shared with `layers.use_counter`: once another micro-batch has begun, a replay of an earlier one
+starts where the later one did, and nobody can tell.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from megalowbit.errors import UserError, shown
 from megalowbit.spectral.low_rank import LowRank
 
-_COUNTED = ("cold", "warm", "reused", "qr_fallback", "misfit", "late_replay")
+_COUNTED = ("cold", "warm", "reused", "qr_fallback", "misfit")
 _FACTORS = ("left", "values", "right")
 
 
@@ -80,16 +80,14 @@ class SplitState:
 
         "cold" and "warm" factorisations (without and with directions to start from), "reused" ones,
         "qr_fallback"s (Cholesky factors that failed), "misfit"s (what was kept did not fit this matrix, so
-        it was factored anew), "late_replay"s. A replay counts as nothing else. On a GPU the host waits.
+        it was factored anew). A replay counts as nothing. On a GPU the host waits.
         """
         on_device = 0 if self._device_fallbacks is None else int(self._device_fallbacks)
         return {**self._counts, "qr_fallback": self._counts["qr_fallback"] + on_device}
 
     def begin(self, step: int, *, is_replay: bool) -> Kept:
         """What a use in micro-batch `step` starts from."""
-        if is_replay:
-            self._counts["late_replay"] += self._step is not None and step != self._step
-        elif step != self._step:
+        if not is_replay and step != self._step:
             self._previous, self._step = self._current, step
         return self._previous
 

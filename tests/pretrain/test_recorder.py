@@ -81,20 +81,16 @@ def test_a_run_without_splits_says_nothing_of_them(build_job, tmp_path, capsys):
     assert "splits" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "meaning"),
-    [("misfit", "did not fit the next matrix"), ("late_replay", "after a later micro-batch had begun")],
-)
-def test_what_went_wrong_with_splits_is_warned_of_once(build_job, caplog, name, meaning):
+def test_directions_that_did_not_fit_are_warned_of_once(build_job, caplog):
     job = build_job(SPLIT)
     with Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder:
         recorder.step(train_step(job)[0])
         for layer in bit_layers(job.engine.module).values():
-            layer.split_states["grad_output"].count(name, 150)
+            layer.split_states["grad_output"].count("misfit", 150)
         recorder.finish()
     (warning,) = [each for each in caplog.records if each.name == "megalowbit.pretrain.recorder"]
     assert (warning.levelname, "1,200" in warning.getMessage()) == ("WARNING", True)
-    assert meaning in warning.getMessage()
+    assert "did not fit the next matrix" in warning.getMessage()
 
 
 def test_records_are_closed_as_failed_when_training_raises(build_job, tmp_path):

@@ -141,14 +141,6 @@ def test_what_does_not_fit_starts_cold_and_is_counted(x):
     assert same(got, run(OperandSplit(), SplitState(), 2, x=x))
 
 
-def test_a_replay_that_comes_too_late_is_counted():
-    state = SplitState()
-    for step in (1, 2):
-        run(OperandSplit(), state, step)
-    run(OperandSplit(), state, 1, is_replay=True)
-    assert counted(state) == {"cold": 1, "warm": 1, "late_replay": 1}
-
-
 @pytest.mark.parametrize(
     ("every", "used", "refreshed"),
     [
