@@ -26,8 +26,19 @@ if TYPE_CHECKING:
         restore,
         set_observer,
     )
+    from megalowbit.optim.autocast import attach_autocast, autocast
+    from megalowbit.optim.fp32_modules import keep_fp32
     from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
+    from megalowbit.optim.local_ddp import LocalDDP
+    from megalowbit.optim.megatron import OptimizerConfig, get_megatron_optimizer
     from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+    from megalowbit.optim.op_classes import OpClasses
+    from megalowbit.optim.scale_strategies import (
+        ControllerGradScaler,
+        MaxNormGradScaler,
+        MaxValueGradScaler,
+        NormRatioGradScaler,
+    )
     from megalowbit.quantize.names import quantizer, quantizer_names
     from megalowbit.quantize.packed_file import load_quantized, save_quantized
     from megalowbit.telemetry.overflow import GradientOverflowTracker
@@ -37,18 +48,29 @@ __version__ = "0.1.0"
 _HOMES = {
     "BitLinear": "layers.bitlinear",
     "ConstantGradScaler": "optim.grad_scaler",
+    "ControllerGradScaler": "optim.scale_strategies",
     "DualRangeRegularizer": "layers.regularizer",
     "DynamicGradScaler": "optim.grad_scaler",
     "FP32Optimizer": "optim.mixed_precision",
     "Float16OptimizerWithFloat16Params": "optim.mixed_precision",
     "GradientOverflowTracker": "telemetry.overflow",
+    "LocalDDP": "optim.local_ddp",
+    "MaxNormGradScaler": "optim.scale_strategies",
+    "MaxValueGradScaler": "optim.scale_strategies",
+    "NormRatioGradScaler": "optim.scale_strategies",
+    "OpClasses": "optim.op_classes",
+    "OptimizerConfig": "optim.megatron",
     "Recipe": "layers.recipe",
     "RegularizerSettings": "layers.settings",
     "UserError": "errors",
+    "attach_autocast": "optim.autocast",
+    "autocast": "optim.autocast",
     "bit_layers": "layers.surgery",
     "cache_weights": "layers.surgery",
     "convert": "layers.surgery",
+    "get_megatron_optimizer": "optim.megatron",
     "initialize": "engine.initialize",
+    "keep_fp32": "optim.fp32_modules",
     "load_quantized": "quantize.packed_file",
     "product_counts": "layers.surgery",
     "quantizer": "quantize.names",
@@ -65,18 +87,29 @@ _HOMES = {
 __all__ = [
     "BitLinear",
     "ConstantGradScaler",
+    "ControllerGradScaler",
     "DualRangeRegularizer",
     "DynamicGradScaler",
     "FP32Optimizer",
     "Float16OptimizerWithFloat16Params",
     "GradientOverflowTracker",
+    "LocalDDP",
+    "MaxNormGradScaler",
+    "MaxValueGradScaler",
+    "NormRatioGradScaler",
+    "OpClasses",
+    "OptimizerConfig",
     "Recipe",
     "RegularizerSettings",
     "UserError",
+    "attach_autocast",
+    "autocast",
     "bit_layers",
     "cache_weights",
     "convert",
+    "get_megatron_optimizer",
     "initialize",
+    "keep_fp32",
     "load_quantized",
     "product_counts",
     "quantizer",

@@ -12,11 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megalowbit"
-ROOMS_OF_ALL = {"errors", "durable", "json_text"}  # importable from anywhere; import no other room
+ROOMS_OF_ALL = {"errors", "durable", "json_text", "c_library"}  # importable from anywhere; import no other room
 ALLOWED = {
     "errors": set(),
     "durable": set(),
     "json_text": set(),
+    "c_library": set(),
     "process_group": set(),
     "formats": set(),
     "quantize": {"formats"},

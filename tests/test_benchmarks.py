@@ -57,6 +57,19 @@ def test_low_rank_compares_every_method_with_torchs():
         assert all("× torch.svd_lowrank fp32" in line for line in lines), name
 
 
+def test_optimizer_compares_steps_with_torchs_deepspeeds_and_loops(tmp_path):
+    sizes = ("--layers", "1", "--hidden", "32", "--vocabulary", "96", "--threads", "1", "--rounds", "2")
+    printed = run("optimizer.py", *sizes, "--json", str(tmp_path / "times.json"))
+    times = json.loads((tmp_path / "times.json").read_text())["seconds"]
+    assert set(times) == {"fp16 and fp32", "bf16"}
+    for name in (name for table in times.values() for name in table):
+        lines = [line for line in printed.splitlines() if line.strip().startswith(f"{name}  ")]
+        assert lines, name
+        assert "× AdamW fused, fp32, alone" in lines[0], name
+    assert printed.count("faster than loops over tensors") == 2
+    assert all(len(values) == 2 for table in times.values() for values in table.values())
+
+
 def test_a_wrong_argument_is_one_line_of_usage_not_a_traceback():
     for arguments in (["--shape", "512,256"], ["--rounds", "0"], ["--device", "tpu"], ["--recipe", "nvfp5"]):
         done = subprocess.run(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -32,7 +32,14 @@ from megalowbit.engine.stock_precision import take_stock_precision
 from megalowbit.errors import UserError, invalid_settings, unknown_name
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.settings import RegularizerSettings
-from megalowbit.optim.grad_scaler import GradScalerSettings, Precision, build_grad_scaler, default_scaler_type
+from megalowbit.optim.layer_scaling_settings import LayerScalingSettings
+from megalowbit.optim.precision_settings import AutocastSettings
+from megalowbit.optim.scaler_settings import (
+    GradScalerSettings,
+    Precision,
+    build_grad_scaler,
+    default_scaler_type,
+)
 
 BLOCK = "megalowbit"
 # read by the pretraining loop; accepted without it, so that one file serves both
@@ -52,6 +59,10 @@ class EngineSettings(BaseModel):
         regularizer: dual-range regulariser of the low-bit layers' weights; off by default.
         gradient_norm: what `gradient_clipping` limits: the norm of all gradients, or the sum of the
             parameters' norms, as Metis does.
+        layer_scaling: a factor of its own for the gradients of each block; off by default.
+        log_num_zeros_in_grad: count gradient elements that are exactly zero; one more pass over them.
+        autocast: run operations by class, see `optim.op_classes`; off, all run in their inputs' precision.
+        fp32_norms: layer and RMS norms keep fp32 parameters and compute in fp32.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,6 +72,10 @@ class EngineSettings(BaseModel):
     recipe: str | dict[str, Any] | None = None
     regularizer: RegularizerSettings = RegularizerSettings()
     gradient_norm: Literal["global", "sum_of_norms"] = "global"
+    layer_scaling: LayerScalingSettings = LayerScalingSettings()
+    log_num_zeros_in_grad: Annotated[bool, Field(strict=True)] = False
+    autocast: AutocastSettings = AutocastSettings(enabled=False)
+    fp32_norms: Annotated[bool, Field(strict=True)] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -80,6 +95,14 @@ class EngineSettings(BaseModel):
     ) -> GradScalerSettings:
         if "precision" in info.data:  # it is not if it was invalid itself
             build_grad_scaler(value, info.data["precision"])
+        return value
+
+    @field_validator("autocast", "fp32_norms")
+    @classmethod
+    def _there_is_half_precision(cls, value: Any, info: ValidationInfo) -> Any:
+        is_on = value.enabled if isinstance(value, AutocastSettings) else value
+        if is_on and info.data.get("precision") == "fp32":
+            raise ValueError("with precision fp32 everything is fp32 already: set it to false")
         return value
 
     @field_validator("regularizer")

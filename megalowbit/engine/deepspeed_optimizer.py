@@ -16,12 +16,12 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import maybe_loss_for_backward
 
-from megalowbit.optim.grad_scaler import DynamicGradScaler
+from megalowbit.optim.grad_scaler import ConstantGradScaler
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
-from megalowbit.optim.optimizer_step import MixedPrecisionOptimizer
+from megalowbit.optim.optimizer_step import MegatronOptimizer
 
 
-class EngineSurface(ZeROOptimizer, MixedPrecisionOptimizer):
+class EngineSurface(ZeROOptimizer, MegatronOptimizer):
     """What the engine reads and calls; mixed into a concrete optimizer."""
 
     custom_loss_scaler = False
@@ -45,7 +45,7 @@ class EngineSurface(ZeROOptimizer, MixedPrecisionOptimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the scale can change."""
-        return isinstance(self.grad_scaler, DynamicGradScaler)
+        return self.grad_scaler is not None and not isinstance(self.grad_scaler, ConstantGradScaler)
 
     def needs_scaler(self) -> bool:
         """Whether a backward without `scale_if_loss` would give wrong gradients."""
@@ -61,7 +61,7 @@ class EngineSurface(ZeROOptimizer, MixedPrecisionOptimizer):
         """Gradients to average over data parallel, and those of experts (none)."""
         if self.grad_buffer is None or not self.grad_buffer.flat.numel():
             return [], {}
-        return [self.grad_buffer.flat], {}
+        return [self.grad_buffer.before_reduction()], {}
 
     def refresh_fp32_params(self) -> None:
         """Called after module weights alone were loaded."""
@@ -71,7 +71,7 @@ class EngineSurface(ZeROOptimizer, MixedPrecisionOptimizer):
         self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True, **_: Any
     ) -> None:
         """Continue from a saved state; DeepSpeed's further arguments concern ZeRO only."""
-        MixedPrecisionOptimizer.load_state_dict(self, state_dict, load_optimizer_states)
+        MegatronOptimizer.load_state_dict(self, state_dict, load_optimizer_states)
 
     def destroy(self) -> None:
         """Called when the engine goes: the parameters get ordinary gradients again."""

@@ -2,15 +2,15 @@
 
 DeepSpeed gets a configuration without precision blocks and a callable that builds our optimizer after the
 model has been moved and broadcast in fp32; so masters are the exact initial weights, on every rank the same.
-Parameters are cast to half precision then, buffers keep their type. If the configuration names a recipe that
-quantises, the model leaves here with low-bit layers or not at all. Not covered: ZeRO stages above 0, tensor
-and pipeline parallelism; the configuration reader refuses them.
+Parameters are cast to half precision then, but for norms kept in fp32; buffers keep their type. If the
+configuration names a recipe that quantises, the model leaves here with low-bit layers or not at all. Not
+covered: ZeRO stages above 0, tensor and pipeline parallelism; the configuration reader refuses them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,19 @@ from pydantic import ValidationError
 
 from megalowbit import process_group
 from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, read_deepspeed_config
+from megalowbit.engine.model_optimizer import HALF, ModelParameters, parameter_groups, wrap_optimizer
 from megalowbit.engine.optimizer_settings import build_optimizer
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer, build_regularizer
-from megalowbit.optim.grad_scaler import build_grad_scaler
-from megalowbit.optim.param_groups import weight_decay_groups
+from megalowbit.optim.autocast import attach_autocast
+from megalowbit.optim.fp32_modules import keep_fp32
 
 logger = logging.getLogger(__name__)
 
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # DeepSpeed's throughput timer waits for the device twice a step, for a figure that telemetry has already.
 QUIET = {"log_level": "warning", "timers": {"throughput": {"enabled": False}}}
 Scheduler = Any  # torch's LRScheduler or DeepSpeed's look-alikes
-ModelParameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 
 def initialize(
@@ -87,17 +86,18 @@ def initialize(
     if parts is not config:  # the pretraining loop, which keeps to schedules, has read it already
         _warn_of_schedules(parts, recipe)
     _draw_own_numbers(model, mpu)
+    if parts.settings.fp32_norms:
+        keep_fp32(model)  # before anything asks which parameters have masters
     if optimizer is not None:
         groups = optimizer.param_groups
     else:
-        groups = _parameter_groups(model, model_parameters, deepspeed_config)
-    group = mpu.get_model_parallel_group() if mpu is not None else None
+        groups = parameter_groups(model, model_parameters, deepspeed_config)
     trained = [parameter for each in groups for parameter in each["params"]]
     regularizer = build_regularizer(model, parts.settings.regularizer, trained)
 
     def make_optimizer(_: object) -> torch.optim.Optimizer:
         inner = optimizer or build_optimizer(deepspeed_config["optimizer"], groups)
-        return _wrap(inner, model, parts, group, regularizer)
+        return wrap_optimizer(inner, model, parts, mpu=mpu, regularizer=regularizer)
 
     engine, wrapped, dataloader, scheduler = deepspeed.initialize(
         model=model,
@@ -109,13 +109,22 @@ def initialize(
         collate_fn=collate_fn,
         config=deepspeed_config,
     )
-    engine.clip_fp32_gradients = _leave_clipping_to_the_optimizer
-    from megalowbit.engine.checkpoint_engine import AtomicCheckpointEngine
-
-    engine.checkpoint_engine = AtomicCheckpointEngine()
-    engine.regularizer = regularizer
+    _finish(engine, parts.settings, regularizer)
     check_quantised(engine.module, recipe)
     return engine, wrapped, dataloader, scheduler
+
+
+def _finish(engine: Any, settings: EngineSettings, regularizer: DualRangeRegularizer | None) -> None:
+    """Put into the engine what DeepSpeed has no argument for."""
+    from megalowbit.engine.checkpoint_engine import AtomicCheckpointEngine
+
+    engine.clip_fp32_gradients = _leave_clipping_to_the_optimizer
+    engine.checkpoint_engine = AtomicCheckpointEngine()
+    engine.regularizer = regularizer
+    if settings.autocast.enabled:
+        # hooks of the module, and not the engine's forward: evaluation and recomputation take the same casts
+        classes = settings.autocast.op_classes()
+        attach_autocast(engine.module, settings.precision, engine.device.type, classes)
 
 
 def _read(
@@ -241,59 +250,6 @@ def check_quantised(module: torch.nn.Module, recipe: Any) -> None:
             f"megalowbit.recipe = {recipe.name!r} asks for low-bit layers but the model has none: "
             'use recipe "bf16", or a model with projections the recipe does not keep'
         )
-
-
-def _parameter_groups(
-    model: torch.nn.Module, model_parameters: ModelParameters | None, config: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Groups to train; those given must be the model's, which layer conversion may have replaced."""
-    if model_parameters is None:
-        decay = config["optimizer"]["params"].get("weight_decay", 0.0)
-        return weight_decay_groups(model, decay)
-    given: list[Any] = list(model_parameters)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    groups = [{**group, "params": list(group["params"])} for group in groups]
-    known = {id(parameter) for parameter in model.parameters()}
-    strangers = sum(id(parameter) not in known for group in groups for parameter in group["params"])
-    if strangers or not any(group["params"] for group in groups):
-        raise UserError(
-            f"model_parameters holds {strangers} parameters that are not (or no longer) the model's: "
-            "convert the model first, then collect its parameters"
-        )
-    return groups
-
-
-def _wrap(
-    inner: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    parts: DeepSpeedConfigParts,
-    group: Any,
-    regularizer: DualRangeRegularizer | None,
-) -> torch.optim.Optimizer:
-    """Our optimizer around `inner`; the model has its final dtype afterwards."""
-    from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
-
-    settings = parts.settings
-    arguments = {
-        "clip_grad": parts.deepspeed["gradient_clipping"],
-        "gradient_norm": settings.gradient_norm,
-        "before_step": regularizer and regularizer.add_gradients,
-        "model_parallel_group": group,
-    }
-    if settings.precision == "fp32":
-        return DeepSpeedFP32Optimizer(inner, **arguments)
-    wrapped = DeepSpeedFloat16Optimizer(
-        inner,
-        **arguments,
-        grad_scaler=build_grad_scaler(settings.grad_scaler, settings.precision),
-        bf16=settings.precision == "bf16",
-        cast_parameters=True,
-    )
-    # frozen parameters have no master, but meet the others in the same products
-    for parameter in model.parameters():
-        if parameter.dtype == torch.float32:
-            parameter.data = parameter.data.to(HALF[settings.precision])
-    return wrapped
 
 
 def _leave_clipping_to_the_optimizer() -> None:

@@ -31,7 +31,7 @@ from megalowbit.layers.split_masters import (
 )
 from megalowbit.layers.split_parameters import has_split_parameters, parts_of
 from megalowbit.layers.surgery import bit_layers
-from megalowbit.optim.optimizer_step import MixedPrecisionOptimizer
+from megalowbit.optim.optimizer_step import MegatronOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def split_weights(
     scales = [] if settings.merged_lr is None else _lr_scales(optimizer, lr_scheduler, settings.merged_lr)
     is_projected = settings.optimizer_state == "project"
     _split_all(layers, masters, optimizer.state, is_projected=is_projected, group=group)
-    if isinstance(optimizer, MixedPrecisionOptimizer):
+    if isinstance(optimizer, MegatronOptimizer):
         optimizer.masters_have_changed()
     is_rescaled = False  # a split after the first finds the rates scaled already
     if scales:
@@ -148,7 +148,7 @@ def _masters_of(optimizer: object, layers: Mapping[str, BitLinear]) -> dict[str,
         assert has_split_parameters(layer)  # the recipe's setter has seen to it
         parts: Masters = parts_of(layer)
         try:
-            if isinstance(optimizer, MixedPrecisionOptimizer):
+            if isinstance(optimizer, MegatronOptimizer):
                 weight, u, s, v = map(optimizer.master_of, parts)
                 parts = weight, u, s, v
             is_trained = all(id(part) in trained for part in parts)
@@ -178,10 +178,8 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer, layers: Mapping[str, B
     Sums in fp32 are there all the time; those of a step that has been taken are zero.
     """
     name = next((name for name, layer in layers.items() if _has_gradient(layer)), None)
-    if name is None and isinstance(optimizer, MixedPrecisionOptimizer) and optimizer.params_have_main_grad:
-        weights: list[Any] = [layer.weight for layer in layers.values()]
-        is_pending = torch.stack([weight.main_grad.any() for weight in weights]).tolist()
-        name = next((name for name, pending in zip(layers, is_pending, strict=True) if pending), None)
+    if name is None and isinstance(optimizer, MegatronOptimizer) and optimizer.params_have_main_grad:
+        name = next((name for name, layer in layers.items() if optimizer.has_gradient(layer.weight)), None)
     if name is not None:
         raise UserError(
             f"split weights between optimizer steps: layer {name} has gradients that no step has applied: "
@@ -207,7 +205,7 @@ def _check_range(layers: Mapping[str, BitLinear], masters: Mapping[str, Masters]
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, MixedPrecisionOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, MegatronOptimizer) else optimizer
 
 
 def _check_state(
@@ -264,7 +262,7 @@ def _broadcast(tensors: Iterable[Tensor], owner: int, group: dist.ProcessGroup |
 
 def _lr_scales(optimizer: torch.optim.Optimizer, lr_scheduler: Any, merged_lr: float) -> list[float]:
     """For each group what brings its schedule's peak to `merged_lr`."""
-    if not isinstance(optimizer, MixedPrecisionOptimizer):
+    if not isinstance(optimizer, MegatronOptimizer):
         raise UserError(
             f"parameter_split.merged_lr needs one of megalowbit's optimizers, {type(optimizer).__name__} "
             "does not know lr_scale: wrap it, or set merged_lr to null"

@@ -18,18 +18,25 @@ from megalowbit.errors import UserError, unknown_name
 logger = logging.getLogger(__name__)
 
 BLOCKS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-SCALER_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+SCALER_KEYS = (
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "min_loss_scale",
+    "consecutive_hysteresis",
+)
 SCALER_DEFAULTS = {
     "loss_scale": 0,
     "initial_scale_power": 16,
     "loss_scale_window": 1000,
     "hysteresis": 2,
     "min_loss_scale": 1,
+    "consecutive_hysteresis": False,
 }
 # keys that must have this value, and why
 FIXED = {
     "auto_cast": (False, "inputs of the model keep their type"),
-    "consecutive_hysteresis": (False, "hysteresis is refilled on growth only, as in Megatron"),
     "fp16_master_weights_and_grads": (False, "masters are fp32"),
     "bf16_master_weights_and_grads": (False, "masters are fp32"),
     "bf16_optimizer_states": (False, "optimizer states are fp32"),
@@ -40,7 +47,7 @@ IGNORED = {
     "check_grad_overflow": "non-finite gradients are always skipped",
 }
 KEYS = {
-    "fp16": ("enabled", *SCALER_KEYS, "auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads"),
+    "fp16": ("enabled", *SCALER_KEYS, "auto_cast", "fp16_master_weights_and_grads"),
     "bf16": ("enabled", *IGNORED, "bf16_master_weights_and_grads", "bf16_optimizer_states"),
 }
 
@@ -140,6 +147,10 @@ def _scaler(stock: Mapping[str, Any]) -> dict[str, Any]:
     for key, default in SCALER_DEFAULTS.items():
         value = stock.get(key, default)
         values[key] = default if value == "auto" else value
+        if isinstance(default, bool):
+            if not isinstance(values[key], bool):
+                raise UserError(f"fp16.{key} = {value!r} must be true or false")
+            continue
         if not is_finite_number(values[key]) or values[key] < 0:
             raise UserError(f"fp16.{key} = {value!r} must be a finite number ≥ 0")
     if values["loss_scale"]:
@@ -158,8 +169,10 @@ def _scaler(stock: Mapping[str, Any]) -> dict[str, Any]:
         )
     return {
         "type": "dynamic",
+        "mode": "deepspeed",
         "initial_scale": initial,
         "min_scale": float(values["min_loss_scale"]),
         "growth_interval": values["loss_scale_window"],
         "hysteresis": values["hysteresis"],
+        "consecutive_hysteresis": values["consecutive_hysteresis"],
     }

@@ -1,26 +1,29 @@
 """Is any gradient non-finite, how large are all together, how many are exactly zero: one pass, one message.
 
 The gradients may be sharded over a model-parallel group. Each rank sums what it owns and the sums travel
-together in one small all-reduce, followed by the only host read of an optimizer step. Parameters that several
-ranks or modules hold alike are counted once: those marked `shared`, and those not marked
-`tensor_model_parallel` on ranks other than the group's first (Megatron's attributes).
+together in one small all-reduce; the result stays on the device (`measure_…`) until someone reads it
+(`inspect_…`). Parameters that several ranks or modules hold alike are counted once: those marked `shared`,
+and those not marked `tensor_model_parallel` on ranks other than the group's first (Megatron's attributes).
 MAX over gradient values is never used: gloo's MAX drops NaN. What is summed is a 0/1 flag.
 Beside the norm of all gradients together there is the sum of their norms, by which Metis clips; a sharded
 parameter's norm needs its shards' squares added first, so there one number per parameter travels.
+Off CPUs squares are taken in fp32, and a finite gradient above 1.8e19 looks infinite: whoever reads a flag
+measures again with `is_exact` before believing it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from megalowbit import process_group
 from megalowbit.errors import UserError
+from megalowbit.optim import cpu_kernels
 
 # fp32 sums over 70 million elements lost 0.5 % of a norm; in pieces of 2**16 they lose 2e-7, as fast
 CHUNK = 2**16
@@ -47,28 +50,35 @@ def is_counted_once(parameter: torch.Tensor, group: dist.ProcessGroup | None = N
     """Whether this rank is the one that counts `parameter` towards norm and zeros."""
     if getattr(parameter, "shared", False):
         return False
-    return (
-        getattr(parameter, "tensor_model_parallel", False) or process_group.rank(group) == 0 or group is None
-    )
+    is_own = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
+    return is_own or group is None or process_group.rank(group) == 0
 
 
 @torch.no_grad()
-def inspect_gradients(
+def measure_gradients(
     gradients: Sequence[torch.Tensor],
     *,
     uncounted: Sequence[torch.Tensor] = (),
     norm_type: float = 2.0,
     count_zeros: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> GradientFacts:
+    squares: torch.Tensor | None = None,
+    is_exact: bool = False,
+) -> torch.Tensor:
     """Look at all gradients of a step; collective over `group`, also for a rank without any gradient.
 
     Args:
-        gradients: fp32 gradients that this rank counts.
+        gradients: fp32 or half-precision gradients that this rank counts.
         uncounted: gradients whose norm another rank or module counts; only checked for inf and NaN.
         norm_type: p ≥ 1 of the p-norm; `math.inf` for the largest magnitude.
         count_zeros: also count the elements that are exactly zero.
         group: the model-parallel group; None where gradients are not sharded.
+        squares: sums of squares of all `gradients`, any shape, where they are known; for `norm_type` 2.
+        is_exact: take every power in float64; slower.
+
+    Returns:
+        (3,) float64 on the gradients' device: norm, whether any is not finite (> 0), zeros. The norm means
+        nothing where the flag is set.
 
     Raises:
         UserError: `norm_type` is not in [1, inf].
@@ -76,36 +86,28 @@ def inspect_gradients(
     if not norm_type >= 1:
         raise UserError(f"norm_type must be a number ≥ 1 or inf, not {norm_type!r}")
     device = _device(gradients, uncounted, group)
-    norms = _chunk_norms(gradients, norm_type, device)
-    others = _chunk_norms(uncounted, norm_type, device)
-    suspicious = ~(torch.isfinite(norms).all() & torch.isfinite(others).all())
-    zeros = (
-        _count_zeros(gradients, device)
-        if count_zeros
-        else torch.zeros((), dtype=torch.float64, device=device)
-    )
+    if squares is None or norm_type != 2.0:
+        squares = _powers(gradients, norm_type, device, is_exact)
+    others = _powers(uncounted, norm_type, device, is_exact)
+    is_suspicious = ~(torch.isfinite(squares).all() & torch.isfinite(others).all())
+    zeros = _count_zeros(gradients, device) if count_zeros else _nothing(device)
     if norm_type == math.inf:
-        return _inspect_largest(norms, suspicious, zeros, count_zeros, group)
-    total = torch.where(suspicious, 0.0, norms.pow(norm_type).sum())
-    power, flag, num_zeros = _reduce(torch.stack([total, suspicious.double(), zeros]), group)
-    if flag > 0:
-        return _inspect_huge(
-            gradients, uncounted, norm_type, device, group, num_zeros if count_zeros else None
-        )
-    return GradientFacts(
-        found_inf=False, norm=power ** (1 / norm_type), num_zeros=int(num_zeros) if count_zeros else None
-    )
+        return _largest(squares, is_suspicious, zeros, group)
+    total = torch.where(is_suspicious, 0.0, squares.sum())
+    reduced = _sum_over(torch.stack([total, is_suspicious.double(), zeros]), group)
+    return torch.cat([reduced[:1] ** (1 / norm_type), reduced[1:]])
 
 
 @torch.no_grad()
-def inspect_each_gradient(
+def measure_each_gradient(
     gradients: Sequence[torch.Tensor | None],
     *,
     is_counted: Sequence[bool],
     count_zeros: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> GradientFacts:
-    """Like `inspect_gradients`, but `norm` is the sum over the parameters of each gradient's 2-norm.
+    is_exact: bool = False,
+) -> torch.Tensor:
+    """Like `measure_gradients`, but the norm is the sum over the parameters of each gradient's 2-norm.
 
     Collective over `group`, in which every rank must hold the same parameters in the same order, as under
     tensor parallelism: shards are matched by their place.
@@ -115,6 +117,7 @@ def inspect_each_gradient(
         is_counted: of each parameter, whether this rank counts it (or its shard).
         count_zeros: also count the elements that are exactly zero.
         group: the model-parallel group; None where gradients are not sharded.
+        is_exact: take every norm in float64; slower.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     counted = [
@@ -123,130 +126,158 @@ def inspect_each_gradient(
         if gradient is not None and counts
     ]
     device = _device(present, (), group)
-    zeros = (
-        _count_zeros(counted, device) if count_zeros else torch.zeros((), dtype=torch.float64, device=device)
-    )
-    norms, is_suspicious = _norms_of_each(gradients, device)
-    norm, flag, num_zeros = _reduce_norms(norms, is_suspicious, zeros, is_counted, group)
-    if flag > 0:  # as in _inspect_huge: it may only be a square that fp32 does not hold
-        norms, is_suspicious = _exact_norms_of_each(gradients, device)
-        norm, flag, num_zeros = _reduce_norms(norms, is_suspicious, zeros, is_counted, group)
+    zeros = _count_zeros(counted, device) if count_zeros else _nothing(device)
+    squares = _squares_of_each(gradients, device, is_exact)  # (parameters,)
+    is_suspicious = ~torch.isfinite(squares).all()
+    counts = torch.tensor(is_counted, dtype=torch.float64).to(device, non_blocking=True)
+    mine = torch.where(is_suspicious, 0.0, squares) * counts
+    packet = _sum_over(torch.cat([torch.stack([is_suspicious.double(), zeros]), mine]), group)
+    return torch.cat([packet[2:].sqrt().sum().reshape(1), packet[:2]])
+
+
+def check_same_parameters(count: int, group: dist.ProcessGroup | None) -> None:
+    """Make sure that shards can be matched by their place; collective over `group`.
+
+    Raises:
+        UserError: ranks have different numbers of parameters, and would wait for each other.
+    """
+    if group is None or process_group.world_size(group) == 1:
+        return
+    counts: list[Any] = [None] * process_group.world_size(group)
+    dist.all_gather_object(counts, count, group=group)
+    if len(set(counts)) > 1:
+        raise UserError(
+            'gradient_norm "sum_of_norms" needs the same parameters on all ranks of the model-parallel '
+            f'group, which have {counts}: use "global"'
+        )
+
+
+def inspect_gradients(
+    gradients: Sequence[torch.Tensor],
+    *,
+    uncounted: Sequence[torch.Tensor] = (),
+    norm_type: float = 2.0,
+    count_zeros: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> GradientFacts:
+    """What `measure_gradients` finds, read by the host; a flag is looked into before it is believed."""
+
+    def measure(is_exact: bool) -> torch.Tensor:
+        return measure_gradients(
+            gradients,
+            uncounted=uncounted,
+            norm_type=norm_type,
+            count_zeros=count_zeros,
+            group=group,
+            is_exact=is_exact,
+        )
+
+    return _read(measure, count_zeros)
+
+
+def inspect_each_gradient(
+    gradients: Sequence[torch.Tensor | None],
+    *,
+    is_counted: Sequence[bool],
+    count_zeros: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> GradientFacts:
+    """What `measure_each_gradient` finds, read by the host; a flag is looked into before it is believed."""
+
+    def measure(is_exact: bool) -> torch.Tensor:
+        return measure_each_gradient(
+            gradients, is_counted=is_counted, count_zeros=count_zeros, group=group, is_exact=is_exact
+        )
+
+    return _read(measure, count_zeros)
+
+
+def clip_coefficient(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+    """Factor ≤ 1, 0-dim, that brings `norm` down to `max_norm`."""
+    return torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
+
+
+def _read(measure: Callable[[bool], torch.Tensor], count_zeros: bool) -> GradientFacts:
+    norm, flag, num_zeros = measure(False).tolist()
+    if flag > 0:
+        norm, flag, num_zeros = measure(True).tolist()
     return GradientFacts(found_inf=flag > 0, norm=norm, num_zeros=int(num_zeros) if count_zeros else None)
 
 
-def clip_coefficient(max_norm: float, norm: float) -> float:
-    """Factor ≤ 1 that brings `norm` down to `max_norm`; 1 where `max_norm` is 0 (no clipping)."""
-    return min(max_norm / (norm + CLIP_EPSILON), 1.0) if max_norm > 0 else 1.0
+def _nothing(device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float64, device=device)
 
 
-def _chunk_norms(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Norms of pieces of ≤ `CHUNK` elements, (pieces,) float64; non-finite where a piece holds NaN or inf."""
-    chunks = [chunk for tensor in tensors if tensor.numel() for chunk in tensor.reshape(-1).split(CHUNK)]
-    if not chunks:
-        return torch.zeros(1, dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(chunks, ord=norm_type)).double()
+def _powers(
+    tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device, is_exact: bool
+) -> torch.Tensor:
+    """Sums of |x|^p (inf: the largest |x|) over pieces of the tensors, (pieces,) float64, never empty."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return _nothing(device).reshape(1)
+    if norm_type == 2.0 and _has_kernel(tensors):
+        return cpu_kernels.sums_of_squares(tensors)
+    if is_exact:
+        norms = [torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64) for tensor in tensors]
+    else:
+        chunks = [chunk for tensor in tensors for chunk in _chunks(tensor)]
+        norms = list(torch._foreach_norm(chunks, ord=norm_type, dtype=torch.float32))
+    of_all = torch.stack(norms).double()
+    return of_all if norm_type == math.inf else of_all**norm_type
 
 
-def _norms_of_each(
-    gradients: Sequence[torch.Tensor | None], device: torch.device
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """2-norm of each gradient, 0-dim float64, 0 where there is none; and whether any is not finite."""
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    chunks: list[torch.Tensor] = []
-    sizes = []
-    for gradient in gradients:
-        pieces = [] if gradient is None or not gradient.numel() else gradient.reshape(-1).split(CHUNK)
-        chunks.extend(pieces)
-        sizes.append(len(pieces))
-    if not chunks:
-        return [zero] * len(gradients), torch.zeros((), dtype=torch.bool, device=device)
-    of_chunks = torch.stack(torch._foreach_norm(chunks)).double()
-    # the norm of a parameter's norms is its norm, so a second pass over few numbers does it
-    of_each = iter(torch._foreach_norm(of_chunks.split([size for size in sizes if size])))
-    return [next(of_each) if size else zero for size in sizes], ~torch.isfinite(of_chunks).all()
+def _squares_of_each(
+    gradients: Sequence[torch.Tensor | None], device: torch.device, is_exact: bool
+) -> torch.Tensor:
+    """Sum of squares of each gradient, (parameters,) float64; 0 where there is none."""
+    present = {
+        index: gradient
+        for index, gradient in enumerate(gradients)
+        if gradient is not None and gradient.numel()
+    }
+    zero = _nothing(device)
+    squares = [zero] * len(gradients)
+    if present and _has_kernel(list(present.values())):
+        for index, square in zip(present, cpu_kernels.sums_of_squares(list(present.values())), strict=True):
+            squares[index] = square
+    else:
+        for index, gradient in present.items():
+            squares[index] = _powers([gradient], 2.0, device, is_exact).sum()
+    return torch.stack([zero, *squares])[1:]
 
 
-def _exact_norms_of_each(
-    gradients: Sequence[torch.Tensor | None], device: torch.device
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    norms = [
-        zero if gradient is None else torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        for gradient in gradients
-    ]
-    return norms, ~torch.isfinite(torch.stack([zero, *norms])).all()
+def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    flat = tensor.reshape(-1)
+    return flat.split(CHUNK) if flat.device.type == "cpu" else [flat]  # GPUs sum in pieces by themselves
 
 
-def _reduce_norms(
-    norms: Sequence[torch.Tensor],
-    is_suspicious: torch.Tensor,
-    zeros: torch.Tensor,
-    is_counted: Sequence[bool],
-    group: dist.ProcessGroup | None,
-) -> list[float]:
-    """Sum of the norms over the group, flag and zeros: one all-reduce of squares, then the one host read."""
-    nothing = torch.zeros_like(zeros)
-    mine = [norm if counts else nothing for norm, counts in zip(norms, is_counted, strict=True)]
-    squares = torch.where(is_suspicious, 0.0, torch.stack([nothing, *mine]).square())
-    packet = torch.cat([torch.stack([is_suspicious.double(), zeros]), squares])
-    if group is not None and process_group.world_size(group) > 1:
-        dist.all_reduce(packet, op=dist.ReduceOp.SUM, group=group)
-    flag, num_zeros = packet[:2]
-    return torch.stack([packet[2:].sqrt().sum(), flag, num_zeros]).tolist()
+def _has_kernel(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(map(cpu_kernels.supports, tensors)) and cpu_kernels.is_available()
 
 
-def _inspect_huge(
-    gradients: Sequence[torch.Tensor],
-    uncounted: Sequence[torch.Tensor],
-    norm_type: float,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    num_zeros: float | None,
-) -> GradientFacts:
-    # A finite gradient above 1.8e19 has an infinite square in fp32: look again, exactly. Rare, so not tuned.
-    finite = [torch.isfinite(tensor).all() for tensor in (*gradients, *uncounted)]
-    is_finite = torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool, device=device)
-    powers = [
-        torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64) ** norm_type for tensor in gradients
-    ]
-    total = torch.stack(powers).sum() if powers else torch.zeros((), dtype=torch.float64, device=device)
-    power, flag = _reduce(torch.stack([torch.where(is_finite, total, 0.0), (~is_finite).double()]), group)
-    return GradientFacts(
-        found_inf=flag > 0,
-        norm=power ** (1 / norm_type),
-        num_zeros=None if num_zeros is None else int(num_zeros),
-    )
-
-
-def _inspect_largest(
-    norms: torch.Tensor,
-    found_inf: torch.Tensor,
-    zeros: torch.Tensor,
-    count_zeros: bool,
-    group: dist.ProcessGroup | None,
-) -> GradientFacts:
+def _largest(
+    norms: torch.Tensor, found_inf: torch.Tensor, zeros: torch.Tensor, group: dist.ProcessGroup | None
+) -> torch.Tensor:
     # One slot per rank turns the maximum into a SUM, so flag, zeros and maxima still travel together.
-    slots = torch.zeros(process_group.world_size(group) if group is not None else 1, dtype=torch.float64)
-    slots = slots.to(norms.device)
-    slots[process_group.rank(group) if group is not None else 0] = torch.where(found_inf, 0.0, norms.max())
-    flag, num_zeros, *largest = _reduce(torch.cat([torch.stack([found_inf.double(), zeros]), slots]), group)
-    return GradientFacts(
-        found_inf=flag > 0, norm=max(largest), num_zeros=int(num_zeros) if count_zeros else None
-    )
+    world_size = process_group.world_size(group) if group is not None else 1
+    slots = torch.zeros(world_size, dtype=torch.float64, device=norms.device)
+    mine = process_group.rank(group) if group is not None else 0
+    slots[mine] = torch.where(found_inf, 0.0, norms.max())
+    packet = _sum_over(torch.cat([torch.stack([found_inf.double(), zeros]), slots]), group)
+    return torch.cat([packet[2:].max().reshape(1), packet[:2]])
 
 
 def _count_zeros(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = _nothing(device)
     for gradient in gradients:
         total += gradient.numel() - torch.count_nonzero(gradient)
     return total
 
 
-def _reduce(values: torch.Tensor, group: dist.ProcessGroup | None) -> list[float]:
-    """Sum over the group, then the one host read."""
+def _sum_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     if group is not None and process_group.world_size(group) > 1:
         dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
-    return values.tolist()
+    return values
 
 
 def _device(

@@ -1,47 +1,74 @@
-"""Loss scales: constant, or dynamic with the growth, backoff and hysteresis of Megatron.
+"""Loss scales: what every scaler offers, the constant one, and the dynamic one in four libraries' versions.
 
 The loss is multiplied by S before backward, so that small half-precision gradients survive, and the fp32
 gradients are divided by it afterwards. A dynamic scaler lowers S after overflows and raises it after a quiet
-stretch. The order of operations is that of Megatron-Core's `DynamicGradScaler`: hysteresis is refilled only
-on growth, so after the first backoff every further overflow lowers S at once. Unlike the original, S is
-capped at `max_scale` (uncapped it reaches infinity and never comes back) and a loaded state is made to fit.
-Everything here is plain Python: no tensors, so settings can be checked without importing torch.
+stretch; `scale_rules` says how, `scaler_state` reads saved scalers, and `scale_strategies` holds scalers
+that look at the gradients instead of waiting for an overflow. Unlike the originals, S always stays between
+`min_scale` and `max_scale` and a loaded state is made to fit. Everything here is plain Python: no tensors,
+so settings can be checked without importing torch.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-    model_validator,
+from megalowbit.errors import unknown_name
+from megalowbit.optim.scale_rules import (
+    MODES,
+    RULES,
+    Mode,
+    RuleArguments,
+    ScaleState,
+    check,
+    is_count,
+    is_positive,
+)
+from megalowbit.optim.scaler_state import (
+    STATE_KEYS,
+    fitted_scale,
+    read_saved_scaler,
+    warn_of_other_arguments,
 )
 
-from megalowbit.errors import UserError
 
-logger = logging.getLogger(__name__)
+@dataclass(frozen=True, kw_only=True)
+class GradientStatistics:
+    """What a strategy may look at after one optimizer step; the same on all ranks.
 
-Precision = Literal["fp16", "bf16", "fp32"]
-# strict: `true` and "8" are not numbers
-PositiveNumber = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(strict=True, ge=1)]
-STATE_KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
+    Attributes:
+        loss_scale: S that the step's gradients were multiplied by.
+        amax: largest |gradient| as backward made it in half precision, over micro-batches and ranks, divided
+            by `loss_scale`; None where it was not gathered.
+        norm_ratio: norm of sampled weight gradients in fp32 ÷ norm of the same in half precision, both
+            without the scale; None on steps without a probe.
+        flushed_fraction: share of the probed elements, not zero in fp32, that are zero in half precision.
+    """
+
+    loss_scale: float
+    amax: float | None = None
+    norm_ratio: float | None = None
+    flushed_fraction: float | None = None
 
 
 class GradScaler(ABC):
-    """A loss scale S and the rule by which it changes."""
+    """A loss scale S and the rule by which it changes.
+
+    Attributes:
+        scale: S of the coming step.
+        needs_amax: whether `update` looks at `GradientStatistics.amax`, which is gathered only then.
+        probes: whether `wants_probe` is ever true.
+        sample: share, in (0, 1], of the parameters or layers that the statistics are taken from.
+    """
+
+    needs_amax: bool = False
+    probes: bool = False
+    sample: float = 1.0
 
     def __init__(self, scale: float) -> None:
-        _check("scale", scale, _is_positive(scale), "a finite number > 0")
+        check("scale", scale, is_positive(scale), "a finite number > 0")
         self.scale = float(scale)
 
     @property
@@ -49,30 +76,50 @@ class GradScaler(ABC):
         """1/S, by which gradients are multiplied; exact where S is a power of two."""
         return 1.0 / self.scale
 
+    @property
+    def wants_probe(self) -> bool:
+        """Whether the norms of the coming step should be probed."""
+        return False
+
     @abstractmethod
-    def update(self, found_inf: bool) -> None:
+    def update(self, found_inf: bool, statistics: GradientStatistics | None = None) -> float:
         """Adapt S after one optimizer step.
 
         Args:
             found_inf: whether any gradient of the step was infinite or NaN, on any rank.
+            statistics: of the step's gradients; None where nothing was gathered.
+
+        Returns:
+            The S of the coming step.
         """
 
     @abstractmethod
-    def state_dict(self) -> dict[str, float | int]:
+    def back_off(self) -> bool:
+        """Lower S at once, without regard to hysteresis, so that an overflowed step can be tried again.
+
+        Returns:
+            False if S cannot be lowered: it is constant, or at its floor.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
         """What has to be saved so that the next `update` gives the same S."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Continue from a saved state, of this or another library's scaler: see `scaler_state`."""
 
 
 class ConstantGradScaler(GradScaler):
     """S never changes; a saved dynamic state is ignored."""
 
-    def update(self, found_inf: bool) -> None:
-        pass
+    def update(self, found_inf: bool, statistics: GradientStatistics | None = None) -> float:  # noqa: ARG002
+        return self.scale
 
-    def state_dict(self) -> dict[str, float | int]:
+    def back_off(self) -> bool:
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -82,14 +129,27 @@ class ConstantGradScaler(GradScaler):
 class DynamicGradScaler(GradScaler):
     """S falls on overflow and grows after `growth_interval` clean steps in a row.
 
+    The modes, each equal to its original's S step by step on any sequence, as long as S stays in its bounds:
+
+    * `megatron`: hysteresis is refilled only on growth, so that after a first backoff every further overflow
+      lowers S at once. S and both factors are float32. Bounds unless given: 1 and 2^32.
+    * `deepspeed`: `DynamicLossScaler`, which grows one clean step later; with `hysteresis=1` also the FP16
+      optimizers, which have a rule of their own. Give `backoff_factor = 1 / growth_factor`, its one factor.
+      Bounds unless given: 1 and 2^127.
+    * `torch`: `torch.amp.GradScaler`; `hysteresis` plays no part. Bounds unless given: what float32 holds.
+    * `clean_step`: Apex's `update_scale_hysteresis`; every clean step refills hysteresis. Bounds as torch's.
+
     Args:
         initial_scale: first S.
-        min_scale: S never falls below it.
+        min_scale: S never falls below it; None: as the mode says.
         growth_factor: factor > 1 of a growth.
         backoff_factor: factor in (0, 1) of a backoff.
         growth_interval: clean steps before a growth.
         hysteresis: overflows before the first backoff after a growth.
-        max_scale: S never grows above it.
+        mode: whose rule to follow.
+        max_scale: S never grows above it; None: as the mode says.
+        consecutive_hysteresis: a clean step refills hysteresis (only `deepspeed`).
+        raise_at_min_scale: an overflow at `min_scale` that would lower S raises UserError (only `deepspeed`).
 
     Raises:
         UserError: an argument is out of range; the message names it.
@@ -98,61 +158,77 @@ class DynamicGradScaler(GradScaler):
     def __init__(
         self,
         initial_scale: float = 2.0**32,
-        min_scale: float = 1.0,
+        min_scale: float | None = None,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 1000,
         hysteresis: int = 2,
         *,
-        max_scale: float = 2.0**32,
+        mode: Mode = "megatron",
+        max_scale: float | None = None,
+        consecutive_hysteresis: bool = False,
+        raise_at_min_scale: bool = False,
     ) -> None:
-        _check("initial_scale", initial_scale, _is_positive(initial_scale), "a finite number > 0")
-        _check("min_scale", min_scale, _is_positive(min_scale), "a finite number > 0")
-        _check("max_scale", max_scale, _is_positive(max_scale), "a finite number > 0")
-        _check("initial_scale", initial_scale, min_scale <= initial_scale, f"≥ min_scale ({min_scale})")
-        _check("initial_scale", initial_scale, initial_scale <= max_scale, f"≤ max_scale ({max_scale})")
-        _check(
-            "growth_factor",
-            growth_factor,
-            _is_positive(growth_factor) and growth_factor > 1,
-            "finite and > 1",
-        )
-        _check(
-            "backoff_factor", backoff_factor, _is_positive(backoff_factor) and backoff_factor < 1, "in (0, 1)"
-        )
-        _check("growth_interval", growth_interval, _is_count(growth_interval), "a whole number > 0")
-        _check("hysteresis", hysteresis, _is_count(hysteresis), "a whole number > 0")
-        super().__init__(initial_scale)
-        self.min_scale = float(min_scale)
-        self.max_scale = float(max_scale)
+        if mode not in MODES:
+            raise unknown_name("mode of a grad scaler", mode, MODES)
+        rule = RULES[mode]
+        min_scale = rule.min_scale if min_scale is None else min_scale
+        max_scale = rule.max_scale if max_scale is None else max_scale
+        check_scale_bounds(initial_scale, min_scale, max_scale)
+        for name, value in (("min_scale", min_scale), ("max_scale", max_scale)):
+            is_held = is_positive(rule.stored(value))
+            check(name, value, is_held, f"a number that float32 holds, as mode {mode!r} keeps it")
+        _check_factors(growth_factor, backoff_factor, growth_interval, hysteresis)
+        for name, value in (
+            ("consecutive_hysteresis", consecutive_hysteresis),
+            ("raise_at_min_scale", raise_at_min_scale),
+        ):
+            check(name, value, isinstance(value, bool), "True or False")
+            check(
+                name,
+                value,
+                mode == "deepspeed" or not value,
+                f'left out with mode {mode!r}: it is of "deepspeed"',
+            )
+        super().__init__(rule.stored(initial_scale))
+        self.mode = mode
+        self.min_scale, self.max_scale = rule.stored(min_scale), rule.stored(max_scale)
         self.growth_factor = float(growth_factor)
         self.backoff_factor = float(backoff_factor)
         self.growth_interval = growth_interval
         self.hysteresis = hysteresis
+        self._rule = rule
+        self._arguments = RuleArguments(
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            consecutive_hysteresis=consecutive_hysteresis,
+            raise_at_min_scale=raise_at_min_scale,
+        )
         self._growth_tracker = 0
         self._hysteresis_tracker = hysteresis
 
-    def update(self, found_inf: bool) -> None:
-        if found_inf:
-            self._growth_tracker = 0
-            self._hysteresis_tracker -= 1
-            if self._hysteresis_tracker <= 0:
-                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
-            return
-        self._growth_tracker += 1
-        # ≥ and not ==: a tracker loaded into a shorter interval would otherwise never grow again
-        if self._growth_tracker >= self.growth_interval:
-            self._growth_tracker = 0
-            self._hysteresis_tracker = self.hysteresis
-            self.scale = min(self.scale * self.growth_factor, self.max_scale)
+    def update(self, found_inf: bool, statistics: GradientStatistics | None = None) -> float:  # noqa: ARG002
+        self._set(self._rule.after(self._state(), bool(found_inf), self._arguments))
+        return self.scale
 
-    def state_dict(self) -> dict[str, float | int]:
+    def back_off(self) -> bool:
+        lowered = self._rule.lowered(self.scale, self._arguments)
+        if lowered >= self.scale:
+            return False
+        # as after any backoff: growth starts anew, and hysteresis is used up
+        self._set(ScaleState(lowered, 0, min(self._hysteresis_tracker, 1)))
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
         """`scale`, `growth_tracker` and `hysteresis_tracker`, as Megatron names them."""
-        values = (self.scale, self._growth_tracker, self._hysteresis_tracker)
-        return dict(zip(STATE_KEYS, values, strict=True))
+        return dict(zip(STATE_KEYS, self._state(), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state, made to fit these settings.
+        """Continue from a saved state of any scaler that `scaler_state` reads, made to fit these settings.
 
         A scale outside `[min_scale, max_scale]` is clamped with a warning (below the minimum the next backoff
         would raise it). Values may be tensors of one element, as Megatron saves them.
@@ -160,112 +236,41 @@ class DynamicGradScaler(GradScaler):
         Raises:
             UserError: a key is missing, or the scale is not a finite number > 0.
         """
-        missing = [key for key in STATE_KEYS if key not in state]
-        if missing:
-            raise UserError(
-                f"grad scaler state lacks {', '.join(missing)}: found only {sorted(state) or 'nothing'}"
-            )
-        scale = float(state["scale"])
-        _check("scale of the loaded grad scaler state", scale, _is_positive(scale), "a finite number > 0")
-        self.scale = min(max(scale, self.min_scale), self.max_scale)
-        if self.scale != scale:
-            logger.warning(
-                "loaded loss scale %g lies outside [%g, %g]: continuing with %g",
-                scale, self.min_scale, self.max_scale, self.scale,
-            )  # fmt: skip
-        self._growth_tracker = max(int(state["growth_tracker"]), 0)
-        self._hysteresis_tracker = min(int(state["hysteresis_tracker"]), self.hysteresis)
+        saved = read_saved_scaler(state)
+        left = self.hysteresis if saved.hysteresis_tracker is None else saved.hysteresis_tracker
+        scale = fitted_scale(saved.scale, self.min_scale, self.max_scale)
+        used = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis")
+        warn_of_other_arguments(saved, {name: getattr(self, name) for name in used})
+        self._set(
+            ScaleState(self._rule.stored(scale), max(saved.growth_tracker, 0), min(left, self.hysteresis))
+        )
+
+    def _state(self) -> ScaleState:
+        return ScaleState(self.scale, self._growth_tracker, self._hysteresis_tracker)
+
+    def _set(self, state: ScaleState) -> None:
+        self.scale, self._growth_tracker, self._hysteresis_tracker = state
 
 
-class GradScalerSettings(BaseModel):
-    """`"grad_scaler"` of the configuration; see `DynamicGradScaler` for the arguments.
-
-    `type` left out means: `dynamic` with fp16, `none` with bf16 and fp32.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    type: Literal["dynamic", "constant", "none"] | None = None
-    scale: PositiveNumber | None = None
-    min_scale: PositiveNumber = 1.0
-    max_scale: PositiveNumber = 2.0**32
-    # after the bounds, with which it is compared also where it is left out
-    initial_scale: PositiveNumber = Field(default=2.0**32, validate_default=True)
-    growth_factor: Annotated[PositiveNumber, Field(gt=1)] = 2.0
-    backoff_factor: Annotated[PositiveNumber, Field(lt=1)] = 0.5
-    growth_interval: Count = 1000
-    hysteresis: Count = 2
-
-    @field_validator("initial_scale")
-    @classmethod
-    def _within_its_bounds(cls, value: float, info: ValidationInfo) -> float:
-        low, high = info.data.get("min_scale", value), info.data.get("max_scale", value)
-        if not low <= value <= high:
-            raise ValueError(f"it must be from min_scale ({low:g}) to max_scale ({high:g})")
-        return value
-
-    @model_validator(mode="after")
-    def _only_arguments_of_the_type(self) -> GradScalerSettings:
-        given = self.model_fields_set - {"type"}
-        dynamic = given - {"scale"}
-        if self.type == "constant":
-            if self.scale is None:
-                raise ValueError(
-                    'type "constant" needs "scale", for example {"type": "constant", "scale": 1024}'
-                )
-        elif "scale" in given:
-            raise ValueError(f'"scale" belongs to type "constant", not {self.type!r}: use "initial_scale"')
-        if self.type in {"constant", "none"} and dynamic:
-            raise ValueError(f'{", ".join(sorted(dynamic))} belong to type "dynamic", not {self.type!r}')
-        return self
-
-    @model_serializer
-    def _only_what_matters(self) -> dict[str, Any]:
-        if self.type in {"dynamic", None}:
-            return {"type": self.type, **self.dynamic_arguments()}
-        return {"type": self.type} | ({"scale": self.scale} if self.type == "constant" else {})
-
-    def dynamic_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `DynamicGradScaler`."""
-        return {
-            name: getattr(self, name) for name in type(self).model_fields if name not in {"type", "scale"}
-        }
-
-
-def default_scaler_type(precision: Precision) -> Literal["dynamic", "none"]:
-    """The `type` used where the settings name none."""
-    return "dynamic" if precision == "fp16" else "none"
-
-
-def build_grad_scaler(settings: GradScalerSettings, precision: Precision) -> GradScaler | None:
-    """Make the scaler the settings describe.
+def check_scale_bounds(initial_scale: float, min_scale: float, max_scale: float) -> None:
+    """Refuse bounds that are no finite numbers > 0, and a first S outside them.
 
     Raises:
-        UserError: fp16 without a scaler, or fp32 with one.
+        UserError: names the argument.
     """
-    kind = settings.type or default_scaler_type(precision)
-    if kind == "none":
-        if precision == "fp16":
-            raise UserError(
-                'fp16 expects a grad scaler. Set grad_scaler.type to "dynamic" or "constant", not "none"'
-            )
-        return None
-    if precision == "fp32":
-        raise UserError(f'fp32 uses no grad scaler: set grad_scaler.type to "none", not {kind!r}')
-    if settings.scale is not None:
-        return ConstantGradScaler(settings.scale)
-    return DynamicGradScaler(**settings.dynamic_arguments())
+    check("initial_scale", initial_scale, is_positive(initial_scale), "a finite number > 0")
+    check("min_scale", min_scale, is_positive(min_scale), "a finite number > 0")
+    check("max_scale", max_scale, is_positive(max_scale), "a finite number > 0")
+    check("initial_scale", initial_scale, min_scale <= initial_scale, f"≥ min_scale ({min_scale})")
+    check("initial_scale", initial_scale, initial_scale <= max_scale, f"≤ max_scale ({max_scale})")
 
 
-def _is_positive(value: object) -> bool:
-    # compared, because math.isfinite raises on integers beyond the largest float
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _check(name: str, value: object, is_valid: bool, rule: str) -> None:
-    if not is_valid:
-        raise UserError(f"{name} must be {rule}, not {value!r}")
+def _check_factors(
+    growth_factor: float, backoff_factor: float, growth_interval: int, hysteresis: int
+) -> None:
+    is_growth = is_positive(growth_factor) and growth_factor > 1
+    is_backoff = is_positive(backoff_factor) and backoff_factor < 1
+    check("growth_factor", growth_factor, is_growth, "finite and > 1")
+    check("backoff_factor", backoff_factor, is_backoff, "in (0, 1)")
+    check("growth_interval", growth_interval, is_count(growth_interval), "a whole number > 0")
+    check("hysteresis", hysteresis, is_count(hysteresis), "a whole number > 0")

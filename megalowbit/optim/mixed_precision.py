@@ -2,8 +2,8 @@
 
 `Float16OptimizerWithFloat16Params` keeps Megatron's name, groups and state keys, `FP32Optimizer` its
 behaviour where there is nothing to keep in fp32. Unlike the originals both skip non-finite gradients even
-without a scaler, and loading a state restores the model from the masters. Not covered: closures, and one
-scaler shared by several optimizers.
+without a scaler, and loading a state restores the model from the masters. Not covered: closures.
+Several optimizers under one scaler: `chained`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from typing_extensions import Unpack
 
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_norm import GradientNorm
+from megalowbit.optim.fp32_modules import is_kept_fp32
 from megalowbit.optim.grad_scaler import GradScaler
-from megalowbit.optim.optimizer_step import BeforeStep, MixedPrecisionOptimizer
+from megalowbit.optim.optimizer_step import MegatronOptimizer
+from megalowbit.optim.step_options import StepOptions
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared")
+COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "allreduce")
 
 
-class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
+class Float16OptimizerWithFloat16Params(MegatronOptimizer):
     """An optimizer whose model is fp16 or bf16 and whose updates happen in fp32.
 
     The inner optimizer's parameters are replaced by fp32 masters. Groups: `float16_groups` (model),
@@ -30,23 +31,16 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
     Source: Megatron-LM's class of the same name.
 
     Args:
-        optimizer: torch optimizer over the model's parameters; with `fused=True` a step reads gradients once.
-        clip_grad: largest gradient norm; 0 turns clipping off.
+        optimizer: torch optimizer over the model's parameters; its updates are fastest, and need no early
+            look at the overflow flag, with `fused=True`.
         grad_scaler: required with fp16; with bf16 None is usual.
-        log_num_zeros_in_grad: count exact zeros at each step.
-        params_have_main_grad: gradients add up in fp32 `main_grad`s; if the parameters have none, a
-            `GradBuffer` is made. False reads `.grad` at `step`; a parameter without one is not updated.
         bf16: the model is bfloat16, not float16.
         cast_parameters: cast fp32 parameters to half precision; the masters keep their exact value. False
-            leaves them fp32, in `fp32_from_fp32_groups`.
-        model_parallel_group: over which norm, zeros and overflow are reduced.
-        gradient_norm: what is reported and clipped: the norm of all gradients together ("global"), or the sum
-            of the parameters' norms ("sum_of_norms", as Metis clips).
-        before_step: called at the start of a step with the loss scale, by which all gradients are multiplied
-            then; may add to them.
+            leaves them fp32, in `fp32_from_fp32_groups`, as are those that `fp32_modules.keep_fp32` marked.
+        options: `clip_grad`, which is required, and others, see `StepOptions`.
 
     Raises:
-        UserError: fp16 without a scaler.
+        UserError: fp16 without a scaler, or options that do not go together.
         TypeError: a parameter is not fp16, bf16 or fp32.
     """
 
@@ -54,30 +48,16 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        clip_grad: float,
         grad_scaler: GradScaler | None,
-        log_num_zeros_in_grad: bool = False,
-        params_have_main_grad: bool = True,
         bf16: bool = False,
         cast_parameters: bool = False,
-        model_parallel_group: dist.ProcessGroup | None = None,
-        gradient_norm: GradientNorm = "global",
-        before_step: BeforeStep | None = None,
+        **options: Unpack[StepOptions],
     ) -> None:
         if grad_scaler is None and not bf16:
             raise UserError("fp16 expects a grad scaler. Pass grad_scaler=DynamicGradScaler(), or bf16=True")
         self.half_dtype = torch.bfloat16 if bf16 else torch.float16
         self.cast_parameters = cast_parameters
-        super().__init__(
-            optimizer,
-            clip_grad=clip_grad,
-            log_num_zeros_in_grad=log_num_zeros_in_grad,
-            params_have_main_grad=params_have_main_grad,
-            grad_scaler=grad_scaler,
-            model_parallel_group=model_parallel_group,
-            gradient_norm=gradient_norm,
-            before_step=before_step,
-        )
+        super().__init__(optimizer, grad_scaler=grad_scaler, **options)
 
     def _adopt_group(self, group: dict[str, Any]) -> None:
         halves, masters, fp32, inner = [], [], [], []
@@ -85,7 +65,8 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
             if not parameter.requires_grad:
                 continue
             _check_dtype(parameter, (*HALF_DTYPES, torch.float32), index, len(self.float16_groups))
-            if parameter.dtype == torch.float32 and not self.cast_parameters:
+            is_kept = is_kept_fp32(parameter) or not self.cast_parameters
+            if parameter.dtype == torch.float32 and is_kept:
                 fp32.append(parameter)
                 inner.append(parameter)
                 continue
@@ -103,45 +84,20 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
         self.fp32_from_fp32_groups.append(fp32)
 
 
-class FP32Optimizer(MixedPrecisionOptimizer):
+class FP32Optimizer(MegatronOptimizer):
     """The same facts, clipping and skipping for a model that is fp32 throughout; there is no loss scale.
 
     Args:
         optimizer: torch optimizer over the model's parameters.
-        clip_grad: largest gradient norm; 0 turns clipping off.
-        log_num_zeros_in_grad: count exact zeros at each step.
-        params_have_main_grad: as for `Float16OptimizerWithFloat16Params`.
-        model_parallel_group: over which norm, zeros and overflow are reduced.
-        gradient_norm: what is reported and clipped: the norm of all gradients together ("global"), or the sum
-            of the parameters' norms ("sum_of_norms", as Metis clips).
-        before_step: called at the start of a step with the loss scale, by which all gradients are multiplied
-            then; may add to them.
+        options: `clip_grad`, which is required, and others, see `StepOptions`.
 
     Raises:
+        UserError: options that do not go together.
         TypeError: a parameter is not fp32.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        clip_grad: float,
-        log_num_zeros_in_grad: bool = False,
-        params_have_main_grad: bool = True,
-        model_parallel_group: dist.ProcessGroup | None = None,
-        gradient_norm: GradientNorm = "global",
-        before_step: BeforeStep | None = None,
-    ) -> None:
-        super().__init__(
-            optimizer,
-            clip_grad=clip_grad,
-            log_num_zeros_in_grad=log_num_zeros_in_grad,
-            params_have_main_grad=params_have_main_grad,
-            grad_scaler=None,
-            model_parallel_group=model_parallel_group,
-            gradient_norm=gradient_norm,
-            before_step=before_step,
-        )
+    def __init__(self, optimizer: torch.optim.Optimizer, **options: Unpack[StepOptions]) -> None:
+        super().__init__(optimizer, grad_scaler=None, **options)
 
     def _adopt_group(self, group: dict[str, Any]) -> None:
         group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]

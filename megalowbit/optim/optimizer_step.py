@@ -1,10 +1,9 @@
 """One optimizer step on scaled fp32 gradients, the same for half-precision and fp32 models.
 
 The order is Megatron's: inspect the scaled gradients, update the scaler, skip if any is non-finite, else
-unscale and clip, step the masters, copy them to the model. Unscaling and clipping are one factor; torch's
-fused optimizers apply it while they read the gradients, so these are read twice a step: once to look, once
-to apply. A step leaves no gradient behind: one that stayed would be applied a second time. Which parameters
-have masters is the business of the subclasses in `mixed_precision`.
+unscale and clip, step the masters, copy them to the model; `take_step` has it, for one optimizer or several.
+Here is what it needs of each optimizer. A step leaves no gradient behind: one that stayed would be applied a
+second time. Which parameters have masters is the business of the subclasses in `mixed_precision`.
 Between steps others may change weights: `master_of`, `state_of`, then `masters_have_changed`.
 """
 
@@ -13,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
@@ -23,20 +21,24 @@ from megalowbit import process_group
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.optim.grad_buffer import GradBuffer
 from megalowbit.optim.grad_norm import (
-    GradientFacts,
     GradientNorm,
-    clip_coefficient,
-    inspect_each_gradient,
-    inspect_gradients,
+    check_same_parameters,
     is_counted_once,
+    measure_each_gradient,
+    measure_gradients,
 )
 from megalowbit.optim.grad_scaler import GradScaler
+from megalowbit.optim.inner_step import InnerStep
+from megalowbit.optim.instruments import Instruments, complete_instruments
+from megalowbit.optim.layer_scaling import LayerScaling
 from megalowbit.optim.optimizer_state import check_inner_state, check_masters, copy_masters, find_key
+from megalowbit.optim.overflow_location import RankOverflow
+from megalowbit.optim.step_options import BeforeStep, NamedParameters
+from megalowbit.optim.step_report import StepReport
+from megalowbit.optim.take_step import take_step
+from megalowbit.optim.timers import StepTimers
 
 logger = logging.getLogger(__name__)
-
-StepResult = tuple[bool, "float | None", "int | None"]
-BeforeStep = Callable[[float], object]
 
 
 def learning_rate(group: Mapping[str, Any]) -> float:
@@ -44,26 +46,32 @@ def learning_rate(group: Mapping[str, Any]) -> float:
     return group["lr"] * group.get("lr_scale", 1.0)
 
 
-class MixedPrecisionOptimizer(torch.optim.Optimizer):
+class MegatronOptimizer(torch.optim.Optimizer):
     """What both optimizers share; a torch `Optimizer`, so that any learning-rate scheduler takes it.
 
     `param_groups` and `state` are those of the inner optimizer. A group may hold `lr_scale`, by which its
     learning rate is multiplied at each step; schedulers, which write `lr`, do not see it, and it is saved
-    with the group. Attributes after a step: `found_inf`, `grad_norm` (unscaled, before clipping; None after a
-    skip). `before_step` may be set at any time.
+    with the group. `before_step` may be set at any time.
+
+    Attributes:
+        report: what the last step did; None before the first.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        clip_grad: float,
-        log_num_zeros_in_grad: bool,
-        params_have_main_grad: bool,
         grad_scaler: GradScaler | None,
-        model_parallel_group: dist.ProcessGroup | None,
-        gradient_norm: GradientNorm,
-        before_step: BeforeStep | None,
+        clip_grad: float,
+        log_num_zeros_in_grad: bool = False,
+        params_have_main_grad: bool = True,
+        model_parallel_group: dist.ProcessGroup | None = None,
+        training_group: dist.ProcessGroup | None = None,
+        gradient_norm: GradientNorm = "global",
+        before_step: BeforeStep | None = None,
+        named_parameters: NamedParameters | None = None,
+        instruments: Instruments | None = None,
+        timers: StepTimers | None = None,
     ) -> None:
         if gradient_norm not in get_args(GradientNorm):
             raise unknown_name("gradient_norm", gradient_norm, get_args(GradientNorm))
@@ -71,16 +79,21 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             raise UserError(
                 f"clip_grad must be a finite number ≥ 0 (0 turns clipping off), not {clip_grad!r}"
             )
+        if instruments is not None and instruments.layer_scaling is not None and not params_have_main_grad:
+            raise UserError(
+                "layer scaling divides its factors out of main_grad: use params_have_main_grad=True"
+            )
         self.optimizer = optimizer
         self.clip_grad = clip_grad
         self.log_num_zeros_in_grad = log_num_zeros_in_grad
         self.params_have_main_grad = params_have_main_grad
         self.grad_scaler = grad_scaler
         self.model_parallel_group = model_parallel_group
+        self.training_group = training_group
         self.gradient_norm = gradient_norm
         self.before_step = before_step
-        self.found_inf = False
-        self.grad_norm: float | None = None
+        self.timers = timers
+        self.report: StepReport | None = None
         self.float16_groups: list[list[torch.nn.Parameter]] = []
         self.fp32_from_float16_groups: list[list[torch.Tensor]] = []
         self.fp32_from_fp32_groups: list[list[torch.nn.Parameter]] = []
@@ -90,12 +103,22 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         super().__init__(groups, optimizer.defaults)  # for torch's step hooks; adds these very groups again
         self.state = state
         self._pairs = list(self._model_and_master())
+        self._models = {id(master): model for model, master in self._pairs}
         self._masters = {id(model): master for model, master in self._pairs}
         self._is_counted = [is_counted_once(model, model_parallel_group) for model, _ in self._pairs]
-        self._is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        self._names = self._name_all(named_parameters)
+        named = [(self._names[id(model)], model) for model, _ in self._pairs]
+        # before the buffer: its hooks take `.grad` away
+        self.instruments = complete_instruments(instruments, grad_scaler, named)
         self.grad_buffer = self._make_grad_buffer() if params_have_main_grad else None
+        self._buffers = self._find_buffers() if params_have_main_grad else []
+        self._inner_step = InnerStep(
+            optimizer,
+            {master: model for model, master in self._pairs if master is not model},
+            gradient_of=lambda master: self._gradient_of(self._models[id(master)]),
+        )
         if gradient_norm == "sum_of_norms":
-            self._check_same_parameters()
+            check_same_parameters(len(self._pairs), model_parallel_group)
 
     # Property and not alias: loading a state gives the inner optimizer new objects.
     @property
@@ -125,46 +148,110 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Multiply the loss by S, in fp32: S itself may not exist in half precision."""
         return loss.float() * self.loss_scale
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
+    @property
+    def found_inf(self) -> bool:
+        """Whether the last step was skipped because gradients were infinite or NaN."""
+        return self.report is not None and not self.report.is_applied
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the last step's gradients, unscaled and before clipping; None after a skip."""
+        return self.report.grad_norm if self.report is not None else None
+
+    @property
+    def layer_scaling(self) -> LayerScaling | None:
+        """Factors by block, if gradients are scaled so."""
+        return self.instruments.layer_scaling
+
+    def step(self, closure: Callable[[], float] | None = None) -> StepReport:  # type: ignore[override]
         """Apply the gathered gradients, or skip them if any is infinite or NaN.
 
-        Collective over the model-parallel group. Gradients must already be averaged over data parallel.
-        `before_step` is called first, with S: what it adds to the gradients is inspected, clipped and, where
-        they overflow, dropped as they are.
+        Collective over the model-parallel and the training group. Gradients must already be averaged over
+        data parallel. `before_step` is called first, with S: what it adds to the gradients is inspected,
+        clipped and, where they overflow, dropped as they are. The host reads the device once, after an
+        update has been launched; before it if the inner optimizer, unlike torch's fused ones, cannot skip.
 
         Returns:
-            `(True, norm, num_zeros)`, or `(False, None, None)` after a skip, which leaves masters, moments
-            and step counts as they were. `norm` is unscaled and before clipping; `num_zeros` is None unless
-            asked for.
+            A tuple `(True, norm, num_zeros)`, or `(False, None, None)` after a skip, which leaves masters,
+            moments and step counts as they were; and more by name, see `StepReport`.
         """
         if closure is not None:
             raise TypeError("step takes no closure: call backward first")
-        inv_scale = self.grad_scaler.inv_scale if self.grad_scaler is not None else 1.0
-        if self.before_step is not None:
-            self.before_step(self.loss_scale)
-        self._give_masters_their_gradients()
-        facts = self._inspect()
-        if self.grad_scaler is not None:
-            self.grad_scaler.update(facts.found_inf)
-        self.found_inf = facts.found_inf
-        self.grad_norm = None
-        if not facts.found_inf:
-            self.grad_norm = facts.norm * inv_scale
-            self._step_masters(inv_scale * clip_coefficient(self.clip_grad, self.grad_norm))
-            self._copy_masters_to_model()
-        self.zero_grad()
-        return not facts.found_inf, self.grad_norm, None if facts.found_inf else facts.num_zeros
+        return take_step([self], self.grad_scaler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
-        """Clear the gradients of model, masters and buffer; they are always set to None."""
-        for model, master in self._pairs:
-            model.grad = None
-            master.grad = None
-        if self.grad_buffer is not None:
-            self.grad_buffer.zero()
-        elif self.params_have_main_grad:
-            torch._foreach_zero_([model.main_grad for model, _ in self._pairs])
+        """Clear the gradients of model, masters and buffer; `.grad`s are always set to None."""
+        self._drop_half_gradients()
+        for buffer in self._buffers:
+            buffer.zero()
+        unbuffered = self._unbuffered_main_grads()
+        if unbuffered:
+            torch._foreach_zero_(unbuffered)
+
+    @torch.no_grad()
+    def begin_step(self, loss_scale: float) -> None:
+        """Make the gradients ready to be measured; first of what `take_step` calls."""
+        for buffer in self._buffers:
+            buffer.settle()
+        if self.before_step is not None:
+            self.before_step(loss_scale)
+
+    def measure(self, *, is_exact: bool = False) -> torch.Tensor:
+        """Norm of the scaled gradients, flag and zeros, (3,) float64; collective over model parallel."""
+        options: dict[str, Any] = {
+            "count_zeros": self.log_num_zeros_in_grad,
+            "group": self.model_parallel_group,
+            "is_exact": is_exact,
+        }
+        if self.gradient_norm == "sum_of_norms":
+            gradients = [self._gradient_of(model) for model, _ in self._pairs]
+            return measure_each_gradient(gradients, is_counted=self._is_counted, **options)
+        if self.grad_buffer is not None and all(self._is_counted):
+            flat = [self.grad_buffer.flat]
+            return measure_gradients(flat, squares=self.grad_buffer.squares(), **options)
+        counted: list[torch.Tensor] = []
+        uncounted: list[torch.Tensor] = []
+        for (model, _), is_counted in zip(self._pairs, self._is_counted, strict=True):
+            gradient = self._gradient_of(model)
+            if gradient is not None:
+                (counted if is_counted else uncounted).append(gradient)
+        return measure_gradients(counted, uncounted=uncounted, **options)
+
+    @property
+    def is_late_flag_possible(self) -> bool:
+        """Whether `update` may be launched before the host knows if gradients overflowed."""
+        return self._inner_step.is_late_flag_possible
+
+    def update(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Step masters and model on gradients ÷ `grad_scale`, unless `found_inf` is 1: `InnerStep.run`."""
+        self._inner_step.run(grad_scale, found_inf, [learning_rate(group) for group in self.param_groups])
+
+    def end_step(self, *, is_applied: bool) -> None:
+        """Forget the gradients; those of a skipped step do not stay even as numbers in memory."""
+        if not is_applied:
+            self.zero_grad()
+            return
+        self._drop_half_gradients()
+        for buffer in self._buffers:
+            buffer.forget(model for model, _ in self._pairs if model.grad_buffer is buffer)
+        unbuffered = self._unbuffered_main_grads()
+        if unbuffered:
+            torch._foreach_zero_(unbuffered)
+
+    def overflow_here(self) -> RankOverflow:
+        """Which gradients of this rank are not finite, in the order of backward; reads from the device."""
+        mine = {id(model) for model, _ in self._pairs}
+        found = [each for buffer in self._buffers for each in buffer.overflowed() if id(each[1]) in mine]
+        if not self._buffers:  # parameters in reverse are roughly the order of backward
+            models = [model for model, _ in reversed(self._pairs)]
+            found = [(place, model) for place, model in enumerate(models) if self._is_bad(model)]
+        return RankOverflow(
+            rank=process_group.rank(),
+            positions=[place for place, _ in found],
+            tensors=[self._names[id(model)] for _, model in found],
+            num_gradients=len(self._pairs),
+            is_own=bool(self._buffers) and all(buffer.is_reduced for buffer in self._buffers),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """`optimizer`, `grad_scaler` (if there is one) and `fp32_from_fp16_params` (masters by group)."""
@@ -174,6 +261,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         state["fp32_from_fp16_params"] = [
             [master.detach() for master in group] for group in self.fp32_from_float16_groups
         ]
+        if self.layer_scaling is not None:
+            state["layer_scaling"] = self.layer_scaling.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
@@ -198,6 +287,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if load_optimizer_states:
             check_inner_state(inner, self.optimizer)
         check_masters(masters, self.fp32_from_float16_groups)
+        if self.layer_scaling is not None and "layer_scaling" in state_dict:
+            self.layer_scaling.load_state_dict(state_dict["layer_scaling"])
         self._load_grad_scaler(state_dict.get("grad_scaler"))
         copy_masters(masters, self.fp32_from_float16_groups)
         if load_optimizer_states:
@@ -233,6 +324,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         return self.state[self.master_of(model_parameter)]
 
+    def has_gradient(self, model_parameter: torch.Tensor) -> bool:
+        """Whether a gradient of a trained parameter waits for the next step. Reads the device."""
+        if not self.params_have_main_grad:
+            return model_parameter.grad is not None
+        buffer: GradBuffer | None = getattr(model_parameter, "grad_buffer", None)
+        main_grad: torch.Tensor = model_parameter.main_grad  # type: ignore[attr-defined]
+        return buffer.has_gradient(model_parameter) if buffer is not None else bool(main_grad.any())
+
     def masters_have_changed(self) -> None:
         """Copy the masters to the model, after something else has written to them."""
         self._copy_masters_to_model()
@@ -245,6 +344,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             return
         if saved:
             self.grad_scaler.load_state_dict(saved)
+            self.instruments.prepare(self.grad_scaler)
         elif self.grad_scaler.state_dict():
             logger.warning("the state holds no grad scaler: continuing with loss scale %g", self.loss_scale)
 
@@ -263,88 +363,44 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         models = [model for model, _ in self._pairs]
         if models and all(hasattr(model, "main_grad") for model in models):
             return None  # someone else keeps the gradients, as Megatron's DDP does
-        return GradBuffer(models)
+        scaling = self.layer_scaling
+        return GradBuffer(models, factor_of=scaling.factor_of if scaling is not None else None)
 
-    def _check_same_parameters(self) -> None:
-        """Shards are matched by their place, and ranks of different lengths would wait for each other."""
-        group = self.model_parallel_group
-        if group is None or process_group.world_size(group) == 1:
-            return
-        counts: list[Any] = [None] * process_group.world_size(group)
-        dist.all_gather_object(counts, len(self._pairs), group=group)
-        if len(set(counts)) > 1:
-            raise UserError(
-                f'gradient_norm "sum_of_norms" needs the same parameters on all ranks of the model-parallel '
-                f'group, which have {counts}: use "global"'
-            )
+    def _find_buffers(self) -> list[GradBuffer]:
+        """The buffers of this package that hold all the gradients; none where someone else keeps some."""
+        buffers = [getattr(model, "grad_buffer", None) for model, _ in self._pairs]
+        unique = {id(buffer): buffer for buffer in buffers if buffer is not None}
+        return list(unique.values()) if None not in buffers else []
 
-    def _give_masters_their_gradients(self) -> None:
+    def _unbuffered_main_grads(self) -> list[torch.Tensor]:
+        if not self.params_have_main_grad or self._buffers:
+            return []
+        return [model.main_grad for model, _ in self._pairs]
+
+    def _drop_half_gradients(self) -> None:
         for model, master in self._pairs:
-            if self.params_have_main_grad:
-                master.grad = model.main_grad
-            elif master is not model:
-                master.grad = None if model.grad is None else model.grad.float()
-                model.grad = None
+            model.grad = None
+            master.grad = None
 
-    def _inspect(self) -> GradientFacts:
-        """The facts about the masters' gradients, by the norm that was asked for."""
-        options: dict[str, Any] = {
-            "count_zeros": self.log_num_zeros_in_grad,
-            "group": self.model_parallel_group,
-        }
-        gradients = [master.grad for _, master in self._pairs]
-        if self.gradient_norm == "sum_of_norms":
-            return inspect_each_gradient(gradients, is_counted=self._is_counted, **options)
-        if self.grad_buffer is not None and all(self._is_counted):
-            return inspect_gradients([self.grad_buffer.flat], **options)
-        with_grad = [
-            (grad, is_counted)
-            for grad, is_counted in zip(gradients, self._is_counted, strict=True)
-            if grad is not None
-        ]
-        return inspect_gradients(
-            [grad for grad, is_counted in with_grad if is_counted],
-            uncounted=[grad for grad, is_counted in with_grad if not is_counted],
-            **options,
-        )
+    def _name_all(self, named_parameters: NamedParameters | None) -> dict[int, str]:
+        """Names for reports; of parameters without one, their place. Names of others do not matter."""
+        names = {id(parameter): name for name, parameter in named_parameters or ()}
+        for number, (half, fp32) in enumerate(
+            zip(self.float16_groups, self.fp32_from_fp32_groups, strict=True)
+        ):
+            for index, model in enumerate([*half, *fp32]):
+                names.setdefault(id(model), f"parameter {index} of group {number}")
+        return names
 
-    def _step_masters(self, factor: float) -> None:
-        """Inner step on gradients times `factor`."""
-        with _scaled_learning_rates(self.param_groups):
-            self._step_inner(factor)
+    def _is_bad(self, model: Any) -> bool:
+        gradient = self._gradient_of(model)
+        return gradient is not None and not bool(torch.isfinite(gradient).all())
 
-    def _step_inner(self, factor: float) -> None:
-        if factor == 1.0:
-            self.optimizer.step()
-            return
-        gradients = [master.grad for _, master in self._pairs if master.grad is not None]
-        if not self._is_fused or not gradients:
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
-            self.optimizer.step()
-            return
-        inner: Any = self.optimizer
-        inner.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=gradients[0].device)
-        try:
-            self.optimizer.step()
-        finally:
-            del inner.grad_scale
+    def _gradient_of(self, model: Any) -> torch.Tensor | None:
+        return model.main_grad if self.params_have_main_grad else model.grad
 
     @torch.no_grad()
     def _copy_masters_to_model(self) -> None:
         halves = [(model, master) for model, master in self._pairs if master is not model]
         if halves:
             torch._foreach_copy_([model for model, _ in halves], [master for _, master in halves])
-
-
-@contextmanager
-def _scaled_learning_rates(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Let every group's `lr` be what `learning_rate` says, for the inner optimizer's sake."""
-    before = [(group, group["lr"]) for group in groups if "lr_scale" in group]
-    try:
-        for group, _ in before:
-            group["lr"] = learning_rate(group)
-        yield
-    finally:
-        for group, lr in before:
-            group["lr"] = lr

@@ -1,50 +1,88 @@
-"""Parameter groups: which parameters are pulled towards zero.
+"""Parameter groups: which parameters are pulled towards zero, and which learn at a rate of their own.
 
 Weight decay is for matrices. Biases and gains of norms (every 1-D parameter) get none, as in Megatron and the
 GPT papers: decaying them changes the function without regularising it. A module whose parameters make up one
 matrix together knows better, and says so in `weight_decay_rules`: if U and V of U·diag(S)·V decayed, their
 product would do so twice as fast as a plain weight; S alone is right. The rule lies with the module because a
-copied parameter loses what was set on it.
+copied parameter loses what was set on it. Conditions on names and parameters are Megatron's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from megalowbit.errors import UserError
 
+ParameterCondition = Callable[[str, torch.nn.Parameter], bool]  # (name in the model, parameter)
 
-def weight_decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split a model's parameters into a group with weight decay and one without.
+
+def weight_decay_groups(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    weight_decay: float,
+    *,
+    no_weight_decay_cond: ParameterCondition | None = None,
+    scale_lr_cond: ParameterCondition | None = None,
+    lr_mult: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Split a model's parameters into a group with weight decay and one without, and two more with `lr_mult`.
 
     Frozen parameters are left out and a parameter met under several names counts once, under its first. An
     empty group is left out, so that the result fits any torch optimizer.
 
     Args:
-        model: its modules may have an attribute `weight_decay_rules`, a mapping from names of their own
-            parameters to whether they decay; all others go by shape and name.
-        weight_decay: decay of the first group, ≥ 0.
+        model: a module, or the chunks of one. Modules may have an attribute `weight_decay_rules`, a mapping
+            from names of their own parameters to whether they decay; all others go by the condition.
+        weight_decay: decay of the groups that decay, ≥ 0.
+        no_weight_decay_cond: which parameters do not decay; by default biases and 1-D parameters.
+        scale_lr_cond: which parameters learn at `lr_mult` times the learning rate; their groups hold it as
+            `lr_scale`, so that schedulers, which write `lr`, leave it alone.
+        lr_mult: factor of those groups, a finite number ≥ 0.
 
     Raises:
-        UserError: no parameter is trainable.
+        UserError: no parameter is trainable, or `lr_mult` is out of range.
     """
-    decayed: list[torch.nn.Parameter] = []
-    plain: list[torch.nn.Parameter] = []
-    seen: set[int] = set()
-    for module in model.modules():
-        rules = getattr(module, "weight_decay_rules", {})
-        for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.requires_grad or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            is_decayed = rules.get(name, parameter.ndim >= 2 and name != "bias")
-            (decayed if is_decayed else plain).append(parameter)
-    if not seen:
-        raise UserError("the model has no trainable parameter: set requires_grad on at least one")
+    if not 0 <= lr_mult < float("inf"):
+        raise UserError(f"lr_mult must be a finite number ≥ 0, not {lr_mult!r}")
+    members: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {
+        (is_scaled, is_decayed): [] for is_scaled in (False, True) for is_decayed in (True, False)
+    }
+    for name, parameter, rule in _trainable_parameters(
+        [model] if isinstance(model, torch.nn.Module) else model
+    ):
+        if rule is None:
+            rule = not (no_weight_decay_cond or _is_bias_or_vector)(name, parameter)
+        is_scaled = scale_lr_cond is not None and bool(scale_lr_cond(name, parameter))
+        members[is_scaled, bool(rule)].append(parameter)
     groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {
+            "params": parameters,
+            "weight_decay": weight_decay if is_decayed else 0.0,
+            **({"lr_scale": lr_mult} if is_scaled else {}),
+        }
+        for (is_scaled, is_decayed), parameters in members.items()
+        if parameters
     ]
-    return [group for group in groups if group["params"]]
+    if not groups:
+        raise UserError("the model has no trainable parameter: set requires_grad on at least one")
+    return groups
+
+
+def _is_bias_or_vector(name: str, parameter: torch.nn.Parameter) -> bool:
+    return parameter.ndim < 2 or name.rpartition(".")[2] == "bias"
+
+
+def _trainable_parameters(
+    models: Sequence[torch.nn.Module],
+) -> Iterator[tuple[str, torch.nn.Parameter, bool | None]]:
+    """Each once: its first full name, and what its module's own rules say, if anything."""
+    seen: set[int] = set()
+    for model in models:
+        for prefix, module in model.named_modules():
+            rules = getattr(module, "weight_decay_rules", {})
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{prefix}.{name}" if prefix else name, parameter, rules.get(name)

@@ -57,6 +57,12 @@ class RunSettings(BaseModel):
     max_consecutive_skips: int = Field(
         default=50, ge=1, description="stop after so many steps in a row with non-finite gradients"
     )
+    overflow_retries: int = Field(
+        default=0,
+        ge=0,
+        description="how often a step whose gradients overflowed is done again, at a lower loss scale each "
+        "time, with the same data; 0: it is skipped",
+    )
 
 
 class PretrainSettings(BaseModel):
@@ -132,6 +138,7 @@ def load_config(path: Path, overrides: list[str], *, world_size: int) -> Pretrai
     settings = _validate_block(raw[BLOCK], path.stem)
     raw[BLOCK].setdefault("recipe", DEFAULT_RECIPE)
     parts = read_deepspeed_config(raw, world_size=world_size, total_steps=settings.run.steps)
+    check_retries(settings.run.overflow_retries, parts.settings)
     return PretrainConfig(source=path, parts=parts, settings=settings, monitors=monitors)
 
 
@@ -155,6 +162,20 @@ def _validate_block(block: dict[str, Any], stem: str) -> PretrainSettings:
         data = settings.data.model_copy(update={"seed": settings.run.seed})
         settings = settings.model_copy(update={"data": data})
     return settings
+
+
+def check_retries(overflow_retries: int, engine: EngineSettings) -> None:
+    """Refuse retries where there is no scale that could be lowered for them.
+
+    Raises:
+        UserError: see above.
+    """
+    if overflow_retries and engine.grad_scaler.type in {"none", "constant"}:
+        raise UserError(
+            f"{BLOCK}.run.overflow_retries = {overflow_retries} has no loss scale to lower (precision "
+            f"{engine.precision}, grad_scaler.type {engine.grad_scaler.type!r}): set it to 0, or use fp16 "
+            "with a dynamic scaler"
+        )
 
 
 def check_first_split(recipe: object, total_steps: int) -> None:

@@ -64,6 +64,8 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
         estimate_memory,
         settings.model,
         precision=engine.precision,
+        fp32_norms=engine.fp32_norms,
+        op_classes=engine.autocast.op_classes() if engine.autocast.enabled else None,
         optimizer_type=optimizer["type"],
         has_momentum=bool(optimizer["params"].get("momentum")),
         micro_batch_size=micro_batch_size,

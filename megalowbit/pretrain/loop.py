@@ -11,8 +11,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from megalowbit.engine.agreement import agree
 from megalowbit.engine.config import load_json
 from megalowbit.engine.initialize import check_nested_blocks
@@ -26,6 +24,7 @@ from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.kernels import check_kernels, describe_kernels
 from megalowbit.pretrain.late_switch import check_switchable
+from megalowbit.pretrain.overflow_retry import take_step
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run_folder import RunFolder, claim
@@ -114,19 +113,10 @@ def train_step(job: Job) -> tuple[Facts, bool]:
     """One optimizer step over all its micro-batches; returns its facts and whether it was skipped."""
     engine, optimizer = job.engine, job.engine.optimizer
     started, skipped_before = time.perf_counter(), engine.skipped_steps
-    rate, loss_scale = learning_rate(optimizer.param_groups[0]), optimizer.loss_scale
-    loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-    if job.tracker is not None:
-        job.tracker.begin_step()
-    for _ in range(job.accumulation_steps):
-        batch = {name: tensor.to(engine.device) for name, tensor in next(job.loader).items()}
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        loss_sum += loss.detach()
-    job.weights_have_changed()
+    rate = learning_rate(optimizer.param_groups[0])
+    attempt = take_step(job)
     seen = reduce_step_facts(
-        loss_sum / job.accumulation_steps,
+        attempt.loss,
         tracker=job.tracker,
         regularization=engine.regularizer.value if engine.regularizer is not None else None,
     )
@@ -137,10 +127,11 @@ def train_step(job: Job) -> tuple[Facts, bool]:
         **seen.facts(),
         "lr": rate,
         "grad_norm": engine.get_global_grad_norm(),
-        "loss_scale": loss_scale,
+        "loss_scale": attempt.loss_scale,
         "skipped_steps": job.totals.skipped_steps,
         "tokens_per_second": job.tokens_per_step / seconds,
         "tokens": job.totals.tokens,
+        **({"overflow_retries": attempt.retries} if attempt.retries else {}),
         **(job.late_switch.facts() if job.late_switch is not None else {}),
     }
     return facts, is_skipped

@@ -19,6 +19,9 @@ from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.surgery import bit_layers, convert
+from megalowbit.optim.autocast import attach_autocast
+from megalowbit.optim.fp32_modules import is_kept_fp32, keep_fp32
+from megalowbit.optim.op_classes import OpClasses
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MOMENTS_PER_PARAMETER = {"adamw": 2, "adam": 2}
@@ -50,6 +53,8 @@ def estimate_memory(
     recipe: Recipe,
     *,
     precision: str,
+    fp32_norms: bool = False,
+    op_classes: OpClasses | None = None,
     optimizer_type: str,
     has_momentum: bool,
     micro_batch_size: int,
@@ -61,6 +66,8 @@ def estimate_memory(
         model_settings: which model.
         recipe: its low-bit recipe.
         precision: `"fp16"`, `"bf16"` or `"fp32"`.
+        fp32_norms: whether norms keep fp32 parameters, which have no master.
+        op_classes: of autocast, under which more is kept in fp32; None where it is off.
         optimizer_type: DeepSpeed's `optimizer.type`.
         has_momentum: whether SGD keeps a momentum buffer.
         micro_batch_size: sequences per forward pass.
@@ -71,17 +78,21 @@ def estimate_memory(
         convert(model, recipe)
         for layer in bit_layers(model).values():
             layer.is_split = recipe.parameter_split is not None  # the larger of the two states
+        if fp32_norms:
+            keep_fp32(model)
         half = HALF_DTYPES.get(precision)
-        if half is not None:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(half)
+        halves = [] if half is None else [p for p in model.parameters() if not is_kept_fp32(p)]
+        for parameter in halves:
+            parameter.data = parameter.data.to(half)
+        if op_classes is not None:
+            attach_autocast(model, precision, "cpu", op_classes)
         saved = saved_for_backward(model, micro_batch_size, sequence_length)
     count = sum(parameter.numel() for parameter in model.parameters())
     moments = MOMENTS_PER_PARAMETER.get(optimizer_type.lower(), int(has_momentum))
     return MemoryEstimate(
-        parameters=count * (4 if half is None else 2),
+        parameters=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
         main_gradients=count * 4,
-        master_parameters=0 if half is None else count * 4,
+        master_parameters=sum(parameter.numel() for parameter in halves) * 4,
         optimizer_moments=count * 4 * moments,
         saved_for_backward=saved,
     )

@@ -32,6 +32,7 @@ MAY_CHANGE = (
     "megalowbit.run.steps",
     "megalowbit.run.name",
     "megalowbit.run.max_consecutive_skips",
+    "megalowbit.run.overflow_retries",
     "megalowbit.checkpoint.*",
     "megalowbit.telemetry.*",
     # whether the steps trained so far allow it is seen once the checkpoint is read
@@ -45,7 +46,7 @@ MAY_CHANGE = (
     "megalowbit.model.checkpoint",
 )
 # Settings that earlier versions did not write down: their runs had what is the default now.
-WRITTEN_SINCE = ("regularizer", "gradient_norm")
+WRITTEN_SINCE = ("regularizer", "gradient_norm", "autocast", "fp32_norms")
 # Of a HuggingFace configuration: where it came from, and what the loop sets itself.
 NOT_OF_THE_MODEL = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
 REMEDY = "resume with the former value, or start a new run from its weights with megalowbit.model.checkpoint"
@@ -60,7 +61,12 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     Raises:
         UserError: something changed that may not.
     """
-    unwritten = {"megalowbit": EngineSettings().model_dump(mode="json", include=set(WRITTEN_SINCE))}
+    unwritten = {
+        "megalowbit": {
+            **EngineSettings().model_dump(mode="json", include=set(WRITTEN_SINCE)),
+            "run": {"overflow_retries": 0},
+        }
+    }
     before, now = {**_flat(unwritten), **_flat(saved)}, {**_flat(unwritten), **_flat(current)}
     changes = []
     for key in sorted(before.keys() | now.keys()):

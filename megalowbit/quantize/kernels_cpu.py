@@ -12,19 +12,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megalowbit.c_library import UnavailableError, find_or_build
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, SCALE_DTYPES, BlockFormat
-from megalowbit.quantize.c_library import UnavailableError, find_or_build
 from megalowbit.quantize.encoding import Encoded, Encoding
 from megalowbit.quantize.known_bits import KNOWN_BITS, answers
 from megalowbit.quantize.philox import NO_KEY, RandomKey
 
+SOURCE = Path(__file__).with_suffix(".c")
+HEADERS = ("kernels_cpu_codes.h", "kernels_cpu_lanes.h")  # beside it
 SUM_ROWS = 256  # rows that `column_sums` adds one after the other
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 logger = logging.getLogger("megalowbit")
@@ -213,7 +216,7 @@ def _library() -> ctypes.CDLL:
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     """The library, or `None` and the reason."""
     try:
-        library = find_or_build()
+        library = find_or_build(SOURCE, HEADERS)
         _check_known_bits(library)
     except (UnavailableError, OSError) as error:  # OSError: there is no place for temporary files
         return None, str(error)  # `backends` warns

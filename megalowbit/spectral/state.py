@@ -114,6 +114,7 @@ class SplitState:
         """Another one that starts where this one does; no tensor is copied, since none is ever written to."""
         other = SplitState()
         other._current, other._previous, other._step = self._current, self._previous, self._step
+        other._counts, other._device_fallbacks = dict(self._counts), self._device_fallbacks
         return other
 
     def state_dict(self) -> dict[str, Any]:

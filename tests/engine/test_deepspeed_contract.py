@@ -20,6 +20,7 @@ from megalowbit.engine.config import DEFAULT_CLIPPING
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.optimizer_settings import SCHEDULERS
+from megalowbit.engine.overflow_retry import COUNTERS
 from megalowbit.engine.process_start import SHARED_MEMORY_OP, import_deepspeed
 
 # read by deepspeed.initialize or the engine, not by DeepSpeedConfig
@@ -202,3 +203,18 @@ def test_micro_steps_count_micro_batches(engine):
     assert engine.micro_steps % engine.gradient_accumulation_steps() == 1, (
         "half-accumulated steps would be saved"
     )
+
+
+def test_a_step_moves_the_counters_that_a_retry_puts_back_and_no_others(engine):
+    def numbers():
+        return {
+            name: value
+            for name, value in vars(engine).items()
+            if isinstance(value, int) and not isinstance(value, bool)
+        }
+
+    before = numbers()
+    for value in (1.0, float("nan")):
+        micro_step(engine, value)
+    moved = {name for name, value in numbers().items() if value != before.get(name)}
+    assert moved == set(COUNTERS), "a step that was retried would be counted twice"

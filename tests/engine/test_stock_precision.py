@@ -7,14 +7,14 @@ from megalowbit.errors import UserError
 def test_an_fp16_block_becomes_our_dynamic_scaler_and_is_gone():
     fp16 = {
         "enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500,
-        "hysteresis": 3, "consecutive_hysteresis": False, "min_loss_scale": 2,
+        "hysteresis": 3, "consecutive_hysteresis": True, "min_loss_scale": 2,
     }  # fmt: skip
     config = {"fp16": fp16, "bf16": {"enabled": False}, "steps_per_print": 10}
     assert take_stock_precision(config, {}) == {
         "precision": "fp16",
         "grad_scaler": {
-            "type": "dynamic", "initial_scale": 4096.0, "min_scale": 2.0,
-            "growth_interval": 500, "hysteresis": 3,
+            "type": "dynamic", "mode": "deepspeed", "initial_scale": 4096.0, "min_scale": 2.0,
+            "growth_interval": 500, "hysteresis": 3, "consecutive_hysteresis": True,
         },
     }  # fmt: skip
     assert config == {"steps_per_print": 10}
@@ -26,8 +26,8 @@ def test_an_fp16_block_becomes_our_dynamic_scaler_and_is_gone():
 def test_values_left_out_or_auto_are_deepspeeds_defaults(extra):
     scaler = take_stock_precision({"fp16": {"enabled": True, **extra}}, {})["grad_scaler"]
     assert scaler == {
-        "type": "dynamic", "initial_scale": 65536.0, "min_scale": 1.0,
-        "growth_interval": 1000, "hysteresis": 2,
+        "type": "dynamic", "mode": "deepspeed", "initial_scale": 65536.0, "min_scale": 1.0,
+        "growth_interval": 1000, "hysteresis": 2, "consecutive_hysteresis": False,
     }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_a_scaler_of_ours_is_kept_where_the_stock_block_names_none():
         ({"fp16": True}, {}, "must be an object"),
         ({"fp16": {"enabled": 1}}, {}, "fp16.enabled = 1"),
         ({"fp16": {"enabled": True, "auto_cast": True}}, {}, "fp16.auto_cast = True cannot be used"),
-        ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, {}, "consecutive_hysteresis"),
+        ({"fp16": {"enabled": True, "consecutive_hysteresis": 1}}, {}, "consecutive_hysteresis"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, {}, "bf16_optimizer_states"),
         (
             {"fp16": {"enabled": True, "initial_scale_power": 40}},
@@ -108,6 +108,7 @@ def test_a_scaler_of_ours_is_kept_where_the_stock_block_names_none():
         *[
             ({"fp16": {"enabled": True, key: 10**400}}, {}, f"fp16.{key} = 1000.* must be a finite number")
             for key in SCALER_KEYS
+            if key != "consecutive_hysteresis"
         ],
         ({"bf16": {"enabled": False}}, {"precision": "bf16"}, "^bf16.enabled = false .*precision = 'bf16'"),
         ({"fp16": {"enabled": False}}, {"precision": "fp16"}, "^fp16.enabled = false .*precision = 'fp16'"),

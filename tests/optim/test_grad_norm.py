@@ -84,15 +84,11 @@ def test_a_norm_type_that_is_no_norm_is_refused(p):
 
 @given(st.floats(0.01, 1e4), st.floats(0, 1e8))
 def test_clipped_norm_is_at_most_the_limit_and_small_ones_stay(max_norm, norm):
-    coefficient = clip_coefficient(max_norm, norm)
+    coefficient = clip_coefficient(max_norm, torch.tensor(norm, dtype=torch.float64)).item()
     assert norm * coefficient <= max_norm * (1 + 1e-9)
     assert coefficient <= 1
     if norm < max_norm - 1e-5:
         assert coefficient == 1
-
-
-def test_zero_turns_clipping_off():
-    assert clip_coefficient(0.0, 1e30) == 1.0
 
 
 def test_shared_parameters_are_not_counted():

@@ -236,3 +236,42 @@ def test_a_parameter_of_another_optimizer_is_refused():
     for ask in (optimizer.master_of, optimizer.state_of):
         with pytest.raises(UserError, match=r"shape \(2, 3\) is not trained by this optimizer"):
             ask(torch.nn.Parameter(torch.ones(2, 3)))
+
+
+def test_the_scaled_loss_is_fp32_even_where_the_scale_does_not_fit_half_precision():
+    _, optimizer = make(grad_scaler=DynamicGradScaler(2.0**20))
+    scaled = optimizer.scale_loss(torch.tensor(1.5, dtype=torch.float16))
+    assert scaled.dtype == torch.float32
+    assert scaled.item() == 1.5 * 2**20
+
+
+def test_gradients_are_unscaled_before_they_are_measured_clipped_and_counted():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = Float16OptimizerWithFloat16Params(
+        torch.optim.SGD([parameter], lr=1.0),
+        clip_grad=5.0,
+        grad_scaler=DynamicGradScaler(2.0**10),
+        log_num_zeros_in_grad=True,
+        cast_parameters=True,
+    )
+    true_gradient = torch.tensor(
+        [3.0, 0.0, 4.0, 0.0]
+    )  # of norm 5: at the limit, scaled it would be far beyond
+    optimizer.scale_loss((parameter * true_gradient.half()).sum()).backward()
+    is_applied, norm, zeros = optimizer.step()
+    assert (is_applied, norm, zeros) == (True, pytest.approx(5.0), 2)
+    torch.testing.assert_close(parameter.detach().float(), -true_gradient)
+
+
+def test_a_skipped_step_leaves_no_gradient_anywhere():
+    model, optimizer = make()
+    model(batches(1)[0].half()).sum().mul(float("inf")).backward()
+    assert not optimizer.step()[0]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(not parameter.main_grad.any() for parameter in model.parameters())
+    assert all(
+        not master.grad.any()
+        for g in optimizer.param_groups
+        for master in g["params"]
+        if master.grad is not None
+    )

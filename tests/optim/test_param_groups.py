@@ -67,3 +67,37 @@ def test_a_model_without_trainable_parameters_is_refused():
     model = torch.nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(UserError, match="no trainable parameter"):
         weight_decay_groups(model, 0.1)
+
+
+def test_a_condition_on_names_replaces_the_rule_of_shapes_but_not_a_modules_own():
+    model = torch.nn.ModuleDict({"factors": Factors(), "plain": torch.nn.Linear(3, 3)})
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    asked = []
+
+    def condition(name, parameter):
+        asked.append((name, id(parameter)))
+        return name == "plain.weight"
+
+    decayed, plain = weight_decay_groups(model, 0.1, no_weight_decay_cond=condition)
+    assert {names[id(p)] for p in decayed["params"]} == {"factors.values", "factors.right", "plain.bias"}
+    assert {names[id(p)] for p in plain["params"]} == {"factors.left", "plain.weight"}
+    assert all(names[identity] == name for name, identity in asked)
+
+
+def test_scaled_learning_rates_get_groups_of_their_own():
+    model = Tied()
+    groups = weight_decay_groups(
+        model, 0.1, scale_lr_cond=lambda name, parameter: name.startswith("norm."), lr_mult=4.0
+    )
+    found = [(group["weight_decay"], group.get("lr_scale"), len(group["params"])) for group in groups]
+    assert found == [(0.1, None, 1), (0.0, None, 1), (0.0, 4.0, 2)]
+    with pytest.raises(UserError, match="lr_mult must be a finite number ≥ 0, not -1"):
+        weight_decay_groups(model, 0.1, lr_mult=-1)
+
+
+def test_chunks_of_a_model_share_their_groups():
+    first, second = Tied(), torch.nn.Linear(2, 2)
+    second.bias = first.norm.bias  # held by both, in a group once
+    decayed, plain = weight_decay_groups([first, second], 0.1)
+    assert [id(p) for p in decayed["params"]] == [id(first.embedding.weight), id(second.weight)]
+    assert len(plain["params"]) == 3

@@ -4,6 +4,7 @@ import torch
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.layers.recipe import recipe
 from megalowbit.layers.surgery import convert
+from megalowbit.optim.op_classes import OpClasses
 from megalowbit.pretrain.memory import GIB, MemoryEstimate, estimate_memory, saved_for_backward
 
 
@@ -98,3 +99,18 @@ def test_the_report_names_every_part_and_their_sum():
     assert parts.total == 3 * GIB
     assert "main gradients           2.000 GiB" in str(parts)
     assert str(parts).splitlines()[-1].split() == ["total", "3.000", "GiB"]
+
+
+def test_fp32_norms_have_no_masters_and_autocast_keeps_more(resolve):
+    plain, with_norms = estimate(resolve()), estimate(resolve(), fp32_norms=True)
+    model = build_model(resolve().settings.model, seed=0)
+    norms = sum(
+        p.numel() for m in model.modules() if isinstance(m, torch.nn.LayerNorm) for p in m.parameters()
+    )
+    assert norms > 0
+    assert with_norms.parameters == plain.parameters + 2 * norms
+    assert with_norms.master_parameters == plain.master_parameters - 4 * norms
+    assert with_norms.main_gradients == plain.main_gradients
+    casts = estimate(resolve(), op_classes=OpClasses.default())
+    assert casts.saved_for_backward > plain.saved_for_backward
+    assert casts.parameters == plain.parameters

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megalowbit.quantize import backends, c_library, kernels_cpu
+from megalowbit import c_library
+from megalowbit.quantize import backends, kernels_cpu
 
 pytestmark = pytest.mark.skipif(
     not kernels_cpu.is_available(), reason=f"no CPU kernel: {kernels_cpu.why_unavailable()}"
@@ -72,9 +73,9 @@ def test_the_lack_of_a_library_is_said_once_with_the_reason(monkeypatch, caplog)
 @pytest.fixture
 def sources(monkeypatch, tmp_path):
     """A copy of the C files, to be changed."""
-    for name in (c_library.SOURCE.name, *c_library.HEADERS):
-        (tmp_path / name).write_bytes(c_library.SOURCE.with_name(name).read_bytes())
-    monkeypatch.setattr(c_library, "SOURCE", tmp_path / c_library.SOURCE.name)
+    for name in (kernels_cpu.SOURCE.name, *kernels_cpu.HEADERS):
+        (tmp_path / name).write_bytes(kernels_cpu.SOURCE.with_name(name).read_bytes())
+    monkeypatch.setattr(kernels_cpu, "SOURCE", tmp_path / kernels_cpu.SOURCE.name)
     return tmp_path
 
 
@@ -101,7 +102,7 @@ def test_a_library_that_computes_wrongly_is_not_used(load, sources, name, right,
     assert re.search(rf"fails its self-check \(.*{noticed}", reason), reason
 
 
-@pytest.mark.parametrize("name", [c_library.SOURCE.name, *c_library.HEADERS])
+@pytest.mark.parametrize("name", [kernels_cpu.SOURCE.name, *kernels_cpu.HEADERS])
 def test_a_change_in_any_source_makes_another_library(load, sources, tmp_path, name):
     load()
     (sources / name).write_text((sources / name).read_text() + "/* changed */\n")

@@ -1,10 +1,10 @@
-"""The C library of the CPU path: compiled on first use, kept in a folder, loaded.
+"""A C library of a CPU path: compiled from its source on first use, kept in a folder, loaded.
 
 It is kept in `$MEGALOWBIT_CACHE`, else `$XDG_CACHE_HOME/megalowbit`, else `~/.cache/megalowbit`. Its name is
 made of sources, flags, compiler and CPU; it is written by atomic rename and ends in its own checksum. A
 folder that others may write is passed over for a private temporary one: code is not loaded from there. What
 is loaded is the open file that was checked, whatever its name may mean by then. What cannot be had is an
-`UnavailableError` that names the remedy. `kernels_cpu` calls it.
+`UnavailableError` that names the remedy. Each room's CPU kernels call it with a C file of their own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels_cpu.c")
-HEADERS = ("kernels_cpu_codes.h", "kernels_cpu_lanes.h")  # beside it
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Tried in this order: not every compiler knows the machine it runs on, or has OpenMP.
 NATIVE, WIDE, THREADS = "-march=native", "-mprefer-vector-width=512", "-fopenmp"
@@ -40,32 +39,44 @@ class UnavailableError(Exception):
     """Why there is no library; the message is a clause with the remedy."""
 
 
-def find_or_build() -> ctypes.CDLL:
-    """Load the cached library, or build it, in a private folder if need be."""
+def find_or_build(source: Path, headers: Sequence[str] = ()) -> ctypes.CDLL:
+    """Load the cached library, or build it, in a private folder if need be.
+
+    Args:
+        source: the C file that is compiled.
+        headers: names of the files beside it that it includes.
+
+    Raises:
+        UnavailableError: there is no library, and why.
+    """
     deadline = time.monotonic() + COMPILE_TIMEOUT_S
     compiler = _compiler()
     try:
         version = _run([*compiler, "--version"], deadline)
         settings = repr((FLAGS, EXTRA_FLAGS, compiler, version, platform.machine(), _cpu())).encode()
-        sources = [SOURCE.read_bytes(), *(SOURCE.with_name(header).read_bytes() for header in HEADERS)]
-        name = f"kernels_cpu-{hashlib.sha256(b''.join(sources) + settings).hexdigest()[:24]}.so"
+        sources = [source.read_bytes(), *(source.with_name(header).read_bytes() for header in headers)]
+        name = f"{source.stem}-{hashlib.sha256(b''.join(sources) + settings).hexdigest()[:24]}.so"
         folder = _cache_folder()
         if folder is not None:
-            kept = _load_cached(folder / name) or _build_cached(compiler, folder, name, deadline)
+            kept = _load_cached(folder / name, source.stem) or _build_cached(
+                compiler, source, folder, name, deadline
+            )
             if kept is not None:
                 return kept
         # A loaded library needs its file no more; some file systems keep a name for it a while.
         with tempfile.TemporaryDirectory(prefix="megalowbit-", ignore_cleanup_errors=True) as private:
             if _forbids_programs(Path(private)):
                 raise UnavailableError(f"{private} forbids programs (noexec): set MEGALOWBIT_CACHE or TMPDIR")
-            return _build(compiler, Path(private) / name, deadline)
+            return _build(compiler, source, Path(private) / name, deadline)
     except OSError as error:  # sources missing, no temporary folder, a full disk
         raise UnavailableError(
             f"the library cannot be built ({error}): set MEGALOWBIT_CACHE and TMPDIR"
         ) from error
 
 
-def _build_cached(compiler: list[str], folder: Path, name: str, deadline: float) -> ctypes.CDLL | None:
+def _build_cached(
+    compiler: list[str], source: Path, folder: Path, name: str, deadline: float
+) -> ctypes.CDLL | None:
     """Compile, then rename, so that others see a whole file; `None` if the folder takes no files."""
     try:
         for leftover in folder.glob(f"{LEFTOVER}*"):
@@ -76,7 +87,7 @@ def _build_cached(compiler: list[str], folder: Path, name: str, deadline: float)
     try:
         with tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=folder) as temporary:  # ours alone
             path = Path(temporary) / name
-            library = _build(compiler, path, deadline)
+            library = _build(compiler, source, path, deadline)
             path.replace(folder / name)
         return library
     except OSError as error:
@@ -84,10 +95,10 @@ def _build_cached(compiler: list[str], folder: Path, name: str, deadline: float)
         return None
 
 
-def _build(compiler: list[str], path: Path, deadline: float) -> ctypes.CDLL:
+def _build(compiler: list[str], source: Path, path: Path, deadline: float) -> ctypes.CDLL:
     """Compile to `path`, in a folder of ours alone; an error if that cannot be loaded."""
     draft = path.with_suffix(".draft")
-    _compile(compiler, draft, deadline)
+    _compile(compiler, source, draft, deadline)
     command = shlex.join(compiler)
     if not draft.is_file():
         raise UnavailableError(f"CC={command} wrote no library: set CC to a C compiler")
@@ -99,23 +110,23 @@ def _build(compiler: list[str], path: Path, deadline: float) -> ctypes.CDLL:
     path.chmod(0o700)  # whatever the umask leaves of it
     with path.open("rb") as file:
         try:
-            return _load(file.fileno(), content)
+            return _load(file.fileno(), content, source.stem)
         except OSError as error:
             reason = f"what CC={command} wrote cannot be loaded ({error})"
             raise UnavailableError(f"{reason}: set CC to a C compiler of this machine") from error
 
 
-def _compile(compiler: list[str], output: Path, deadline: float) -> None:
+def _compile(compiler: list[str], source: Path, output: Path, deadline: float) -> None:
     for extra in EXTRA_FLAGS:
         try:
-            _run([*compiler, *FLAGS, *extra, str(SOURCE), "-o", str(output)], deadline)
+            _run([*compiler, *FLAGS, *extra, str(source), "-lm", "-o", str(output)], deadline)
             return
         except UnavailableError:
             if extra == EXTRA_FLAGS[-1] or time.monotonic() >= deadline:
                 raise
 
 
-def _load_cached(path: Path) -> ctypes.CDLL | None:
+def _load_cached(path: Path, stem: str) -> ctypes.CDLL | None:
     """The library, or `None` where there is none, or it is damaged, somebody else's or not to be executed."""
     try:
         # Neither a link's target nor a pipe's writer is waited for.
@@ -128,12 +139,12 @@ def _load_cached(path: Path) -> ctypes.CDLL | None:
             content, checksum = whole[:-CHECKSUM_BYTES], whole[-CHECKSUM_BYTES:]
             if hashlib.sha256(content).digest() != checksum:
                 return None  # half a library may crash the process on loading, so look first
-            return _load(descriptor, content)
+            return _load(descriptor, content, stem)
     except OSError:
         return None
 
 
-def _load(descriptor: int, content: bytes) -> ctypes.CDLL:
+def _load(descriptor: int, content: bytes, stem: str) -> ctypes.CDLL:
     """Load an open file, or where a process cannot name those, a private copy of its content."""
     if Path(f"/proc/self/fd/{descriptor}").exists():
         # Loaders know libraries by name, so this number must not come back: it stays open with the library.
@@ -144,7 +155,7 @@ def _load(descriptor: int, content: bytes) -> ctypes.CDLL:
             os.close(kept)
             raise
     with tempfile.TemporaryDirectory(prefix="megalowbit-", ignore_cleanup_errors=True) as private:
-        copy = Path(private) / "kernels_cpu.so"
+        copy = Path(private) / f"{stem}.so"
         copy.write_bytes(content)
         return ctypes.CDLL(str(copy))
 

@@ -1,0 +1,83 @@
+#!/usr/bin/env python
+"""FP4 pretraining in a plain PyTorch loop: `python examples/plain_loop.py`.
+
+A tiny fp16 GPT-2 with FP4 projections reads the standard library's sources. Also on several processes:
+`torchrun --nproc-per-node 2 examples/plain_loop.py`, with torch's own DistributedDataParallel around the
+model. That averages `.grad` in fp16, so there `params_have_main_grad` is False; examples/local_ddp.py keeps
+fp32 gradients on several processes too.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import megalowbit as mlb
+
+BATCH, LENGTH, HIDDEN = 8, 64, 64
+
+
+def read_tokens() -> torch.Tensor:
+    """Bytes of the standard library's sources; a vocabulary of 256."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))[:80]
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def main() -> None:
+    """Train, print, and save what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=Path, help="save losses and weights as OUT/rank<r>.pt")
+    options = parser.parse_args()
+
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    has_gpu = torch.cuda.is_available()
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if has_gpu else "cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if has_gpu else "gloo")
+
+    torch.manual_seed(rank)  # DistributedDataParallel gives all processes the first one's weights
+    settings = GPT2Config(
+        vocab_size=256, n_positions=LENGTH, n_embd=HIDDEN, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(settings).half().to(device)
+    mlb.convert(model, recipe="nvfp4", rank=rank)
+    if world_size > 1:
+        model = DistributedDataParallel(model)
+
+    config = mlb.OptimizerConfig(
+        lr=3e-3, fp16=True, initial_loss_scale=2.0**19, hysteresis=1, params_have_main_grad=world_size == 1
+    )
+    optimizer = mlb.get_megatron_optimizer(model, config)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+
+    tokens = read_tokens()
+    random = torch.Generator().manual_seed(rank)
+    losses = []
+    for step in range(options.steps):
+        starts = torch.randint(len(tokens) - LENGTH, (BATCH,), generator=random)
+        batch = torch.stack([tokens[start : start + LENGTH] for start in starts]).long().to(device)
+        loss = model(input_ids=batch, labels=batch).loss
+        optimizer.scale_loss(loss).backward()
+        report = optimizer.step()
+        if report.is_applied:
+            scheduler.step()
+        losses.append(loss.detach())
+        if rank == 0:
+            print(f"step {step:2d}  loss {loss.item():.3f}  {report}")
+
+    if options.out is not None:
+        weights = [parameter.detach().cpu() for parameter in model.parameters()]
+        torch.save({"losses": torch.stack(losses).cpu(), "weights": weights}, options.out / f"rank{rank}.pt")
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What looks at gradients, or scales them, while backward makes them: watch, probe, factors by block.
+
+Scale strategies and layer scaling need figures that are gone once gradients have been added up in fp32; these
+hooks take them. They must be there before the gradient buffer, whose hooks take `.grad` away. A step puts
+their figures into the one packet that the host reads, and tells strategies what they mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megalowbit.errors import UserError
+from megalowbit.optim.grad_scaler import GradientStatistics, GradScaler
+from megalowbit.optim.gradient_probe import GradientProbe
+from megalowbit.optim.gradient_watch import GradientWatch
+from megalowbit.optim.layer_scaling import LayerScaling, find_blocks
+from megalowbit.optim.layer_scaling_settings import LayerScalingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruments:
+    """Hooks on a model's gradients; None where nobody asks for their figures.
+
+    Attributes:
+        watch: largest half-precision gradients, by group of parameters.
+        probe: norms of sampled gradients in fp32 and in half precision.
+        layer_scaling: factors by block; its groups are the watch's.
+    """
+
+    watch: GradientWatch | None = None
+    probe: GradientProbe | None = None
+    layer_scaling: LayerScaling | None = None
+
+    @classmethod
+    def attach(
+        cls,
+        model: torch.nn.Module,
+        grad_scaler: GradScaler | None,
+        *,
+        layer_scaling: LayerScalingSettings | None = None,
+    ) -> Instruments:
+        """Hook onto `model` what a scaler and layer scaling ask for; before the optimizer is made.
+
+        Args:
+            model: with its final parameters.
+            grad_scaler: whose `sample` says how much is looked at.
+            layer_scaling: scales the blocks of the model, as `find_blocks` finds them, if enabled.
+
+        Raises:
+            UserError: the model has no blocks, or no layer that can be probed.
+        """
+        scaling = None
+        if layer_scaling is not None and layer_scaling.enabled:
+            scaling = LayerScaling(model, find_blocks(model), layer_scaling)
+        probe = None
+        if grad_scaler is not None and grad_scaler.probes:
+            probe = GradientProbe(model, sample=grad_scaler.sample)
+        return cls(probe=probe, layer_scaling=scaling)
+
+    def take(self, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+        """This step's figures, (n,) each and on the device; collective over `group`. See `read`."""
+        taken = []
+        if self.watch is not None:
+            taken.append(self.watch.take(group).double())
+        probed = self.probe.take(group) if self.probe is not None else None
+        if probed is not None:
+            taken.append(probed)
+        return taken
+
+    def read(self, numbers: Sequence[float], loss_scale: float) -> tuple[GradientStatistics, list[float]]:
+        """What the numbers of `take` mean, once they have been read from the device.
+
+        Returns:
+            Statistics for a strategy, and the stored maxima by group for layer scaling.
+        """
+        num_groups = self.watch.num_groups if self.watch is not None else 0
+        amaxes, probed = list(numbers[:num_groups]), numbers[num_groups:]
+        unscaled = [
+            amax / loss_scale / (self.layer_scaling.factor_of_group(group) if self.layer_scaling else 1.0)
+            for group, amax in enumerate(amaxes)
+        ]
+        statistics = GradientStatistics(loss_scale=loss_scale, amax=max(unscaled, default=None))
+        if not probed:
+            return statistics, amaxes
+        reference, half, flushed, nonzero = probed
+        if not (reference > 0 and nonzero > 0 and math.isfinite(reference) and math.isfinite(half)):
+            return statistics, amaxes  # no layer took part, or what it saw was not finite
+        ratio = math.sqrt(reference / half) if half > 0 else math.inf
+        return replace(statistics, norm_ratio=ratio, flushed_fraction=flushed / nonzero), amaxes
+
+    def prepare(self, grad_scaler: GradScaler | None) -> None:
+        """Arm the probe for the coming step, if the scaler wants it."""
+        if self.probe is not None:
+            self.probe.is_armed = grad_scaler is not None and grad_scaler.wants_probe
+
+
+def complete_instruments(
+    instruments: Instruments | None,
+    grad_scaler: GradScaler | None,
+    named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+) -> Instruments:
+    """`instruments` with the watch that they or the scaler need, and the probe armed for the first step.
+
+    Raises:
+        UserError: the scaler probes, and there is no probe.
+    """
+    instruments = instruments or Instruments()
+    if grad_scaler is not None and grad_scaler.probes and instruments.probe is None:
+        raise UserError(
+            f"{type(grad_scaler).__name__} compares gradients with fp32 ones, for which it needs the model: "
+            "pass instruments=Instruments.attach(model, grad_scaler)"
+        )
+    scaling = instruments.layer_scaling
+    is_watched = scaling is not None or (grad_scaler is not None and grad_scaler.needs_amax)
+    if is_watched and instruments.watch is None and named_parameters:
+        watch = GradientWatch(
+            named_parameters,
+            sample=grad_scaler.sample if grad_scaler is not None else 1.0,
+            group_of=scaling.group_of if scaling is not None else None,
+            num_groups=scaling.num_groups if scaling is not None else 1,
+        )
+        instruments = replace(instruments, watch=watch)
+    instruments.prepare(grad_scaler)
+    return instruments

@@ -1,0 +1,40 @@
+"""`"layer_scaling"` of the configuration: a factor of its own for the gradients of each block.
+
+Apart from `layer_scaling`, so that settings are checked without importing torch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+PositiveNumber = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+class LayerScalingSettings(BaseModel):
+    """When and how far gradients inside a block are raised above those outside; see `LayerScaling`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = Field(default=False, strict=True, description="whether blocks have factors")
+    target: Annotated[PositiveNumber, Field(le=2.0**15)] = Field(
+        default=2.0**11,
+        description="where the largest stored gradient of a block should lie; four octaves below fp16's end, "
+        "because gradients of activations are not watched",
+    )
+    max_factor: PositiveNumber = Field(default=2.0**16, description="largest factor, a power of two")
+    smoothing: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
+        default=0.9, description="share of the past in the moving average of log2 of the largest gradient"
+    )
+    every: Annotated[int, Field(strict=True, ge=1)] = Field(
+        default=1, description="applied steps between two changes; an overflow lowers a factor at once"
+    )
+
+    @field_validator("max_factor")
+    @classmethod
+    def _is_a_power_of_two(cls, value: float) -> float:
+        if math.frexp(value)[0] != 0.5 or value < 1:
+            raise ValueError("it must be a power of two ≥ 1, for example 65536, so that no bit is lost")
+        return value

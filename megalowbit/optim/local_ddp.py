@@ -1,0 +1,113 @@
+"""Data parallelism as Megatron's local DDP has it: fp32 gradients, one buffer, one all-reduce a step.
+
+Gradients add up in fp32 over the micro-batches of a step, and are averaged over the ranks when the loop says
+so: at the step, not at every backward, and without rounding sums to half precision as torch's
+DistributedDataParallel does. The optimizers of this package find the `main_grad`s and use them as they are.
+Not covered: overlap of communication with backward, and sharding of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalowbit import process_group
+from megalowbit.optim.grad_buffer import GradBuffer
+
+
+def is_expert(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is marked `allreduce = False`: an expert's, which other ranks do not hold."""
+    return not getattr(parameter, "allreduce", True)
+
+
+class LocalDDP(torch.nn.Module):
+    """A module whose replicas on all ranks start alike and get the same gradients.
+
+    ```
+    model = LocalDDP(model.half())
+    loss = model(batch)          # once a micro-batch, then backward
+    model.allreduce_gradients()  # once a step, before optimizer.step()
+    ```
+
+    Parameters and buffers are broadcast from the group's first rank. Parameters marked `allreduce = False`
+    are this rank's own: they are not broadcast, and their gradients, to which the tokens of all ranks have
+    contributed already, are only divided by the size of the group. Source: Megatron-LM's class
+    `DistributedDataParallel` of its own.
+
+    Args:
+        module: on its final device, with parameters of their final dtype.
+        data_parallel_group: ranks that hold replicas; by default all, or this process alone where no process
+            group is initialised.
+
+    Attributes:
+        module: the inner module.
+
+    Raises:
+        UserError: parameters lie on several devices.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, *, data_parallel_group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.data_parallel_group = data_parallel_group
+        self._world_size = process_group.world_size(data_parallel_group)
+        if self._world_size > 1:
+            self._broadcast()
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._averaged = GradBuffer(parameter for parameter in trainable if not is_expert(parameter))
+        self._own = GradBuffer(parameter for parameter in trainable if is_expert(parameter))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the inner module returns."""
+        return self.module(*args, **kwargs)
+
+    def zero_grad_buffer(self) -> None:
+        """Set all `main_grad`s to zero; an optimizer of this package does so after each step anyway."""
+        self._averaged.zero()
+        self._own.zero()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
+        """The same as `zero_grad_buffer`: here are no other gradients."""
+        self.zero_grad_buffer()
+
+    @torch.no_grad()
+    def allreduce_gradients(self) -> None:
+        """Average the gradients over the group: one collective, in which every rank must take part.
+
+        An infinity or NaN of one rank reaches all, so all of them skip the step.
+        """
+        if self._world_size == 1:
+            return
+        averaged, own = self._averaged.before_reduction(), self._own.before_reduction()
+        for gradients in (averaged, own):
+            gradients.mul_(1 / self._world_size)  # before the sum, as Megatron does it: no overflow by it
+        if averaged.numel():  # nothing to send lies on no device that the group could read
+            dist.all_reduce(averaged, op=dist.ReduceOp.SUM, group=self.data_parallel_group)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner module's, under its own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Into the inner module. Masters of an optimizer follow by its `reload_model_params`."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def _broadcast(self) -> None:
+        group = self.data_parallel_group
+        first = dist.get_global_rank(group, 0) if group is not None else 0
+        for tensor in self._replicated():
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent, src=first, group=group)
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(sent)
+
+    def _replicated(self) -> Iterator[torch.Tensor]:
+        for parameter in self.module.parameters():
+            if not is_expert(parameter):
+                yield parameter
+        yield from self.module.buffers()

@@ -1,0 +1,146 @@
+"""Which operations run in half precision, which in fp32, and which in the widest type they are given.
+
+Products run in half precision: tensor cores add up in fp32 anyway. What grows faster than its argument (exp,
+pow), adds up many elements (softmax, norms, sums) or is a loss runs in fp32. Operations on several tensors
+take the widest type. All other operations that have a name here run in what they are given, as most
+activations may: they only compare, or their kernels compute in fp32 and round once. Batch and instance norm
+are among those: they write running statistics into their arguments, and a cast would make them write into a
+copy.
+Plain Python, so that settings are checked without torch; `optim.autocast` applies the classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from megalowbit.errors import UserError, shown
+
+OpClass = Literal["float16", "float32", "promote"]
+
+
+def _ops(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
+
+
+FLOAT16 = _ops(
+    """
+    linear matmul mm mv bmm addmm addmv addr addbmm baddbmm chain_matmul multi_dot einsum
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc
+    scaled_dot_product_attention prelu
+    """
+)
+FLOAT32 = _ops(
+    """
+    exp exp2 expm1 log log2 log10 log1p pow square rsqrt reciprocal sinh cosh tan acos asin erfinv
+    softmax log_softmax softmin logsumexp softplus logsigmoid
+    layer_norm rms_norm group_norm local_response_norm normalize renorm
+    sum nansum mean nanmean prod cumsum cumprod logcumsumexp trace var std var_mean std_mean norm dist cdist
+    pdist cosine_similarity pairwise_distance
+    cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy
+    binary_cross_entropy_with_logits gaussian_nll_loss poisson_nll_loss cosine_embedding_loss
+    hinge_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss
+    multilabel_soft_margin_loss soft_margin_loss triplet_margin_loss ctc_loss
+    """
+)
+PROMOTE = _ops(
+    """
+    add sub mul div maximum minimum where cat stack hstack vstack lerp addcmul addcdiv atan2 hypot
+    dot vdot inner outer cross tensordot bilinear grid_sample
+    scatter scatter_add index_add index_copy index_put
+    """
+)
+AS_GIVEN = _ops(
+    """
+    relu relu6 leaky_relu elu celu selu gelu silu mish glu hardtanh hardsigmoid hardswish softsign tanh
+    sigmoid erf erfc sqrt abs neg sin cos clamp dropout embedding batch_norm instance_norm
+    amax amin
+    """
+)
+KNOWN = frozenset(FLOAT16 + FLOAT32 + PROMOTE + AS_GIVEN)
+CLASSES: tuple[OpClass, ...] = get_args(OpClass)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpClasses:
+    """Names of operations by the precision they run in; those in no class run in what they are given.
+
+    A name stands for the function and for the method and operators of the same meaning: `pow` for
+    `torch.pow`, `x.pow(2)` and `x**2`, `norm` also for those of `torch.linalg`. In-place operations, and
+    those that are told a dtype or where to write, are never cast.
+
+    Attributes:
+        float16: inputs are cast to autocast's half precision, which may be bfloat16.
+        float32: half-precision inputs are cast to fp32, and the result is fp32.
+        promote: inputs are cast to the widest of their types; scalars and 0-dim tensors do not count.
+
+    Raises:
+        UserError: a name is not known, or in two classes.
+    """
+
+    DEFAULT: ClassVar[dict[OpClass, tuple[str, ...]]] = {
+        "float16": FLOAT16,
+        "float32": FLOAT32,
+        "promote": PROMOTE,
+    }
+
+    float16: tuple[str, ...] = ()
+    float32: tuple[str, ...] = ()
+    promote: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        owner: dict[str, OpClass] = {}
+        for name in CLASSES:
+            ops = checked_names(getattr(self, name), name)
+            object.__setattr__(self, name, ops)
+            for op in ops:
+                if owner.setdefault(op, name) != name:
+                    raise UserError(f"op {op!r} is in {owner[op]} and in {name}: leave it in one of them")
+
+    @classmethod
+    def default(cls) -> OpClasses:
+        """The classes of this file."""
+        return cls(**cls.DEFAULT)
+
+    def with_changes(
+        self, *, float16: Iterable[str] = (), float32: Iterable[str] = (), promote: Iterable[str] = ()
+    ) -> OpClasses:
+        """These classes with some operations moved, from wherever they were.
+
+        Raises:
+            UserError: a name is not known, or is moved to two classes.
+        """
+        moved = OpClasses(float16=tuple(float16), float32=tuple(float32), promote=tuple(promote))
+        elsewhere = moved.class_of_each()
+        return OpClasses(
+            **{
+                name: (*(op for op in getattr(self, name) if op not in elsewhere), *getattr(moved, name))
+                for name in CLASSES
+            }
+        )
+
+    def class_of_each(self) -> dict[str, OpClass]:
+        """The class of every operation that has one."""
+        return {op: name for name in CLASSES for op in getattr(self, name)}
+
+
+def checked_names(names: Iterable[str], where: str) -> tuple[str, ...]:
+    """Names of operations, each once and in their order.
+
+    Raises:
+        UserError: one is not known; names the nearest.
+    """
+    if isinstance(names, str):
+        raise UserError(f"{where} = {names!r}: expected a list of ops, [{names!r}]")
+    ordered = tuple(dict.fromkeys(names))
+    for name in ordered:
+        if name not in KNOWN:
+            near = difflib.get_close_matches(str(name), sorted(KNOWN), n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UserError(
+                f"unknown op {shown(name)} in {where}: {hint}"
+                "docs/mixed-precision.md lists the ops that can be put into a class"
+            )
+    return ordered

@@ -1,0 +1,196 @@
+"""How a dynamic loss scale moves after a step, in the arithmetic of each library that invented a rule.
+
+Four libraries answer the same two questions differently: which overflow lowers S, and which clean step raises
+it. Each rule is a pure function of (S, two counters) and equals its original bit by bit, factors other than 2
+included, which decides the arithmetic: Megatron keeps S and its factors in float32, torch and Apex keep S
+in float32 but multiply in float64, DeepSpeed uses Python floats and divides. What the originals get wrong at
+the edges is mended for all of them: no S becomes infinite or falls to zero, and a counter loaded into a
+shorter interval still grows. The counters here: clean steps that count towards the next growth, and overflows
+left until one lowers S (1 or less: the next one does).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from megalowbit.errors import UserError
+
+Mode = Literal["megatron", "deepspeed", "torch", "clean_step"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+SMALLEST_SCALE = 2.0**-126  # the smallest whose reciprocal float32 holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleArguments:
+    """What a rule may look at; see `DynamicGradScaler` for the meaning."""
+
+    min_scale: float
+    max_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    consecutive_hysteresis: bool = False
+    raise_at_min_scale: bool = False
+
+
+class ScaleState(NamedTuple):
+    """S and its counters."""
+
+    scale: float
+    growth_tracker: int
+    hysteresis_tracker: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleRule:
+    """One library's way.
+
+    Attributes:
+        after: the state after a step with (True) or without an overflow.
+        lowered: S after a backoff.
+        stored: the value that the original would keep of a number: float32 or float64.
+        min_scale: floor where the user names none.
+        max_scale: cap where the user names none.
+    """
+
+    after: Callable[[ScaleState, bool, RuleArguments], ScaleState]
+    lowered: Callable[[float, RuleArguments], float]
+    stored: Callable[[float], float]
+    min_scale: float
+    max_scale: float
+
+
+def as_float32(value: float) -> float:
+    """`value` rounded to float32: infinite where it is too large."""
+    return ctypes.c_float(value).value
+
+
+def _as_float64(value: float) -> float:
+    return float(value)
+
+
+def _megatron_lowered(scale: float, arguments: RuleArguments) -> float:
+    return max(as_float32(scale * as_float32(arguments.backoff_factor)), arguments.min_scale)
+
+
+def _after_megatron(state: ScaleState, found_inf: bool, arguments: RuleArguments) -> ScaleState:
+    scale, clean, left = state
+    if found_inf:
+        # never refilled but on growth: after the first backoff every further overflow backs off
+        lowered = _megatron_lowered(scale, arguments) if left <= 1 else scale
+        return ScaleState(lowered, 0, left - 1)
+    if clean + 1 < arguments.growth_interval:
+        return ScaleState(scale, clean + 1, left)
+    grown = as_float32(scale * as_float32(arguments.growth_factor))
+    return ScaleState(min(grown, arguments.max_scale), 0, arguments.hysteresis)
+
+
+def _float64_lowered(scale: float, arguments: RuleArguments) -> float:
+    return max(as_float32(scale * arguments.backoff_factor), arguments.min_scale)
+
+
+def _grown_if_clean(scale: float, clean: int, arguments: RuleArguments) -> tuple[float, int]:
+    if clean + 1 < arguments.growth_interval:
+        return scale, clean + 1
+    grown = as_float32(scale * arguments.growth_factor)
+    return (min(grown, arguments.max_scale) if math.isfinite(grown) else scale), 0
+
+
+def _after_torch(state: ScaleState, found_inf: bool, arguments: RuleArguments) -> ScaleState:
+    if found_inf:
+        return ScaleState(_float64_lowered(state.scale, arguments), 0, arguments.hysteresis)
+    scale, clean = _grown_if_clean(state.scale, state.growth_tracker, arguments)
+    return ScaleState(scale, clean, arguments.hysteresis)
+
+
+def _after_clean_step(state: ScaleState, found_inf: bool, arguments: RuleArguments) -> ScaleState:
+    if found_inf:
+        left = state.hysteresis_tracker - 1
+        return ScaleState(state.scale if left > 0 else _float64_lowered(state.scale, arguments), 0, left)
+    scale, clean = _grown_if_clean(state.scale, state.growth_tracker, arguments)
+    return ScaleState(scale, clean, arguments.hysteresis)
+
+
+def _deepspeed_lowered(scale: float, arguments: RuleArguments) -> float:
+    # it knows one factor and divides by it: with 3.0 that is not the same as to multiply by 1/3
+    if arguments.backoff_factor == 1.0 / arguments.growth_factor:
+        return max(scale / arguments.growth_factor, arguments.min_scale)
+    return max(scale * arguments.backoff_factor, arguments.min_scale)
+
+
+def _after_deepspeed(state: ScaleState, found_inf: bool, arguments: RuleArguments) -> ScaleState:
+    scale, clean, left = state
+    if found_inf and left > 1:
+        return ScaleState(scale, 0, left - 1)
+    if found_inf:
+        if arguments.raise_at_min_scale and scale == arguments.min_scale:
+            raise UserError(
+                f"gradients overflow at the smallest loss scale, min_scale = {scale:g}: lower the learning "
+                "rate or min_scale, or set raise_at_min_scale to false to skip such steps for ever"
+            )
+        return ScaleState(_deepspeed_lowered(scale, arguments), 0, left)
+    if arguments.consecutive_hysteresis:
+        left = arguments.hysteresis
+    # it counts from the step after the overflow, but not that step: the first growth comes one step later
+    # than the interval says, the next ones do not; hence the 1 that stays behind
+    if clean < arguments.growth_interval:
+        return ScaleState(scale, clean + 1, left)
+    grown = min(scale * arguments.growth_factor, arguments.max_scale)
+    return ScaleState(grown, 1, arguments.hysteresis)
+
+
+RULES: dict[Mode, ScaleRule] = {
+    "megatron": ScaleRule(
+        after=_after_megatron,
+        lowered=_megatron_lowered,
+        stored=as_float32,
+        min_scale=1.0,
+        max_scale=2.0**32,
+    ),
+    "deepspeed": ScaleRule(
+        after=_after_deepspeed,
+        lowered=_deepspeed_lowered,
+        stored=_as_float64,
+        min_scale=1.0,
+        max_scale=2.0**127,
+    ),
+    "torch": ScaleRule(
+        after=_after_torch,
+        lowered=_float64_lowered,
+        stored=as_float32,
+        min_scale=SMALLEST_SCALE,
+        max_scale=LARGEST_FLOAT32,
+    ),
+    "clean_step": ScaleRule(
+        after=_after_clean_step,
+        lowered=_float64_lowered,
+        stored=as_float32,
+        min_scale=SMALLEST_SCALE,
+        max_scale=LARGEST_FLOAT32,
+    ),
+}
+
+
+def is_positive(value: object) -> bool:
+    """Whether `value` is a finite number > 0."""
+    # compared, because math.isfinite raises on integers beyond the largest float
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def is_count(value: object) -> bool:
+    """Whether `value` is a whole number > 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def check(name: str, value: object, is_valid: bool, rule: str) -> None:
+    """Raise `UserError` "`name` must be `rule`, not `value`" unless `is_valid`."""
+    if not is_valid:
+        raise UserError(f"{name} must be {rule}, not {value!r}")

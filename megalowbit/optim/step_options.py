@@ -1,0 +1,49 @@
+"""The keyword arguments that both mixed-precision optimizers take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypedDict
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Required
+
+from megalowbit.optim.grad_norm import GradientNorm
+from megalowbit.optim.instruments import Instruments
+from megalowbit.optim.timers import StepTimers
+
+BeforeStep = Callable[[float], object]
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+class StepOptions(TypedDict, total=False):
+    """Keyword arguments of both optimizers.
+
+    Attributes:
+        clip_grad: largest gradient norm; 0 turns clipping off.
+        log_num_zeros_in_grad: count exact zeros at each step.
+        params_have_main_grad: gradients add up in fp32 `main_grad`s; if the parameters have none, a
+            `GradBuffer` is made. False reads `.grad` at `step`; a parameter without one is not updated.
+        model_parallel_group: over which norm, zeros and overflow are reduced; None: not sharded.
+        training_group: all ranks that take each step together. Over it figures for scale strategies are
+            reduced, and overflows located. None: this process alone.
+        gradient_norm: what is reported and clipped: the norm of all gradients together ("global"), or the sum
+            of the parameters' norms ("sum_of_norms", as Metis clips).
+        before_step: called at the start of a step with the loss scale, by which all gradients are multiplied
+            then; may add to them.
+        named_parameters: names for reports, as from `model.named_parameters()`; others may be among them.
+        instruments: hooks of scale strategies and layer scaling; what needs no model is made here.
+        timers: measure the phases "inspect" and "update".
+    """
+
+    clip_grad: Required[float]
+    log_num_zeros_in_grad: bool
+    params_have_main_grad: bool
+    model_parallel_group: dist.ProcessGroup | None
+    training_group: dist.ProcessGroup | None
+    gradient_norm: GradientNorm
+    before_step: BeforeStep | None
+    named_parameters: NamedParameters | None
+    instruments: Instruments | None
+    timers: StepTimers | None

@@ -1,0 +1,90 @@
+"""What one optimizer step did: applied or skipped, norm, zeros, scale, and where gradients overflowed.
+
+A report is a tuple `(applied, grad_norm, num_zeros)`, as Megatron's optimizers return it, and knows more by
+name. Numbers are plain Python: the step has read them from the device, all at once. Not here: how a step
+finds them out (`optimizer_step`), or the overflow (`overflow_location`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overflow:
+    """Where gradients of a step were infinite or NaN.
+
+    Attributes:
+        tensor: name of the first such gradient, in the order in which backward made them.
+        rank: the rank it is on, in the whole job; None where gradients had been averaged before anyone
+            looked, which spreads an infinity to all ranks.
+        num_tensors: how many gradients of that rank were not finite.
+        num_gradients: how many it has.
+        ranks: all ranks with such gradients, ascending.
+    """
+
+    tensor: str
+    rank: int | None
+    num_tensors: int
+    num_gradients: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """`overflow in transformer.h.3.mlp.c_fc.weight on rank 5`, and how far it went."""
+        where = f"overflow in {self.tensor}" + (f" on rank {self.rank}" if self.rank is not None else "")
+        more = []
+        if self.num_tensors > 1:
+            more.append(f"first of {self.num_tensors} of {self.num_gradients} gradients")
+        if self.rank is not None and len(self.ranks) > 1:
+            more.append(f"{len(self.ranks)} ranks overflowed")
+        return f"{where} ({', '.join(more)})" if more else where
+
+
+class StepReport(tuple[bool, "float | None", "int | None"]):
+    """`(applied, grad_norm, num_zeros)`; a skipped step is `(False, None, None)`.
+
+    Attributes:
+        loss_scale: S that this step's gradients were multiplied by; 1 without a scaler.
+        overflow: where gradients were not finite; None for an applied step.
+    """
+
+    loss_scale: float
+    overflow: Overflow | None
+
+    def __new__(
+        cls,
+        *,
+        is_applied: bool,
+        grad_norm: float | None = None,
+        num_zeros: int | None = None,
+        loss_scale: float = 1.0,
+        overflow: Overflow | None = None,
+    ) -> StepReport:
+        report = super().__new__(cls, (True, grad_norm, num_zeros) if is_applied else (False, None, None))
+        report.loss_scale = loss_scale
+        report.overflow = overflow
+        return report
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the weights have moved."""
+        return self[0]
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the unscaled gradients before clipping; None for a skipped step."""
+        return self[1]
+
+    @property
+    def num_zeros(self) -> int | None:
+        """Gradient elements that were exactly zero; None if not asked for or skipped."""
+        return self[2]
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        if not self.is_applied:
+            return f"skipped at loss scale {self.loss_scale:g}" + (
+                f": {self.overflow}" if self.overflow else ""
+            )
+        zeros = f", {self.num_zeros:,} zeros" if self.num_zeros is not None else ""
+        return f"applied, gradient norm {self.grad_norm:.4g}{zeros}, loss scale {self.loss_scale:g}"

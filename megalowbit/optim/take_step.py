@@ -1,0 +1,144 @@
+"""The order of one step, for one optimizer or several under one scaler, with one late read by the host.
+
+Everything up to the masters is launched on the device without knowing whether gradients overflowed: norm,
+flag, clip factor, and an update that skips itself where the flag is set. Then the host reads flag, norm and
+figures in one packet. Only a flag costs more: squares may have overflowed where gradients had not, so that
+all is measured again in float64 before a step is given up; and the ranks tell each other where it happened.
+Inner optimizers that cannot skip by themselves have the packet read before their update.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megalowbit import process_group
+from megalowbit.optim.grad_norm import clip_coefficient
+from megalowbit.optim.grad_scaler import GradScaler
+from megalowbit.optim.overflow_location import locate_overflow
+from megalowbit.optim.step_report import Overflow, StepReport
+from megalowbit.optim.timers import timed
+
+if TYPE_CHECKING:
+    from megalowbit.optim.optimizer_step import MegatronOptimizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """0-dim float64 on the device: norm of the scaled gradients, flag (> 0: not finite), zeros."""
+
+    norm: torch.Tensor
+    flag: torch.Tensor
+    zeros: torch.Tensor
+
+
+@torch.no_grad()
+def take_step(optimizers: Sequence[MegatronOptimizer], grad_scaler: GradScaler | None) -> StepReport:
+    """Step all `optimizers`, or none of them; collective over their groups.
+
+    Args:
+        optimizers: with one clipping norm over all of their gradients. The first one's training group,
+            instruments and timers serve all.
+        grad_scaler: the one that all of them have.
+    """
+    lead = optimizers[0]
+    loss_scale = grad_scaler.scale if grad_scaler is not None else 1.0
+    for optimizer in optimizers:
+        optimizer.begin_step(loss_scale)
+    with timed(lead.timers, "inspect"):
+        measured = _measure(optimizers, is_exact=False)
+        figures = lead.instruments.take(lead.training_group)
+    is_late = all(optimizer.is_late_flag_possible for optimizer in optimizers)
+    if is_late:
+        _update(optimizers, measured, loss_scale, has_flag=True)
+    norm, flag, zeros, *numbers = _read(measured, figures)
+    is_applied = is_late and flag == 0
+    if flag > 0:  # rare: was it only a square that fp32 does not hold?
+        measured = _measure(optimizers, is_exact=True)
+        norm, flag, zeros = _read(measured, [])
+    if flag == 0 and not is_applied:
+        _update(optimizers, measured, loss_scale, has_flag=False)
+        is_applied = True
+    report = StepReport(
+        is_applied=is_applied,
+        grad_norm=norm / loss_scale,
+        num_zeros=int(zeros) if lead.log_num_zeros_in_grad else None,
+        loss_scale=loss_scale,
+        overflow=None if is_applied else _locate(optimizers),
+    )
+    for optimizer in optimizers:
+        optimizer.report = report
+        optimizer.end_step(is_applied=is_applied)
+    _adapt(lead, grad_scaler, numbers, is_applied=is_applied, loss_scale=loss_scale)
+    return report
+
+
+def _measure(optimizers: Sequence[MegatronOptimizer], *, is_exact: bool) -> _Measured:
+    each = [optimizer.measure(is_exact=is_exact) for optimizer in optimizers]
+    if len(each) == 1:
+        return _Measured(*each[0])
+    device = each[0].device
+    norms, flags, zeros = torch.stack([one.to(device) for one in each]).unbind(1)
+    norm = norms.sum() if optimizers[0].gradient_norm == "sum_of_norms" else norms.square().sum().sqrt()
+    flag = flags.max()
+    group = optimizers[0].training_group
+    if group is not None and process_group.world_size(group) > 1:
+        # their model-parallel groups may differ, but all ranks skip together; the flag is 0 or 1, never NaN
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return _Measured(norm, flag, zeros.sum())
+
+
+def _update(
+    optimizers: Sequence[MegatronOptimizer], measured: _Measured, loss_scale: float, *, has_flag: bool
+) -> None:
+    """Launch the update of each: unscaled, clipped and, with the flag, skipped on the device."""
+    lead = optimizers[0]
+    scale, flag = None, None
+    if lead.clip_grad > 0:
+        coefficient = clip_coefficient(lead.clip_grad, measured.norm / loss_scale)
+        scale = (loss_scale / coefficient).float()
+    elif loss_scale != 1.0:
+        scale = torch.full_like(measured.norm, loss_scale, dtype=torch.float32)
+    if has_flag:
+        flag = (measured.flag > 0).float()  # fused optimizers want exactly 0 or 1
+    with timed(lead.timers, "update"):
+        for optimizer in optimizers:
+            optimizer.update(scale, flag)
+
+
+def _read(measured: _Measured, figures: Sequence[torch.Tensor]) -> list[float]:
+    """The one host read of an applied step."""
+    packet = torch.stack([measured.norm, measured.flag, measured.zeros])
+    return torch.cat([packet, *(figure.to(packet.device) for figure in figures)]).tolist()
+
+
+def _locate(optimizers: Sequence[MegatronOptimizer]) -> Overflow | None:
+    for optimizer in optimizers:
+        found = locate_overflow(optimizer.overflow_here(), optimizer.training_group)
+        if found is not None:
+            return found
+    return None
+
+
+def _adapt(
+    lead: MegatronOptimizer,
+    grad_scaler: GradScaler | None,
+    numbers: Sequence[float],
+    *,
+    is_applied: bool,
+    loss_scale: float,
+) -> None:
+    """Tell scaler and factors what came of the step."""
+    statistics, amaxes = lead.instruments.read(numbers, loss_scale)
+    scaling = lead.instruments.layer_scaling
+    is_blamed = scaling is not None and scaling.update(amaxes, not is_applied, loss_scale)
+    if grad_scaler is not None and not is_blamed:
+        grad_scaler.update(not is_applied, statistics)
+    lead.instruments.prepare(grad_scaler)

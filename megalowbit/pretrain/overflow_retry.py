@@ -1,0 +1,55 @@
+"""The micro-batches of a step, once or, after an overflow, again at a lower scale (`run.overflow_retries`).
+
+The step's batches are kept only where they may be needed again. What is recorded of a step is its last try:
+counts of earlier ones are dropped, the scale is the one it was made with, and its seconds are those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from megalowbit.engine.overflow_retry import retry_engine_step
+from megalowbit.pretrain.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One try of a step.
+
+    Attributes:
+        loss: 0-dim float64 on the engine's device, mean over this rank's micro-batches.
+        loss_scale: S it was made with.
+        retries: how many tries there were before.
+    """
+
+    loss: torch.Tensor
+    loss_scale: float
+    retries: int = 0
+
+
+def take_step(job: Job) -> Attempt:
+    """Forward, backward and optimizer step over the micro-batches that come next; every rank must call it."""
+    max_retries = job.config.settings.run.overflow_retries
+    batches = (next(job.loader) for _ in range(job.accumulation_steps))
+    if not max_retries:
+        return _attempt(job, batches)
+    kept = list(batches)
+    attempt, retries = retry_engine_step(job.engine, lambda: _attempt(job, kept), max_retries=max_retries)
+    return Attempt(loss=attempt.loss, loss_scale=attempt.loss_scale, retries=retries)
+
+
+def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
+    engine, loss_scale = job.engine, job.engine.optimizer.loss_scale
+    loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+    if job.tracker is not None:
+        job.tracker.begin_step()
+    for batch in batches:
+        loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
+        engine.backward(loss)
+        engine.step()
+        loss_sum += loss.detach()
+    job.weights_have_changed()
+    return Attempt(loss=loss_sum / job.accumulation_steps, loss_scale=loss_scale)

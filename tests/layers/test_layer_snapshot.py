@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from megalowbit.layers.layer_snapshot import restore_layers, take_layers
+from megalowbit.layers.split_states import split_counts
+from megalowbit.layers.surgery import bit_layers, cache_weights, convert, random_stream
+
+SPLIT = {
+    "base": "nvfp4",
+    **{f"split_{role}": {"method": "qb", "rank": 4} for role in ("input", "weight", "grad_output")},
+}
+RECIPES = [pytest.param("nvfp4", id="rounding"), pytest.param(SPLIT, id="splits")]
+
+
+def model_of(recipe):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
+    convert(model, recipe, seed=5)
+    return model.bfloat16()
+
+
+def step(model, seed, micro_batches):
+    """Gradients of a step, and where the stream is after it."""
+    generator = torch.Generator().manual_seed(seed)
+    model.zero_grad()
+    for _ in range(micro_batches):
+        torch.manual_seed(3)
+        model(torch.randn(64, 32, generator=generator).bfloat16()).float().square().sum().backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return gradients.clone(), random_stream(model).step
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_step_that_is_done_again_is_the_same_step_bit_for_bit(recipe, micro_batches):
+    model = model_of(recipe)
+    step(model, 0, micro_batches)
+    snapshot = take_layers(model)
+    first, position = step(model, 1, micro_batches)
+    counts = split_counts(model)
+    for _ in range(2):
+        restore_layers(model, snapshot)
+        again, same_position = step(model, 1, micro_batches)
+        assert torch.equal(first, again)
+        assert position == same_position
+        assert split_counts(model) == counts  # a step counts once
+    assert (counts.get("warm", 0) > 0) == (recipe is SPLIT)
+    untouched, _ = step(model, 1, micro_batches)
+    assert not torch.equal(first, untouched)  # without putting anything back
+
+
+def test_a_run_with_a_repeated_step_goes_on_as_one_without():
+    straight, repeated = model_of(SPLIT), model_of(SPLIT)
+    snapshot = take_layers(repeated)
+    step(repeated, 0, 2)
+    restore_layers(repeated, snapshot)
+    for seed in range(3):
+        assert torch.equal(step(straight, seed, 2)[0], step(repeated, seed, 2)[0])
+
+
+def test_quantised_weights_are_forgotten():
+    model = model_of("mxfp4")
+    cache = cache_weights(model)
+    snapshot = take_layers(model)
+    step(model, 0, 2)
+    assert len(cache) > 0
+    restore_layers(model, snapshot)
+    assert len(cache) == 0
+
+
+def test_a_model_without_low_bit_layers_is_fine():
+    model = torch.nn.Linear(2, 2)
+    snapshot = take_layers(model)
+    restore_layers(model, snapshot)
+    assert snapshot.stream is None
+    assert not bit_layers(model)

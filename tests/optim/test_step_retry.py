@@ -1,0 +1,132 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.layer_scaling import LayerScaling, find_blocks
+from megalowbit.optim.step_retry import StepSnapshot, retry_step
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.layer = torch.nn.Linear(4, 4)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1  # another tensor each time
+        return self.layer(self.dropout(self.norm(x))).square().mean()
+
+
+def train(scale, *, max_retries, steps=5, limit=64.0):
+    """A plain loop in which gradients times `scale` overflow above `limit`; what every step leaves behind."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = DynamicGradScaler(initial_scale=scale, hysteresis=2, growth_interval=1000)
+    torch.manual_seed(7)
+    seen = []
+    for step in range(steps):
+        batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(step * 2 + i)) for i in (0, 1)]
+
+        def run(batches=batches):
+            optimizer.zero_grad()
+            losses = [model(batch) for batch in batches]
+            found_inf = scaler.scale > limit
+            (sum(losses) * scaler.scale).backward()
+            if not found_inf:
+                for parameter in model.parameters():
+                    parameter.grad *= scaler.inv_scale
+                optimizer.step()
+            scaler.update(found_inf)
+            return SimpleNamespace(is_applied=not found_inf, losses=[loss.item() for loss in losses])
+
+        report, retries = retry_step(run, StepSnapshot(model), scaler, max_retries)
+        seen.append((report.is_applied, retries, report.losses))
+    tensors = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    return seen, tensors, scaler.scale, torch.rand(3).tolist()
+
+
+def test_a_run_that_overflows_first_is_the_run_that_began_at_the_right_scale():
+    seen, tensors, scale, numbers = train(512.0, max_retries=5)
+    expected, same_tensors, same_scale, same_numbers = train(64.0, max_retries=0)
+    assert [step[:2] for step in seen] == [(True, 3), (True, 0), (True, 0), (True, 0), (True, 0)]
+    assert [step[2] for step in seen] == [step[2] for step in expected]
+    assert tensors == same_tensors
+    assert (scale, numbers) == (same_scale, same_numbers)
+    assert tensors["calls"] == 10
+
+
+def test_without_retries_the_step_is_lost():
+    seen, tensors, _, _ = train(512.0, max_retries=0)
+    assert [step[0] for step in seen] == [False] * 4 + [True]
+    assert tensors["calls"] == 10
+
+
+def test_retries_end_at_their_number_and_at_the_floor():
+    scaler = DynamicGradScaler(initial_scale=2.0**10, min_scale=2.0**7)
+    tries = []
+
+    def run():
+        tries.append(scaler.scale)
+        scaler.update(True)
+        return SimpleNamespace(is_applied=False)
+
+    snapshot = StepSnapshot(torch.nn.Linear(1, 1))
+    report, retries = retry_step(run, snapshot, scaler, 2)
+    assert (report.is_applied, retries) == (False, 2)
+    # one octave a try: hysteresis does not hold the first, and the update's own backoff is not doubled
+    assert tries == [1024.0, 512.0, 256.0]
+    tries.clear()
+    assert retry_step(run, snapshot, scaler, 9)[1] == len(tries) - 1
+    assert tries[-1] == 128.0
+    assert len(tries) < 4
+
+
+@pytest.mark.parametrize("scaler", [None, ConstantGradScaler(8.0)])
+def test_what_cannot_be_lowered_is_not_retried(scaler):
+    report = SimpleNamespace(is_applied=False)
+    assert retry_step(lambda: report, StepSnapshot(Model()), scaler, 3) == (report, 0)
+
+
+def test_a_factor_that_was_lowered_leaves_the_scale_alone():
+    blocks = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+    scaling = LayerScaling(blocks, ["0", "1"])
+    state = scaling.state_dict()
+    state["blocks"]["1"]["octaves"] = 3
+    scaling.load_state_dict(state)
+    assert find_blocks(torch.nn.ModuleDict({"h": blocks})) == ["h.0", "h.1"]
+    scaler = DynamicGradScaler(initial_scale=64.0)
+
+    def run():
+        is_applied = scaling.factors["1"] <= 2.0
+        if not is_applied:
+            scaling.update([1.0, 1.0, torch.inf, 1.0], found_inf=True, loss_scale=scaler.scale)
+        return SimpleNamespace(is_applied=is_applied)
+
+    snapshot = StepSnapshot(blocks)
+    report, retries = retry_step(run, snapshot, scaler, 5, layer_scaling=scaling)
+    assert (report.is_applied, retries, scaler.scale) == (True, 2, 64.0)
+
+
+def test_pairs_of_the_caller_are_restored_each_time():
+    values = {"count": 1}
+
+    def restore(saved):
+        values["count"] = saved
+
+    snapshot = StepSnapshot(Model(), also=[(lambda: values["count"], restore)])
+    for _ in range(2):
+        values["count"] += 5
+        snapshot.restore()
+        assert values == {"count": 1}
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, True])
+def test_a_number_of_retries_that_is_none_is_refused(number):
+    with pytest.raises(UserError, match="max_retries"):
+        retry_step(lambda: None, StepSnapshot(Model()), None, number)
