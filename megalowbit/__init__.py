@@ -27,8 +27,11 @@ if TYPE_CHECKING:
         set_observer,
     )
     from megalowbit.optim.autocast import attach_autocast, autocast
+    from megalowbit.optim.chained import ChainedOptimizer
     from megalowbit.optim.fp32_modules import keep_fp32
     from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
+    from megalowbit.optim.instruments import Instruments
+    from megalowbit.optim.layer_scaling_settings import LayerScalingSettings
     from megalowbit.optim.local_ddp import LocalDDP
     from megalowbit.optim.megatron import OptimizerConfig, get_megatron_optimizer
     from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
@@ -47,6 +50,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BitLinear": "layers.bitlinear",
+    "ChainedOptimizer": "optim.chained",
     "ConstantGradScaler": "optim.grad_scaler",
     "ControllerGradScaler": "optim.scale_strategies",
     "DualRangeRegularizer": "layers.regularizer",
@@ -54,6 +58,8 @@ _HOMES = {
     "FP32Optimizer": "optim.mixed_precision",
     "Float16OptimizerWithFloat16Params": "optim.mixed_precision",
     "GradientOverflowTracker": "telemetry.overflow",
+    "Instruments": "optim.instruments",
+    "LayerScalingSettings": "optim.layer_scaling_settings",
     "LocalDDP": "optim.local_ddp",
     "MaxNormGradScaler": "optim.scale_strategies",
     "MaxValueGradScaler": "optim.scale_strategies",
@@ -86,6 +92,7 @@ _HOMES = {
 
 __all__ = [
     "BitLinear",
+    "ChainedOptimizer",
     "ConstantGradScaler",
     "ControllerGradScaler",
     "DualRangeRegularizer",
@@ -93,6 +100,8 @@ __all__ = [
     "FP32Optimizer",
     "Float16OptimizerWithFloat16Params",
     "GradientOverflowTracker",
+    "Instruments",
+    "LayerScalingSettings",
     "LocalDDP",
     "MaxNormGradScaler",
     "MaxValueGradScaler",

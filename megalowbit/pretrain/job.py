@@ -39,6 +39,7 @@ from megalowbit.layers.surgery import (
     set_observer,
 )
 from megalowbit.layers.weight_cache import WeightCache
+from megalowbit.optim.timers import StepTimers
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.late_switch import LateSwitch
 from megalowbit.pretrain.resume import check_same_model
@@ -198,6 +199,8 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
     check_nothing_missed(model.config, report)
     engine, _, _, _ = initialize(model=model, config=parts)
     seed_generators(settings.run.seed, identity.rank)  # dropout differs between ranks, not between runs
+    if settings.telemetry.timers:
+        engine.optimizer.timers = StepTimers(engine.device)
     tracker = None
     if settings.telemetry.overflow and report.swapped:
         tracker = GradientOverflowTracker()

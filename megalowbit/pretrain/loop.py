@@ -24,6 +24,7 @@ from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.kernels import check_kernels, describe_kernels
 from megalowbit.pretrain.late_switch import check_switchable
+from megalowbit.pretrain.optimizer_facts import optimizer_facts, skip_line
 from megalowbit.pretrain.overflow_retry import take_step
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings
@@ -96,6 +97,8 @@ def train(job: Job, recorder: Recorder) -> None:
         if job.recipe.parameter_split is not None:
             facts = {**facts, "weights_split": len(split.ranks) if split is not None else 0}
         recorder.step(facts)
+        optimizer = job.engine.optimizer
+        recorder.tell(skip_line(job.step, optimizer.report, optimizer.loss_scale))
         if job.late_switch is not None and job.totals.final_loss is not None:
             recorder.tell(job.late_switch.after_step(job.step, job.totals.final_loss))
         skips_in_a_row = skips_in_a_row + 1 if is_skipped else 0
@@ -126,8 +129,7 @@ def train_step(job: Job) -> tuple[Facts, bool]:
     facts: Facts = {
         **seen.facts(),
         "lr": rate,
-        "grad_norm": engine.get_global_grad_norm(),
-        "loss_scale": attempt.loss_scale,
+        **optimizer_facts(optimizer, optimizer.report),
         "skipped_steps": job.totals.skipped_steps,
         "tokens_per_second": job.tokens_per_step / seconds,
         "tokens": job.totals.tokens,

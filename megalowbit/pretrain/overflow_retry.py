@@ -1,7 +1,7 @@
 """The micro-batches of a step, once or, after an overflow, again at a lower scale (`run.overflow_retries`).
 
 The step's batches are kept only where they may be needed again. What is recorded of a step is its last try:
-counts of earlier ones are dropped, the scale is the one it was made with, and its seconds are those of all.
+counts of earlier ones are dropped, and its seconds are those of all.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ class Attempt:
 
     Attributes:
         loss: 0-dim float64 on the engine's device, mean over this rank's micro-batches.
-        loss_scale: S it was made with.
         retries: how many tries there were before.
     """
 
     loss: torch.Tensor
-    loss_scale: float
     retries: int = 0
 
 
@@ -38,11 +36,11 @@ def take_step(job: Job) -> Attempt:
         return _attempt(job, batches)
     kept = list(batches)
     attempt, retries = retry_engine_step(job.engine, lambda: _attempt(job, kept), max_retries=max_retries)
-    return Attempt(loss=attempt.loss, loss_scale=attempt.loss_scale, retries=retries)
+    return Attempt(loss=attempt.loss, retries=retries)
 
 
 def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
-    engine, loss_scale = job.engine, job.engine.optimizer.loss_scale
+    engine = job.engine
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     if job.tracker is not None:
         job.tracker.begin_step()
@@ -52,4 +50,4 @@ def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
         engine.step()
         loss_sum += loss.detach()
     job.weights_have_changed()
-    return Attempt(loss=loss_sum / job.accumulation_steps, loss_scale=loss_scale)
+    return Attempt(loss=loss_sum / job.accumulation_steps)

@@ -46,7 +46,9 @@ MAY_CHANGE = (
     "megalowbit.model.checkpoint",
 )
 # Settings that earlier versions did not write down: their runs had what is the default now.
-WRITTEN_SINCE = ("regularizer", "gradient_norm", "autocast", "fp32_norms")
+WRITTEN_SINCE = (
+    "regularizer", "gradient_norm", "autocast", "fp32_norms", "layer_scaling", "log_num_zeros_in_grad",
+)  # fmt: skip
 # Of a HuggingFace configuration: where it came from, and what the loop sets itself.
 NOT_OF_THE_MODEL = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
 REMEDY = "resume with the former value, or start a new run from its weights with megalowbit.model.checkpoint"

@@ -24,6 +24,7 @@ class TelemetrySettings(BaseModel):
         overflow: count saturation, underflow and rounding error of every quantised operand.
         layers_every: steps between two tables by layer (`overflow_layers.jsonl`, TensorBoard, W&B); the end
         always gets one, 0: only the end.
+        timers: measure the phases of the optimizer's step, without stopping the device.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,6 +33,7 @@ class TelemetrySettings(BaseModel):
     tensorboard: bool = True
     overflow: bool = True
     layers_every: int = Field(default=100, ge=0)
+    timers: bool = Field(default=False, strict=True)
 
 
 class TensorBoardBlock(BaseModel):
