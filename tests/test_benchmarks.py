@@ -1,6 +1,7 @@
 """The benchmarks run, on sizes that take no time, and print the ratios they promise."""
 
 import json
+import random
 import os
 import statistics
 import subprocess
@@ -68,6 +69,18 @@ def test_optimizer_compares_steps_with_torchs_deepspeeds_and_loops(tmp_path):
         assert "× AdamW fused, fp32, alone" in lines[0], name
     assert printed.count("faster than loops over tensors") == 2
     assert all(len(values) == 2 for table in times.values() for values in table.values())
+
+
+def test_loss_scales_counts_overflows_and_octaves_of_every_strategy():
+    results = json.loads(run("loss_scales.py", "--steps", "500", "--json"))
+    constant, megatron = results["constant 2^16"], results["megatron"]
+    assert constant["steady"] == [0, 6.0]  # 2^16 where 2^22 would do
+    draw = random.Random(0)
+    spikes = [2**-6 * 2 ** draw.gauss(0, 0.5) * (100 if draw.random() < 0.01 else 1) for _ in range(500)]
+    assert constant["spikes"][0] == sum(spike * 2**16 >= 65520 for spike in spikes) > 3
+    assert megatron["spikes"][0] <= constant["spikes"][0]
+    for strategy in ("max_value", "controller"):
+        assert results[strategy]["decay"][1] < megatron["decay"][1]
 
 
 def test_a_wrong_argument_is_one_line_of_usage_not_a_traceback():

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megalowbit import process_group
 from megalowbit.errors import UserError
 from megalowbit.optim import cpu_kernels
 
@@ -92,12 +93,11 @@ class GradBuffer:
     def squares(self) -> torch.Tensor | None:
         """Sum of squares of each `main_grad`, (parameters,) float64, if known without another pass.
 
-        They were taken as the gradients came in; None where anything has written to the buffer since.
+        They were taken as the gradients came in; None where anything has written to the buffer since, or
+        could have: a collective moves no version counter, so with several ranks they are not known.
         """
-        is_untouched = self.flat._version == self._flat_version and all(
-            view._version == version for view, version in zip(self._views, self._versions, strict=True)
-        )
-        return self._squares if is_untouched and not self.is_reduced else None
+        is_alone = process_group.world_size() == 1
+        return self._squares_as_gathered() if is_alone and not self.is_reduced else None
 
     def before_reduction(self) -> torch.Tensor:
         """`settle` for gradients that will now be averaged over ranks; remembers which were not finite here.
@@ -106,7 +106,7 @@ class GradBuffer:
             `flat`.
         """
         flat = self.settle()
-        squares = self.squares()
+        squares = self._squares_as_gathered()
         self._before_reduction = self._squares_now() if squares is None else squares.clone()
         return flat
 
@@ -215,6 +215,12 @@ class GradBuffer:
 
     def _index(self, parameter: torch.Tensor) -> int:
         return self._index_of[id(parameter)]
+
+    def _squares_as_gathered(self) -> torch.Tensor | None:
+        is_untouched = self.flat._version == self._flat_version and all(
+            view._version == version for view, version in zip(self._views, self._versions, strict=True)
+        )
+        return self._squares if is_untouched else None
 
     def _squares_now(self) -> torch.Tensor:
         """Sums of squares of the views as they are, (parameters,)."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megalowbit import process_group
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import UserError
 from megalowbit.optim.grad_buffer import GradBuffer
 from megalowbit.optim.grad_norm import (
     GradientNorm,
@@ -33,7 +33,7 @@ from megalowbit.optim.instruments import Instruments, complete_instruments
 from megalowbit.optim.layer_scaling import LayerScaling
 from megalowbit.optim.optimizer_state import check_inner_state, check_masters, copy_masters, find_key
 from megalowbit.optim.overflow_location import RankOverflow
-from megalowbit.optim.step_options import BeforeStep, NamedParameters
+from megalowbit.optim.step_options import BeforeStep, NamedParameters, check_step_options
 from megalowbit.optim.step_report import StepReport
 from megalowbit.optim.take_step import take_step
 from megalowbit.optim.timers import StepTimers
@@ -73,16 +73,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         instruments: Instruments | None = None,
         timers: StepTimers | None = None,
     ) -> None:
-        if gradient_norm not in get_args(GradientNorm):
-            raise unknown_name("gradient_norm", gradient_norm, get_args(GradientNorm))
-        if not 0 <= clip_grad < float("inf"):
-            raise UserError(
-                f"clip_grad must be a finite number ≥ 0 (0 turns clipping off), not {clip_grad!r}"
-            )
-        if instruments is not None and instruments.layer_scaling is not None and not params_have_main_grad:
-            raise UserError(
-                "layer scaling divides its factors out of main_grad: use params_have_main_grad=True"
-            )
+        check_step_options(clip_grad, gradient_norm, params_have_main_grad, instruments)
         self.optimizer = optimizer
         self.clip_grad = clip_grad
         self.log_num_zeros_in_grad = log_num_zeros_in_grad
@@ -184,9 +175,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self._drop_half_gradients()
         for buffer in self._buffers:
             buffer.zero()
-        unbuffered = self._unbuffered_main_grads()
-        if unbuffered:
-            torch._foreach_zero_(unbuffered)
+        self._zero_unbuffered()
 
     @torch.no_grad()
     def begin_step(self, loss_scale: float) -> None:
@@ -234,9 +223,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self._drop_half_gradients()
         for buffer in self._buffers:
             buffer.forget(model for model, _ in self._pairs if model.grad_buffer is buffer)
-        unbuffered = self._unbuffered_main_grads()
-        if unbuffered:
-            torch._foreach_zero_(unbuffered)
+        self._zero_unbuffered()
 
     def overflow_here(self) -> RankOverflow:
         """Which gradients of this rank are not finite, in the order of backward; reads from the device."""
@@ -361,9 +348,14 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     def _make_grad_buffer(self) -> GradBuffer | None:
         models = [model for model, _ in self._pairs]
-        if models and all(hasattr(model, "main_grad") for model in models):
-            return None  # someone else keeps the gradients, as Megatron's DDP does
         scaling = self.layer_scaling
+        if models and all(hasattr(model, "main_grad") for model in models):
+            if scaling is not None:
+                raise UserError(
+                    "layer scaling divides its factors out of main_grad, which something else keeps here: "
+                    "build the optimizer without LocalDDP"
+                )
+            return None  # someone else keeps the gradients, as Megatron's DDP does
         return GradBuffer(models, factor_of=scaling.factor_of if scaling is not None else None)
 
     def _find_buffers(self) -> list[GradBuffer]:
@@ -372,10 +364,10 @@ class MegatronOptimizer(torch.optim.Optimizer):
         unique = {id(buffer): buffer for buffer in buffers if buffer is not None}
         return list(unique.values()) if None not in buffers else []
 
-    def _unbuffered_main_grads(self) -> list[torch.Tensor]:
-        if not self.params_have_main_grad or self._buffers:
-            return []
-        return [model.main_grad for model, _ in self._pairs]
+    def _zero_unbuffered(self) -> None:
+        """Zero `main_grad`s that someone else keeps."""
+        if self.params_have_main_grad and not self._buffers and self._pairs:
+            torch._foreach_zero_([model.main_grad for model, _ in self._pairs])
 
     def _drop_half_gradients(self) -> None:
         for model, master in self._pairs:

@@ -1,14 +1,15 @@
-"""The keyword arguments that both mixed-precision optimizers take."""
+"""The keyword arguments that both mixed-precision optimizers take, and which of them go together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypedDict
+from typing import TypedDict, get_args
 
 import torch
 import torch.distributed as dist
 from typing_extensions import Required
 
+from megalowbit.errors import UserError, unknown_name
 from megalowbit.optim.grad_norm import GradientNorm
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.timers import StepTimers
@@ -47,3 +48,22 @@ class StepOptions(TypedDict, total=False):
     named_parameters: NamedParameters | None
     instruments: Instruments | None
     timers: StepTimers | None
+
+
+def check_step_options(
+    clip_grad: float,
+    gradient_norm: GradientNorm,
+    params_have_main_grad: bool,
+    instruments: Instruments | None,
+) -> None:
+    """Refuse what no step could do.
+
+    Raises:
+        UserError: names the argument, its value and the remedy.
+    """
+    if gradient_norm not in get_args(GradientNorm):
+        raise unknown_name("gradient_norm", gradient_norm, get_args(GradientNorm))
+    if not 0 <= clip_grad < float("inf"):
+        raise UserError(f"clip_grad must be a finite number ≥ 0 (0 turns clipping off), not {clip_grad!r}")
+    if instruments is not None and instruments.layer_scaling is not None and not params_have_main_grad:
+        raise UserError("layer scaling divides its factors out of main_grad: use params_have_main_grad=True")

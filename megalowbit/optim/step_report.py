@@ -8,6 +8,7 @@ finds them out (`optimizer_step`), or the overflow (`overflow_location`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,11 @@ class StepReport(tuple[bool, "float | None", "int | None"]):
         report.loss_scale = loss_scale
         report.overflow = overflow
         return report
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
+        """What copies and pickles are made from."""
+        names = ("is_applied", "grad_norm", "num_zeros", "loss_scale", "overflow")
+        return (), {name: getattr(self, name) for name in names}
 
     @property
     def is_applied(self) -> bool:
