@@ -1,8 +1,8 @@
 """The benchmarks run, on sizes that take no time, and print the ratios they promise."""
 
 import json
-import random
 import os
+import random
 import statistics
 import subprocess
 import sys

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from megalowbit import process_group
 from megalowbit.errors import UserError
 from megalowbit.optim.grad_scaler import GradientStatistics, GradScaler
 from megalowbit.optim.gradient_probe import GradientProbe
@@ -30,8 +31,11 @@ class Instruments:
         watch: largest half-precision gradients, by group of parameters.
         probe: norms of sampled gradients in fp32 and in half precision.
         layer_scaling: factors by block; its groups are the watch's.
+        num_unwatched: groups that other ranks watch, where this one trains nothing; it takes part in their
+            exchange all the same.
     """
 
+    num_unwatched: int = 0
     watch: GradientWatch | None = None
     probe: GradientProbe | None = None
     layer_scaling: LayerScaling | None = None
@@ -62,11 +66,21 @@ class Instruments:
             probe = GradientProbe(model, sample=grad_scaler.sample)
         return cls(probe=probe, layer_scaling=scaling)
 
-    def take(self, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-        """This step's figures, (n,) each and on the device; collective over `group`. See `read`."""
+    def take(self, group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[torch.Tensor]:
+        """This step's figures, (n,) each and on the device; collective over `group`. See `read`.
+
+        Args:
+            group: ranks that take the step together; None: this process alone.
+            device: that `group` can exchange, for a rank that has no gradient which would tell.
+        """
         taken = []
         if self.watch is not None:
             taken.append(self.watch.take(group).double())
+        elif self.num_unwatched:
+            nothing = torch.zeros(self.num_unwatched, device=device)
+            if group is not None and process_group.world_size(group) > 1:
+                dist.all_reduce(nothing, op=dist.ReduceOp.MAX, group=group)
+            taken.append(nothing.double())
         probed = self.probe.take(group) if self.probe is not None else None
         if probed is not None:
             taken.append(probed)
@@ -78,7 +92,7 @@ class Instruments:
         Returns:
             Statistics for a strategy, and the stored maxima by group for layer scaling.
         """
-        num_groups = self.watch.num_groups if self.watch is not None else 0
+        num_groups = self.watch.num_groups if self.watch is not None else self.num_unwatched
         amaxes, probed = list(numbers[:num_groups]), numbers[num_groups:]
         unscaled = [
             amax / loss_scale / (self.layer_scaling.factor_of_group(group) if self.layer_scaling else 1.0)
@@ -99,6 +113,13 @@ class Instruments:
             self.probe.is_armed = grad_scaler is not None and grad_scaler.wants_probe
 
 
+def joined(each: Sequence[GradientStatistics]) -> GradientStatistics:
+    """What several optimizers of one step saw, as one: the largest maximum, the first probe that told."""
+    amaxes = [one.amax for one in each if one.amax is not None]
+    probed = next((one for one in each if one.norm_ratio is not None), each[0])
+    return replace(probed, amax=max(amaxes, default=None))
+
+
 def complete_instruments(
     instruments: Instruments | None,
     grad_scaler: GradScaler | None,
@@ -117,12 +138,15 @@ def complete_instruments(
         )
     scaling = instruments.layer_scaling
     is_watched = scaling is not None or (grad_scaler is not None and grad_scaler.needs_amax)
-    if is_watched and instruments.watch is None and named_parameters:
+    num_groups = scaling.num_groups if scaling is not None else 1
+    if is_watched and instruments.watch is None and not named_parameters:
+        instruments = replace(instruments, num_unwatched=num_groups)
+    elif is_watched and instruments.watch is None:
         watch = GradientWatch(
             named_parameters,
             sample=grad_scaler.sample if grad_scaler is not None else 1.0,
             group_of=scaling.group_of if scaling is not None else None,
-            num_groups=scaling.num_groups if scaling is not None else 1,
+            num_groups=num_groups,
         )
         instruments = replace(instruments, watch=watch)
     instruments.prepare(grad_scaler)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from megalowbit import process_group
 from megalowbit.optim.grad_norm import clip_coefficient
 from megalowbit.optim.grad_scaler import GradScaler
+from megalowbit.optim.instruments import joined
+from megalowbit.optim.layer_scaling import LayerScaling
 from megalowbit.optim.overflow_location import locate_overflow
 from megalowbit.optim.step_report import Overflow, StepReport
 from megalowbit.optim.timers import timed
@@ -44,8 +47,8 @@ def take_step(optimizers: Sequence[MegatronOptimizer], grad_scaler: GradScaler |
     """Step all `optimizers`, or none of them; collective over their groups.
 
     Args:
-        optimizers: with one clipping norm over all of their gradients. The first one's training group,
-            instruments and timers serve all.
+        optimizers: with one clipping norm over all of their gradients. The first one's training group and
+            timers serve all.
         grad_scaler: the one that all of them have.
     """
     lead = optimizers[0]
@@ -54,11 +57,12 @@ def take_step(optimizers: Sequence[MegatronOptimizer], grad_scaler: GradScaler |
         optimizer.begin_step(loss_scale)
     with timed(lead.timers, "inspect"):
         measured = _measure(optimizers, is_exact=False)
-        figures = lead.instruments.take(lead.training_group)
+        device = measured.norm.device
+        figures = [each.instruments.take(lead.training_group, device) for each in optimizers]
     is_late = all(optimizer.is_late_flag_possible for optimizer in optimizers)
     if is_late:
         _update(optimizers, measured, loss_scale, has_flag=True)
-    norm, flag, zeros, *numbers = _read(measured, figures)
+    norm, flag, zeros, *numbers = _read(measured, list(chain(*figures)))
     is_applied = is_late and flag == 0
     if flag > 0:  # rare: was it only a square that fp32 does not hold?
         measured = _measure(optimizers, is_exact=True)
@@ -76,7 +80,9 @@ def take_step(optimizers: Sequence[MegatronOptimizer], grad_scaler: GradScaler |
     for optimizer in optimizers:
         optimizer.report = report
         optimizer.end_step(is_applied=is_applied)
-    _adapt(lead, grad_scaler, numbers, is_applied=is_applied, loss_scale=loss_scale)
+    lengths = [sum(map(len, of_one)) for of_one in figures]
+    told = _split(numbers, lengths)
+    _adapt(optimizers, grad_scaler, told, is_applied=is_applied, loss_scale=loss_scale)
     return report
 
 
@@ -90,9 +96,15 @@ def _measure(optimizers: Sequence[MegatronOptimizer], *, is_exact: bool) -> _Mea
     flag = flags.max()
     group = optimizers[0].training_group
     if group is not None and process_group.world_size(group) > 1:
-        # their model-parallel groups may differ, but all ranks skip together; the flag is 0 or 1, never NaN
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        # their model-parallel groups may differ, but all ranks skip together, and clip replicas by one norm,
+        # the largest; neither is ever NaN
+        flag, norm = _largest_of_ranks(torch.stack([flag, norm]), group).unbind()
     return _Measured(norm, flag, zeros.sum())
+
+
+def _largest_of_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return values
 
 
 def _update(
@@ -127,18 +139,30 @@ def _locate(optimizers: Sequence[MegatronOptimizer]) -> Overflow | None:
     return None
 
 
+def _split(numbers: Sequence[float], lengths: Sequence[int]) -> list[Sequence[float]]:
+    ends = list(accumulate(lengths, initial=0))
+    return [numbers[start:end] for start, end in pairwise(ends)]
+
+
 def _adapt(
-    lead: MegatronOptimizer,
+    optimizers: Sequence[MegatronOptimizer],
     grad_scaler: GradScaler | None,
-    numbers: Sequence[float],
+    numbers: Sequence[Sequence[float]],
     *,
     is_applied: bool,
     loss_scale: float,
 ) -> None:
-    """Tell scaler and factors what came of the step."""
-    statistics, amaxes = lead.instruments.read(numbers, loss_scale)
-    scaling = lead.instruments.layer_scaling
-    is_blamed = scaling is not None and scaling.update(amaxes, not is_applied, loss_scale)
-    if grad_scaler is not None and not is_blamed:
-        grad_scaler.update(not is_applied, statistics)
-    lead.instruments.prepare(grad_scaler)
+    """Tell scaler and factors what came of the step; `numbers` are each optimizer's own figures."""
+    statistics = []
+    scalings: dict[LayerScaling, list[float]] = {}  # several optimizers may share one
+    for optimizer, own in zip(optimizers, numbers, strict=True):
+        seen, amaxes = optimizer.instruments.read(own, loss_scale)
+        statistics.append(seen)
+        scaling = optimizer.instruments.layer_scaling
+        if scaling is not None:
+            scalings[scaling] = list(map(max, amaxes, scalings.get(scaling, amaxes)))
+    blamed = [scaling.update(amaxes, not is_applied, loss_scale) for scaling, amaxes in scalings.items()]
+    if grad_scaler is not None and not any(blamed):
+        grad_scaler.update(not is_applied, joined(statistics))
+    for optimizer in optimizers:
+        optimizer.instruments.prepare(grad_scaler)

@@ -6,11 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
+from megalowbit.optim import cpu_kernels
 from megalowbit.optim.grad_norm import (
     clip_coefficient,
     inspect_each_gradient,
     inspect_gradients,
     is_counted_once,
+    measure_each_gradient,
+    measure_gradients,
 )
 
 BAD = [math.inf, -math.inf, math.nan]
@@ -139,3 +142,90 @@ def test_huge_finite_gradients_have_a_finite_sum_of_norms():
     facts = inspect_each_gradient([torch.tensor([3e30, 4e30]), torch.tensor([1e31])], is_counted=[True, True])
     assert not facts.found_inf
     assert facts.norm == pytest.approx(1.5e31, rel=1e-6)
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def summing(request, monkeypatch):
+    """Squares are summed by the CPU kernel, then by torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_kernels, "is_available", lambda: False)
+    elif not cpu_kernels.is_available():
+        pytest.skip(cpu_kernels.why_unavailable())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_half_precision_gradients_are_measured_as_their_exact_values(summing, dtype, is_exact):
+    torch.manual_seed(0)
+    # fp16's largest values, whose squares it cannot hold, and its smallest
+    values = [torch.randn(70_000), torch.tensor([6e4, -6e4, 6e-8]), torch.empty(0)]
+    tensors = [value.to(dtype) for value in values]
+    exact = math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+    norm, flag, zeros = measure_gradients(tensors, count_zeros=True, is_exact=is_exact).tolist()
+    assert norm == pytest.approx(exact, rel=1e-6)
+    assert (flag, zeros) == (0, sum(int((t == 0).sum()) for t in tensors))
+    each = measure_each_gradient(tensors, is_counted=[True] * 3, is_exact=is_exact).tolist()
+    assert each[0] == pytest.approx(sum(float(t.double().norm()) for t in tensors), rel=1e-6)
+    assert each[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 3, math.inf])
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_exactly_measured_huge_gradients_are_finite(summing, norm_type, size):
+    gradient = torch.zeros(size)
+    gradient[[1, -1]] = torch.tensor([3e30, -4e30])
+    norm, flag, _ = measure_gradients([gradient], norm_type=norm_type, is_exact=True).tolist()
+    assert flag == 0
+    assert norm == pytest.approx(reference_norm([gradient[[1, -1]]], norm_type), rel=1e-6)
+    norm, flag, _ = measure_each_gradient([gradient], is_counted=[True], is_exact=True).tolist()
+    assert (norm, flag) == (pytest.approx(5e30, rel=1e-6), 0)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_bad_gradient_sets_the_flag_beside_huge_ones_and_in_half_precision(summing, bad, is_exact):
+    for tensors in ([torch.tensor([3e30]), torch.tensor([1.0, bad])], [torch.tensor([bad]).half()]):
+        assert measure_gradients(tensors, is_exact=is_exact)[1] > 0
+        counted = [True] * len(tensors)
+        assert measure_each_gradient(tensors, is_counted=counted, is_exact=is_exact)[1] > 0
+
+
+def test_what_is_measured_stays_numbers_on_the_device(summing):
+    for measured in (
+        measure_gradients([torch.ones(4)]),
+        measure_gradients([torch.tensor([math.nan])]),
+        measure_each_gradient([torch.ones(4), None], is_counted=[True, True]),
+        measure_gradients([]),
+    ):
+        assert (measured.shape, measured.dtype) == ((3,), torch.float64)
+        assert torch.isfinite(measured).all()  # so that it may travel in a sum
+
+
+@pytest.mark.parametrize("squares", [[9.0, 16.0], [[25.0]], []])
+def test_given_squares_replace_a_pass_over_the_gradients(squares):
+    given_squares = torch.tensor(squares, dtype=torch.float64)
+    poison = torch.full((2,), 1e3)  # would show if it were looked at
+    norm, flag, _ = measure_gradients([poison], squares=given_squares).tolist()
+    assert (norm, flag) == (5.0 if squares else 0.0, 0)
+    # another norm cannot be had from squares
+    assert measure_gradients([poison], squares=given_squares, norm_type=math.inf)[0] == 1e3
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_given_squares_that_are_not_finite_set_the_flag(bad):
+    squares = torch.tensor([1.0, bad], dtype=torch.float64)
+    assert measure_gradients([torch.ones(2)], squares=squares)[1] > 0
+    clean = torch.tensor([1.0], dtype=torch.float64)
+    found = measure_gradients([torch.ones(2)], squares=clean, uncounted=[torch.tensor([bad])])
+    assert found[1] > 0
+
+
+def test_an_experts_gradient_is_counted_by_every_rank_and_a_replica_by_the_first(monkeypatch):
+    monkeypatch.setattr("megalowbit.process_group.rank", lambda group=None: 1)
+    group = object()
+    replica, shard, expert = (torch.nn.Parameter(torch.ones(1)) for _ in range(3))
+    shard.tensor_model_parallel = True
+    expert.allreduce = False
+    assert [is_counted_once(p, group) for p in (replica, shard, expert)] == [False, True, True]
+    shard.shared = expert.shared = True
+    assert [is_counted_once(p, group) for p in (shard, expert)] == [False, False]

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
+from megalowbit.optim.grad_buffer import GradBuffer
 from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.instruments import Instruments
+from megalowbit.optim.layer_scaling import LayerScaling
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.optimizer_step import learning_rate
 
@@ -294,3 +297,94 @@ def test_the_learning_rate_is_put_back_after_an_inner_step_that_fails():
     with pytest.raises(RuntimeError, match="broken"):
         optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+@pytest.mark.parametrize("has_main_grad", [True, False])
+@pytest.mark.parametrize("has_names", [True, False])
+def test_the_report_says_what_the_last_step_did_and_where_it_overflowed(has_main_grad, has_names):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = half_optimizer(
+        model,
+        grad_scaler=DynamicGradScaler(64.0, hysteresis=1),
+        bf16=False,
+        params_have_main_grad=has_main_grad,
+        named_parameters=[*model.named_parameters(), ("stranger", torch.nn.Parameter(torch.ones(1)))]
+        if has_names
+        else None,
+    )
+    assert (optimizer.report, optimizer.found_inf, optimizer.grad_norm) == (None, False, None)
+    optimizer.scale_loss(model(torch.ones(3, 2).half()).sum()).backward()
+    report = optimizer.step()
+    assert report is optimizer.report
+    assert (report.is_applied, report.loss_scale, report.overflow) == (True, 64.0, None)
+    assert (optimizer.grad_norm, optimizer.found_inf) == (report.grad_norm, False)
+    optimizer.scale_loss(model(torch.ones(3, 2).half()).sum()).backward()
+    bad = model[0].weight
+    (bad.main_grad if has_main_grad else bad.grad)[1, 0] = math.inf
+    report = optimizer.step()
+    name = "0.weight" if has_names else "parameter 0 of group 0"
+    assert str(report.overflow) == f"overflow in {name} on rank 0"
+    assert (report.is_applied, report.loss_scale, report.overflow.num_gradients) == (False, 64.0, 4)
+    assert (optimizer.found_inf, optimizer.grad_norm, optimizer.loss_scale) == (True, None, 32.0)
+
+
+@pytest.mark.parametrize("keeps", ["buffer", "grad", "someone else"])
+def test_a_gradient_waits_from_backward_to_the_step(keeps):
+    used, unused = (torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    if keeps == "someone else":
+        for parameter in (used, unused):
+            parameter.main_grad = torch.zeros(2)
+            parameter.register_post_accumulate_grad_hook(lambda p: (p.main_grad.add_(p.grad), None)[1])
+    inner = torch.optim.SGD([used, unused], lr=1.0)
+    optimizer = half_optimizer(None, inner, params_have_main_grad=keeps != "grad")
+    for _ in range(2):
+        assert not optimizer.has_gradient(used)
+        used.sum().backward()
+        assert optimizer.has_gradient(used)
+        assert not optimizer.has_gradient(unused)
+        optimizer.step()
+
+
+def blocks_of():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).half()
+
+
+def scaled_optimizer(model, **options):
+    instruments = Instruments(layer_scaling=LayerScaling(model, ["0", "1"]))
+    return half_optimizer(
+        model, bf16=False, grad_scaler=ConstantGradScaler(16.0), instruments=instruments, **options
+    )
+
+
+def test_layer_scaling_is_refused_where_its_factors_would_stay_in_the_gradients():
+    with pytest.raises(UserError, match="params_have_main_grad=True"):
+        scaled_optimizer(blocks_of(), params_have_main_grad=False)
+    kept = blocks_of()
+    GradBuffer(kept.parameters())
+    with pytest.raises(UserError, match="main_grad, which something else keeps"):
+        scaled_optimizer(kept)
+
+
+def test_factors_are_saved_and_a_run_goes_on_as_if_it_had_not_stopped():
+    def step(model, optimizer, number):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number)).half()
+        optimizer.scale_loss(model(x).float().square().mean() * 2.0**-6).backward()
+        assert optimizer.step().is_applied
+
+    model = blocks_of()
+    optimizer = scaled_optimizer(model)
+    for number in range(4):
+        step(model, optimizer, number)
+    state = optimizer.state_dict()
+    other = blocks_of()
+    resumed = scaled_optimizer(other)
+    resumed.load_state_dict(state)
+    assert resumed.layer_scaling.factors == optimizer.layer_scaling.factors
+    assert min(resumed.layer_scaling.factors.values()) > 1
+    for number in range(4, 8):
+        step(model, optimizer, number)
+        step(other, resumed, number)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    del state["layer_scaling"]
+    scaled_optimizer(blocks_of()).load_state_dict(state)  # of a run without factors
