@@ -16,6 +16,7 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import maybe_loss_for_backward
 
+from megalowbit import process_group
 from megalowbit.optim.grad_scaler import ConstantGradScaler
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.optimizer_step import MegatronOptimizer
@@ -61,7 +62,8 @@ class EngineSurface(ZeROOptimizer, MegatronOptimizer):
         """Gradients to average over data parallel, and those of experts (none)."""
         if self.grad_buffer is None or not self.grad_buffer.flat.numel():
             return [], {}
-        return [self.grad_buffer.before_reduction()], {}
+        is_alone = process_group.world_size() == 1
+        return [self.grad_buffer.flat if is_alone else self.grad_buffer.before_reduction()], {}
 
     def refresh_fp32_params(self) -> None:
         """Called after module weights alone were loaded."""

@@ -64,7 +64,9 @@ def wrap_optimizer(
         "gradient_norm": settings.gradient_norm,
         "before_step": regularizer.add_gradients if regularizer is not None else None,
         "model_parallel_group": mpu.get_model_parallel_group() if mpu is not None else None,
+        "tensor_parallel_group": _tensor_parallel_group(mpu),
         "training_group": dist.group.WORLD,
+        "is_flag_shared": True,  # the engine averages over data parallel, we reduce over model parallel
         "named_parameters": list(model.named_parameters()),
         "instruments": Instruments.attach(model, grad_scaler, layer_scaling=settings.layer_scaling),
     }
@@ -78,3 +80,9 @@ def wrap_optimizer(
         if parameter.dtype == torch.float32 and not is_kept_fp32(parameter):
             parameter.data = parameter.data.to(HALF[settings.precision])
     return wrapped
+
+
+def _tensor_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
+    """Of Megatron's parallel state, which has one within the model-parallel group; DeepSpeed needs none."""
+    group_of = getattr(mpu, "get_tensor_model_parallel_group", None)
+    return group_of() if group_of is not None else None

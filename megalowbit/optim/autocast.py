@@ -15,7 +15,7 @@ in-place operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from types import MappingProxyType
@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from megalowbit.errors import unknown_name
+from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.optim.op_classes import FLOAT16, KNOWN, OpClasses
 
+Classes = OpClasses | Mapping[str, Iterable[str]]
 HALF = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16})
 # torch.autocast casts these on CPU and CUDA, and keeps the cast of a weight for the next use
 CAST_BY_TORCH = frozenset(FLOAT16) - {"mv", "addmv", "addr", "chain_matmul", "multi_dot", "einsum"}
@@ -68,27 +69,35 @@ ALIASES = MappingProxyType(
 
 
 @contextmanager
-def autocast(precision: str, device_type: str, classes: OpClasses | None = None) -> Iterator[None]:
+def autocast(
+    precision: str, device_type: str | torch.device, classes: Classes | None = None
+) -> Iterator[None]:
     """Run operations in the precision of their class.
 
     Args:
         precision: "fp16" or "bf16": what `classes.float16` means.
-        device_type: of the tensors, such as `tensor.device.type`; others are left alone.
-        classes: by default `OpClasses.default()`.
+        device_type: of the tensors, such as `tensor.device`; others are left alone.
+        classes: by default `OpClasses.default()`; `{"float32": ["gelu"]}` moves some, see `OpClasses.given`.
 
     Raises:
-        UserError: another precision.
+        UserError: another precision, no device with autocast, no classes.
     """
-    mode = _OpClassMode(classes, device_type)
-    with torch.autocast(device_type, dtype=half_dtype(precision)), mode:
+    kind = device_kind(device_type)
+    mode = _OpClassMode(classes, kind)
+    with torch.autocast(kind, dtype=half_dtype(precision)), mode:
         yield
 
 
 def contexts_for_checkpoint(
-    classes: OpClasses | None, device_type: str
+    classes: Classes | None, device_type: str | torch.device
 ) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    """The `context_fn` of `torch.utils.checkpoint.checkpoint` for a function called within `autocast`."""
-    return lambda: (nullcontext(), _OpClassMode(classes, device_type))
+    """The `context_fn` of `torch.utils.checkpoint.checkpoint` for a function called within `autocast`.
+
+    Raises:
+        UserError: as `autocast`.
+    """
+    given, kind = OpClasses.given(classes), device_kind(device_type)
+    return lambda: (nullcontext(), _OpClassMode(given, kind))
 
 
 def half_dtype(precision: str) -> torch.dtype:
@@ -97,15 +106,32 @@ def half_dtype(precision: str) -> torch.dtype:
     Raises:
         UserError: it is neither "fp16" nor "bf16".
     """
-    if precision not in HALF:
+    if not isinstance(precision, str) or precision not in HALF:
         raise unknown_name("precision for autocast", precision, HALF)
     return HALF[precision]
+
+
+def device_kind(device_type: str | torch.device) -> str:
+    """The type of a device that torch.autocast knows: "cuda" of `torch.device("cuda:1")`.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        kind = torch.device(device_type).type
+        if torch.amp.is_autocast_available(kind):
+            return kind
+    except (RuntimeError, TypeError):
+        pass  # torch's own message lists all that it was ever built for
+    raise UserError(
+        f'device_type = {shown(device_type)} for autocast is not valid: pass "cpu", "cuda" or tensor.device'
+    )
 
 
 class ModelAutocast:
     """Autocast at each forward of a model, evaluation and recomputation included; see `attach_autocast`."""
 
-    def __init__(self, model: nn.Module, precision: str, device_type: str, classes: OpClasses | None) -> None:
+    def __init__(self, model: nn.Module, precision: str, device_type: str, classes: Classes | None) -> None:
         self._dtype = half_dtype(precision)
         self._device_type = device_type
         self._model = model
@@ -145,7 +171,10 @@ class ModelAutocast:
 
 
 def attach_autocast(
-    model: nn.Module, precision: str, device_type: str, classes: OpClasses | None = None
+    model: nn.Module,
+    precision: str,
+    device_type: str | torch.device,
+    classes: Classes | None = None,
 ) -> ModelAutocast:
     """Let every forward of `model` run under `autocast`; modules that are added later are not covered.
 
@@ -153,20 +182,20 @@ def attach_autocast(
         model: its own forward turns autocast on; that of a part called alone does not.
         precision: "fp16" or "bf16".
         device_type: of the model when it runs.
-        classes: by default `OpClasses.default()`.
+        classes: as of `autocast`.
 
     Raises:
-        UserError: another precision.
+        UserError: as `autocast`.
     """
-    return ModelAutocast(model, precision, device_type, classes)
+    return ModelAutocast(model, precision, device_kind(device_type), classes)
 
 
 class _OpClassMode(TorchFunctionMode):
     """Casts the arguments of what is called, by its name."""
 
-    def __init__(self, classes: OpClasses | None, device_type: str) -> None:
+    def __init__(self, classes: Classes | None, device_type: str) -> None:
         super().__init__()
-        table = (classes or OpClasses.default()).class_of_each()
+        table = OpClasses.given(classes).class_of_each()
         names = {**{op: op for op in KNOWN}, **ALIASES}
         self._class_of = {
             called: table.get(op, "as_given")

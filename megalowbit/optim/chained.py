@@ -8,7 +8,8 @@ multiplied by one of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,27 +24,26 @@ from megalowbit.optim.take_step import take_step
 SHARED_SETTINGS = ("clip_grad", "gradient_norm", "log_num_zeros_in_grad", "training_group")
 
 
-class ChainedOptimizer:
+class ChainedOptimizer(torch.optim.Optimizer):
     """A sequence of optimizers that apply a step all together or not at all.
+
+    A torch `Optimizer`, so that any learning-rate scheduler takes it.
 
     Args:
         optimizers: with the same scaler object, clipping, norm and training group, and no parameter twice.
 
     Attributes:
         chained_optimizers: in the order given.
-        report: what the last step did; None before the first.
 
     Raises:
-        UserError: there are none, their settings differ, or they reduce over different groups and have no
-            training group over which all ranks could agree to skip.
+        UserError: there are none, or their settings differ.
     """
 
     def __init__(self, optimizers: Sequence[MegatronOptimizer]) -> None:
         if not optimizers:
             raise UserError("ChainedOptimizer needs at least one optimizer")
-        self.chained_optimizers = list(optimizers)
-        lead = self.chained_optimizers[0]
-        for other in self.chained_optimizers[1:]:
+        lead = optimizers[0]
+        for other in optimizers[1:]:
             if other.grad_scaler is not lead.grad_scaler:
                 raise UserError("chained optimizers have different grad scalers: pass one object to all")
             for name in SHARED_SETTINGS:
@@ -52,16 +52,13 @@ class ChainedOptimizer:
                         f"chained optimizers differ in {name}: {getattr(lead, name)!r} and "
                         f"{getattr(other, name)!r}; give them the same"
                     )
-            if lead.training_group is None and other.model_parallel_group is not lead.model_parallel_group:
-                raise UserError(
-                    "chained optimizers reduce over different groups: pass training_group, all ranks that "
-                    "take each step together, so that all of them skip together"
-                )
-        parameters = [
-            id(p) for each in self.chained_optimizers for g in each.param_groups for p in g["params"]
-        ]
+        groups = [group for each in optimizers for group in each.param_groups]
+        parameters = [id(parameter) for group in groups for parameter in group["params"]]
         if len(set(parameters)) < len(parameters):
             raise UserError("a parameter is in two of the chained optimizers: give it to one of them")
+        self.chained_optimizers: list[MegatronOptimizer] = []
+        super().__init__(groups, {})  # for torch's hooks; what it keeps of them is not used
+        self.chained_optimizers = list(optimizers)
 
     @property
     def grad_scaler(self) -> GradScaler | None:
@@ -76,7 +73,25 @@ class ChainedOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all, in order; a learning rate written to one of them is used."""
+        if not self.chained_optimizers:
+            return self._collected
         return [group for each in self.chained_optimizers for group in each.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._collected = groups
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """The states of all by master; a copy of the mapping, not of what it holds."""
+        merged: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for each in self.chained_optimizers:
+            merged.update(each.state)
+        return merged
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        pass  # torch's constructor sets one, and each optimizer has its own
 
     @property
     def report(self) -> StepReport | None:
@@ -87,8 +102,10 @@ class ChainedOptimizer:
         """Multiply the loss by S, in fp32."""
         return self.chained_optimizers[0].scale_loss(loss)
 
-    def step(self) -> StepReport:
+    def step(self, closure: Callable[[], float] | None = None) -> StepReport:  # type: ignore[override]
         """Apply all gradients, or none if any is infinite or NaN; see `MegatronOptimizer.step`."""
+        if closure is not None:
+            raise TypeError("step takes no closure: call backward first")
         return take_step(self.chained_optimizers, self.grad_scaler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -101,20 +118,22 @@ class ChainedOptimizer:
         for each in self.chained_optimizers:
             each.reload_model_params()
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The states of all, in order."""
         return [each.state_dict() for each in self.chained_optimizers]
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:  # type: ignore[override]
         """Continue from saved states.
 
         Raises:
-            UserError: their number, or what they hold, does not fit.
+            UserError: their number, or what they hold, does not fit; nothing has been changed then.
         """
         if len(states) != len(self.chained_optimizers):
             raise UserError(
                 f"the state is of {len(states)} chained optimizers, here are {len(self.chained_optimizers)}: "
                 f"{REMEDY}"
             )
+        for each, state in zip(self.chained_optimizers, states, strict=True):
+            each.check_state_dict(state)
         for each, state in zip(self.chained_optimizers, states, strict=True):
             each.load_state_dict(state)

@@ -16,6 +16,7 @@
 enum { FP32, BF16, FP16 }; /* as in cpu_kernels.py */
 /* Elements: of a task, of a buffer, from a run to what is asked for early, of torch's vectors. */
 enum { BLOCK = 1 << 16, RUN = 128, AHEAD = 512, LANES = 8 };
+enum { STREAMS = 4 }; /* places of a block read in turn: more memory is on its way at a time */
 typedef float Floats __attribute__((vector_size(32)));
 typedef double Doubles __attribute__((vector_size(64)));
 
@@ -26,7 +27,7 @@ typedef struct { /* mirrored field by field in cpu_kernels.py, as is Step; every
 
 typedef struct {
     float *master, *exp_avg, *exp_avg_sq, *step; /* step: one number, of steps taken */
-    const void *gradient;
+    void *gradient;
     void *half; /* or NULL: this tensor has none */
     int64_t gradient_dtype, half_dtype, is_decoupled, count;
     double learning_rate, beta1, beta2, epsilon, weight_decay;
@@ -163,8 +164,6 @@ static double in_order(const double *partial, int64_t count) {
     return sum;
 }
 
-static inline int64_t blocks_of(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
-
 /* The last of `count` tensors whose first block is not behind `block`; empty ones have none. */
 static inline int64_t owner(const int64_t *first_blocks, int64_t count, int64_t block) {
     int64_t low = 0, high = count;
@@ -188,45 +187,34 @@ void megalowbit_sums_of_squares(const Numbers *tensors, const int64_t *first_blo
         const int64_t end = at_most(begin + BLOCK, tensor->count);
         _Alignas(64) float buffer[RUN];
         Doubles part[4] = {{0}};
-        for (int64_t i = begin; i < end; i += RUN) {
-            const int64_t length = at_most(RUN, end - i);
-            fetch(tensor->x, size_of(tensor->dtype), i);
-            add_squares(loaded(tensor->x, tensor->dtype, i, length, buffer), length, part);
-        }
+        for (int64_t run = 0; run < BLOCK / STREAMS; run += RUN)
+            for (int64_t i = begin + run; i < end; i += BLOCK / STREAMS) {
+                const int64_t length = at_most(RUN, end - i);
+                fetch(tensor->x, size_of(tensor->dtype), i);
+                add_squares(loaded(tensor->x, tensor->dtype, i, length, buffer), length, part);
+            }
         partial[block] = total(part);
     }
     for (int64_t i = 0; i < count; i++)
         sums[i] = in_order(partial + first_blocks[i], first_blocks[i + 1] - first_blocks[i]);
 }
 
-/* main = (is_first ? 0 : main) + gradient · factor; also what is asked for of Σ main² and max |gradient|. */
+/* main += gradient · factor */
 void megalowbit_accumulate(float *main, const void *gradient, int64_t dtype, int64_t count, float factor,
-                           int64_t is_first, double *partial, double *square, double *largest,
                            int64_t threads) {
-    const int64_t blocks = blocks_of(count);
-    uint32_t top = 0;
-#pragma omp parallel for schedule(static) num_threads((int)threads) if (blocks > 1) reduction(max : top)
+    const int64_t blocks = (count + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (blocks > 1)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t begin = block * BLOCK, end = at_most(begin + BLOCK, count);
         _Alignas(64) float buffer[RUN];
-        Doubles part[4] = {{0}};
         for (int64_t i = begin; i < end; i += RUN) {
             const int64_t length = at_most(RUN, end - i);
+            fetch(main, 4, i), fetch(gradient, size_of(dtype), i);
             float *restrict to = main + i;
             const float *restrict from = loaded(gradient, dtype, i, length, buffer);
-            if (largest)
-                for (int64_t j = 0; j < length; j++) {
-                    const uint32_t magnitude = bits_of(from[j]) & 0x7FFFFFFF;
-                    top = top > magnitude ? top : magnitude;
-                }
-            if (is_first) for (int64_t j = 0; j < length; j++) to[j] = from[j] * factor;
-            else for (int64_t j = 0; j < length; j++) to[j] = to[j] + from[j] * factor;
-            if (square) add_squares(to, length, part);
+            for (int64_t j = 0; j < length; j++) to[j] = to[j] + from[j] * factor;
         }
-        partial[block] = total(part);
     }
-    if (square) *square = in_order(partial, blocks);
-    if (largest) *largest = float_of(top < 0x7F800000 ? top : 0x7F800000);
 }
 
 /* ---- Adam ---- */
@@ -288,7 +276,7 @@ static inline __attribute__((always_inline)) void update(const Factors *factors,
 
 /* A run of `count` elements, of which the first `whole` lie in whole vectors. */
 static void step_run(const Step *item, const Factors *f, int64_t place, int64_t count, int64_t whole,
-                     int64_t is_fused) {
+                     int64_t is_fused, int64_t clears) {
     _Alignas(64) float wide[RUN], g[RUN];
     fetch(item->gradient, size_of(item->gradient_dtype), place);
     fetch(item->master, 4, place), fetch(item->exp_avg, 4, place), fetch(item->exp_avg_sq, 4, place);
@@ -302,6 +290,8 @@ static void step_run(const Step *item, const Factors *f, int64_t place, int64_t 
         prepare(f, 0, count, from, p, g);
         update(f, 0, 0, count, g, p, m, v);
     }
+    if (clears && item->gradient_dtype == FP32) /* read, and in the nearest cache */
+        memset((float *)item->gradient + place, 0, sizeof(float) * (size_t)count);
     if (item->half) store_half(p, item->half_dtype, count, (uint16_t *)item->half + place);
 }
 
@@ -312,9 +302,9 @@ static inline void finish_stores(void) {
 #endif
 }
 
-/* One step of all items on gradients ÷ *scale, or nothing if *found_inf is not 0. */
+/* One step of all items on gradients ÷ *scale, or nothing if *found_inf is not 0; fp32 gradients zeroed if `clears`. */
 void megalowbit_adam_step(const Step *items, const int64_t *first_blocks, int64_t count, const float *scale,
-                          const float *found_inf, int64_t is_fused, int64_t threads) {
+                          const float *found_inf, int64_t is_fused, int64_t clears, int64_t threads) {
     const int64_t blocks = first_blocks[count];
     if (*found_inf != 0) return;
 #pragma omp parallel for schedule(dynamic, 4) num_threads((int)threads)
@@ -327,7 +317,8 @@ void megalowbit_adam_step(const Step *items, const int64_t *first_blocks, int64_
         const int64_t end = at_most(begin + BLOCK, item->count);
         for (int64_t i = begin; i < end; i += RUN) {
             const int64_t length = at_most(RUN, end - i);
-            step_run(item, &factors, i, length, at_most(length, whole > i ? whole - i : 0), is_fused);
+            step_run(item, &factors, i, length, at_most(length, whole > i ? whole - i : 0), is_fused,
+                     clears);
         }
         finish_stores();
     }

@@ -1,9 +1,9 @@
 """One pass over memory on CPUs: `cpu_kernels.c`, called through ctypes; `c_library` compiles it on first use.
 
-A gradient is added up while its squares are summed; a step of Adam reads gradient, master and moments once
-and writes the half-precision weight in the same pass. The step's bits are those of torch's fused Adam on one
-thread: with more threads torch rounds a tensor's last few elements otherwise, here they stay. Sums are
-float64, so no finite gradient has an infinite norm.
+A step of Adam reads gradient, master and moments once; in the same pass it writes the half-precision weight
+and, if asked to, zeroes an fp32 gradient while it is in the nearest cache. The step's bits are those of
+torch's fused Adam on one thread: with more threads torch rounds a tensor's last few elements otherwise, here
+they stay. Sums are float64, so no finite gradient has an infinite norm.
 
 The library is checked against known bits before use. Without it `why_unavailable` says why, and callers use
 torch. Not covered: tensors that are not contiguous, other dtypes, AMSGrad, `maximize`.
@@ -73,7 +73,7 @@ class AdamTensors:
 
     Attributes:
         master: fp32, updated.
-        gradient: fp32, fp16 or bf16, scaled; only read, while torch's fused Adam unscales it in place.
+        gradient: fp32, fp16 or bf16, scaled; read, if fp32 also zeroed where a step is asked to.
         exp_avg: fp32, updated.
         exp_avg_sq: fp32, updated.
         step: 0-dim fp32, steps taken, updated.
@@ -129,40 +129,21 @@ def sums_of_squares(tensors: Sequence[Tensor], *, library: ctypes.CDLL | None = 
     return sums
 
 
-def accumulate(
-    main: Tensor,
-    gradient: Tensor,
-    factor: float,
-    is_first: bool,
-    square: Tensor | None = None,
-    largest: Tensor | None = None,
-    *,
-    library: ctypes.CDLL | None = None,
-) -> None:
-    """Set main = (is_first ? 0 : main) + gradient · factor, each operation rounded to fp32.
+def accumulate(main: Tensor, gradient: Tensor, factor: float, *, library: ctypes.CDLL | None = None) -> None:
+    """Add gradient · factor to `main`, each operation rounded to fp32.
 
     Args:
         main: fp32, as `can_accumulate` takes it; its version counter does not move.
         gradient: of the same shape.
         factor: rounded to fp32.
-        is_first: whether what `main` holds is passed over.
-        square: one float64 number, to be set to Σ main².
-        largest: one float64 number, to be set to max |gradient|, infinity if that is NaN somewhere.
         library: other than the one in use, to be checked.
     """
-    for slot in (square, largest):
-        assert slot is None or (slot.dtype == torch.float64 and slot.numel() == 1), slot
-    partial = torch.empty(-(-main.numel() // BLOCK), dtype=torch.float64, device="cpu")
     (library or _library()).megalowbit_accumulate(
         _pointer(main),
         _pointer(gradient),
         _integer(DTYPES[gradient.dtype]),
         _integer(main.numel()),
         ctypes.c_float(factor),
-        _integer(is_first),
-        _pointer(partial),
-        _pointer(square),
-        _pointer(largest),
         _threads(),
     )
 
@@ -172,6 +153,7 @@ def adam_step(
     grad_scale: Tensor,
     found_inf: Tensor,
     *,
+    clears_gradients: bool = False,
     is_fused: bool | None = None,
     library: ctypes.CDLL | None = None,
 ) -> None:
@@ -181,8 +163,12 @@ def adam_step(
         items: one for each parameter.
         grad_scale: 0-dim fp32.
         found_inf: 0-dim fp32, 0 or 1.
+        clears_gradients: whether a step that is taken leaves zeros where fp32 gradients were.
         is_fused: whether products are added in one rounding; as torch does here by default.
         library: other than the one in use, to be checked.
+
+    Raises:
+        UserError: the tensors of an item are not of one shape, or have no memory.
     """
     for flag in (grad_scale, found_inf):
         assert flag.dtype == torch.float32, flag.dtype
@@ -199,11 +185,27 @@ def adam_step(
             _pointer(grad_scale),
             _pointer(found_inf),
             _integer(is_fused),
+            _integer(clears_gradients),
             _threads(),
         )
 
 
+def _check_shapes(item: AdamTensors) -> None:
+    """The library knows one size alone: what is smaller would be read, and written, past its end."""
+    shape = item.master.shape
+    for name in ("gradient", "exp_avg", "exp_avg_sq", "half"):
+        tensor: Tensor | None = getattr(item, name)
+        if tensor is not None and tensor.shape != shape:
+            raise UserError(
+                f"{name} is of shape {tuple(tensor.shape)} and its fp32 weight of {tuple(shape)}: "
+                "give both the same shape"
+            )
+    if item.step.numel() != 1:
+        raise UserError(f"step is of shape {tuple(item.step.shape)}: it has to be one number, of steps taken")
+
+
 def _row(item: AdamTensors) -> tuple[Any, ...]:
+    _check_shapes(item)
     half, settings, single = item.half, item.settings, torch.float32
     assert item.master.dtype is item.exp_avg.dtype is item.exp_avg_sq.dtype is item.step.dtype is single, item
     return (
@@ -279,14 +281,14 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
 # Sums over the bits of what `_answers` computes, the same on every machine.
 KNOWN_BITS = {
     "sums of squares of fp32": 475842458281872181,
-    "adding up fp32": 268779294854982771,
+    "adding up fp32": 274368220013254,
     "Adam on fp32": 2669305775994822,
     "sums of squares of bf16": 475873700525290283,
-    "adding up bf16": 268768345989978618,
-    "Adam on bf16": 2669305877199838,
+    "adding up bf16": 274371708230622,
+    "Adam on bf16": 2669331624505084,
     "sums of squares of fp16": 475845983774163115,
-    "adding up fp16": 268780928994190366,
-    "Adam on fp16": 2669301757795200,
+    "adding up fp16": 274367775677244,
+    "Adam on fp16": 2669324085914892,
 }
 
 
@@ -304,11 +306,11 @@ def _answers(library: ctypes.CDLL) -> dict[str, int]:
     answers = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         gradient = numbers.to(dtype)
-        main, slots = numbers.flip(0).contiguous(), torch.zeros(2, dtype=torch.float64, device="cpu")
-        accumulate(main, gradient, 0.375, False, slots[0], slots[1], library=library)
+        main = numbers.flip(0).contiguous()
+        accumulate(main, gradient, 0.375, library=library)
         squares = sums_of_squares([gradient[:700], gradient], library=library)
         answers[f"sums of squares of {name}"] = _bits(squares)
-        answers[f"adding up {name}"] = _bits(main) + _bits(slots)
+        answers[f"adding up {name}"] = _bits(main)
         answers[f"Adam on {name}"] = _adam_bits(numbers, gradient, library)
     return answers
 
@@ -319,7 +321,7 @@ def _adam_bits(numbers: Tensor, gradient: Tensor, library: ctypes.CDLL) -> int:
     for is_decoupled, is_fused, beta1, scale in ((True, False, 0.9, 96.0), (False, True, 0.4, 128.0)):
         item = AdamTensors(
             master=numbers.flip(0).contiguous(),
-            gradient=gradient,
+            gradient=gradient.clone(),
             exp_avg=numbers * 0.25,
             exp_avg_sq=numbers * numbers,
             step=torch.full((), 6.0, dtype=torch.float32, device="cpu"),
@@ -333,10 +335,10 @@ def _adam_bits(numbers: Tensor, gradient: Tensor, library: ctypes.CDLL) -> int:
                 is_decoupled=is_decoupled,
             ),
         )
-        tensors = (item.master, item.exp_avg, item.exp_avg_sq, item.step, item.half)
+        tensors = (item.master, item.gradient, item.exp_avg, item.exp_avg_sq, item.step, item.half)
         for found_inf in (0.0, 1.0):
             flags = (torch.full((), value, dtype=torch.float32, device="cpu") for value in (scale, found_inf))
-            adam_step([item], *flags, is_fused=is_fused, library=library)
+            adam_step([item], *flags, clears_gradients=True, is_fused=is_fused, library=library)
         bits += sum(_bits(tensor) for tensor in tensors if tensor is not None)
     return bits
 

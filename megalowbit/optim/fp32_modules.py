@@ -2,22 +2,23 @@
 
 A norm's weights are few and change little at a step, so half precision saves nothing and loses their updates'
 last bits in forward. Hooks cast the input to fp32 and the output back, so neighbours see half precision as
-before. Kept parameters are marked with `keep_fp32 = True`: `Float16OptimizerWithFloat16Params` leaves them in
-`fp32_from_fp32_groups`, without a master. Not covered: a module that computes with another's parameters, and
-norms called as functions (those are autocast's, see `optim.autocast`).
+before. Kept parameters carry a mark, `keep_fp32`: `Float16OptimizerWithFloat16Params` leaves them in
+`fp32_from_fp32_groups`, without a master. A copied model is kept like its original.
+Not covered: a module that computes with another's parameters, and norms called as functions (those are
+autocast's, see `optim.autocast`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, shown
 
 NORM_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 NORM_CLASS_NAMES = ("*LayerNorm", "*RMSNorm")  # of models that bring their own
@@ -33,45 +34,35 @@ class Fp32Modules:
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self.names = tuple(modules)
-        self._modules = tuple(modules.values())
-        self._handles: list[Any] = []
-        for module in self._modules:
-            for parameter in module.parameters():
-                if parameter.dtype in HALF_DTYPES:
-                    parameter.data = parameter.data.float()
-                parameter.keep_fp32 = True  # type: ignore[attr-defined]
-            casts = _Casts()
-            self._handles += [
-                module.register_forward_pre_hook(casts.enter, with_kwargs=True),
-                module.register_forward_hook(casts.leave, always_call=True),
-            ]
+        self._kept = [_casts_of(module) or _Casts(name, module) for name, module in modules.items()]
+        for casts in self._kept:
+            casts.num_holders += 1
 
     def remove(self) -> None:
-        """Take hooks and marks off; parameters stay fp32."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for module in self._modules:
-            for parameter in module.parameters():
-                if hasattr(parameter, "keep_fp32"):
-                    del parameter.keep_fp32
+        """Take hooks and marks off modules that no other call keeps; parameters stay fp32."""
+        for casts in self._kept:
+            casts.num_holders -= 1
+            if casts.num_holders <= 0:
+                casts.detach()
+        self._kept.clear()
 
 
-def keep_fp32(model: nn.Module, patterns: Iterable[str] = (), *, norms: bool = True) -> Fp32Modules:
-    """Keep modules in fp32; call it before an optimizer is built.
+def keep_fp32(model: nn.Module, patterns: str | Iterable[str] = (), *, norms: bool = True) -> Fp32Modules:
+    """Keep modules in fp32; call it after `model.half()` and before an optimizer is built.
 
     Args:
         model: fp32 or half; half-precision parameters of the modules become fp32.
-        patterns: further modules, by name (`"*.router"`) or class name, as in a shell.
+        patterns: further modules, by name (`"*.router"`) or class name, as in a shell; one or several.
         norms: whether layer, RMS and group norms are kept: torch's, and classes named like them.
 
     Returns:
         The names, and a way to undo it.
 
     Raises:
-        UserError: a pattern matches nothing, or there is no norm; nothing has been changed then.
+        UserError: a pattern matches nothing or is no string, or there is no norm; nothing has been changed
+            then. A forward raises it if a module has become half precision since.
     """
-    wanted = tuple(patterns)
+    wanted = _as_patterns(patterns)
     matched: set[str] = set()
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -102,31 +93,96 @@ def is_norm(module: nn.Module) -> bool:
 
 def is_kept_fp32(parameter: Tensor) -> bool:
     """Whether a parameter is marked to stay fp32."""
-    return getattr(parameter, "keep_fp32", False)
+    return bool(getattr(parameter, "keep_fp32", 0))
 
 
 class _Casts:
     """The hooks of one module; a stack, as a module may be called again within its own forward."""
 
-    def __init__(self) -> None:
-        self._entered: list[tuple[torch.dtype | None, AbstractContextManager[Any]]] = []
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.num_holders = 0  # `Fp32Modules` that keep this module
+        self._name = name
+        self._module = module
+        self._entered: list[tuple[torch.dtype | None, str | None]] = []
+        for parameter in module.parameters():
+            if parameter.dtype in HALF_DTYPES:
+                parameter.data = parameter.data.float()
+            _mark(parameter, 1)
+        self._handles: list[Any] = [
+            module.register_forward_pre_hook(self.enter, with_kwargs=True),
+            module.register_forward_hook(self.leave, always_call=True),
+        ]
 
-    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Casts:
+        """Of a copied module; the copies of parameters, which come without attributes, are marked here."""
+        copied = memo[id(self)] = object.__new__(_Casts)
+        copied.num_holders = 0  # `keep_fp32` of the copy is the first
+        copied._name, copied._entered = self._name, []
+        copied._module = copy.deepcopy(self._module, memo)
+        copied._handles = copy.deepcopy(self._handles, memo)
+        for parameter in self._module.parameters():
+            _mark(copy.deepcopy(parameter, memo), 1)
+        return copied
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self._module.parameters():
+            _mark(parameter, -1)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for parameter in module.parameters():
+            if parameter.dtype in HALF_DTYPES:
+                raise UserError(
+                    f"module {self._name!r} is kept in fp32, but its parameters are now "
+                    f"{_short(parameter.dtype)}: call .half() or .bfloat16() before keep_fp32, not after"
+                )
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
         device_type = tensors[0].device.type if tensors else "cpu"
-        without_autocast: AbstractContextManager[Any] = nullcontext()
-        if torch.is_autocast_enabled(device_type):
-            without_autocast = torch.autocast(device_type, enabled=False)
-        without_autocast.__enter__()
-        self._entered.append((tensors[0].dtype if tensors else None, without_autocast))
+        switched_off = device_type if torch.is_autocast_enabled(device_type) else None
+        if switched_off is not None:
+            # a torch.autocast entered in one hook and left in another cannot be compiled
+            torch.set_autocast_enabled(device_type, False)
+        self._entered.append((tensors[0].dtype if tensors else None, switched_off))
         return tuple(_widened(x) for x in args), {name: _widened(x) for name, x in kwargs.items()}
 
     def leave(self, _: nn.Module, __: object, output: Any) -> Any:
         if not self._entered:
             return None  # another hook failed before `enter` came to its turn
-        dtype, without_autocast = self._entered.pop()
-        without_autocast.__exit__(None, None, None)
+        dtype, switched_off = self._entered.pop()
+        if switched_off is not None:
+            torch.set_autocast_enabled(switched_off, True)
         return _narrowed(output, dtype) if dtype in HALF_DTYPES else None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _casts_of(module: nn.Module) -> _Casts | None:
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, _Casts)), None)
+
+
+def _mark(parameter: Any, change: int) -> None:
+    """Count the kept modules that `parameter` is in: tied ones may be in several."""
+    count = getattr(parameter, "keep_fp32", 0) + change
+    if count > 0:
+        parameter.keep_fp32 = count
+    elif hasattr(parameter, "keep_fp32"):
+        del parameter.keep_fp32
+
+
+def _as_patterns(patterns: Any) -> tuple[str, ...]:
+    given: tuple[Any, ...] = (patterns,)
+    if isinstance(patterns, Iterable) and not isinstance(patterns, str):
+        given = tuple(patterns)
+    if not all(isinstance(each, str) for each in given):
+        raise UserError(
+            f"patterns = {shown(patterns)} for fp32 modules is not valid: pass names of modules or classes, "
+            'such as ["*.router"], or leave it out'
+        )
+    return given
 
 
 def _widened(value: Any) -> Any:

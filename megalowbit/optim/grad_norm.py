@@ -14,7 +14,7 @@ measures again with `is_exact` before believing it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,7 +62,6 @@ def measure_gradients(
     norm_type: float = 2.0,
     count_zeros: bool = False,
     group: dist.ProcessGroup | None = None,
-    squares: torch.Tensor | None = None,
     is_exact: bool = False,
 ) -> torch.Tensor:
     """Look at all gradients of a step; collective over `group`, also for a rank without any gradient.
@@ -73,7 +72,6 @@ def measure_gradients(
         norm_type: p ≥ 1 of the p-norm; `math.inf` for the largest magnitude.
         count_zeros: also count the elements that are exactly zero.
         group: the model-parallel group; None where gradients are not sharded.
-        squares: sums of squares of all `gradients`, any shape, where they are known; for `norm_type` 2.
         is_exact: take every power in float64; slower.
 
     Returns:
@@ -86,14 +84,13 @@ def measure_gradients(
     if not norm_type >= 1:
         raise UserError(f"norm_type must be a number ≥ 1 or inf, not {norm_type!r}")
     device = _device(gradients, uncounted, group)
-    if squares is None or norm_type != 2.0:
-        squares = _powers(gradients, norm_type, device, is_exact)
+    powers = _powers(gradients, norm_type, device, is_exact)
     others = _powers(uncounted, norm_type, device, is_exact)
-    is_suspicious = ~(torch.isfinite(squares).all() & torch.isfinite(others).all())
+    is_suspicious = ~(torch.isfinite(powers).all() & torch.isfinite(others).all())
     zeros = _count_zeros(gradients, device) if count_zeros else _nothing(device)
     if norm_type == math.inf:
-        return _largest(squares, is_suspicious, zeros, group)
-    total = torch.where(is_suspicious, 0.0, squares.sum())
+        return _largest(powers, is_suspicious, zeros, group)
+    total = torch.where(is_suspicious, 0.0, powers.sum())
     reduced = _sum_over(torch.stack([total, is_suspicious.double(), zeros]), group)
     return torch.cat([reduced[:1] ** (1 / norm_type), reduced[1:]])
 
@@ -129,9 +126,10 @@ def measure_each_gradient(
     zeros = _count_zeros(counted, device) if count_zeros else _nothing(device)
     squares = _squares_of_each(gradients, device, is_exact)  # (parameters,)
     is_suspicious = ~torch.isfinite(squares).all()
-    counts = torch.tensor(is_counted, dtype=torch.float64).to(device, non_blocking=True)
-    mine = torch.where(is_suspicious, 0.0, squares) * counts
-    packet = _sum_over(torch.cat([torch.stack([is_suspicious.double(), zeros]), mine]), group)
+    zero = _nothing(device)
+    mine = [square if counts else zero for square, counts in zip(squares, is_counted, strict=True)]
+    own = torch.where(is_suspicious, 0.0, torch.stack([zero, *mine]))
+    packet = _sum_over(torch.cat([torch.stack([is_suspicious.double(), zeros]), own]), group)
     return torch.cat([packet[2:].sqrt().sum().reshape(1), packet[:2]])
 
 
@@ -230,19 +228,23 @@ def _squares_of_each(
     gradients: Sequence[torch.Tensor | None], device: torch.device, is_exact: bool
 ) -> torch.Tensor:
     """Sum of squares of each gradient, (parameters,) float64; 0 where there is none."""
-    present = {
-        index: gradient
-        for index, gradient in enumerate(gradients)
-        if gradient is not None and gradient.numel()
-    }
+    present = {index: each for index, each in enumerate(gradients) if each is not None and each.numel()}
     zero = _nothing(device)
     squares = [zero] * len(gradients)
-    if present and _has_kernel(list(present.values())):
-        for index, square in zip(present, cpu_kernels.sums_of_squares(list(present.values())), strict=True):
-            squares[index] = square
+    tensors = list(present.values())
+    if not tensors:
+        found: Iterable[torch.Tensor] = ()
+    elif _has_kernel(tensors):
+        found = cpu_kernels.sums_of_squares(tensors)
+    elif is_exact:
+        found = [torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in tensors]
     else:
-        for index, gradient in present.items():
-            squares[index] = _powers([gradient], 2.0, device, is_exact).sum()
+        pieces = [_chunks(each) for each in tensors]
+        norms = torch._foreach_norm([one for each in pieces for one in each], dtype=torch.float32)
+        of_pieces = torch.stack(list(norms)).double() ** 2
+        found = [part.sum() for part in of_pieces.split([len(each) for each in pieces])]
+    for index, square in zip(present, found, strict=True):
+        squares[index] = square
     return torch.stack([zero, *squares])[1:]
 
 

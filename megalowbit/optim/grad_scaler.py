@@ -19,15 +19,19 @@ from megalowbit.errors import unknown_name
 from megalowbit.optim.scale_rules import (
     MODES,
     RULES,
+    SCALE_RULE,
     Mode,
     RuleArguments,
     ScaleState,
+    as_float32,
     check,
     is_count,
     is_positive,
+    is_scale,
 )
 from megalowbit.optim.scaler_state import (
     STATE_KEYS,
+    check_is_mapping,
     fitted_scale,
     read_saved_scaler,
     warn_of_other_arguments,
@@ -68,7 +72,7 @@ class GradScaler(ABC):
     sample: float = 1.0
 
     def __init__(self, scale: float) -> None:
-        check("scale", scale, is_positive(scale), "a finite number > 0")
+        check("scale", scale, is_scale(scale), _scale_rule(scale))
         self.scale = float(scale)
 
     @property
@@ -101,13 +105,28 @@ class GradScaler(ABC):
             False if S cannot be lowered: it is constant, or at its floor.
         """
 
+    def restart_growth(self) -> None:  # noqa: B027  # right for a scale that does not wait to grow
+        """Begin to count clean steps anew, S unchanged: gradients overflowed, but S was not to blame."""
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What has to be saved so that the next `update` gives the same S."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state, of this or another library's scaler: see `scaler_state`."""
+        """Continue from a saved state, of this or another library's scaler: see `scaler_state`.
+
+        Raises:
+            UserError: as `check_state_dict` says; nothing has been changed then.
+        """
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See whether `load_state_dict` takes a state; changes and logs nothing.
+
+        Raises:
+            UserError: it is no state of a scaler, or damaged; the message names what is wrong.
+        """
+        check_is_mapping(state)
 
 
 class ConstantGradScaler(GradScaler):
@@ -123,7 +142,7 @@ class ConstantGradScaler(GradScaler):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+        self.check_state_dict(state)
 
 
 class DynamicGradScaler(GradScaler):
@@ -175,10 +194,11 @@ class DynamicGradScaler(GradScaler):
         min_scale = rule.min_scale if min_scale is None else min_scale
         max_scale = rule.max_scale if max_scale is None else max_scale
         check_scale_bounds(initial_scale, min_scale, max_scale)
-        for name, value in (("min_scale", min_scale), ("max_scale", max_scale)):
-            is_held = is_positive(rule.stored(value))
-            check(name, value, is_held, f"a number that float32 holds, as mode {mode!r} keeps it")
         _check_factors(growth_factor, backoff_factor, growth_interval, hysteresis)
+        if rule.stored is as_float32:  # S would stay what it was, or move only here and there
+            held = f"a number that float32 tells from 1, as mode {mode!r} rounds S to it"
+            check("growth_factor", growth_factor, as_float32(growth_factor) > 1, held)
+            check("backoff_factor", backoff_factor, as_float32(backoff_factor) < 1, held)
         for name, value in (
             ("consecutive_hysteresis", consecutive_hysteresis),
             ("raise_at_min_scale", raise_at_min_scale),
@@ -223,6 +243,9 @@ class DynamicGradScaler(GradScaler):
         self._set(ScaleState(lowered, 0, min(self._hysteresis_tracker, 1)))
         return True
 
+    def restart_growth(self) -> None:
+        self._growth_tracker = 0
+
     def state_dict(self) -> dict[str, Any]:
         """`scale`, `growth_tracker` and `hysteresis_tracker`, as Megatron names them."""
         return dict(zip(STATE_KEYS, self._state(), strict=True))
@@ -234,7 +257,7 @@ class DynamicGradScaler(GradScaler):
         would raise it). Values may be tensors of one element, as Megatron saves them.
 
         Raises:
-            UserError: a key is missing, or the scale is not a finite number > 0.
+            UserError: a key is missing, or a value no finite number; nothing has been changed then.
         """
         saved = read_saved_scaler(state)
         left = self.hysteresis if saved.hysteresis_tracker is None else saved.hysteresis_tracker
@@ -245,6 +268,9 @@ class DynamicGradScaler(GradScaler):
             ScaleState(self._rule.stored(scale), max(saved.growth_tracker, 0), min(left, self.hysteresis))
         )
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        read_saved_scaler(state)
+
     def _state(self) -> ScaleState:
         return ScaleState(self.scale, self._growth_tracker, self._hysteresis_tracker)
 
@@ -253,16 +279,20 @@ class DynamicGradScaler(GradScaler):
 
 
 def check_scale_bounds(initial_scale: float, min_scale: float, max_scale: float) -> None:
-    """Refuse bounds that are no finite numbers > 0, and a first S outside them.
+    """Refuse bounds that float32 does not hold, and a first S outside them.
 
     Raises:
         UserError: names the argument.
     """
-    check("initial_scale", initial_scale, is_positive(initial_scale), "a finite number > 0")
-    check("min_scale", min_scale, is_positive(min_scale), "a finite number > 0")
-    check("max_scale", max_scale, is_positive(max_scale), "a finite number > 0")
+    named = {"initial_scale": initial_scale, "min_scale": min_scale, "max_scale": max_scale}
+    for name, value in named.items():
+        check(name, value, is_scale(value), _scale_rule(value))
     check("initial_scale", initial_scale, min_scale <= initial_scale, f"≥ min_scale ({min_scale})")
     check("initial_scale", initial_scale, initial_scale <= max_scale, f"≤ max_scale ({max_scale})")
+
+
+def _scale_rule(value: object) -> str:
+    return SCALE_RULE if is_positive(value) else "a finite number > 0"
 
 
 def _check_factors(

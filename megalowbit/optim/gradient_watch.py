@@ -43,7 +43,8 @@ class GradientWatch:
 
     Make it before anything that takes `.grad` away as soon as it is there (`GradBuffer`): hooks run in the
     order in which they were registered. Where `.grad` is gone already, it looks at `main_grad`. Frozen and
-    empty parameters are left out, tied ones watched once.
+    empty parameters are left out, tied ones watched once. A process that trains nothing, as one of frozen
+    blocks, sees nothing and takes part in `take` all the same.
 
     Args:
         named_parameters: as from `model.named_parameters()`, in the same order on all ranks.
@@ -52,7 +53,7 @@ class GradientWatch:
         num_groups: how many groups there are.
 
     Raises:
-        UserError: `sample` is out of range, or nothing is trained.
+        UserError: `sample` is out of range.
     """
 
     def __init__(
@@ -64,8 +65,6 @@ class GradientWatch:
         num_groups: int = 1,
     ) -> None:
         trained = {id(p): (name, p) for name, p in named_parameters if p.requires_grad and p.numel()}
-        if not trained:
-            raise UserError("no parameter is trained, so there is no gradient to watch: unfreeze some")
         self.num_groups = num_groups
         self.names: list[str] = []
         self._maxima: dict[torch.device, Tensor] = {}
@@ -77,7 +76,7 @@ class GradientWatch:
             self.names.append(name)
             hook = parameter.register_post_accumulate_grad_hook(self._hook_of(groups[position]))
             self._hooks.append(hook)
-        self._device_of = candidates[0][1]
+        self._first = candidates[0][1] if candidates else None  # a parameter may be moved later
 
     @torch.no_grad()
     def take(self, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -87,10 +86,11 @@ class GradientWatch:
             group: ranks whose maximum is wanted; None: this process alone.
 
         Returns:
-            (num_groups,) float32 on the parameters' device, times whatever the gradients were multiplied by;
+            (num_groups,) float32 on the parameters' device, without parameters on one that `group` can
+            exchange, times whatever the gradients were multiplied by;
             0 where nothing was seen, inf where a gradient was infinite or NaN.
         """
-        device = self._device_of.device
+        device = _device_of(group) if self._first is None else self._first.device
         taken = torch.zeros(self.num_groups, device=device)
         for maxima in self._maxima.values():
             taken = torch.maximum(taken, maxima.to(device))
@@ -129,6 +129,13 @@ class GradientWatch:
         lowest, highest = torch.aminmax(gradient)
         largest = torch.maximum(highest, -lowest).float()
         torch.maximum(maxima[index], largest, out=maxima[index])
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a process without parameters has to keep what it sends."""
+    if group is not None and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _of_every_group(groups: list[int], positions: list[int]) -> list[int]:

@@ -79,7 +79,9 @@ class InnerStep:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         learning_rates: Sequence[float] | None = None,
-    ) -> None:
+        *,
+        clears_gradients: bool = False,
+    ) -> bool:
         """Step the masters on gradients ÷ `grad_scale`, then round them to the half weights.
 
         Where `found_inf` is 1, masters, state and step counts stay as they are. Gradients are spent: they
@@ -89,9 +91,13 @@ class InnerStep:
             grad_scale: 0-dim fp32 on the masters' device; None: 1.
             found_inf: 0-dim fp32, exactly 0 or 1, on that device; None: 0. The "plain" path reads it.
             learning_rates: one for each group, in place of its `lr`.
+            clears_gradients: whether to leave zeros, where that costs no pass of its own.
+
+        Returns:
+            Whether all gradients are zero now, unless `found_inf` is 1; the caller clears what is not.
 
         Raises:
-            UserError: a gradient is sparse.
+            UserError: a gradient is sparse, or of another shape than its master.
         """
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups] if learning_rates is None else list(learning_rates)
@@ -101,10 +107,11 @@ class InnerStep:
         }
         path = self.path
         if path in ("one_pass", "apex"):
-            self._run_adam(path, gradients, grad_scale, found_inf, rates)
-        else:
-            with _learning_rates(groups, rates):
-                self._run_torch(path, gradients, grad_scale, found_inf)
+            is_clearing = clears_gradients and path == "one_pass"
+            return self._run_adam(path, gradients, grad_scale, found_inf, rates, is_clearing=is_clearing)
+        with _learning_rates(groups, rates):
+            self._run_torch(path, gradients, grad_scale, found_inf)
+        return False
 
     def _dense_gradient(self, master: Tensor) -> Tensor | None:
         gradient = self._gradient_of(master)
@@ -130,7 +137,10 @@ class InnerStep:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         rates: Sequence[float],
-    ) -> None:
+        *,
+        is_clearing: bool,
+    ) -> bool:
+        """Returns whether all gradients are zero after a step that was taken."""
         items = []
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             settings = _settings_of(group, rate)
@@ -143,10 +153,14 @@ class InnerStep:
             scale = torch.ones((), device=device) if grad_scale is None else grad_scale
             flag = torch.zeros((), device=device) if found_inf is None else found_inf
             if path == "one_pass":
-                cpu_kernels.adam_step(items, scale, flag)
+                cpu_kernels.adam_step(items, scale, flag, clears_gradients=is_clearing)
             else:
                 apex_kernels.adam_step(self._cohorts.of(items), scale, flag)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
+        # neither half gradients nor those whose copy was used: these lie otherwise in memory
+        places = {item.gradient.data_ptr() for item in items if item.gradient.dtype == torch.float32}
+        given = (gradient for gradient in gradients.values() if gradient is not None)
+        return is_clearing and all(gradient.data_ptr() in places for gradient in given)
 
     def _item(self, master: Tensor, gradient: Tensor, settings: AdamSettings) -> AdamTensors:
         """What a step of one master needs; its state is made at the first one, as torch makes it."""

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from megalowbit import process_group
 from megalowbit.errors import UserError
+from megalowbit.optim.grad_buffer import FactorOf
 from megalowbit.optim.grad_scaler import GradientStatistics, GradScaler
 from megalowbit.optim.gradient_probe import GradientProbe
 from megalowbit.optim.gradient_watch import GradientWatch
-from megalowbit.optim.layer_scaling import LayerScaling, find_blocks
+from megalowbit.optim.layer_scaling import LayerScaling
 from megalowbit.optim.layer_scaling_settings import LayerScalingSettings
 
 
@@ -58,13 +59,24 @@ class Instruments:
         Raises:
             UserError: the model has no blocks, or no layer that can be probed.
         """
+        if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
+            raise UserError(
+                "gradients are being added up already, so instruments would see sums: call "
+                "Instruments.attach before LocalDDP and before the optimizer"
+            )
         scaling = None
         if layer_scaling is not None and layer_scaling.enabled:
-            scaling = LayerScaling(model, find_blocks(model), layer_scaling)
+            scaling = LayerScaling.from_settings(model, layer_scaling)
         probe = None
         if grad_scaler is not None and grad_scaler.probes:
             probe = GradientProbe(model, sample=grad_scaler.sample)
-        return cls(probe=probe, layer_scaling=scaling)
+        instruments = cls(probe=probe, layer_scaling=scaling)
+        return complete_instruments(instruments, grad_scaler, list(model.named_parameters()))
+
+    @property
+    def factor_of(self) -> FactorOf | None:
+        """What a gradient buffer has to divide by."""
+        return self.layer_scaling.factor_of if self.layer_scaling is not None else None
 
     def take(self, group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[torch.Tensor]:
         """This step's figures, (n,) each and on the device; collective over `group`. See `read`.
@@ -113,7 +125,7 @@ class Instruments:
             self.probe.is_armed = grad_scaler is not None and grad_scaler.wants_probe
 
 
-def joined(each: Sequence[GradientStatistics]) -> GradientStatistics:
+def joined_statistics(each: Sequence[GradientStatistics]) -> GradientStatistics:
     """What several optimizers of one step saw, as one: the largest maximum, the first probe that told."""
     amaxes = [one.amax for one in each if one.amax is not None]
     probed = next((one for one in each if one.norm_ratio is not None), each[0])
@@ -142,6 +154,12 @@ def complete_instruments(
     if is_watched and instruments.watch is None and not named_parameters:
         instruments = replace(instruments, num_unwatched=num_groups)
     elif is_watched and instruments.watch is None:
+        if any(hasattr(parameter, "main_grad") for _, parameter in named_parameters):
+            raise UserError(
+                f"{type(grad_scaler).__name__} looks at gradients before they are added up: call "
+                "instruments = Instruments.attach(model, grad_scaler) first, and pass them on to LocalDDP "
+                "and the optimizer"
+            )
         watch = GradientWatch(
             named_parameters,
             sample=grad_scaler.sample if grad_scaler is not None else 1.0,

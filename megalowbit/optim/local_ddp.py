@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megalowbit import process_group
 from megalowbit.optim.grad_buffer import GradBuffer
+from megalowbit.optim.instruments import Instruments
 
 
 def is_expert(parameter: torch.Tensor) -> bool:
@@ -41,6 +42,7 @@ class LocalDDP(torch.nn.Module):
         module: on its final device, with parameters of their final dtype.
         data_parallel_group: ranks that hold replicas; by default all, or this process alone where no process
             group is initialised.
+        instruments: those of the optimizer, which must exist before gradients are added up.
 
     Attributes:
         module: the inner module.
@@ -50,7 +52,11 @@ class LocalDDP(torch.nn.Module):
     """
 
     def __init__(
-        self, module: torch.nn.Module, *, data_parallel_group: dist.ProcessGroup | None = None
+        self,
+        module: torch.nn.Module,
+        *,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        instruments: Instruments | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -59,8 +65,10 @@ class LocalDDP(torch.nn.Module):
         if self._world_size > 1:
             self._broadcast()
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._averaged = GradBuffer(parameter for parameter in trainable if not is_expert(parameter))
-        self._own = GradBuffer(parameter for parameter in trainable if is_expert(parameter))
+        factor_of = instruments.factor_of if instruments is not None else None
+        shared = [parameter for parameter in trainable if not is_expert(parameter)]
+        self._averaged = GradBuffer(shared, factor_of=factor_of)
+        self._own = GradBuffer(filter(is_expert, trainable), factor_of=factor_of)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the inner module returns."""

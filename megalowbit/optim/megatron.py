@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from megalowbit import process_group
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.optim.chained import ChainedOptimizer
 from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
@@ -141,6 +142,8 @@ def get_megatron_optimizer(
     config: OptimizerConfig,
     *,
     model_parallel_group: dist.ProcessGroup | None = None,
+    tensor_parallel_group: dist.ProcessGroup | None = None,
+    expert_parallel_group: dist.ProcessGroup | None = None,
     training_group: dist.ProcessGroup | None = None,
     no_weight_decay_cond: ParameterCondition | None = None,
     scale_lr_cond: ParameterCondition | None = None,
@@ -153,7 +156,10 @@ def get_megatron_optimizer(
             or by torch's DistributedDataParallel together with `params_have_main_grad=False`.
         config: see `OptimizerConfig`.
         model_parallel_group: over which norm, zeros and overflow are reduced.
-        training_group: all ranks that take each step together; None: this process alone.
+        tensor_parallel_group: within it, ranks that hold copies of what is not sharded; None: all.
+        expert_parallel_group: over which experts' norm is summed: ranks that hold different ones. Needed on
+            all of them, also where a rank has none, if there are parameters with `allreduce = False`.
+        training_group: all ranks that take each step together; None: all ranks of the job.
         no_weight_decay_cond: which parameters do not decay, by name and parameter; by default biases and 1-D.
         scale_lr_cond: which parameters learn at `lr_mult` times the learning rate.
         lr_mult: that factor.
@@ -174,11 +180,26 @@ def get_megatron_optimizer(
         "grad_scaler": _grad_scaler(config),
         "named_parameters": list(_named_parameters(chunks)),
         "model_parallel_group": model_parallel_group,
+        "tensor_parallel_group": tensor_parallel_group,
         "training_group": training_group,
     }
     dense, experts = (_members(groups, wanted) for wanted in (False, True))
-    optimizers = [_mixed_precision(part, config, options) for part in (dense, experts) if part]
-    return optimizers[0] if len(optimizers) == 1 else ChainedOptimizer(optimizers)
+    if experts and expert_parallel_group is None and process_group.world_size(training_group) > 1:
+        raise UserError(
+            "the model has experts (parameters with allreduce = False), whose norm is summed over the "
+            "ranks that hold different ones: pass expert_parallel_group"
+        )
+    if not experts and expert_parallel_group is None:
+        return _mixed_precision(dense, config, options)
+    # chained also where this rank has none: all ranks must take part in the same collectives
+    of_experts = {**options, "model_parallel_group": expert_parallel_group}
+    nothing: list[dict[str, Any]] = [{"params": []}]
+    return ChainedOptimizer(
+        [
+            _mixed_precision(dense or nothing, config, options),
+            _mixed_precision(experts or nothing, config, of_experts),
+        ]
+    )
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

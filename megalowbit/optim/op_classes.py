@@ -12,11 +12,11 @@ Plain Python, so that settings are checked without torch; `optim.autocast` appli
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from megalowbit.errors import UserError, shown
+from megalowbit.errors import UserError, shown, unknown_name
 
 OpClass = Literal["float16", "float32", "promote"]
 
@@ -104,6 +104,31 @@ class OpClasses:
         """The classes of this file."""
         return cls(**cls.DEFAULT)
 
+    @classmethod
+    def given(cls, classes: OpClasses | Mapping[str, Iterable[str]] | None) -> OpClasses:
+        """The classes that a caller means.
+
+        Args:
+            classes: as they are; or operations to move from the default, `{"float32": ["gelu"]}`, as the
+                configuration has them; or None, the default.
+
+        Raises:
+            UserError: something else, an unknown class or operation.
+        """
+        if classes is None:
+            return cls.default()
+        if isinstance(classes, OpClasses):
+            return classes
+        if not isinstance(classes, Mapping):
+            raise UserError(
+                f"classes = {shown(classes)} of operations is not valid: pass an OpClasses, or operations to "
+                'move, such as {"float32": ["gelu"]}'
+            )
+        for name in classes:
+            if name not in CLASSES:
+                raise unknown_name("class of operations", name, CLASSES)
+        return cls.default().with_changes(**classes)
+
     def with_changes(
         self, *, float16: Iterable[str] = (), float32: Iterable[str] = (), promote: Iterable[str] = ()
     ) -> OpClasses:
@@ -112,7 +137,11 @@ class OpClasses:
         Raises:
             UserError: a name is not known, or is moved to two classes.
         """
-        moved = OpClasses(float16=tuple(float16), float32=tuple(float32), promote=tuple(promote))
+        moved = OpClasses(
+            float16=checked_names(float16, "float16"),
+            float32=checked_names(float32, "float32"),
+            promote=checked_names(promote, "promote"),
+        )
         elsewhere = moved.class_of_each()
         return OpClasses(
             **{
@@ -126,21 +155,23 @@ class OpClasses:
         return {op: name for name in CLASSES for op in getattr(self, name)}
 
 
-def checked_names(names: Iterable[str], where: str) -> tuple[str, ...]:
+def checked_names(names: Any, where: str) -> tuple[str, ...]:
     """Names of operations, each once and in their order.
 
     Raises:
-        UserError: one is not known; names the nearest.
+        UserError: one is not known; names the nearest. Or it is no list of names.
     """
     if isinstance(names, str):
         raise UserError(f"{where} = {names!r}: expected a list of ops, [{names!r}]")
-    ordered = tuple(dict.fromkeys(names))
-    for name in ordered:
-        if name not in KNOWN:
+    if isinstance(names, Mapping) or not isinstance(names, Iterable):
+        raise UserError(f'{where} = {shown(names)}: expected a list of ops, such as ["gelu"]')
+    given = tuple(names)
+    for name in given:
+        if not isinstance(name, str) or name not in KNOWN:  # a list has no hash
             near = difflib.get_close_matches(str(name), sorted(KNOWN), n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise UserError(
                 f"unknown op {shown(name)} in {where}: {hint}"
                 "docs/mixed-precision.md lists the ops that can be put into a class"
             )
-    return ordered
+    return tuple(dict.fromkeys(given))

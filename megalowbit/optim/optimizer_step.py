@@ -20,19 +20,13 @@ import torch.distributed as dist
 from megalowbit import process_group
 from megalowbit.errors import UserError
 from megalowbit.optim.grad_buffer import GradBuffer
-from megalowbit.optim.grad_norm import (
-    GradientNorm,
-    check_same_parameters,
-    is_counted_once,
-    measure_each_gradient,
-    measure_gradients,
-)
+from megalowbit.optim.grad_norm import GradientNorm, check_same_parameters
 from megalowbit.optim.grad_scaler import GradScaler
 from megalowbit.optim.inner_step import InnerStep
 from megalowbit.optim.instruments import Instruments, complete_instruments
 from megalowbit.optim.layer_scaling import LayerScaling
 from megalowbit.optim.optimizer_state import check_inner_state, check_masters, copy_masters, find_key
-from megalowbit.optim.overflow_location import RankOverflow
+from megalowbit.optim.step_gradients import StepGradients
 from megalowbit.optim.step_options import BeforeStep, NamedParameters, check_step_options
 from megalowbit.optim.step_report import StepReport
 from megalowbit.optim.take_step import take_step
@@ -55,6 +49,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     Attributes:
         report: what the last step did; None before the first.
+        gradients: of the model's parameters, where a step finds them.
+        grad_buffer: made by this optimizer; None where gradients lie elsewhere.
     """
 
     def __init__(
@@ -66,7 +62,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         log_num_zeros_in_grad: bool = False,
         params_have_main_grad: bool = True,
         model_parallel_group: dist.ProcessGroup | None = None,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
         training_group: dist.ProcessGroup | None = None,
+        is_flag_shared: bool = False,
         gradient_norm: GradientNorm = "global",
         before_step: BeforeStep | None = None,
         named_parameters: NamedParameters | None = None,
@@ -80,11 +78,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self.params_have_main_grad = params_have_main_grad
         self.grad_scaler = grad_scaler
         self.model_parallel_group = model_parallel_group
-        self.training_group = training_group
+        self.is_flag_shared = is_flag_shared
         self.gradient_norm = gradient_norm
         self.before_step = before_step
         self.timers = timers
         self.report: StepReport | None = None
+        self._training_group = training_group
+        self._are_gradients_cleared = False
         self.float16_groups: list[list[torch.nn.Parameter]] = []
         self.fp32_from_float16_groups: list[list[torch.Tensor]] = []
         self.fp32_from_fp32_groups: list[list[torch.nn.Parameter]] = []
@@ -96,17 +96,22 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self._pairs = list(self._model_and_master())
         self._models = {id(master): model for model, master in self._pairs}
         self._masters = {id(model): master for model, master in self._pairs}
-        self._is_counted = [is_counted_once(model, model_parallel_group) for model, _ in self._pairs]
         self._names = self._name_all(named_parameters)
         named = [(self._names[id(model)], model) for model, _ in self._pairs]
         # before the buffer: its hooks take `.grad` away
         self.instruments = complete_instruments(instruments, grad_scaler, named)
         self.grad_buffer = self._make_grad_buffer() if params_have_main_grad else None
-        self._buffers = self._find_buffers() if params_have_main_grad else []
+        self.gradients = StepGradients(
+            self._pairs,
+            names=self._names,
+            has_main_grad=params_have_main_grad,
+            copies=tensor_parallel_group or model_parallel_group,
+            layer_scaling=self.layer_scaling,
+        )
         self._inner_step = InnerStep(
             optimizer,
             {master: model for model, master in self._pairs if master is not model},
-            gradient_of=lambda master: self._gradient_of(self._models[id(master)]),
+            gradient_of=lambda master: self.gradients.of(self._models[id(master)]),
         )
         if gradient_norm == "sum_of_norms":
             check_same_parameters(len(self._pairs), model_parallel_group)
@@ -154,6 +159,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Factors by block, if gradients are scaled so."""
         return self.instruments.layer_scaling
 
+    @property
+    def training_group(self) -> dist.ProcessGroup | None:
+        """All ranks that take each step together; None where there is one process."""
+        if self._training_group is None and process_group.is_initialized():
+            return dist.group.WORLD
+        return self._training_group
+
     def step(self, closure: Callable[[], float] | None = None) -> StepReport:  # type: ignore[override]
         """Apply the gathered gradients, or skip them if any is infinite or NaN.
 
@@ -171,40 +183,24 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return take_step([self], self.grad_scaler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
-        """Clear the gradients of model, masters and buffer; `.grad`s are always set to None."""
-        self._drop_half_gradients()
-        for buffer in self._buffers:
-            buffer.zero()
-        self._zero_unbuffered()
+        """Clear the gradients of model and masters; `.grad`s are always set to None, `main_grad`s to zero."""
+        self.gradients.zero()
 
-    @torch.no_grad()
     def begin_step(self, loss_scale: float) -> None:
         """Make the gradients ready to be measured; first of what `take_step` calls."""
-        for buffer in self._buffers:
-            buffer.settle()
+        self.gradients.check_factors()
+        self._are_gradients_cleared = False
         if self.before_step is not None:
             self.before_step(loss_scale)
 
     def measure(self, *, is_exact: bool = False) -> torch.Tensor:
         """Norm of the scaled gradients, flag and zeros, (3,) float64; collective over model parallel."""
-        options: dict[str, Any] = {
-            "count_zeros": self.log_num_zeros_in_grad,
-            "group": self.model_parallel_group,
-            "is_exact": is_exact,
-        }
-        if self.gradient_norm == "sum_of_norms":
-            gradients = [self._gradient_of(model) for model, _ in self._pairs]
-            return measure_each_gradient(gradients, is_counted=self._is_counted, **options)
-        if self.grad_buffer is not None and all(self._is_counted):
-            flat = [self.grad_buffer.flat]
-            return measure_gradients(flat, squares=self.grad_buffer.squares(), **options)
-        counted: list[torch.Tensor] = []
-        uncounted: list[torch.Tensor] = []
-        for (model, _), is_counted in zip(self._pairs, self._is_counted, strict=True):
-            gradient = self._gradient_of(model)
-            if gradient is not None:
-                (counted if is_counted else uncounted).append(gradient)
-        return measure_gradients(counted, uncounted=uncounted, **options)
+        return self.gradients.measure(
+            self.gradient_norm,
+            count_zeros=self.log_num_zeros_in_grad,
+            group=self.model_parallel_group,
+            is_exact=is_exact,
+        )
 
     @property
     def is_late_flag_possible(self) -> bool:
@@ -213,31 +209,37 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     def update(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Step masters and model on gradients ÷ `grad_scale`, unless `found_inf` is 1: `InnerStep.run`."""
-        self._inner_step.run(grad_scale, found_inf, [learning_rate(group) for group in self.param_groups])
+        self._are_gradients_cleared = self._inner_step.run(
+            grad_scale,
+            found_inf,
+            [learning_rate(group) for group in self.param_groups],
+            clears_gradients=self.params_have_main_grad,
+        )
 
     def end_step(self, *, is_applied: bool) -> None:
-        """Forget the gradients; those of a skipped step do not stay even as numbers in memory."""
-        if not is_applied:
-            self.zero_grad()
-            return
-        self._drop_half_gradients()
-        for buffer in self._buffers:
-            buffer.forget(model for model, _ in self._pairs if model.grad_buffer is buffer)
-        self._zero_unbuffered()
+        """Forget the gradients, unless the update has cleared them while it read them."""
+        if is_applied and self._are_gradients_cleared:
+            self.gradients.were_zeroed()
+        else:
+            self.gradients.zero()
 
-    def overflow_here(self) -> RankOverflow:
-        """Which gradients of this rank are not finite, in the order of backward; reads from the device."""
-        mine = {id(model) for model, _ in self._pairs}
-        found = [each for buffer in self._buffers for each in buffer.overflowed() if id(each[1]) in mine]
-        if not self._buffers:  # parameters in reverse are roughly the order of backward
-            models = [model for model, _ in reversed(self._pairs)]
-            found = [(place, model) for place, model in enumerate(models) if self._is_bad(model)]
-        return RankOverflow(
-            rank=process_group.rank(),
-            positions=[place for place, _ in found],
-            tensors=[self._names[id(model)] for _, model in found],
-            num_gradients=len(self._pairs),
-            is_own=bool(self._buffers) and all(buffer.is_reduced for buffer in self._buffers),
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported once the optimizer is built: masters and gradient buffer are made then.
+
+        Raises:
+            UserError: always, for a user's call.
+        """
+        if hasattr(self, "_inner_step"):
+            raise UserError(
+                "add_param_group: parameters cannot be added later; build the optimizer with all of them, "
+                "and set the lr of a group to 0 until its time has come"
+            )
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(
+            f"{type(self).__name__} cannot be copied or pickled, because hooks tie it to a model: build "
+            "another one and use state_dict and load_state_dict"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,6 +254,21 @@ class MegatronOptimizer(torch.optim.Optimizer):
             state["layer_scaling"] = self.layer_scaling.state_dict()
         return state
 
+    def check_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
+        """Whether `load_state_dict` takes this state; changes nothing.
+
+        Raises:
+            UserError: keys, groups or shapes do not fit.
+        """
+        inner, masters, scaler, factors = self._parts_of(state_dict)
+        if load_optimizer_states:
+            check_inner_state(inner, self.optimizer)
+        check_masters(masters, self.fp32_from_float16_groups)
+        if self.layer_scaling is not None and factors is not None:
+            self.layer_scaling.check_state_dict(factors)
+        if self.grad_scaler is not None and scaler:
+            self.grad_scaler.check_state_dict(scaler)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
         """Continue from a saved state; model parameters are restored from the masters.
 
@@ -265,18 +282,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: keys, groups or shapes do not fit; nothing has been changed then.
         """
-        inner = find_key(state_dict, ("optimizer", "optimizer_state_dict"))
-        masters = find_key(
-            state_dict,
-            ("fp32_from_fp16_params", "fp32_from_fp16"),
-            default=None if self._has_masters() else [],
-        )
-        if load_optimizer_states:
-            check_inner_state(inner, self.optimizer)
-        check_masters(masters, self.fp32_from_float16_groups)
-        if self.layer_scaling is not None and "layer_scaling" in state_dict:
-            self.layer_scaling.load_state_dict(state_dict["layer_scaling"])
-        self._load_grad_scaler(state_dict.get("grad_scaler"))
+        self.check_state_dict(state_dict, load_optimizer_states)
+        inner, masters, scaler, factors = self._parts_of(state_dict)
+        self._load_scales(scaler, factors)
         copy_masters(masters, self.fp32_from_float16_groups)
         if load_optimizer_states:
             self.optimizer.load_state_dict(inner)
@@ -313,11 +321,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     def has_gradient(self, model_parameter: torch.Tensor) -> bool:
         """Whether a gradient of a trained parameter waits for the next step. Reads the device."""
-        if not self.params_have_main_grad:
-            return model_parameter.grad is not None
-        buffer: GradBuffer | None = getattr(model_parameter, "grad_buffer", None)
-        main_grad: torch.Tensor = model_parameter.main_grad  # type: ignore[attr-defined]
-        return buffer.has_gradient(model_parameter) if buffer is not None else bool(main_grad.any())
+        gradient = self.gradients.of(model_parameter)
+        return gradient is not None and bool(gradient.any())
 
     def masters_have_changed(self) -> None:
         """Copy the masters to the model, after something else has written to them."""
@@ -326,7 +331,19 @@ class MegatronOptimizer(torch.optim.Optimizer):
     def _adopt_group(self, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _load_grad_scaler(self, saved: Mapping[str, Any] | None) -> None:
+    def _parts_of(self, state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+        """Inner state, masters, scaler and layer factors of a state; the last two may be None."""
+        inner = find_key(state_dict, ("optimizer", "optimizer_state_dict"))
+        default: list[Any] | None = None if self._has_masters() else []
+        masters = find_key(state_dict, ("fp32_from_fp16_params", "fp32_from_fp16"), default=default)
+        return inner, masters, state_dict.get("grad_scaler"), state_dict.get("layer_scaling")
+
+    def _load_scales(self, saved: Mapping[str, Any] | None, factors: Mapping[str, Any] | None) -> None:
+        if self.layer_scaling is not None:
+            if factors is not None:
+                self.layer_scaling.load_state_dict(factors)
+            else:
+                logger.warning("the state holds no layer scaling: continuing with factors of 1")
         if self.grad_scaler is None:
             return
         if saved:
@@ -348,31 +365,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     def _make_grad_buffer(self) -> GradBuffer | None:
         models = [model for model, _ in self._pairs]
-        scaling = self.layer_scaling
         if models and all(hasattr(model, "main_grad") for model in models):
-            if scaling is not None:
-                raise UserError(
-                    "layer scaling divides its factors out of main_grad, which something else keeps here: "
-                    "build the optimizer without LocalDDP"
-                )
             return None  # someone else keeps the gradients, as Megatron's DDP does
-        return GradBuffer(models, factor_of=scaling.factor_of if scaling is not None else None)
-
-    def _find_buffers(self) -> list[GradBuffer]:
-        """The buffers of this package that hold all the gradients; none where someone else keeps some."""
-        buffers = [getattr(model, "grad_buffer", None) for model, _ in self._pairs]
-        unique = {id(buffer): buffer for buffer in buffers if buffer is not None}
-        return list(unique.values()) if None not in buffers else []
-
-    def _zero_unbuffered(self) -> None:
-        """Zero `main_grad`s that someone else keeps."""
-        if self.params_have_main_grad and not self._buffers and self._pairs:
-            torch._foreach_zero_([model.main_grad for model, _ in self._pairs])
-
-    def _drop_half_gradients(self) -> None:
-        for model, master in self._pairs:
-            model.grad = None
-            master.grad = None
+        return GradBuffer(models, factor_of=self.instruments.factor_of)
 
     def _name_all(self, named_parameters: NamedParameters | None) -> dict[int, str]:
         """Names for reports; of parameters without one, their place. Names of others do not matter."""
@@ -383,13 +378,6 @@ class MegatronOptimizer(torch.optim.Optimizer):
             for index, model in enumerate([*half, *fp32]):
                 names.setdefault(id(model), f"parameter {index} of group {number}")
         return names
-
-    def _is_bad(self, model: Any) -> bool:
-        gradient = self._gradient_of(model)
-        return gradient is not None and not bool(torch.isfinite(gradient).all())
-
-    def _gradient_of(self, model: Any) -> torch.Tensor | None:
-        return model.main_grad if self.params_have_main_grad else model.grad
 
     @torch.no_grad()
     def _copy_masters_to_model(self) -> None:

@@ -23,17 +23,25 @@ class RankOverflow:
 
     Attributes:
         rank: in the whole job.
-        positions: place of each gradient that is not finite in the order of backward, ascending.
-        tensors: their names.
+        tensors: place in the order of backward and name of each gradient that is not finite, ascending.
         num_gradients: how many gradients the rank has.
         is_own: whether they are known to have been looked at before any averaging over ranks.
     """
 
     rank: int
-    positions: Sequence[int]
-    tensors: Sequence[str]
+    tensors: Sequence[tuple[int, str]]
     num_gradients: int
     is_own: bool
+
+
+def joined(each: Sequence[RankOverflow]) -> RankOverflow:
+    """What the optimizers of one rank saw, as one."""
+    return RankOverflow(
+        rank=each[0].rank,
+        tensors=sorted(tensor for one in each for tensor in one.tensors),
+        num_gradients=sum(one.num_gradients for one in each),
+        is_own=all(one.is_own for one in each),
+    )
 
 
 def locate_overflow(seen: RankOverflow, group: dist.ProcessGroup | None) -> Overflow | None:
@@ -53,11 +61,11 @@ def locate_overflow(seen: RankOverflow, group: dist.ProcessGroup | None) -> Over
     hit = [one for one in gathered if one.tensors]
     if not hit:
         return None
-    is_alike = world_size > 1 and len({tuple(one.positions) for one in gathered}) == 1
+    is_alike = world_size > 1 and len({tuple(one.tensors) for one in gathered}) == 1
     # earliest in backward order; ranks with other layers count from their own first gradient
-    first = min(hit, key=lambda one: (one.positions[0], one.rank))
+    first = min(hit, key=lambda one: (one.tensors[0][0], one.rank))
     return Overflow(
-        tensor=first.tensors[0],
+        tensor=first.tensors[0][1],
         rank=first.rank if first.is_own or not is_alike else None,
         num_tensors=len(first.tensors),
         num_gradients=first.num_gradients,

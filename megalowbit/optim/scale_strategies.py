@@ -96,7 +96,34 @@ class MaxValueGradScaler(AmaxGradScaler):
         return wanted
 
 
-class NormRatioGradScaler(StrategyGradScaler):
+class ProbingGradScaler(StrategyGradScaler):
+    """Base of the strategies that compare norms with fp32 ones every so many steps.
+
+    Args:
+        epsilon: share of the norm, and of the elements, that may be lost; in (0, 1).
+        probe_every: steps from probe to probe.
+        **common: of the class beside it, or see `StrategyGradScaler`.
+    """
+
+    probes = True
+
+    def __init__(
+        self, initial_scale: float = 2.0**15, min_scale: float = 1.0, *,
+        epsilon: float = 0.05, probe_every: int = 100, **common: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(initial_scale, min_scale, **common)
+        check("epsilon", epsilon, is_positive(epsilon) and epsilon < 1, "in (0, 1)")
+        check("probe_every", probe_every, is_count(probe_every), "a whole number > 0")
+        self.epsilon = float(epsilon)
+        self.probe_every = probe_every
+
+    @property
+    def wants_probe(self) -> bool:
+        # counted in clean steps: a probe whose step overflowed is repeated
+        return self._steps % self.probe_every == 0
+
+
+class NormRatioGradScaler(ProbingGradScaler):
     """S grows while the half-precision gradients lack what fp32 ones have; overflow alone lowers it.
 
     Every `probe_every` steps the norm of sampled weight gradients in fp32 is compared with that of the same
@@ -105,30 +132,13 @@ class NormRatioGradScaler(StrategyGradScaler):
     which is sometimes recommended, waits until 98 % of the squared norm is gone.
 
     Args:
-        epsilon: share of the norm, and of the elements, that may be lost; in (0, 1).
-        probe_every: steps from probe to probe.
-        **common: see `StrategyGradScaler`.
+        **arguments: those of `ProbingGradScaler`.
     """
 
     NAME = "norm_ratio"
-    probes = True
     STATE: ClassVar[Mapping[str, float | None]] = {"is_losing": False}
 
     _is_losing: bool
-
-    def __init__(
-        self, initial_scale: float = 2.0**15, min_scale: float = 1.0, *,
-        epsilon: float = 0.05, probe_every: int = 100, **common: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(initial_scale, min_scale, **common)
-        _check_probe(epsilon, probe_every)
-        self.epsilon = float(epsilon)
-        self.probe_every = probe_every
-
-    @property
-    def wants_probe(self) -> bool:
-        # counted in clean steps: a probe whose step overflowed is repeated
-        return self._steps % self.probe_every == 0
 
     def _gather(self, statistics: GradientStatistics) -> None:
         verdict = is_losing(statistics, self.epsilon)
@@ -144,7 +154,7 @@ class NormRatioGradScaler(StrategyGradScaler):
         self._is_losing = False
 
 
-class MaxNormGradScaler(MaxValueGradScaler):
+class MaxNormGradScaler(ProbingGradScaler, MaxValueGradScaler):
     """`MaxValueGradScaler` with a floor that norm probes raise.
 
     A probe that finds gradients lost lifts the floor one octave above the S of its step, even past the
@@ -153,29 +163,13 @@ class MaxNormGradScaler(MaxValueGradScaler):
     only between target and limit, or while the mean lags.
 
     Args:
-        epsilon: as in `NormRatioGradScaler`.
-        probe_every: as in `NormRatioGradScaler`.
-        **arguments: those of `MaxValueGradScaler`.
+        **arguments: those of `ProbingGradScaler` and `MaxValueGradScaler`.
     """
 
     NAME = "max_norm"
-    probes = True
     STATE: ClassVar[Mapping[str, float | None]] = {**MaxValueGradScaler.STATE, "floor": None}
 
     _floor: int | None
-
-    def __init__(
-        self, initial_scale: float = 2.0**15, min_scale: float = 1.0, *,
-        epsilon: float = 0.05, probe_every: int = 100, **arguments: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(initial_scale, min_scale, **arguments)
-        _check_probe(epsilon, probe_every)
-        self.epsilon = float(epsilon)
-        self.probe_every = probe_every
-
-    @property
-    def wants_probe(self) -> bool:
-        return self._steps % self.probe_every == 0
 
     def _gather(self, statistics: GradientStatistics) -> None:
         super()._gather(statistics)
@@ -263,8 +257,3 @@ def is_losing(statistics: GradientStatistics, epsilon: float) -> bool | None:
     if ratio is None and flushed is None:
         return None
     return (ratio is not None and ratio > 1.0 + epsilon) or (flushed is not None and flushed > epsilon)
-
-
-def _check_probe(epsilon: float, probe_every: int) -> None:
-    check("epsilon", epsilon, is_positive(epsilon) and epsilon < 1, "in (0, 1)")
-    check("probe_every", probe_every, is_count(probe_every), "a whole number > 0")

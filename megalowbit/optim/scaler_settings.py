@@ -12,6 +12,7 @@ import inspect
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -23,7 +24,7 @@ from pydantic import (
 
 from megalowbit.errors import UserError
 from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
-from megalowbit.optim.scale_rules import RULES, Mode
+from megalowbit.optim.scale_rules import RULES, SCALE_RULE, Mode, is_scale
 from megalowbit.optim.scale_strategies import (
     ControllerGradScaler,
     MaxNormGradScaler,
@@ -50,6 +51,15 @@ MODES_OF_ARGUMENT: dict[str, tuple[Mode, ...]] = {
 
 # strict: `true` and "8" are not numbers
 PositiveNumber = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+def _held_by_float32(value: float) -> float:
+    if not is_scale(value):
+        raise ValueError(f"it must be {SCALE_RULE}")
+    return value
+
+
+Scale = Annotated[PositiveNumber, AfterValidator(_held_by_float32)]
 NumberFromZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -80,11 +90,11 @@ class GradScalerSettings(BaseModel):
 
     type: ScalerType | None = None
     mode: Mode | None = None
-    scale: PositiveNumber | None = None
-    min_scale: PositiveNumber | None = None
-    max_scale: PositiveNumber | None = None
+    scale: Scale | None = None
+    min_scale: Scale | None = None
+    max_scale: Scale | None = None
     # after the bounds, with which it is compared also where it is left out
-    initial_scale: PositiveNumber | None = Field(default=None, validate_default=True)
+    initial_scale: Scale | None = Field(default=None, validate_default=True)
     growth_factor: Annotated[PositiveNumber, Field(gt=1)] | None = None
     backoff_factor: Annotated[PositiveNumber, Field(lt=1)] | None = None
     growth_interval: Count | None = None

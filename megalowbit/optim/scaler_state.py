@@ -12,6 +12,7 @@ business.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ ARGUMENT_KEYS = {
     "backoff_factor": ("backoff_factor",),
     "hysteresis": ("delayed_shift",),
 }
+COUNTS = ("growth_interval", "hysteresis")
 # only DeepSpeed's descendants of the old Megatron scaler have one of these
 DEEPSPEED_MARKS = ("dynamic_loss_scale", "dynamic", "raise_error_at_min_scale")
 
@@ -57,9 +59,11 @@ def read_saved_scaler(state: Mapping[str, Any]) -> SavedScaler:
     Values may be tensors of one element.
 
     Raises:
-        UserError: the keys are those of no known scaler, or the state holds several scales.
+        UserError: the keys are those of no known scaler, the state holds several scales, a value is no
+        finite number, or the scale not > 0.
     """
-    if any(key.startswith("loss_scaler") and key != "loss_scaler" for key in state):
+    check_is_mapping(state)
+    if _apex_keys(state):
         return _read_apex_amp(state)
     if "loss_scaler" in state:
         return _read_loss_scaler(_as_mapping(state["loss_scaler"]))
@@ -67,21 +71,91 @@ def read_saved_scaler(state: Mapping[str, Any]) -> SavedScaler:
         return _read_loss_scaler(state)
     if "scale" in state and TORCH_KEY in state:
         return SavedScaler(
-            scale=float(state["scale"]),
-            growth_tracker=int(state[TORCH_KEY]),
+            scale=read_scale(state, "scale"),
+            growth_tracker=_whole(state, TORCH_KEY),
             arguments=_arguments(state),
         )
     if "scale" in state and STRATEGY_KEY in state:
-        return SavedScaler(scale=float(state["scale"]))
+        return SavedScaler(scale=read_scale(state, "scale"))
     missing = [key for key in STATE_KEYS if key not in state]
     if missing:
-        raise UserError(
-            f"grad scaler state lacks {', '.join(missing)}: found only {sorted(state) or 'nothing'}"
-        )
+        raise UserError(f"grad scaler state lacks {', '.join(missing)}: found only {shown_keys(state)}")
     return SavedScaler(
-        scale=float(state["scale"]),
-        growth_tracker=int(state["growth_tracker"]),
-        hysteresis_tracker=int(state["hysteresis_tracker"]),
+        scale=read_scale(state, "scale"),
+        growth_tracker=_whole(state, "growth_tracker"),
+        hysteresis_tracker=_whole(state, "hysteresis_tracker"),
+    )
+
+
+def check_is_mapping(state: object) -> None:
+    """Refuse what is no mapping.
+
+    Raises:
+        UserError: see above.
+    """
+    if not isinstance(state, Mapping):
+        raise UserError(f"grad scaler state = {shown(state)} must be a mapping, as state_dict() gives it")
+
+
+def plain_number(value: Any) -> Any:
+    """A tensor or array of one element as the number it holds; anything else as it is."""
+    if not hasattr(value, "item") or isinstance(value, type):
+        return value
+    try:
+        return value.item()
+    except (TypeError, ValueError, RuntimeError):  # of several elements, or without any memory
+        return value
+
+
+def is_finite(value: object) -> bool:
+    """Whether `value` is a finite number, True and False apart."""
+    largest = sys.float_info.max  # compared, because math.isfinite raises on integers beyond it
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and -largest <= value <= largest  # type: ignore[operator]
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is a whole number that 64 bits hold."""
+    return is_finite(value) and value == int(value) and abs(value) < 2**63  # type: ignore[call-overload,arg-type]
+
+
+def damaged(name: str, value: object, rule: str) -> UserError:
+    """The error for a value of a saved state that cannot be."""
+    return UserError(
+        f"{name} of the loaded grad scaler state must be {rule}, not {shown(value)}: "
+        "load an earlier checkpoint, or start without the scaler's state"
+    )
+
+
+def read_scale(state: Mapping[str, Any], name: str) -> float:
+    """S of a state.
+
+    Raises:
+        UserError: it is not a finite number > 0.
+    """
+    scale = plain_number(state[name])
+    if not (is_finite(scale) and scale > 0):
+        raise damaged(name, scale, "a finite number > 0")
+    return float(scale)
+
+
+def shown_keys(state: Mapping[Any, Any]) -> str:
+    """The keys of a state for a message."""
+    return shown(sorted(map(str, state))) if state else "nothing"
+
+
+def _whole(state: Mapping[str, Any], name: str) -> int:
+    value = plain_number(state[name])
+    if not is_whole(value):
+        raise damaged(name, value, "a whole number")
+    return int(value)
+
+
+def _apex_keys(state: Mapping[Any, Any]) -> list[str]:
+    return sorted(
+        key
+        for key in state
+        if isinstance(key, str) and key.startswith("loss_scaler") and key != "loss_scaler"
     )
 
 
@@ -89,15 +163,7 @@ def fitted_scale(scale: float, low: float, high: float) -> float:
     """`scale` clamped to [low, high], with a warning where that changes it.
 
     Below the minimum the next backoff would raise S.
-
-    Raises:
-        UserError: it is not a finite number > 0.
     """
-    if not 0 < scale < float("inf"):
-        raise UserError(
-            f"scale of the loaded grad scaler state must be a finite number > 0, not {scale!r}: "
-            "load an earlier checkpoint, or start without the scaler's state"
-        )
     fitted = min(max(scale, low), high)
     if fitted != scale:
         logger.warning(
@@ -124,7 +190,7 @@ def _as_mapping(scaler: Any) -> Mapping[str, Any]:
 
 
 def _read_apex_amp(state: Mapping[str, Any]) -> SavedScaler:
-    names = sorted(key for key in state if key.startswith("loss_scaler"))
+    names = _apex_keys(state)
     if len(names) > 1:
         raise UserError(
             f"the loaded state holds {len(names)} loss scales ({', '.join(names)}), and one is used here: "
@@ -137,15 +203,13 @@ def _read_loss_scaler(state: Mapping[str, Any]) -> SavedScaler:
     """DeepSpeed's, old Megatron's and Apex's scalers, which count differently under similar names."""
     for scale_key, count_key in (("loss_scale", "unskipped"), ("_loss_scale", "_unskipped")):
         if scale_key in state and count_key in state:  # Apex
-            return SavedScaler(scale=float(state[scale_key]), growth_tracker=int(state[count_key]))
+            return SavedScaler(scale=read_scale(state, scale_key), growth_tracker=_whole(state, count_key))
     if "cur_scale" not in state:
-        raise UserError(
-            f'"loss_scaler" of the loaded state holds no scale: found only {sorted(state) or "nothing"}'
-        )
+        raise UserError(f'"loss_scaler" of the loaded state holds no scale: found only {shown_keys(state)}')
     arguments = _arguments(state)
-    hysteresis = int(state["cur_hysteresis"]) if "cur_hysteresis" in state else None
+    hysteresis = _whole(state, "cur_hysteresis") if "cur_hysteresis" in state else None
     return SavedScaler(
-        scale=float(state["cur_scale"]),
+        scale=read_scale(state, "cur_scale"),
         growth_tracker=_clean_steps(state, arguments.get("growth_interval")),
         hysteresis_tracker=hysteresis,
         arguments=arguments,
@@ -156,7 +220,7 @@ def _clean_steps(state: Mapping[str, Any], interval: float | None) -> int:
     """Clean steps since the last overflow or growth, from the numbers of iterations."""
     if state.get("last_overflow_iter") is None or state.get("cur_iter") is None:
         return 0  # a constant scale counts nothing
-    clean = int(state["cur_iter"]) - int(state["last_overflow_iter"]) - 1
+    clean = _whole(state, "cur_iter") - _whole(state, "last_overflow_iter") - 1
     if clean <= 0 or not interval:
         return max(clean, 0)
     if any(mark in state for mark in DEEPSPEED_MARKS):
@@ -168,6 +232,10 @@ def _arguments(state: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name, keys in ARGUMENT_KEYS.items():
         for key in keys:
-            if state.get(key) is not None:
-                found[name] = float(state[key])
+            value = plain_number(state.get(key))
+            if value is None:
+                continue
+            if not (is_finite(value) and value > 0 and (name not in COUNTS or value == int(value))):
+                raise damaged(key, value, "a whole number > 0" if name in COUNTS else "a finite number > 0")
+            found[name] = float(value)
     return found

@@ -27,8 +27,12 @@ class StepOptions(TypedDict, total=False):
         params_have_main_grad: gradients add up in fp32 `main_grad`s; if the parameters have none, a
             `GradBuffer` is made. False reads `.grad` at `step`; a parameter without one is not updated.
         model_parallel_group: over which norm, zeros and overflow are reduced; None: not sharded.
-        training_group: all ranks that take each step together. Over it figures for scale strategies are
-            reduced, and overflows located. None: this process alone.
+        tensor_parallel_group: ranks within `model_parallel_group` that hold copies of what is not sharded, so
+            that the first one counts it; None: all of `model_parallel_group`.
+        training_group: all ranks that take each step together. They skip together, clip by one norm, have
+            one scale, and tell each other where gradients overflowed. None: all ranks of the job.
+        is_flag_shared: gradients are averaged and reduced such that all ranks of `training_group` see one flag
+            and norm anyway; saves an all-reduce of 16 bytes.
         gradient_norm: what is reported and clipped: the norm of all gradients together ("global"), or the sum
             of the parameters' norms ("sum_of_norms", as Metis clips).
         before_step: called at the start of a step with the loss scale, by which all gradients are multiplied
@@ -42,7 +46,9 @@ class StepOptions(TypedDict, total=False):
     log_num_zeros_in_grad: bool
     params_have_main_grad: bool
     model_parallel_group: dist.ProcessGroup | None
+    tensor_parallel_group: dist.ProcessGroup | None
     training_group: dist.ProcessGroup | None
+    is_flag_shared: bool
     gradient_norm: GradientNorm
     before_step: BeforeStep | None
     named_parameters: NamedParameters | None

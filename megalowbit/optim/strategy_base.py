@@ -18,14 +18,26 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from megalowbit.errors import UserError, shown
+from megalowbit.errors import UserError
 from megalowbit.optim.grad_scaler import GradientStatistics, GradScaler, check_scale_bounds
 from megalowbit.optim.scale_rules import check, is_count, is_positive
-from megalowbit.optim.scaler_state import STRATEGY_KEY, fitted_scale, read_saved_scaler
+from megalowbit.optim.scaler_state import (
+    STRATEGY_KEY,
+    check_is_mapping,
+    damaged,
+    fitted_scale,
+    is_finite,
+    is_whole,
+    plain_number,
+    read_saved_scaler,
+    read_scale,
+)
 
 LARGEST_HALF = 65504.0
 # octaves forgiven before rounding down: a mean of equal values may end a few bits below them
 ROUNDING = 1e-6
+MOST_OCTAVES = 4096.0  # no two numbers of float64, nor a mean of such quotients, are that far apart
+WHOLE_OCTAVES = ("ceiling", "floor")  # None where there is none
 
 
 def octaves_below(target: float, amax: float | None) -> float | None:
@@ -125,6 +137,10 @@ class StrategyGradScaler(GradScaler):
         self._after_backoff()
         return is_lower
 
+    def restart_growth(self) -> None:
+        self._since_move = 0
+        self._since_overflow = 0
+
     def state_dict(self) -> dict[str, Any]:
         """All that the next `update` depends on: numbers, strings and None under public names."""
         own = {name: getattr(self, f"_{name}") for name in (*self.COMMON_STATE, *self.STATE)}
@@ -137,24 +153,32 @@ class StrategyGradScaler(GradScaler):
         what this strategy gathers starts anew.
 
         Raises:
-            UserError: the state is not a scaler's, lacks a key, or its S is not a finite number > 0.
+            UserError: the state is not a scaler's, lacks a key, or holds a value that cannot be; nothing
+            has been changed then.
         """
-        if state.get(STRATEGY_KEY) == self.NAME:
-            names = (*self.COMMON_STATE, *self.STATE)
-            missing = [name for name in ("scale", *names) if name not in state]
-            if missing:
-                raise UserError(f"{self.NAME} grad scaler state lacks {', '.join(missing)}")
-            for name in names:
-                setattr(self, f"_{name}", _number(name, state[name]))
-            scale = float(state["scale"])
-        else:
-            scale = read_saved_scaler(state).scale
-            self._restart()
+        scale, values = self._read(state)
         fitted = fitted_scale(scale, 2.0**self._lowest, 2.0**self._highest)
+        self._restart(values)
         self._set_exponent(math.floor(math.log2(fitted)))
 
-    def _restart(self) -> None:
-        for name, value in (*self.COMMON_STATE.items(), *self.STATE.items()):
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._read(state)
+
+    def _read(self, state: Mapping[str, Any]) -> tuple[float, dict[str, float | None]]:
+        """S of a state, and what else it holds of this strategy; of another's nothing."""
+        check_is_mapping(state)
+        if state.get(STRATEGY_KEY) != self.NAME:
+            return read_saved_scaler(state).scale, {}
+        firsts = {**self.COMMON_STATE, **self.STATE}
+        missing = [name for name in ("scale", *firsts) if name not in state]
+        if missing:
+            raise UserError(f"{self.NAME} grad scaler state lacks {', '.join(missing)}")
+        values = {name: _state_value(name, state[name], first) for name, first in firsts.items()}
+        return read_scale(state, "scale"), values
+
+    def _restart(self, values: Mapping[str, float | None] | None = None) -> None:
+        """Set what the strategy gathers to the first values, or to those of `values`."""
+        for name, value in {**self.COMMON_STATE, **self.STATE, **(values or {})}.items():
             setattr(self, f"_{name}", value)
 
     @abstractmethod
@@ -206,10 +230,24 @@ class StrategyGradScaler(GradScaler):
         self.scale = 2.0**exponent
 
 
-def _number(name: str, value: Any) -> float | int | bool | None:
-    """A saved value as Python keeps it; tensors of one element are read."""
-    if hasattr(value, "item"):
-        value = value.item()
-    if value is not None and not isinstance(value, (bool, int, float)):
-        raise UserError(f"{name} of the loaded grad scaler state = {shown(value)} is not a number")
-    return value
+def _state_value(name: str, value: Any, first: float | None) -> float | None:
+    """A saved value as Python keeps it; `first`, that of a new strategy, tells what it must be."""
+    value = plain_number(value)
+    if isinstance(first, bool):
+        is_valid, rule = isinstance(value, bool), "true or false"
+    elif isinstance(first, int):
+        is_valid, rule = is_whole(value) and value >= 0, "a whole number ≥ 0"
+    elif name == "weight":
+        is_valid, rule = is_finite(value) and 0 <= value <= 1, "in [0, 1]"
+    elif first is None and value is None:
+        return None
+    elif name in WHOLE_OCTAVES:
+        is_valid, rule = is_whole(value) and abs(value) <= MOST_OCTAVES, "a whole number of octaves, or null"
+    elif first == 0.0:  # a sum, of as many as there were
+        is_valid, rule = is_finite(value), "a finite number"
+    else:
+        is_valid, rule = is_finite(value) and abs(value) <= MOST_OCTAVES, "a finite number of octaves"
+    if not is_valid:
+        raise damaged(name, value, rule)
+    is_counted = isinstance(first, int) or name in WHOLE_OCTAVES
+    return value if isinstance(value, bool) else int(value) if is_counted else float(value)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from megalowbit import process_group
 from megalowbit.optim.grad_norm import clip_coefficient
 from megalowbit.optim.grad_scaler import GradScaler
-from megalowbit.optim.instruments import joined
+from megalowbit.optim.instruments import joined_statistics
 from megalowbit.optim.layer_scaling import LayerScaling
-from megalowbit.optim.overflow_location import locate_overflow
+from megalowbit.optim.overflow_location import joined, locate_overflow
 from megalowbit.optim.step_report import Overflow, StepReport
 from megalowbit.optim.timers import timed
 
@@ -88,23 +88,18 @@ def take_step(optimizers: Sequence[MegatronOptimizer], grad_scaler: GradScaler |
 
 def _measure(optimizers: Sequence[MegatronOptimizer], *, is_exact: bool) -> _Measured:
     each = [optimizer.measure(is_exact=is_exact) for optimizer in optimizers]
-    if len(each) == 1:
-        return _Measured(*each[0])
     device = each[0].device
     norms, flags, zeros = torch.stack([one.to(device) for one in each]).unbind(1)
     norm = norms.sum() if optimizers[0].gradient_norm == "sum_of_norms" else norms.square().sum().sqrt()
     flag = flags.max()
     group = optimizers[0].training_group
-    if group is not None and process_group.world_size(group) > 1:
-        # their model-parallel groups may differ, but all ranks skip together, and clip replicas by one norm,
-        # the largest; neither is ever NaN
-        flag, norm = _largest_of_ranks(torch.stack([flag, norm]), group).unbind()
+    is_shared = len(optimizers) == 1 and optimizers[0].is_flag_shared
+    if group is not None and process_group.world_size(group) > 1 and not is_shared:
+        # all ranks skip together, and clip what they hold alike by one norm; neither is ever NaN
+        packet = torch.stack([flag, torch.where(flag > 0, 0.0, norm)])
+        dist.all_reduce(packet, op=dist.ReduceOp.MAX, group=group)
+        flag, norm = packet.unbind()
     return _Measured(norm, flag, zeros.sum())
-
-
-def _largest_of_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-    return values
 
 
 def _update(
@@ -115,7 +110,8 @@ def _update(
     scale, flag = None, None
     if lead.clip_grad > 0:
         coefficient = clip_coefficient(lead.clip_grad, measured.norm / loss_scale)
-        scale = (loss_scale / coefficient).float()
+        # an absurd norm must not make the factor 0 and an applied step of nothing
+        scale = (loss_scale / coefficient).clamp(max=torch.finfo(torch.float32).max).float()
     elif loss_scale != 1.0:
         scale = torch.full_like(measured.norm, loss_scale, dtype=torch.float32)
     if has_flag:
@@ -132,8 +128,10 @@ def _read(measured: _Measured, figures: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _locate(optimizers: Sequence[MegatronOptimizer]) -> Overflow | None:
-    for optimizer in optimizers:
-        found = locate_overflow(optimizer.overflow_here(), optimizer.training_group)
+    """Where gradients overflowed: as they were before averaging, or else as they are. Collective."""
+    for is_before in (True, False):
+        seen = [optimizer.gradients.overflow_here(is_before=is_before) for optimizer in optimizers]
+        found = locate_overflow(joined(seen), optimizers[0].training_group)
         if found is not None:
             return found
     return None
@@ -162,7 +160,9 @@ def _adapt(
         if scaling is not None:
             scalings[scaling] = list(map(max, amaxes, scalings.get(scaling, amaxes)))
     blamed = [scaling.update(amaxes, not is_applied, loss_scale) for scaling, amaxes in scalings.items()]
-    if grad_scaler is not None and not any(blamed):
-        grad_scaler.update(not is_applied, joined(statistics))
+    if grad_scaler is not None and any(blamed):
+        grad_scaler.restart_growth()
+    elif grad_scaler is not None:
+        grad_scaler.update(not is_applied, joined_statistics(statistics))
     for optimizer in optimizers:
         optimizer.instruments.prepare(grad_scaler)

@@ -167,6 +167,58 @@ def test_a_flagged_step_changes_nothing_even_with_nan_gradients():
     assert one.step == 4
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clearing_leaves_zeros_for_fp32_gradients_and_the_bits_of_all_else(dtype):
+    sizes = SIZES[1:]
+    kept = [item(size, dtype, seed=size) for size in sizes]
+    cleared = [item(size, dtype, seed=size) for size in sizes]
+    kept[3].gradient[2] = cleared[3].gradient[2] = math.nan
+    scale, flag = torch.tensor(3.0), torch.tensor(0.0)
+    cpu_kernels.adam_step(kept, scale, flag)
+    cpu_kernels.adam_step(cleared, scale, flag, clears_gradients=True)
+    for one, other in zip(kept, cleared, strict=True):
+        assert same_bits(state_of(one), state_of(other))
+        assert one.step == other.step == 4
+        left = torch.zeros_like(one.gradient) if dtype == torch.float32 else one.gradient
+        assert same_bits([other.gradient], [left])
+
+
+def test_clearing_stops_at_the_ends_of_a_gradient():
+    buffer = torch.ones(1002)
+    one = item(1000)
+    cpu_kernels.adam_step(
+        [AdamTensors(**{**vars(one), "gradient": buffer[1:1001]})],
+        torch.tensor(3.0),
+        torch.tensor(0.0),
+        clears_gradients=True,
+    )
+    assert buffer.nonzero().flatten().tolist() == [0, 1001]
+
+
+def test_a_flagged_step_clears_no_gradient():
+    one = item(1000)
+    before = one.gradient.clone()
+    cpu_kernels.adam_step([one], torch.tensor(2.0), torch.tensor(1.0), clears_gradients=True)
+    assert same_bits([one.gradient], [before])
+
+
+@pytest.mark.parametrize("name", ["gradient", "exp_avg", "exp_avg_sq", "half"])
+def test_tensors_of_another_shape_are_refused_before_anything_is_stepped(name):
+    first, wrong = item(50), item(1000)
+    before = first.master.clone()
+    small = AdamTensors(**{**vars(wrong), name: getattr(wrong, name)[:999]})
+    with pytest.raises(UserError, match=rf"^{name} is of shape \(999,\) .*\(1000,\)"):
+        cpu_kernels.adam_step([first, small], torch.tensor(1.0), torch.tensor(0.0))
+    assert torch.equal(first.master, before)
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_step_count_that_is_not_one_number_is_refused(size):
+    one = AdamTensors(**{**vars(item(10)), "step": torch.zeros(size)})
+    with pytest.raises(UserError, match=rf"step is of shape \({size},\)"):
+        cpu_kernels.adam_step([one], torch.tensor(1.0), torch.tensor(0.0))
+
+
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_half_weights_are_the_masters_rounded_to_nearest_even(half):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(half)
@@ -205,9 +257,9 @@ def test_bits_do_not_depend_on_the_number_of_threads(threads):
         items = [item(size, torch.float16, seed=size) for size in SIZES]
         cpu_kernels.adam_step(items, torch.tensor(3.0), torch.tensor(0.0))
         sums = cpu_kernels.sums_of_squares([one.master for one in items])
-        main, slots = numbers(200_003, seed=9), torch.zeros(2, dtype=torch.float64)
-        cpu_kernels.accumulate(main, numbers(200_003, seed=8), 0.3, False, slots[0], slots[1])
-        results.append([*(tensor for one in items for tensor in state_of(one)), sums, main, slots])
+        main = numbers(200_003, seed=9)
+        cpu_kernels.accumulate(main, numbers(200_003, seed=8), 0.3)
+        results.append([*(tensor for one in items for tensor in state_of(one)), sums, main])
     assert same_bits(results[0], results[1])
     assert same_bits(results[0], results[2])
 
@@ -241,34 +293,23 @@ def test_what_is_not_finite_shows_in_its_sum_alone(value, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("factor", [1.0, 0.125, 0.3])
-def test_adding_up_gives_the_sum_its_squares_and_the_largest_gradient(dtype, is_first, factor):
+def test_a_gradient_times_its_factor_is_added_with_two_roundings(dtype, factor):
     for size in SIZES:
-        main, gradient = numbers(size, seed=1), numbers(size, dtype, seed=2)
-        product = gradient.float() * torch.tensor(factor)
-        expected = product + 0.0 if is_first else main + product
-        slots = torch.full((2,), -1.0, dtype=torch.float64)
-        cpu_kernels.accumulate(main, gradient, factor, is_first, slots[0], slots[1])
-        assert torch.equal(main, expected)
-        torch.testing.assert_close(slots[0], main.double().square().sum(), rtol=1e-12, atol=0)
-        assert slots[1] == (gradient.abs().max() if size else 0)
+        before, gradient = numbers(size, seed=1), numbers(size, dtype, seed=2)
+        main = before.clone()
+        cpu_kernels.accumulate(main, gradient, factor)
+        assert torch.equal(main, before + gradient.float() * torch.tensor(factor))
 
 
-def test_a_first_gradient_replaces_even_nan():
-    main = torch.full((1000,), math.nan)
-    cpu_kernels.accumulate(main, torch.ones(1000), 2.0, True)
-    assert torch.equal(main, torch.full((1000,), 2.0))
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_the_largest_gradient_is_infinite_where_one_is_not_finite(value):
-    gradient = numbers(70_000, torch.float16)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_is_added_where_it_is_and_nowhere_else(dtype, value):
+    gradient = numbers(70_000, dtype)
     gradient[66_000] = value
-    slots = torch.zeros(2, dtype=torch.float64)
-    cpu_kernels.accumulate(torch.zeros(70_000), gradient, 1.0, False, slots[0], slots[1])
-    assert slots[1] == math.inf
-    assert not slots[0].isfinite()
+    main = torch.zeros(70_000)
+    cpu_kernels.accumulate(main, gradient, 1.0)
+    assert (~main.isfinite()).nonzero().tolist() == [[66_000]]
 
 
 def test_what_the_kernels_do_not_take_is_told():
@@ -293,6 +334,7 @@ FAULTS = [
     ("g[j] = from[j] / unscale", "g[j] = from[j] * unscale", "Adam on fp32"),
     ("p[j] * f.shrink", "p[j]", "Adam on fp32"),
     ("v[j] = square;", "v[j] = mean;", "Adam on fp32"),
+    ("if (clears &&", "if (!clears &&", "Adam on fp32"),
 ]
 
 

@@ -117,157 +117,50 @@ def backward(parameter, value):
     (parameter * value).sum().backward()
 
 
-def test_after_forget_gradients_overwrite_and_what_got_none_is_zero(adding):
-    one, two, buffer = pair_of()
-    for value in (1.0, 2.0):
-        backward(one, value)
-    backward(two, 7.0)
-    buffer.forget()
-    backward(one, 5.0)
-    assert one.main_grad.tolist() == [5.0, 5.0]
-    assert buffer.settle() is buffer.flat
-    assert two.main_grad.tolist() == [0.0, 0.0, 0.0]
-    backward(one, 1.0)
-    assert one.main_grad.tolist() == [6.0, 6.0]
-
-
-def test_a_bad_gradient_that_was_forgotten_never_comes_back(adding):
+def test_a_bad_gradient_that_was_cleared_never_comes_back(adding):
     one, two, buffer = pair_of()
     backward(one, math.inf)
     backward(two, math.nan)
-    buffer.forget()
+    buffer.zero()
+    assert buffer.flat.tolist() == [0.0] * 5
     backward(one, 1.0)
-    buffer.settle()
     assert buffer.flat.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
-    assert buffer.overflowed() == []
+    assert buffer.overflowed(is_before=False) == []
 
 
-@pytest.mark.parametrize("has_gradient_too", [False, True])
-def test_a_main_grad_written_by_hand_after_forget_is_kept_and_added_to(adding, has_gradient_too):
-    one, two, buffer = pair_of()
-    backward(one, 3.0)
-    buffer.forget()
-    one.main_grad.copy_(torch.tensor([10.0, 20.0]))
-    if has_gradient_too:
-        backward(one, 1.0)
-    buffer.settle()
-    assert one.main_grad.tolist() == ([11.0, 21.0] if has_gradient_too else [10.0, 20.0])
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_what_others_write_to_a_main_grad_is_kept_and_added_to(adding, is_detached):
+    one, two, _ = pair_of()
+    written = one.main_grad.data if is_detached else one.main_grad
+    written.copy_(torch.tensor([10.0, 20.0]))
+    backward(one, 1.0)
+    assert one.main_grad.tolist() == [11.0, 21.0]
     assert two.main_grad.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_flat_buffer_written_by_hand_after_forget_is_kept(adding):
-    one, two, buffer = pair_of()
-    backward(one, 3.0)
-    buffer.forget()
-    buffer.flat.fill_(4.0)
-    buffer.settle()
-    assert one.main_grad.tolist() == [4.0, 4.0]
-    assert two.main_grad.tolist() == [4.0, 4.0, 4.0]
-
-
-def test_forgetting_some_leaves_the_others(adding):
+def test_zeroing_some_leaves_the_others(adding):
     one, two, buffer = pair_of()
     backward(one, 3.0)
     backward(two, 2.0)
-    buffer.forget([one])
-    buffer.settle()
+    buffer.zero([one])
     assert one.main_grad.tolist() == [0.0, 0.0]
     assert two.main_grad.tolist() == [2.0, 2.0, 2.0]
-    backward(two, 1.0)
-    assert two.main_grad.tolist() == [3.0, 3.0, 3.0]
 
 
-def exact_squares(buffer):
-    return torch.stack([p.main_grad.double().square().sum() for p in buffer.parameters])
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from([0, 1]), st.sampled_from(["backward", "forget", "settle", "zero"])))
-)
-@settings(max_examples=60, deadline=None)
-def test_squares_are_known_whatever_the_order_and_equal_those_of_the_gradients(actions):
-    if not cpu_kernels.is_available():
-        pytest.skip(cpu_kernels.why_unavailable())
-    *parameters, buffer = pair_of()
-    expected = [0.0, 0.0]
-    for number, (index, action) in enumerate(actions):
-        if action == "backward":
-            backward(parameters[index], number + 0.5)
-            expected[index] += number + 0.5
-        elif action == "forget":
-            buffer.forget([parameters[index]])
-            expected[index] = 0.0
-        elif action == "settle":
-            buffer.settle()
-        else:
-            buffer.zero()
-            expected = [0.0, 0.0]
-    buffer.settle()
-    for parameter, value in zip(parameters, expected, strict=True):
-        assert parameter.main_grad.tolist() == [value] * parameter.numel()
-    assert torch.equal(buffer.squares(), exact_squares(buffer))
-
-
-WRITES = {
-    "copy_": lambda one, buffer: one.main_grad.copy_(torch.tensor([1.0, math.inf])),
-    "mul_": lambda one, buffer: one.main_grad.mul_(2.0),
-    "foreach": lambda one, buffer: torch._foreach_mul_([one.main_grad], 2.0),
-    "an element": lambda one, buffer: one.main_grad.__setitem__(0, 9.0),
-    "a view": lambda one, buffer: one.main_grad[:1].zero_(),
-    "all of flat": lambda one, buffer: buffer.flat.div_(2.0),
-    "a piece of flat": lambda one, buffer: buffer.flat[3:].neg_(),
-}
-
-
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-@pytest.mark.parametrize("is_added_to", [False, True])
-def test_squares_of_gradients_that_others_wrote_to_are_never_wrong(write, is_added_to):
-    one, two, buffer = pair_of()
-    backward(one, 3.0)
-    backward(two, 2.0)
-    write(one, buffer)
-    if is_added_to:  # one pass over all of it: known again, unless the whole buffer was written to
-        backward(one, 1.0)
-    squares = buffer.squares()
-    if not is_added_to:
-        assert squares is None
-    assert squares is None or torch.equal(squares, exact_squares(buffer))
-
-
-def test_squares_are_unknown_where_torch_added_and_once_gradients_are_averaged():
-    one, _, buffer = pair_of()
-    backward(one, 3.0)
-    buffer.before_reduction()
-    assert buffer.is_reduced
-    assert buffer.squares() is None
-    buffer.forget()
-    assert not buffer.is_reduced
-    # transposed, which the kernel does not take
-    weight = torch.nn.Parameter(torch.ones(2, 3))
-    other = GradBuffer([weight])
-    weight.grad = torch.arange(6.0).reshape(3, 2).T
-    other._hook_of(0)(weight)
-    assert weight.main_grad.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
-    assert other.squares() is None or torch.equal(other.squares(), exact_squares(other))
-
-
-def test_hooks_that_change_the_gradient_before_it_is_added_are_counted(adding):
-    one, _, buffer = pair_of()
+def test_hooks_that_change_a_gradient_before_it_is_added_are_seen(adding):
+    one, _, _ = pair_of()
     one.register_hook(lambda gradient: gradient * 10)
     backward(one, 3.0)
     assert one.main_grad.tolist() == [30.0, 30.0]
-    assert buffer.squares() is None or torch.equal(buffer.squares(), exact_squares(buffer))
 
 
-def test_hooks_registered_after_the_buffer_may_write_to_main_grad(adding):
-    one, _, buffer = pair_of()
-    one.register_post_accumulate_grad_hook(lambda p: (p.main_grad.mul_(2.0), None)[1])
-    backward(one, 3.0)
-    assert one.main_grad.tolist() == [6.0, 6.0]
-    assert buffer.squares() is None
-    buffer.forget()
-    backward(one, 1.0)
-    assert one.main_grad.tolist() == [2.0, 2.0]
+def test_a_gradient_of_another_layout_is_added_in_its_place(adding):
+    weight = torch.nn.Parameter(torch.zeros(2, 3).half())
+    GradBuffer([weight])
+    values = torch.arange(6.0).half().view(3, 2)
+    for _ in range(2):
+        (weight * values.t()).sum().backward()
+    assert weight.main_grad.tolist() == (2 * values.t()).tolist()
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -278,58 +171,55 @@ def test_what_overflowed_is_told_in_the_order_of_backward(adding, bad, is_reduce
     for index, value in ((2, bad), (0, 1.0), (3, bad)):
         backward(parameters[index], value)
     if is_reduced:
-        buffer.before_reduction().fill_(math.nan)  # what averaging with another rank may do
-    assert buffer.overflowed() == [(0, parameters[2]), (2, parameters[3])]
-    buffer.forget()
-    for index in (1, 2):
-        backward(parameters[index], 1.0)
-    buffer.settle()
-    assert buffer.overflowed() == []
+        assert buffer.before_reduction() is buffer.flat
+        buffer.flat.fill_(math.nan)  # what averaging with another rank may do
+        everything = [(place, parameters[index]) for place, index in enumerate((2, 0, 3, 1))]
+        assert buffer.overflowed(is_before=False) == everything
+    assert buffer.is_reduced == is_reduced
+    assert buffer.overflowed(is_before=True) == [(0, parameters[2]), (2, parameters[3])]
+    buffer.zero()
+    assert not buffer.is_reduced
+    assert buffer.overflowed(is_before=True) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_factors_are_divided_out_of_each_gradient_as_they_are_at_its_time(adding, dtype):
     one, two = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2))
     factors = {id(one): 4.0, id(two): 1.0}
-    buffer = GradBuffer([one, two], factor_of=lambda p: factors[id(p)])
+    GradBuffer([one, two], factor_of=lambda p: factors[id(p)])
     backward(one, 8.0)
     factors[id(one)] = 2.0
     backward(one, 8.0)
     backward(two, 8.0)
     assert one.main_grad.tolist() == [6.0, 6.0]
     assert two.main_grad.tolist() == [8.0, 8.0]
-    assert buffer.squares() is None or torch.equal(buffer.squares(), exact_squares(buffer))
 
 
-def test_a_gradient_waits_until_it_is_forgotten(adding):
-    one, two, buffer = pair_of()
-    assert not buffer.has_gradient(one)
-    backward(one, 3.0)
-    assert buffer.has_gradient(one)
-    assert not buffer.has_gradient(two)
-    buffer.forget()
-    assert not buffer.has_gradient(one)
-    two.main_grad.add_(1.0)
-    assert buffer.has_gradient(two)
-    buffer.zero()
-    assert not buffer.has_gradient(two)
-    backward(one, 0.0)
-    assert not buffer.has_gradient(one)
-
-
-def test_gradients_not_yet_added_are_dropped_by_forget_and_zero(adding):
+def test_gradients_not_yet_added_are_dropped(adding):
     one, _, buffer = pair_of()
-    for drop in (buffer.forget, buffer.zero):
-        one.grad = torch.ones(2)
-        drop()
-        assert one.grad is None
-        buffer.settle()
-        assert not buffer.flat.any()
+    one.grad = torch.ones(2)
+    buffer.zero()
+    assert one.grad is None
+    assert not buffer.flat.any()
+
+
+def test_another_buffer_takes_parameters_over(adding):
+    one, two, former = pair_of()
+    backward(one, 5.0)
+    later = GradBuffer([one])
+    assert one.grad_buffer is later
+    assert two.grad_buffer is former
+    assert former.parameters == [two]
+    backward(one, 3.0)
+    backward(two, 1.0)
+    assert one.main_grad.tolist() == [3.0, 3.0]  # once, and nothing of what was before
+    assert later.flat.tolist() == [3.0, 3.0]
+    assert former.flat.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_buffer_without_parameters_goes_through_all_of_a_step(adding):
     buffer = GradBuffer([])
-    assert buffer.before_reduction().numel() == buffer.settle().numel() == 0
-    assert buffer.overflowed() == []
-    buffer.forget()
+    assert buffer.before_reduction().numel() == 0
+    assert buffer.overflowed(is_before=True) == []
     buffer.zero()
+    buffer.detach()

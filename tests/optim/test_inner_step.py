@@ -51,7 +51,7 @@ class Trainee:
             gradient_of=lambda master: self.half_gradients.get(id(master), master.grad),
         )
 
-    def run(self, given, scale=1.0, found_inf=CLEAN, rates=None):
+    def run(self, given, scale=1.0, found_inf=CLEAN, rates=None, **options):
         self.half_gradients = {}
         for master, gradient in zip(self.masters, given, strict=True):
             master.grad = None
@@ -61,7 +61,7 @@ class Trainee:
                     master.grad = scaled
                 else:
                     self.half_gradients[id(master)] = scaled
-        self.step.run(torch.tensor(scale), found_inf.clone(), rates)
+        return self.step.run(torch.tensor(scale), found_inf.clone(), rates, **options)
 
     def everything(self):
         state = [
@@ -262,6 +262,51 @@ def test_gradients_and_moments_that_lie_otherwise_in_memory_are_brought_in_order
     turned[0] = turned[0].t().contiguous().t()
     trainee.run(turned)
     agrees(trainee, *by_torch(make, [gradients(0), gradients(1)]), **EXACTLY)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("make", "path"), ALL, ids=IDS)
+def test_gradients_are_said_to_be_zero_exactly_where_one_pass_has_cleared_them(make, path):
+    trainee = Trainee(make)
+    assert trainee.run(gradients(0), clears_gradients=True) == (path == "one_pass")
+    zeros = [not master.grad.any() for master in trainee.masters]
+    assert zeros == [path == "one_pass"] * len(zeros)
+    agrees(trainee, *by_torch(make, [gradients(0)]), **EXACTLY)
+    assert not trainee.run(gradients(1))
+    assert all(master.grad.any() for master in trainee.masters)
+    assert not trainee.run(gradients(2, torch.float16), clears_gradients=True)
+    assert all(gradient.any() for gradient in trainee.half_gradients.values())
+    trainee.run(gradients(3), found_inf=FLAGGED, clears_gradients=True)
+    assert all(master.grad.any() for master in trainee.masters)
+
+
+@needs_kernels
+def test_a_gradient_whose_copy_was_used_is_not_said_to_be_zero():
+    trainee = Trainee(ONE_PASS["adamw"])
+    turned = gradients(0)
+    trainee.run(turned)
+    for master, gradient in zip(trainee.masters, gradients(1), strict=True):
+        master.grad = gradient
+    trainee.masters[0].grad = turned[0].t().contiguous().t()
+    assert not trainee.step.run(None, None, clears_gradients=True)
+    assert trainee.masters[0].grad.any()
+
+
+@needs_kernels
+def test_a_gradient_or_a_state_of_another_shape_is_refused_and_nothing_is_stepped():
+    trainee = Trainee(ONE_PASS["adamw"])
+    trainee.run(gradients(0))
+    before = trainee.everything()
+    smaller = torch.zeros(32, 17)
+    trainee.step._gradient_of = lambda master: smaller if master is trainee.masters[0] else master.grad
+    with pytest.raises(UserError, match=r"gradient is of shape \(32, 17\) .*\(33, 17\)"):
+        trainee.step.run(None, None)
+    for now, then in zip(trainee.everything(), before, strict=True):
+        assert torch.equal(now, then)
+    trainee.step._gradient_of = lambda master: master.grad
+    trainee.optimizer.state[trainee.masters[1]]["exp_avg"] = torch.zeros(63)
+    with pytest.raises(UserError, match=r"exp_avg is of shape \(63,\)"):
+        trainee.step.run(None, None)
 
 
 @pytest.mark.parametrize("make", [ONE_PASS["adamw"], FUSED["sgd"], PLAIN["rmsprop"]])
