@@ -1,10 +1,12 @@
 """One step of the Float16 optimizer against torch's, DeepSpeed's and loops over tensors, on a CPU.
 
     python benchmarks/optimizer.py --threads 2 --json step.json
+    python benchmarks/optimizer.py --passes
     python benchmarks/optimizer.py --layers 24 --hidden 1024 --only "ours, fp16, main_grad"
 
 Each candidate gets the same scaled gradients of a GPT-2 of the given size and is timed from there to updated
-half weights and cleared gradients, norm, overflow check and clipping included. Fused AdamW alone, on fp32
+half weights and cleared gradients, norm, overflow check and clipping included; nothing of it is done while
+gradients are put there. `--passes` times the parts instead. Fused AdamW alone, on fp32
 weights and gradients, is the floor that the others are divided by, round by round.
 """
 
@@ -18,15 +20,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from optimizer_passes import compare_passes
 from optimizer_peers import (
     ADAMW,
     CLIP,
     SCALE,
     Peer,
-    backward,
     deepspeed_bf16,
     deepspeed_fp16,
     fill,
+    fill_main,
     fused_adamw,
     loops,
     parameters,
@@ -54,7 +57,12 @@ def ours(
         params_have_main_grad=has_main_grad,
         bf16=not is_fp16,
     )
-    return Peer(partial(backward if has_main_grad else fill, weights, gradients), optimizer.step)
+
+    def step() -> None:
+        optimizer.step()
+        assert all(weight.grad is None for weight in weights), "gradients are left"
+
+    return Peer(partial(fill_main if has_main_grad else fill, weights, gradients), step)
 
 
 # Two lists, because the memory of all of them together is more than most machines have.
@@ -82,6 +90,7 @@ def main() -> None:
     options.add_argument("--vocabulary", type=positive, default=50257)
     names = [name for name in (*FP16, *BF16) if name != FLOOR]
     options.add_argument("--only", action="append", choices=names, metavar="NAME", help=", ".join(names))
+    options.add_argument("--passes", action="store_true", help="time the passes one by one, not whole steps")
     options.add_argument("--json", type=Path, help="where to write all times")
     chosen = options.parse_args()
     if chosen.device != "cpu":
@@ -91,11 +100,14 @@ def main() -> None:
     count = sum(torch.Size(shape).numel() for shape in shapes)
     print(f"torch {torch.__version__}, {chosen.threads} threads, {chosen.rounds} rounds")
     print(f"{count / 1e6:.1f} M parameters in {len(shapes)} tensors")
-    start_deepspeed()
-    found = {
-        title: compare(title, candidates, shapes, chosen)
-        for title, candidates in (("fp16 and fp32", FP16), ("bf16", BF16))
-    }
+    if chosen.passes:
+        found = compare_passes(shapes, chosen.rounds)
+    else:
+        start_deepspeed()
+        found = {
+            title: compare(title, candidates, shapes, chosen)
+            for title, candidates in (("fp16 and fp32", FP16), ("bf16", BF16))
+        }
     if chosen.json:
         settings = {"threads": chosen.threads, "parameters": count, "tensors": len(shapes)}
         chosen.json.write_text(json.dumps({**settings, "seconds": found}, indent=1))

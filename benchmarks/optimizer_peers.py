@@ -33,9 +33,11 @@ def fill(weights: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor
         weight.grad = gradient.to(weight.dtype, copy=True)
 
 
-def backward(weights: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
-    """The same by autograd, so that hooks run."""
-    torch.autograd.backward(list(weights), [gradient.to(weights[0].dtype) for gradient in gradients])
+def fill_main(weights: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+    """Put each gradient into `main_grad`, past the hooks, which could do a part of the step's work."""
+    for weight, gradient in zip(weights, gradients, strict=True):
+        assert not weight.main_grad.any(), "the last step has left gradients"
+        weight.main_grad.copy_(gradient)
 
 
 def fused_adamw(shapes: Sequence[tuple[int, ...]], gradients: Sequence[torch.Tensor]) -> Peer:

@@ -25,11 +25,25 @@ def read_tokens() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
+def positive(text: str) -> int:
+    """A number of steps."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
+
+
+def folder(text: str) -> Path:
+    """A folder that is there before training starts."""
+    if not os.access(text, os.W_OK) or not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder to write to: create it first")
+    return Path(text)
+
+
 def main() -> None:
     """Train, print, and save what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--out", type=Path, help="save losses and weights as OUT/rank<r>.pt")
+    parser.add_argument("--steps", type=positive, default=25)
+    parser.add_argument("--out", type=folder, help="save losses and weights as OUT/rank<r>.pt")
     options = parser.parse_args()
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -49,8 +63,7 @@ def main() -> None:
     model = mlb.LocalDDP(inner)
 
     config = mlb.OptimizerConfig(lr=3e-3, fp16=True, initial_loss_scale=2.0**19, hysteresis=1)
-    everyone = dist.group.WORLD if world_size > 1 else None
-    optimizer = mlb.get_megatron_optimizer(model, config, training_group=everyone)
+    optimizer = mlb.get_megatron_optimizer(model, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
 
     tokens = read_tokens()

@@ -27,11 +27,25 @@ def read_tokens() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
+def positive(text: str) -> int:
+    """A number of steps."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
+
+
+def folder(text: str) -> Path:
+    """A folder that is there before training starts."""
+    if not os.access(text, os.W_OK) or not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder to write to: create it first")
+    return Path(text)
+
+
 def main() -> None:
     """Train, print, and save what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--out", type=Path, help="save losses and weights as OUT/rank<r>.pt")
+    parser.add_argument("--steps", type=positive, default=30)
+    parser.add_argument("--out", type=folder, help="save losses and weights as OUT/rank<r>.pt")
     options = parser.parse_args()
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from megalowbit.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 SLURM_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
@@ -137,3 +138,19 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
     import torch.distributed as dist
 
     return dist.get_rank(group) if is_initialized() else 0
+
+
+def exchange_device(group: dist.ProcessGroup | None, device: torch.device | None = None) -> torch.device:
+    """Where a small tensor must lie for `group` to exchange it: `device`, or the current GPU under NCCL.
+
+    Args:
+        group: default: the world.
+        device: where the tensor is made; None: the CPU.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cpu") if device is None else device
+    if device.type == "cpu" and is_initialized() and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -71,6 +71,21 @@ def test_optimizer_compares_steps_with_torchs_deepspeeds_and_loops(tmp_path):
     assert all(len(values) == 2 for table in times.values() for values in table.values())
 
 
+def test_optimizer_passes_stand_beside_torchs():
+    sizes = ("--layers", "1", "--hidden", "32", "--vocabulary", "96", "--threads", "1", "--rounds", "2")
+    printed = run("optimizer.py", "--passes", *sizes)
+    for name in (
+        "accumulate",
+        "torch dot, fp32",
+        "sums_of_squares, float64",
+        "one pass",
+        "one pass, gradients kept",
+    ):
+        assert any(
+            line.strip().startswith(f"{name}  ") and "× torch" in line for line in printed.splitlines()
+        ), name
+
+
 def test_loss_scales_counts_overflows_and_octaves_of_every_strategy():
     results = json.loads(run("loss_scales.py", "--steps", "500", "--json"))
     constant, megatron = results["constant 2^16"], results["megatron"]

@@ -36,7 +36,7 @@ SCALER_DEFAULTS = {
 }
 # keys that must have this value, and why
 FIXED = {
-    "auto_cast": (False, "inputs of the model keep their type"),
+    "auto_cast": (False, "inputs keep their type; megalowbit.autocast casts by operation"),
     "fp16_master_weights_and_grads": (False, "masters are fp32"),
     "bf16_master_weights_and_grads": (False, "masters are fp32"),
     "bf16_optimizer_states": (False, "optimizer states are fp32"),

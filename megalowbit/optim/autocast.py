@@ -233,7 +233,10 @@ class _OpClassMode(TorchFunctionMode):
         elif found != "as_given":
             dtype = torch.float32 if found == "float32" else torch.get_autocast_dtype(device_type)
             args, kwargs = self._cast(args, dtype), self._cast(kwargs, dtype)
-        # or torch.autocast would go on to cast by its own list
+        # torch.autocast would go on to cast by its own list
+        if torch.compiler.is_compiling():  # which follows contexts only; they take longer otherwise
+            with torch.autocast(device_type, enabled=False):
+                return func(*args, **kwargs)
         torch.set_autocast_enabled(device_type, False)
         try:
             return func(*args, **kwargs)

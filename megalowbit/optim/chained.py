@@ -17,7 +17,7 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.optim.grad_scaler import GradScaler
 from megalowbit.optim.optimizer_state import REMEDY
-from megalowbit.optim.optimizer_step import MegatronOptimizer
+from megalowbit.optim.optimizer_step import MegatronOptimizer, not_copied
 from megalowbit.optim.step_report import StepReport
 from megalowbit.optim.take_step import take_step
 
@@ -112,6 +112,19 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """Clear the gradients of all."""
         for each in self.chained_optimizers:
             each.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported once the optimizer is built, as of `MegatronOptimizer`.
+
+        Raises:
+            UserError: always, for a user's call.
+        """
+        if self.chained_optimizers:
+            self.chained_optimizers[0].add_param_group(param_group)  # which says why not
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_copied(self)
 
     def reload_model_params(self) -> None:
         """Take the masters of all from the model."""

@@ -115,10 +115,13 @@ class GradBuffer:
         mine = self.parameters if parameters is None else list(parameters)
         for parameter in mine:
             parameter.grad = None
+        views: list[torch.Tensor] = [parameter.main_grad for parameter in mine]  # type: ignore[attr-defined]
         if len(mine) == len(self.parameters):
             self.flat.zero_()
-        elif mine:
-            torch._foreach_zero_([parameter.main_grad for parameter in mine])  # type: ignore[attr-defined]
+            here = self.flat.untyped_storage().data_ptr()  # others may have put a tensor of theirs in place
+            views = [view for view in views if view.untyped_storage().data_ptr() != here]
+        if views:
+            torch._foreach_zero_(views)
         self.was_zeroed()
 
     def was_zeroed(self) -> None:

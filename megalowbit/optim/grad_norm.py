@@ -287,7 +287,5 @@ def _device(
 ) -> torch.device:
     for tensor in (*gradients, *uncounted):
         return tensor.device
-    # A rank without gradients still has to send its zeros from where the group's backend can read them.
-    if group is not None and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    # a rank without gradients still has to send its zeros
+    return process_group.exchange_device(group) if group is not None else torch.device("cpu")

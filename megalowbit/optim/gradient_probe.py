@@ -89,14 +89,15 @@ class GradientProbe:
             group: ranks whose figures are summed; None: this process alone.
 
         Returns:
-            (4,) float64: Σ reference², Σ half², elements that are zero in half precision only, elements of
-            the reference that are not zero. All 0 where no probed layer took part, None where unarmed.
+            (5,) float64: Σ reference², Σ half², elements that are zero in half precision only, elements of
+            the reference that are not zero, elements compared; None where unarmed. All 0: no probed layer
+            took part.
             Scaled gradients give sums times the square of the scale.
         """
         if not self._is_armed:
             return None
         device = self._layers[0][0].weight.device
-        total = torch.zeros(4, dtype=torch.float64, device=device)  # type: ignore[arg-type]
+        total = torch.zeros(5, dtype=torch.float64, device=device)  # type: ignore[arg-type]
         for sums in self._sums.values():
             total += sums.to(total.device)
         self._sums = {}
@@ -156,6 +157,7 @@ class GradientProbe:
             torch.linalg.vector_norm(half, dtype=torch.float64).square(),
             is_lost.sum(dtype=torch.float64),
             torch.count_nonzero(reference).double(),
+            torch.full((), half.numel(), dtype=torch.float64, device=half.device),
         ]
         sums = torch.stack(figures)
         before = self._sums.get(sums.device)

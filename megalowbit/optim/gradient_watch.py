@@ -90,7 +90,7 @@ class GradientWatch:
             exchange, times whatever the gradients were multiplied by;
             0 where nothing was seen, inf where a gradient was infinite or NaN.
         """
-        device = _device_of(group) if self._first is None else self._first.device
+        device = process_group.exchange_device(group) if self._first is None else self._first.device
         taken = torch.zeros(self.num_groups, device=device)
         for maxima in self._maxima.values():
             taken = torch.maximum(taken, maxima.to(device))
@@ -129,13 +129,6 @@ class GradientWatch:
         lowest, highest = torch.aminmax(gradient)
         largest = torch.maximum(highest, -lowest).float()
         torch.maximum(maxima[index], largest, out=maxima[index])
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a process without parameters has to keep what it sends."""
-    if group is not None and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _of_every_group(groups: list[int], positions: list[int]) -> list[int]:

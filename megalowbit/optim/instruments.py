@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from megalowbit import process_group
 from megalowbit.errors import UserError
 from megalowbit.optim.grad_buffer import FactorOf
 from megalowbit.optim.grad_scaler import GradientStatistics, GradScaler
@@ -32,11 +31,8 @@ class Instruments:
         watch: largest half-precision gradients, by group of parameters.
         probe: norms of sampled gradients in fp32 and in half precision.
         layer_scaling: factors by block; its groups are the watch's.
-        num_unwatched: groups that other ranks watch, where this one trains nothing; it takes part in their
-            exchange all the same.
     """
 
-    num_unwatched: int = 0
     watch: GradientWatch | None = None
     probe: GradientProbe | None = None
     layer_scaling: LayerScaling | None = None
@@ -78,21 +74,15 @@ class Instruments:
         """What a gradient buffer has to divide by."""
         return self.layer_scaling.factor_of if self.layer_scaling is not None else None
 
-    def take(self, group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[torch.Tensor]:
+    def take(self, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
         """This step's figures, (n,) each and on the device; collective over `group`. See `read`.
 
         Args:
             group: ranks that take the step together; None: this process alone.
-            device: that `group` can exchange, for a rank that has no gradient which would tell.
         """
         taken = []
         if self.watch is not None:
             taken.append(self.watch.take(group).double())
-        elif self.num_unwatched:
-            nothing = torch.zeros(self.num_unwatched, device=device)
-            if group is not None and process_group.world_size(group) > 1:
-                dist.all_reduce(nothing, op=dist.ReduceOp.MAX, group=group)
-            taken.append(nothing.double())
         probed = self.probe.take(group) if self.probe is not None else None
         if probed is not None:
             taken.append(probed)
@@ -104,7 +94,7 @@ class Instruments:
         Returns:
             Statistics for a strategy, and the stored maxima by group for layer scaling.
         """
-        num_groups = self.watch.num_groups if self.watch is not None else self.num_unwatched
+        num_groups = self.watch.num_groups if self.watch is not None else 0
         amaxes, probed = list(numbers[:num_groups]), numbers[num_groups:]
         unscaled = [
             amax / loss_scale / (self.layer_scaling.factor_of_group(group) if self.layer_scaling else 1.0)
@@ -113,11 +103,13 @@ class Instruments:
         statistics = GradientStatistics(loss_scale=loss_scale, amax=max(unscaled, default=None))
         if not probed:
             return statistics, amaxes
-        reference, half, flushed, nonzero = probed
-        if not (reference > 0 and nonzero > 0 and math.isfinite(reference) and math.isfinite(half)):
+        reference, half, flushed, nonzero, compared = probed
+        if not (compared > 0 and math.isfinite(reference) and math.isfinite(half)):
             return statistics, amaxes  # no layer took part, or what it saw was not finite
+        # all zero: the layers' own output gradients have been flushed, which is no less of a loss
         ratio = math.sqrt(reference / half) if half > 0 else math.inf
-        return replace(statistics, norm_ratio=ratio, flushed_fraction=flushed / nonzero), amaxes
+        share = flushed / nonzero if nonzero > 0 else 1.0
+        return replace(statistics, norm_ratio=ratio, flushed_fraction=share), amaxes
 
     def prepare(self, grad_scaler: GradScaler | None) -> None:
         """Arm the probe for the coming step, if the scaler wants it."""
@@ -150,21 +142,19 @@ def complete_instruments(
         )
     scaling = instruments.layer_scaling
     is_watched = scaling is not None or (grad_scaler is not None and grad_scaler.needs_amax)
-    num_groups = scaling.num_groups if scaling is not None else 1
-    if is_watched and instruments.watch is None and not named_parameters:
-        instruments = replace(instruments, num_unwatched=num_groups)
-    elif is_watched and instruments.watch is None:
+    if is_watched and instruments.watch is None:
         if any(hasattr(parameter, "main_grad") for _, parameter in named_parameters):
+            who = "layer scaling" if scaling is not None else type(grad_scaler).__name__
             raise UserError(
-                f"{type(grad_scaler).__name__} looks at gradients before they are added up: call "
-                "instruments = Instruments.attach(model, grad_scaler) first, and pass them on to LocalDDP "
-                "and the optimizer"
+                f"{who} looks at gradients before they are added up: call instruments = "
+                "Instruments.attach(model, grad_scaler, …) first, and pass them on to LocalDDP and the "
+                "optimizer"
             )
         watch = GradientWatch(
             named_parameters,
             sample=grad_scaler.sample if grad_scaler is not None else 1.0,
             group_of=scaling.group_of if scaling is not None else None,
-            num_groups=num_groups,
+            num_groups=scaling.num_groups if scaling is not None else 1,
         )
         instruments = replace(instruments, watch=watch)
     instruments.prepare(grad_scaler)

@@ -18,6 +18,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ from torch import Tensor, nn
 
 from megalowbit.errors import UserError, shown
 from megalowbit.optim.layer_scaling_settings import LayerScalingSettings
+from megalowbit.optim.scaler_state import is_finite, is_whole, plain_number
 
 logger = logging.getLogger(__name__)
 
 RECOVERY_STEPS = 1000  # applied steps after which an octave lost to an overflow is given back
+MOST_OCTAVES = 4096  # more than lie between any two numbers
 FRONT = 0  # group of parameters that are outside of all blocks and registered before the last one
 
 
@@ -41,9 +44,28 @@ def find_blocks(model: nn.Module) -> list[str]:
     lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
     name, blocks = max(lists, key=lambda found: len(found[1]), default=("", ()))
     if len(blocks) < 2:
-        raise UserError("layer_scaling finds no nn.ModuleList of blocks in the model: turn it off")
+        raise UserError(
+            "layer_scaling finds no nn.ModuleList of blocks in the model: name modules by "
+            "layer_scaling.modules, or turn it off"
+        )
     prefix = f"{name}." if name else ""
     return [f"{prefix}{index}" for index in range(len(blocks))]
+
+
+def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Names of the modules that match one of the patterns, in the order of registration.
+
+    Raises:
+        UserError: a pattern matches nothing.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"layer_scaling.modules: {shown(pattern)} matches no module of the model: see "
+                "model.named_modules(), or leave it out"
+            )
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 class _MultiplyGradient(torch.autograd.Function):
@@ -72,6 +94,7 @@ class _Block:
     """
 
     SAVED = ("octaves", "average", "penalty", "clean_steps")
+    HIGHEST = {"octaves": 126, "penalty": MOST_OCTAVES, "clean_steps": 2**63}  # noqa: RUF012
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -79,6 +102,13 @@ class _Block:
         self.average: float | None = None
         self.penalty = 0
         self.clean_steps = 0
+
+    @classmethod
+    def is_valid(cls, key: str, value: object) -> bool:
+        """Whether a saved value can be."""
+        if key == "average":
+            return value is None or (is_finite(value) and abs(value) <= MOST_OCTAVES)  # type: ignore[arg-type]
+        return is_whole(value) and 0 <= value <= cls.HIGHEST[key]  # type: ignore[operator]
 
     def blame(self) -> bool:
         """Lower the factor after an overflow; whether there was anything to lower."""
@@ -115,7 +145,7 @@ class LayerScaling:
         settings: target, bounds and pace.
 
     Raises:
-        UserError: a name is unknown, given twice, or of a module inside another one.
+        UserError: a name is unknown, given twice, of a module inside another one, or of a mere container.
     """
 
     def __init__(
@@ -146,6 +176,16 @@ class LayerScaling:
         for block in self._blocks:
             for name in block.names:
                 self._attach(modules[name], block)
+
+    @classmethod
+    def from_settings(cls, model: nn.Module, settings: LayerScalingSettings) -> LayerScaling:
+        """Factors for the modules that the settings name, or else for the model's blocks.
+
+        Raises:
+            UserError: a pattern matches nothing or what cannot have a factor, or there are no blocks.
+        """
+        named = matching_modules(model, settings.modules) if settings.modules else find_blocks(model)
+        return cls(model, named, settings)
 
     @property
     def num_groups(self) -> int:
@@ -208,19 +248,41 @@ class LayerScaling:
         Raises:
             UserError: `state` is of other blocks, or damaged; nothing has been changed then.
         """
-        saved = state.get("blocks", {})
-        mine = {block.names[0]: block for block in self._blocks}
-        is_whole = all(isinstance(one, Mapping) and one.keys() == set(_Block.SAVED) for one in saved.values())
-        if saved.keys() != mine.keys() or not is_whole or "applied_steps" not in state:
+        self.check_state_dict(state)
+        self._applied_steps = int(plain_number(state["applied_steps"]))
+        for block in self._blocks:
+            for key, value in state["blocks"][block.names[0]].items():
+                number = plain_number(value)
+                setattr(block, key, number if key == "average" else int(number))
+            block.octaves = min(block.octaves, self._max_octaves)
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See whether `load_state_dict` takes a state; changes nothing.
+
+        Raises:
+            UserError: `state` is of other blocks, or damaged.
+        """
+        saved = state.get("blocks") if isinstance(state, Mapping) else None
+        if not isinstance(saved, Mapping) or "applied_steps" not in state:
             raise UserError(
-                f"layer_scaling state of {shown(sorted(saved))} does not fit the blocks "
+                f"layer_scaling state = {shown(state)} must be a mapping with applied_steps and blocks: load "
+                "an earlier checkpoint"
+            )
+        mine = {block.names[0] for block in self._blocks}
+        kept = set(_Block.SAVED)
+        is_alike = all(isinstance(one, Mapping) and one.keys() == kept for one in saved.values())
+        if saved.keys() != mine or not is_alike:
+            raise UserError(
+                f"layer_scaling state of {shown(sorted(map(str, saved)))} does not fit the blocks "
                 f"{shown(sorted(mine))}: resume with the model it was saved with"
             )
-        self._applied_steps = int(state["applied_steps"])
-        for name, block in mine.items():
-            for key in _Block.SAVED:
-                setattr(block, key, saved[name][key])
-            block.octaves = min(block.octaves, self._max_octaves)
+        steps = plain_number(state["applied_steps"])
+        if not (is_whole(steps) and steps >= 0):
+            raise _damaged("applied_steps", steps)
+        for name, block in saved.items():
+            for key, value in block.items():
+                if not _Block.is_valid(key, plain_number(value)):
+                    raise _damaged(f"{key} of {name}", value)
 
     def detach(self) -> None:
         """Remove the hooks; factors are 1 from now on."""
@@ -274,6 +336,13 @@ def _with_multiplied(value: Any, factor: Callable[[], float]) -> Any:
     return value
 
 
+def _damaged(name: str, value: object) -> UserError:
+    return UserError(
+        f"layer_scaling state is damaged, {name} = {shown(value)}: load an earlier checkpoint, or start "
+        "without this state"
+    )
+
+
 def _named(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     known = dict(model.named_modules(remove_duplicate=False))
     modules: dict[str, nn.Module] = {}
@@ -290,6 +359,9 @@ def _named(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
         for other, part in modules.items():
             if id(part) in nested:
                 raise UserError(f"layer_scaling: {other} lies inside {name}: name one of the two")
+        if type(module).forward is nn.Module.forward:  # factors are applied when a module is called
+            kind = type(module).__name__
+            raise UserError(f"layer_scaling: {name} is a {kind}, which is never called: name what it holds")
     return modules
 
 

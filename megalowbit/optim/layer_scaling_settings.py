@@ -19,12 +19,20 @@ class LayerScalingSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = Field(default=False, strict=True, description="whether blocks have factors")
+    modules: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        description='name patterns of what has a factor, such as "*.attn" and "*.mlp"; none: the blocks that '
+        "the model's longest ModuleList holds",
+    )
     target: Annotated[PositiveNumber, Field(le=2.0**15)] = Field(
         default=2.0**11,
         description="where the largest stored gradient of a block should lie; four octaves below fp16's end, "
         "because gradients of activations are not watched",
     )
-    max_factor: PositiveNumber = Field(default=2.0**16, description="largest factor, a power of two")
+    # fp32 sums are divided by it
+    max_factor: Annotated[PositiveNumber, Field(le=2.0**126)] = Field(
+        default=2.0**16, description="largest factor, a power of two"
+    )
     smoothing: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
         default=0.9, description="share of the past in the moving average of log2 of the largest gradient"
     )

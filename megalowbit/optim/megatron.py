@@ -9,7 +9,7 @@ is refused. Not covered: Megatron's distributed optimizer, offload, and its othe
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from megalowbit import process_group
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.optim.chained import ChainedOptimizer
 from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megalowbit.optim.local_ddp import LocalDDP, is_expert
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.optimizer_step import MegatronOptimizer
 from megalowbit.optim.param_groups import ParameterCondition, weight_decay_groups
+from megalowbit.optim.scale_rules import SCALE_RULE, is_count, is_scale
 
 UpdateRule = Literal["adam", "sgd"]
 LARGEST_LOSS_SCALE = 2.0**32
@@ -33,19 +34,11 @@ LARGEST_LOSS_SCALE = 2.0**32
 
 def _is_number(value: object, low: float, *, is_open: bool = False) -> bool:
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_real and (low < value if is_open else low <= value) and value < math.inf  # type: ignore[operator]
+    return is_real and (low < value if is_open else low <= value) and value <= sys.float_info.max  # type: ignore[operator]
 
 
 def _is_share(value: object) -> bool:
     return _is_number(value, 0) and value < 1  # type: ignore[operator]
-
-
-def _is_positive(value: object) -> bool:
-    return _is_number(value, 0, is_open=True)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 # what a value must be, and how to tell
@@ -57,15 +50,18 @@ RULES: dict[str, tuple[Callable[[object], bool], str]] = {
     "clip_grad": (lambda value: _is_number(value, 0), "a finite number ≥ 0 (0 turns clipping off)"),
     "adam_beta1": (_is_share, "from 0 to below 1"),
     "adam_beta2": (_is_share, "from 0 to below 1"),
-    "loss_scale": (
-        lambda value: value is None or _is_positive(value),
-        "a finite number > 0, or None: dynamic",
-    ),
-    "initial_loss_scale": (_is_positive, "a finite number > 0"),
-    "min_loss_scale": (_is_positive, "a finite number > 0"),
-    "loss_scale_window": (_is_count, "a whole number > 0"),
-    "hysteresis": (_is_count, "a whole number > 0"),
-}
+    "loss_scale": (lambda value: value is None or is_scale(value), f"{SCALE_RULE}; or None: dynamic"),
+    "initial_loss_scale": (is_scale, SCALE_RULE),
+    "min_loss_scale": (is_scale, SCALE_RULE),
+    "loss_scale_window": (is_count, "a whole number > 0"),
+    "hysteresis": (is_count, "a whole number > 0"),
+    **{
+        name: (lambda value: isinstance(value, bool), "True or False")
+        for name in (
+            "fp16", "bf16", "decoupled_weight_decay", "log_num_zeros_in_grad", "params_have_main_grad",
+        )
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +116,7 @@ class OptimizerConfig:
             raise unknown_name("optimizer", self.optimizer, get_args(UpdateRule))
         for name, (is_valid, rule) in RULES.items():
             if not is_valid(getattr(self, name)):
-                raise UserError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+                raise UserError(f"{name} must be {rule}, not {shown(getattr(self, name))}")
         if self.fp16 and self.bf16:
             raise UserError("fp16 and bf16 are both True: choose the one that the model's parameters have")
         if self.loss_scale is not None and not (self.fp16 or self.bf16):

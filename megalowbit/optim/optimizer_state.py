@@ -1,75 +1,98 @@
 """Saved optimizer states: are they the ones of this optimizer?
 
-torch checks the number of groups and parameters only; a moment of another shape is loaded silently and fails,
-or broadcasts, at the next step. Here every tensor is compared first, so that a state either fits wholly or
-changes nothing.
+torch checks the number of groups and parameters only; a moment of another shape is loaded silently and
+broadcasts, or corrupts memory, at the next step, and the state of another update rule fails there, when
+masters have been overwritten already. Here groups, hyper-parameters, keys and tensors are looked at first, so
+that a state either fits wholly or changes nothing. Of torch's Adam, AdamW and SGD it is known what a state
+holds; of others, tensors must have the shape of their parameter or broadcast to it. Not covered: whether the
+numbers in tensors are finite.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, shown
 
 REMEDY = "resume with the model and parameter groups it was saved with"
+RULE_REMEDY = "resume with the update rule it was saved with, or load the weights alone"
+ADAM_KEYS = ("step", "exp_avg", "exp_avg_sq")
+# keys of a group that tell its update rule
+RULE_OF_KEY = {"betas": "Adam", "momentum": "SGD"}
+# torch fills these in where an older version of it saved none
+FILLED_IN = frozenset(
+    {"amsgrad", "capturable", "centered", "decoupled_weight_decay", "differentiable", "foreach", "fused",
+     "maximize", "nesterov"}
+)  # fmt: skip
+SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg")
 
 
 def find_key(state: Mapping[str, Any], names: Sequence[str], default: Any = None) -> Any:
     """The first of `names` present in `state`, newest name first.
 
     Raises:
-        UserError: none is present and there is no default.
+        UserError: none is present and there is no default, or `state` is no mapping.
     """
+    if not isinstance(state, Mapping):
+        raise UserError(f"optimizer state = {shown(state)} must be a mapping, as state_dict() gives it")
     for name in names:
         if name in state:
             return state[name]
     if default is not None:
         return default
-    raise UserError(
-        f"optimizer state lacks {names[0]!r}: found {sorted(map(str, state)) or 'nothing'}; {REMEDY}"
-    )
+    raise UserError(f"optimizer state lacks {names[0]!r}: found {_shown_keys(state) or 'nothing'}; {REMEDY}")
 
 
 def check_inner_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Check that a torch optimizer's state has the groups and tensor shapes of `optimizer`.
+    """Check that a torch optimizer's state has the groups, keys and tensor shapes of `optimizer`.
+
+    Reads step counts, which may be tensors, on the host.
 
     Raises:
         UserError: it has not.
     """
+    if not isinstance(saved, Mapping):
+        raise UserError(f"state of the inner optimizer = {shown(saved)} must be a mapping: {REMEDY}")
     missing = [name for name in ("state", "param_groups") if name not in saved]
     if missing:
         raise UserError(f"optimizer state lacks {', '.join(missing)}: {REMEDY}")
-    have = [len(group["params"]) for group in optimizer.param_groups]
-    found = [len(group["params"]) for group in saved["param_groups"]]
-    if have != found:
-        raise UserError(f"optimizer state has groups of {found} parameters, the model {have}: {REMEDY}")
-    parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    indices = list(chain.from_iterable(group["params"] for group in saved["param_groups"]))
-    for index, parameter in zip(indices, parameters, strict=True):
-        for name, value in saved["state"].get(index, {}).items():
-            if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape != parameter.shape:
-                raise UserError(
-                    f"{name} of parameter {index} has shape {tuple(value.shape)}, "
-                    f"the parameter {tuple(parameter.shape)}: {REMEDY}"
-                )
+    indices = _check_groups(saved["param_groups"], optimizer)
+    entries = saved["state"]
+    if not isinstance(entries, Mapping) or not all(isinstance(each, Mapping) for each in entries.values()):
+        raise UserError(
+            f"'state' of the optimizer state = {shown(entries)} must map a parameter's index to a mapping: "
+            f"{REMEDY}"
+        )
+    unknown = sorted(key for key in entries if isinstance(key, int) and key not in indices)
+    if unknown:
+        raise UserError(f"optimizer state is of parameters {shown(unknown)}, which no group has: {REMEDY}")
+    for group, present in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        for index, parameter in zip(group["params"], present["params"], strict=True):
+            if entries.get(index):
+                _check_entry(entries[index], index, parameter, group, optimizer)
 
 
 def check_masters(saved: Sequence[Sequence[torch.Tensor]], masters: Sequence[Sequence[torch.Tensor]]) -> None:
     """Check that saved fp32 masters have the groups and shapes of `masters`; empty groups do not matter.
 
     Raises:
-        UserError: they have not.
+        UserError: they have not, or are no tensors.
     """
+    if not _is_list(saved) or not all(map(_is_list, saved)):
+        raise UserError(f"saved masters = {shown(saved)} must be a list of lists of tensors: {REMEDY}")
     found = [len(group) for group in saved if len(group)]
     have = [len(group) for group in masters if len(group)]
     if found != have:
         raise UserError(f"saved masters come in groups of {found}, the model's in {have}: {REMEDY}")
     pairs = zip(chain.from_iterable(saved), chain.from_iterable(masters), strict=True)
     for index, (source, target) in enumerate(pairs):
+        if not _is_dense(source):
+            raise UserError(f"saved master {index} = {shown(source)} is no tensor of real numbers: {REMEDY}")
         if source.shape != target.shape:
             shapes = f"{tuple(source.shape)}, the model's {tuple(target.shape)}"
             raise UserError(f"saved master {index} has shape {shapes}: {REMEDY}")
@@ -80,3 +103,142 @@ def copy_masters(saved: Sequence[Sequence[torch.Tensor]], masters: Sequence[Sequ
     """Copy saved fp32 masters that `check_masters` has found to fit."""
     for source, target in zip(chain.from_iterable(saved), chain.from_iterable(masters), strict=True):
         target.copy_(source)
+
+
+def _check_groups(saved: Any, optimizer: torch.optim.Optimizer) -> set[int]:
+    """Check groups and hyper-parameters; the indices of all parameters."""
+    if not _is_list(saved) or not all(
+        isinstance(group, Mapping) and _is_list(group.get("params")) for group in saved
+    ):
+        raise UserError(
+            f"'param_groups' of the optimizer state = {shown(saved)} must be a list of mappings with a list "
+            f"'params': {REMEDY}"
+        )
+    have = [len(group["params"]) for group in optimizer.param_groups]
+    found = [len(group["params"]) for group in saved]
+    if have != found:
+        raise UserError(f"optimizer state has groups of {found} parameters, the model {have}: {REMEDY}")
+    indices = list(chain.from_iterable(group["params"] for group in saved))
+    if not all(isinstance(each, int) for each in indices) or len(set(indices)) < len(indices):
+        raise UserError(f"parameters of the optimizer state = {shown(indices)} are no indices: {REMEDY}")
+    for number, (group, present) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+        _check_hyper_parameters(number, group, present, optimizer)
+    return set(indices)
+
+
+def _check_hyper_parameters(
+    number: int, group: Mapping[str, Any], present: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> None:
+    # others' groups may lack what has been written into ours since, such as a scheduler's `initial_lr`
+    needed = (optimizer.defaults.keys() & present.keys()) - FILLED_IN | (present.keys() & {"lr_scale"})
+    missing = sorted(name for name in needed if name not in group)
+    kind = type(optimizer).__name__
+    if missing:
+        other = [rule for key, rule in RULE_OF_KEY.items() if key in group and key not in present]
+        if other:
+            raise UserError(f"the optimizer state is of {other[0]}, the optimizer is {kind}: {RULE_REMEDY}")
+        raise UserError(f"group {number} of the optimizer state lacks {', '.join(missing)}: {REMEDY}")
+    for name in sorted(needed):
+        value, current = group[name], present[name]
+        if isinstance(current, (tuple, list)):
+            fits = _is_list(value) and len(value) == len(current) and all(map(_is_like, value, current))
+        else:
+            fits = _is_like(value, current)
+        if not fits:
+            raise UserError(
+                f"{name} of group {number} of the optimizer state = {shown(value)} is no such value as "
+                f"{kind}'s {shown(current)}: load an earlier checkpoint"
+            )
+
+
+def _check_entry(
+    entry: Mapping[str, Any],
+    index: int,
+    parameter: torch.Tensor,
+    group: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Check what one parameter's state holds."""
+    expected, optional = _keys_of(optimizer, group)
+    found = set(entry)
+    if expected is not None and not (expected <= found <= expected | optional):
+        wanted = ", ".join(sorted(expected)) or "momentum_buffer or nothing"
+        raise UserError(
+            f"state of parameter {index} holds {_shown_keys(entry)}, that of {type(optimizer).__name__} "
+            f"{wanted}: {RULE_REMEDY}"
+        )
+    for name, value in entry.items():
+        if name == "step":
+            if not _is_number(value) or float(value) < 0:
+                raise UserError(
+                    f"step of parameter {index} = {shown(value)} must be a finite number ≥ 0: load an "
+                    "earlier checkpoint"
+                )
+            continue
+        if name == "momentum_buffer" and value is None:
+            continue
+        is_moment = name in SHAPED or expected is not None
+        if isinstance(value, torch.Tensor) and (value.ndim > 0 or is_moment):
+            _check_shape(name, value, index, parameter, is_exact=is_moment)
+        elif is_moment:
+            raise UserError(f"{name} of parameter {index} = {shown(value)} is no tensor: {REMEDY}")
+
+
+def _keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[set[str] | None, set[str]]:
+    """Keys that a parameter's state must and may have; None where the update rule is not known."""
+    # exactly these: a subclass may keep something else
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        largest = {"max_exp_avg_sq"}
+        return (set(ADAM_KEYS) | largest, set()) if group.get("amsgrad") else (set(ADAM_KEYS), largest)
+    if type(optimizer) is torch.optim.SGD:
+        return set(), {"momentum_buffer"}
+    return None, set()
+
+
+def _check_shape(
+    name: str, value: torch.Tensor, index: int, parameter: torch.Tensor, *, is_exact: bool
+) -> None:
+    sizes = zip(value.shape, parameter.shape, strict=False)
+    is_factor = value.ndim == parameter.ndim and all(own in (1, whole) for own, whole in sizes)
+    if not (value.shape == parameter.shape or (is_factor and not is_exact)):
+        raise UserError(
+            f"{name} of parameter {index} has shape {tuple(value.shape)}, "
+            f"the parameter {tuple(parameter.shape)}: {REMEDY}"
+        )
+    if not _is_dense(value):
+        raise UserError(f"{name} of parameter {index} is no dense tensor of real numbers: {REMEDY}")
+
+
+def _is_dense(value: object) -> bool:
+    """Whether `value` is a tensor whose elements are real numbers that lie in memory, one place each."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type == "meta":
+        return False
+    is_expanded = any(size > 1 and step == 0 for size, step in zip(value.shape, value.stride(), strict=True))
+    return not value.is_complex() and value.dtype != torch.bool and not is_expanded
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _is_like(value: object, current: object) -> bool:
+    """Whether a hyper-parameter is a number where the present one is one."""
+    return _is_number(value) or not _is_number(current)
+
+
+def _is_number(value: object) -> bool:
+    """Whether `value` is a finite number, or a tensor of one."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or not _is_dense(value):
+            return False
+        value = value.item()
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False
+
+
+def _shown_keys(state: Mapping[Any, Any]) -> str:
+    return shown(sorted(map(str, state))) if state else ""

@@ -40,6 +40,14 @@ def learning_rate(group: Mapping[str, Any]) -> float:
     return group["lr"] * group.get("lr_scale", 1.0)
 
 
+def not_copied(optimizer: torch.optim.Optimizer) -> UserError:
+    """Why an optimizer is neither copied nor pickled."""
+    return UserError(
+        f"{type(optimizer).__name__} cannot be copied or pickled, because hooks tie it to a model: build "
+        "another one and use state_dict and load_state_dict"
+    )
+
+
 class MegatronOptimizer(torch.optim.Optimizer):
     """What both optimizers share; a torch `Optimizer`, so that any learning-rate scheduler takes it.
 
@@ -237,10 +245,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UserError(
-            f"{type(self).__name__} cannot be copied or pickled, because hooks tie it to a model: build "
-            "another one and use state_dict and load_state_dict"
-        )
+        raise not_copied(self)
 
     def state_dict(self) -> dict[str, Any]:
         """`optimizer`, `grad_scaler` (if there is one) and `fp32_from_fp16_params` (masters by group)."""

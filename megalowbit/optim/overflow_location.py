@@ -40,7 +40,7 @@ def joined(each: Sequence[RankOverflow]) -> RankOverflow:
         rank=each[0].rank,
         tensors=sorted(tensor for one in each for tensor in one.tensors),
         num_gradients=sum(one.num_gradients for one in each),
-        is_own=all(one.is_own for one in each),
+        is_own=all(one.is_own for one in each if one.num_gradients),
     )
 
 

@@ -31,8 +31,8 @@ class StepOptions(TypedDict, total=False):
             that the first one counts it; None: all of `model_parallel_group`.
         training_group: all ranks that take each step together. They skip together, clip by one norm, have
             one scale, and tell each other where gradients overflowed. None: all ranks of the job.
-        is_flag_shared: gradients are averaged and reduced such that all ranks of `training_group` see one flag
-            and norm anyway; saves an all-reduce of 16 bytes.
+        is_flag_shared: gradients are averaged and reduced such that all ranks of `training_group` see one
+            flag and norm anyway; saves an all-reduce of 16 bytes.
         gradient_norm: what is reported and clipped: the norm of all gradients together ("global"), or the sum
             of the parameters' norms ("sum_of_norms", as Metis clips).
         before_step: called at the start of a step with the loss scale, by which all gradients are multiplied

@@ -57,8 +57,7 @@ def take_step(optimizers: Sequence[MegatronOptimizer], grad_scaler: GradScaler |
         optimizer.begin_step(loss_scale)
     with timed(lead.timers, "inspect"):
         measured = _measure(optimizers, is_exact=False)
-        device = measured.norm.device
-        figures = [each.instruments.take(lead.training_group, device) for each in optimizers]
+        figures = [each.instruments.take(lead.training_group) for each in optimizers]
     is_late = all(optimizer.is_late_flag_possible for optimizer in optimizers)
     if is_late:
         _update(optimizers, measured, loss_scale, has_flag=True)

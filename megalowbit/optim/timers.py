@@ -9,7 +9,7 @@ Not covered: several streams in one phase; the times are of the stream that is c
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -36,9 +36,7 @@ class StepTimers:
     def __init__(self, device: torch.device | str | None = None) -> None:
         self._device = torch.device(device) if device is not None else torch.device("cpu")
         self._pending: deque[tuple[str, Any, Any]] = deque()  # CUDA events not yet seen to have passed
-        self._finished: defaultdict[str, list[float]] = defaultdict(
-            list
-        )  # milliseconds since the last report
+        self._finished: dict[str, tuple[float, int]] = {}  # milliseconds and times since the last report
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -46,7 +44,7 @@ class StepTimers:
         if self._device.type != "cuda":
             start = time.perf_counter()
             yield
-            self._finished[phase].append((time.perf_counter() - start) * 1e3)
+            self._finish(phase, (time.perf_counter() - start) * 1e3)
             return
         stream = torch.cuda.current_stream(self._device)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -62,15 +60,20 @@ class StepTimers:
         Never waits: phases the device is still busy with are in a later answer.
         """
         self._collect()
-        means = {phase: sum(times) / len(times) for phase, times in self._finished.items()}
+        means = {phase: total / count for phase, (total, count) in self._finished.items()}
         self._finished.clear()
         return means
+
+    def _finish(self, phase: str, milliseconds: float) -> None:
+        # a sum and a count: nothing grows where nobody reads
+        total, count = self._finished.get(phase, (0.0, 0))
+        self._finished[phase] = (total + milliseconds, count + 1)
 
     def _collect(self) -> None:
         # events pass in order, so the first that has not passed ends the search
         while self._pending and self._pending[0][2].query():
             phase, first, last = self._pending.popleft()
-            self._finished[phase].append(first.elapsed_time(last))
+            self._finish(phase, first.elapsed_time(last))
 
 
 def timed(timers: StepTimers | None, phase: str) -> AbstractContextManager[None]:

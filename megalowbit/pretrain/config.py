@@ -59,6 +59,7 @@ class RunSettings(BaseModel):
     )
     overflow_retries: int = Field(
         default=0,
+        strict=True,
         ge=0,
         description="how often a step whose gradients overflowed is done again, at a lower loss scale each "
         "time, with the same data; 0: it is skipped",

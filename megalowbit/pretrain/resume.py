@@ -14,6 +14,7 @@ from typing import Any
 
 from megalowbit.engine.config import EngineSettings
 from megalowbit.errors import UserError, shown
+from megalowbit.optim.scaler_settings import GradScalerSettings
 
 MAY_CHANGE = (
     "train_batch_size",
@@ -49,6 +50,8 @@ MAY_CHANGE = (
 WRITTEN_SINCE = (
     "regularizer", "gradient_norm", "autocast", "fp32_norms", "layer_scaling", "log_num_zeros_in_grad",
 )  # fmt: skip
+# Said first: other settings have changed because of them.
+DECISIVE = ("megalowbit.precision", "megalowbit.grad_scaler.type", "megalowbit.grad_scaler.mode")
 # Of a HuggingFace configuration: where it came from, and what the loop sets itself.
 NOT_OF_THE_MODEL = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
 REMEDY = "resume with the former value, or start a new run from its weights with megalowbit.model.checkpoint"
@@ -69,9 +72,10 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             "run": {"overflow_retries": 0},
         }
     }
-    before, now = {**_flat(unwritten), **_flat(saved)}, {**_flat(unwritten), **_flat(current)}
+    before = {**_flat(unwritten), **_flat(saved), **_flat(_unwritten_scaler(saved))}
+    now = {**_flat(unwritten), **_flat(current)}
     changes = []
-    for key in sorted(before.keys() | now.keys()):
+    for key in sorted(before.keys() | now.keys(), key=lambda key: (_place(key), key)):
         old, new = before.get(key), now.get(key)
         if old == new:
             continue
@@ -98,6 +102,21 @@ def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
         if old != new and key.split(".")[0] not in NOT_OF_THE_MODEL:
             was, now_is = _shown(saved, key, old), _shown(current, key, new)
             raise UserError(f"the model's {key} was {was} in the checkpoint and is {now_is} now: {REMEDY}")
+
+
+def _place(key: str) -> int:
+    return DECISIVE.index(key) if key in DECISIVE else len(DECISIVE)
+
+
+def _unwritten_scaler(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What a dynamic scaler's block left out before it had a `mode`: Megatron's rule was the only one."""
+    block = saved.get("megalowbit", {})
+    scaler = block.get("grad_scaler") if isinstance(block, Mapping) else None
+    if not isinstance(scaler, Mapping) or scaler.get("type") != "dynamic" or scaler.get("mode") is not None:
+        return {}
+    defaults = GradScalerSettings(type="dynamic").model_dump()
+    missing = {key: value for key, value in defaults.items() if scaler.get(key) is None}
+    return {"megalowbit": {"grad_scaler": missing}}
 
 
 def _shown(values: Mapping[str, Any], key: str, value: object) -> str:

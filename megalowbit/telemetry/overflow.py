@@ -41,7 +41,7 @@ from megalowbit.telemetry.counters import (
     ratio,
 )
 from megalowbit.telemetry.device_table import DeviceTable
-from megalowbit.telemetry.reduction import Key, reduction_device, sum_over_ranks
+from megalowbit.telemetry.reduction import Key, sum_over_ranks
 
 HEADLINE_NAMES = (
     "elements",
@@ -171,7 +171,7 @@ class GradientOverflowTracker:
         """
         summed = self.pack_step()  # (6,)
         if process_group.world_size(self.group) > 1:
-            summed = summed.to(reduction_device(self.group, summed.device))
+            summed = summed.to(process_group.exchange_device(self.group, summed.device))
             dist.all_reduce(summed, group=self.group)
         local = self.pack_local_step()
         numbers = torch.cat([summed.to(local.device), local]).tolist()

@@ -19,13 +19,6 @@ Key = tuple[str, str]  # (layer, role)
 Row = tuple[list[int], list[float]]  # columns of TABLE_NAMES, columns of ERROR_NAMES
 
 
-def reduction_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """`device`, unless the group's backend moves GPU memory only: then the current GPU."""
-    if device.type == "cpu" and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 def sum_over_ranks(
     mine: Mapping[Key, Row], group: dist.ProcessGroup | None, device: torch.device
 ) -> Iterator[tuple[Key, OperandCounts]]:
@@ -45,7 +38,7 @@ def sum_over_ranks(
         return
     nothing = ([0] * len(TABLE_NAMES), [0.0] * len(ERROR_NAMES))
     rows = [mine.get(key, nothing) for key in keys]
-    device = reduction_device(group, device)
+    device = process_group.exchange_device(group, device)
     all_integers = torch.tensor([row[0] for row in rows], dtype=torch.int64, device=device)
     all_errors = torch.tensor([row[1] for row in rows], dtype=torch.float64, device=device)
     dist.all_reduce(all_integers, group=group)

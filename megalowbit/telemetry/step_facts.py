@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megalowbit import process_group
 from megalowbit.telemetry.overflow import HEADLINE_NAMES, GradientOverflowTracker, StepOverflow
-from megalowbit.telemetry.reduction import reduction_device
 
 PACKET_LENGTH = 2 + len(HEADLINE_NAMES)  # float64: 64 bytes
 
@@ -70,7 +69,7 @@ def reduce_step_facts(
         packet = torch.cat([packet, tracker.pack_step().to(packet.device)])  # (8,)
         local.append(tracker.pack_local_step())
     if process_group.world_size(group) > 1:
-        packet = packet.to(reduction_device(group, packet.device))
+        packet = packet.to(process_group.exchange_device(group, packet.device))
         dist.all_reduce(packet, group=group)
     reduced = len(packet)
     # the step's one host read

@@ -53,8 +53,8 @@ def spoil(model, spill):
 def half_optimizer(model, scaler, **options):
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     return Float16OptimizerWithFloat16Params(
-        inner, grad_scaler=scaler, named_parameters=model.named_parameters(), training_group=WORLD,
-        **{"clip_grad": 1.0, **options},
+        inner, grad_scaler=scaler, named_parameters=model.named_parameters(),
+        **{"clip_grad": 1.0, "training_group": WORLD, **options},
     )  # fmt: skip
 
 
@@ -92,7 +92,9 @@ def local_ddp_overflows():
 def torch_ddp_overflow():
     """Gradients in half precision, averaged during backward: infinite on both ranks before anyone looks."""
     model = torch.nn.parallel.DistributedDataParallel(TinyModel().half())
-    optimizer = half_optimizer(model.module, ConstantGradScaler(64.0), params_have_main_grad=False)
+    optimizer = half_optimizer(
+        model.module, ConstantGradScaler(64.0), params_have_main_grad=False, training_group=None
+    )
     bad = model.module.body[0].weight
     seen = []
     for step in range(3):
@@ -104,6 +106,31 @@ def torch_ddp_overflow():
         optimizer.step()
         seen.append({**found_of(optimizer), "has_moved": numbers(model.parameters()) != before})
     return {"steps": seen, "weights": numbers(model.parameters())}
+
+
+def without_averaging():
+    """Nobody averages and no group is given: overflows of rank 1 alone, then in other places of both."""
+    model = TinyModel(seed=rank).half()
+    optimizer = half_optimizer(model, ConstantGradScaler(64.0), training_group=None)
+    seen = []
+    for step, spill in enumerate(([], SPILLS["inf"], SPILLS["apart"], [])):
+        before = numbers(model.parameters())
+        optimizer.scale_loss(model(data(step, 0, rank, 2))).backward()
+        spoil(model, spill)
+        optimizer.step()
+        seen.append({**found_of(optimizer), "has_moved": numbers(model.parameters()) != before})
+    return seen
+
+
+def overflow_after_averaging(ranks):
+    """What `before_step` adds is infinite, on some ranks, long after the gradients were averaged."""
+    model = LocalDDP(TinyModel().half())
+    optimizer = half_optimizer(
+        model.module, ConstantGradScaler(64.0), training_group=None,
+        before_step=lambda _: spoil(model.module, [("body.0.weight", INF, ranks)]),
+    )  # fmt: skip
+    ddp_step(model, optimizer, data(0, 0, rank, 2))
+    return found_of(optimizer)
 
 
 STEPS, MICRO_BATCHES = 60, 2
@@ -274,6 +301,16 @@ def sharded(bad=None):
     return {**found_of(optimizer), "weights": numbers(parameters)}
 
 
+def stages(has_tensor_groups):
+    """Two pipeline stages: each has parameters of its own, none of which is marked."""
+    _, optimizer = fp32_of(
+        [[3.0, 0.0, 4.0]] if rank == 0 else [[12.0]], clip_grad=0.0, log_num_zeros_in_grad=True,
+        tensor_parallel_group=alone if has_tensor_groups else None,
+    )  # fmt: skip
+    optimizer.step()
+    return found_of(optimizer)["tuple"]
+
+
 def lonely(bad=False):
     """Rank 1 holds no parameter, and takes part in each collective."""
     values = [[3.0, 4.0]] if rank == 0 else []
@@ -307,7 +344,7 @@ def averaged_by_hand():
     seen = []
     for factor in (1.0, 1e8 if rank == 1 else 1.0):
         optimizer.scale_loss(model(data(7, 0, rank, 2)) * factor).backward()
-        flat = optimizer.grad_buffer.settle()
+        flat = optimizer.grad_buffer.flat
         dist.all_reduce(flat)
         norm = (flat.double() / 64).norm().item()
         optimizer.step()
@@ -326,6 +363,9 @@ report(
         "torch_ddp": torch_ddp_overflow(),
         "runs": {kind: [local_ddp_run(kind, w) for w in (False, True)] for kind in ("constant", "dynamic")},
         "chained": [chained((None, alone), 0.1), chained((None, WORLD), 0.1)],
+        "without_averaging": without_averaging(),
+        "after_averaging": [overflow_after_averaging(ranks) for ranks in ((0, 1), (1,))],
+        "stages": [stages(True), stages(False)],
         "sharded": [sharded(), sharded(bad=0), sharded(bad=2)],
         "lonely": [lonely(), lonely(bad=True)],
         "lonely_strategy": lonely_strategy(),

@@ -43,6 +43,16 @@ def watched(rank, group):
     return [*seen, {"all": watch.take(group).tolist()}]
 
 
+def watched_by_one(rank, group):
+    """Maxima where rank 0 has nothing that is trained."""
+    model = model_of().requires_grad_(rank == 1)
+    watch = GradientWatch(model.named_parameters(), num_groups=2)
+    if rank == 1:
+        model(data(3, rank)).float().square().sum().backward()
+    own = max((p.grad.abs().max().item() for p in model.parameters() if p.grad is not None), default=0.0)
+    return {"own": own, "all": watch.take(group).tolist()}
+
+
 def probed(rank, group):
     """Figures of this rank alone and of both, of the same micro-batch."""
     model, seen = model_of(), []
@@ -86,7 +96,6 @@ def retried(rank, group):
             if rank == 1 and scaler.scale > 2.0**6:
                 model[0].weight.main_grad[0, 0] = torch.inf
             flat = optimizer.grad_buffer.flat
-            getattr(optimizer.grad_buffer, "settle", lambda flat=flat: flat)()
             dist.all_reduce(flat, group=group)
             was_applied = optimizer.step()[0]
             return type("Report", (), {"is_applied": was_applied})()
@@ -101,5 +110,6 @@ dist.init_process_group("gloo")
 rank, _ = rank_and_size()
 world = dist.group.WORLD
 torch.manual_seed(11)
-report({"watched": watched(rank, world), "probed": probed(rank, world), "scaled": scaled(rank, world),
+report({"watched": watched(rank, world), "watched_by_one": watched_by_one(rank, world),
+        "probed": probed(rank, world), "scaled": scaled(rank, world),
         "retried": retried(rank, world)})  # fmt: skip

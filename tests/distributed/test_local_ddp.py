@@ -73,3 +73,78 @@ def test_experts_stay_with_their_rank(seen, program):
 
 def test_a_group_of_one_sends_nothing(seen):
     assert [rank["alone"] for rank in seen] == [[True, 0.0], [True, 1.0]]
+
+
+def test_strategies_see_the_largest_gradient_of_all_ranks_without_being_given_a_group(seen):
+    for name in ("max_value", "controller"):
+        one, other = (rank[name] for rank in seen)
+        assert one["scales"] == other["scales"]
+        assert one["weights"] == other["weights"]
+        assert one["own"] != other["own"]
+        assert len(set(one["scales"])) > 3
+    one, other = (rank["max_value"] for rank in seen)
+    for step, own in enumerate(zip(one["own"], other["own"], strict=True)):
+        before, after = one["scales"][step : step + 2]
+        assert after == min(2.0 ** math.floor(math.log2(2.0**15 / max(own))), 2 * before)  # no memory
+
+
+def test_experts_without_a_group_for_their_norm_are_refused_in_a_line(seen):
+    for rank in seen:
+        refusal = rank["expert_step"]["refusal"]
+        assert "allreduce = False" in refusal
+        assert "pass expert_parallel_group" in refusal
+        assert "\n" not in refusal
+
+
+def test_dense_replicas_and_all_experts_are_clipped_by_their_joint_norm(seen, program):
+    steps = [rank["expert_step"] for rank in seen]
+    dense = [value for tensor in steps[0]["gradients"][0] for value in tensor]
+    assert steps[0]["gradients"][0] == steps[1]["gradients"][0]
+    for step, own in zip(steps, program.EXPERT_NORMS, strict=True):
+        of_expert = [value for tensor in step["gradients"][1] for value in tensor]
+        assert math.sqrt(math.fsum(g**2 for g in of_expert)) == pytest.approx(own, rel=1e-5)
+    norm = math.sqrt(math.fsum(g**2 for g in dense) + sum(own**2 for own in program.EXPERT_NORMS))
+    coefficient = program.CLIP / (norm + 1e-6)
+    for step in steps:
+        assert step["norm"] == pytest.approx(norm, rel=1e-6)
+        for before, after, gradients in zip(step["before"], step["after"], step["gradients"], strict=True):
+            for old, new, gradient in zip(before, after, gradients, strict=True):
+                exact = [w - program.LR * coefficient * g for w, g in zip(old, gradient, strict=True)]
+                assert new == pytest.approx(exact, rel=1e-5, abs=1e-7)
+                assert new != old
+    assert steps[0]["norm"] == steps[1]["norm"]
+    assert steps[0]["after"][0] == steps[1]["after"][0]  # dense, to the bit
+    assert steps[0]["after"][1] != steps[1]["after"][1]
+
+
+def test_an_infinite_gradient_in_one_ranks_expert_skips_dense_and_experts_of_both(seen):
+    for rank in seen:
+        step = rank["expert_step"]
+        assert step["skipped"] == "skipped at loss scale 64: overflow in body.bias on rank 1"
+        assert not step["has_moved"]
+        assert step["scale"] == 32.0
+
+
+def test_a_rank_without_any_expert_waits_for_nobody(seen):
+    one, other = (rank["lonely_expert"] for rank in seen)
+    assert one == other
+    assert [text.split()[0] for text in one["reports"]] == ["applied,", "skipped", "applied,"]
+    assert one["reports"][1].endswith("overflow in body.weight on rank 0")
+
+
+def test_factors_of_blocks_change_neither_norms_nor_weights(seen):
+    one, other = (rank["factors"] for rank in seen)
+    assert one == other
+    assert min(one["factors"][-1]) > 1
+    for name in ("no factors", "factors alone"):
+        for rank in seen:
+            assert one["norms"] == pytest.approx(rank[name]["norms"], rel=2e-3), name
+            for mine, theirs in zip(one["weights"], rank[name]["weights"], strict=True):
+                assert mine == pytest.approx(theirs, abs=2e-3), name
+    assert seen[0]["factors alone"]["factors"][-1] != [1.0] * 3
+
+
+def test_a_local_ddp_that_was_not_told_of_factors_is_refused(seen):
+    for rank in seen:
+        assert "pass the same instruments to LocalDDP" in rank["untold"]
+        assert "\n" not in rank["untold"]

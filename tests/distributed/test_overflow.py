@@ -53,6 +53,26 @@ def test_of_gradients_averaged_in_backward_the_tensor_is_named_and_no_rank(seen)
     assert seen[0]["torch_ddp"]["weights"] == seen[1]["torch_ddp"]["weights"]
 
 
+def test_ranks_that_average_nothing_skip_together_and_name_the_rank(seen):
+    one, other = (rank["without_averaging"] for rank in seen)
+    assert [step["text"] for step in one] == [step["text"] for step in other]
+    for steps in (one, other):
+        assert [step["has_moved"] for step in steps] == [True, False, False, True]
+        assert [step["tensor"] for step in steps] == [None, "body.3.weight", "body.3.bias", None]
+        assert [step["rank"] for step in steps] == [None, 1, 1, None]
+        assert [step["ranks"] for step in steps] == [None, [1], [0, 1], None]
+    assert [step["tuple"] for step in one] == [step["tuple"] for step in other]
+
+
+def test_an_overflow_that_arises_after_averaging_is_named_and_its_rank_only_where_ranks_differ(seen):
+    for rank in seen:
+        everywhere, on_one = rank["after_averaging"]
+        assert everywhere["tuple"] == on_one["tuple"] == SKIPPED
+        assert everywhere["text"] == "skipped at loss scale 64: overflow in body.0.weight"
+        assert (everywhere["rank"], everywhere["ranks"]) == (None, [0, 1])
+        assert (on_one["tensor"], on_one["rank"], on_one["ranks"]) == ("body.0.weight", 1, [1])
+
+
 @pytest.mark.parametrize("kind", ["constant", "dynamic"])
 def test_overflows_at_random_leave_ranks_equal_and_the_run_as_without_those_batches(seen, kind):
     """Powers of two scale fp16 gradients without a rounding, as long as none is subnormal."""
@@ -133,6 +153,13 @@ def test_shards_count_together_replicas_once_and_shared_ones_never(seen):
             assert bad["tuple"] == SKIPPED
             assert (bad["tensor"], bad["rank"]) == (name, 1)
             assert bad["weights"] == [[0.0, 0.0], [0.0], [0.0]]
+
+
+def test_stages_of_a_pipeline_all_count_where_their_copies_are_elsewhere(seen):
+    for rank in seen:
+        norm, of_first_alone = rank["stages"]
+        assert norm == [True, 13.0, 1]  # 3² + 4² + 12²
+        assert of_first_alone == [True, 5.0, 1]  # what is not marked is taken for a copy of the first rank's
 
 
 def test_a_rank_without_any_parameter_takes_part(seen):

@@ -23,6 +23,12 @@ def test_maxima_are_those_of_both_ranks_and_nothing_hides_an_overflow(seen):
     assert lonely[0]["all"][0] > 0
 
 
+def test_a_rank_that_trains_nothing_takes_part(seen):
+    idle, busy = (rank["watched_by_one"] for rank in seen)
+    assert idle["own"] == 0 < busy["own"]
+    assert idle["all"] == busy["all"] == [busy["own"], 0.0]
+
+
 def test_probed_sums_are_added_over_ranks(seen):
     (own, total), (other, same) = (rank["probed"] for rank in seen)
     assert total == same

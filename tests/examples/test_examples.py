@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,10 @@ def test_the_loss_falls_overflows_are_skipped_and_all_ranks_end_alike(name, proc
     printed, saved = run(name, processes, tmp_path)
     lines = [line for line in printed.splitlines() if line.startswith("step")]
     assert len(lines) == STEPS
-    assert "skipped at loss scale 524288" in lines[0]
+    assert "skipped at loss scale 524288: overflow in transformer.h." in lines[0]
+    # DistributedDataParallel has averaged by then, and an inf is everybody's
+    is_averaged = name == "plain_loop.py" and processes > 1
+    assert any(" on rank " in line for line in lines) != is_averaged
     assert "applied" in lines[-1]
     for rank in saved:
         assert len(rank["losses"]) == STEPS
@@ -51,6 +55,25 @@ def test_the_loss_falls_overflows_are_skipped_and_all_ranks_end_alike(name, proc
         assert not torch.equal(other["losses"], saved[0]["losses"])  # each reads its own data
         for weight, same in zip(other["weights"], saved[0]["weights"], strict=True):
             assert torch.equal(weight, same)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "nowhere/at/all"], "nowhere/at/all is no folder to write to: create it first"),
+        (["--out", __file__], "is no folder to write to"),
+        (["--steps", "-1"], "-1 is not at least 1"),
+        (["--steps", "0"], "0 is not at least 1"),
+        (["--steps", "x"], "invalid positive value: 'x'"),
+    ],
+)
+@pytest.mark.parametrize("name", ["plain_loop.py", "local_ddp.py"])
+def test_wrong_arguments_are_refused_before_training(name, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_loop_shown_in_the_readme_trains():

@@ -12,6 +12,7 @@ import torch
 
 import megalowbit as mlb
 from launchers import ROOT, write_config
+from megalowbit.engine.config import EngineSettings
 from megalowbit.pretrain.command_line import build_parser
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.dry_run import describe
@@ -109,6 +110,11 @@ def test_the_packed_tensor_shown_comes_back_from_its_file(tmp_path, monkeypatch)
     exec(fences("python")[1], names)
     assert torch.equal(names["packed"].dequantize(), names["x_again"])
     assert names["packed"].nbytes == 8 * 64 * 4.5 / 8 + 4
+
+
+def test_every_setting_that_initialize_acts_on_is_named():
+    sentence = README[README.index("`mlb.initialize` acts on") :].split(";")[0]
+    assert set(re.findall(r"`(\w+)`", sentence)) == set(EngineSettings.model_fields)
 
 
 @pytest.mark.parametrize("expression", re.findall(r"`(mlb\.\w+\([^`]*\)(?:\(x\))?)`", README))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megalowbit.errors import UserError
-from megalowbit.optim.autocast import attach_autocast, autocast
+from megalowbit.optim.autocast import attach_autocast, autocast, contexts_for_checkpoint, device_kind
 from megalowbit.optim.op_classes import AS_GIVEN, FLOAT16, FLOAT32, PROMOTE, OpClasses
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -309,6 +309,58 @@ def test_weights_cast_without_gradients_get_gradients_later():
         F.linear(B, weight).sum().backward()
     assert weight.grad.dtype == torch.float32
     assert weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_a_device_may_be_a_type_or_a_device(device):
+    model = torch.nn.Softmax(-1)
+    attach_autocast(model, "fp16", device)
+    with autocast("fp16", device):
+        assert A.half().exp().dtype == torch.float32
+    assert model(A.half()).dtype == torch.float32
+    assert device_kind(torch.device("cuda", 1)) == "cuda"
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "meta", None, [], 1.5])
+def test_what_is_no_device_with_autocast_is_refused_in_one_line(device):
+    model = torch.nn.Linear(1, 1)
+    for use in (lambda: autocast("fp16", device).__enter__(), lambda: attach_autocast(model, "fp16", device)):
+        with pytest.raises(UserError, match=r"device_type = .* for autocast is not valid: pass") as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="device_type"):
+        contexts_for_checkpoint(None, device)
+    assert not model._forward_pre_hooks
+
+
+def test_classes_may_be_the_changes_alone():
+    model = torch.nn.GELU()
+    attach_autocast(model, "fp16", "cpu", {"float32": ["gelu"]})
+    with autocast("fp16", "cpu", {"float32": ["gelu"], "float16": ["exp"]}):
+        assert F.gelu(A.half()).dtype == torch.float32
+        assert A.exp().dtype == torch.float16
+        assert A.half().log().dtype == torch.float32
+    assert model(A.half()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("classes", ["gelu", ["gelu"], 3, {"fp32": ["gelu"]}, {"float32": [["gelu"]]}])
+def test_what_is_no_classes_is_refused_before_anything_is_hooked(classes):
+    model = torch.nn.Linear(1, 1)
+    for use in (
+        lambda: autocast("fp16", "cpu", classes).__enter__(),
+        lambda: attach_autocast(model, "fp16", "cpu", classes),
+        lambda: contexts_for_checkpoint(classes, "cpu"),
+    ):
+        with pytest.raises(UserError) as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("precision", [None, [], torch.float16, 16])
+def test_a_precision_of_another_type_is_refused(precision):
+    with pytest.raises(UserError, match="unknown precision for autocast"):
+        attach_autocast(torch.nn.Linear(1, 1), precision, "cpu")
 
 
 def test_an_unknown_precision_is_refused():

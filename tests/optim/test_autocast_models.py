@@ -184,3 +184,17 @@ def test_a_compiled_model_takes_the_same_casts():
     assert got.dtype == torch.float32
     assert torch.equal(got, model(A.half()))
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_may_enter_autocast_itself(backend):
+    torch.compiler.reset()
+
+    def function(a):
+        with autocast("fp16", "cpu"):
+            return a.exp() @ a, a.exp(), torch.softmax(a @ a, -1)
+
+    for got, expected in zip(torch.compile(function, backend=backend)(A), function(A), strict=True):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,6 +1,8 @@
 """Several optimizers in one process; several ranks are in tests/distributed/test_overflow.py."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -186,6 +188,98 @@ def test_a_learning_rate_written_to_a_group_is_used_and_zero_grad_clears_all():
     assert not any(p.main_grad.any() for p in parameters)
 
 
+def test_torchs_schedulers_take_a_chain_and_write_to_all_its_groups():
+    parameters, chain = chain_of(kinds=("plain", "fused"))
+    twin = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)], lr=0.1)
+    schedulers = [
+        [
+            torch.optim.lr_scheduler.LinearLR(each, 0.5, total_iters=2),
+            torch.optim.lr_scheduler.LambdaLR(each, [lambda step: 0.5**step, lambda step: 1 / (1 + step)]),
+            torch.optim.lr_scheduler.ReduceLROnPlateau(each, factor=0.5, patience=0),
+        ]
+        for each in (chain, twin)
+    ]
+    reports = []
+    chain.register_step_post_hook(lambda optimizer, *_: reports.append(optimizer.report))
+    for loss in (1.0, 1.0, 2.0):
+        fill(parameters, 1.0, 1.0)
+        assert chain.step() is reports[-1]
+        twin.step()
+        for warm_up, decay, on_plateau in schedulers:
+            warm_up.step()
+            decay.step()
+            on_plateau.step(loss)
+        rates = [group["lr"] for each in chain.chained_optimizers for group in each.param_groups]
+        assert rates == [group["lr"] for group in twin.param_groups]
+    assert len(reports) == 3
+    before = [p.detach().clone() for p in parameters]
+    for group in chain.param_groups:
+        group["lr"] = 0.0
+    fill(parameters, 1.0, 1.0)
+    chain.step()
+    assert all(torch.equal(old, p) for old, p in zip(before, parameters, strict=True))
+
+
+def test_a_chain_has_the_groups_and_states_of_its_optimizers():
+    parameters, chain = chain_of()
+    fill(parameters, 1.0, 1.0)
+    chain.step()
+    masters = [each.master_of(p) for each, p in zip(chain.chained_optimizers, parameters, strict=True)]
+    assert [group["params"] for group in chain.param_groups] == [[master] for master in masters]
+    assert set(chain.state) == set(masters)
+    for each, master in zip(chain.chained_optimizers, masters, strict=True):
+        assert chain.state[master] is each.state[master]
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_chain_is_neither_copied_nor_extended(way):
+    parameters, chain = chain_of()
+    with pytest.raises(UserError, match="ChainedOptimizer cannot be copied or pickled"):
+        way(chain)
+    with pytest.raises(UserError, match="add_param_group: parameters cannot be added later"):
+        chain.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    assert len(chain.param_groups) == 2
+    fill(parameters, 1.0, 1.0)
+    assert chain.step().is_applied
+
+
+def test_a_closure_is_refused():
+    with pytest.raises(TypeError, match="closure"):
+        chain_of()[1].step(lambda: 1.0)
+
+
+def bits_of(chain, parameters):
+    return [
+        [p.detach().clone() for p in parameters],
+        [master.detach().clone() for group in chain.param_groups for master in group["params"]],
+        [value.clone() for value in states_of(chain)],
+        chain.grad_scaler.state_dict(),
+    ]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("part", ["optimizer", "grad_scaler", "fp32_from_fp16_params", "moment"])
+def test_a_state_that_does_not_fit_one_changes_none(place, part):
+    parameters, chain = chain_of(scaler=DynamicGradScaler(4.0, growth_interval=2))
+    fill(parameters, 1.0, -1.0)
+    chain.step()
+    saved = copy.deepcopy(chain.state_dict())
+    fill(parameters, 3.0, 2.0)
+    chain.step()
+    before = bits_of(chain, parameters)
+    if part == "moment":
+        saved[place]["optimizer"]["state"][0]["exp_avg"] = torch.zeros(7)
+    elif part == "grad_scaler":
+        saved[place][part]["scale"] = math.nan
+    else:
+        saved[place][part] = []
+    with pytest.raises(UserError):
+        chain.load_state_dict(saved)
+    for old, new in zip(before[:3], bits_of(chain, parameters)[:3], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+    assert chain.grad_scaler.state_dict() == before[3]
+
+
 def test_a_state_continues_the_run_bit_for_bit():
     runs = []
     for is_interrupted in (False, True):
@@ -228,7 +322,6 @@ def two(**options):
         (lambda: two(gradient_norm="sum_of_norms"), "differ in gradient_norm"),
         (lambda: two(log_num_zeros_in_grad=True), "differ in log_num_zeros_in_grad"),
         (lambda: two(training_group=object()), "differ in training_group"),
-        (lambda: two(model_parallel_group=object()), "pass training_group"),
         (lambda: two()[:1] * 2, "a parameter is in two"),
     ],
 )

@@ -1,3 +1,6 @@
+import copy
+import io
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from megalowbit.errors import UserError
+from megalowbit.optim.autocast import attach_autocast
 from megalowbit.optim.fp32_modules import is_kept_fp32, keep_fp32
 from megalowbit.optim.grad_scaler import ConstantGradScaler
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params
@@ -24,6 +28,13 @@ def model(seed=0):
     )
 
 
+def kept_names(net):
+    return {name for name, parameter in net.named_parameters() if is_kept_fp32(parameter)}
+
+
+NORMS = {"1.weight", "1.bias", "4.weight", "5.weight"}
+
+
 def inputs(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -31,8 +42,7 @@ def inputs(*shape, seed=1):
 def test_norms_of_torch_and_of_models_are_found_by_type_and_by_class_name():
     net = model()
     assert keep_fp32(net).names == ("1", "4", "5")
-    kept = {name for name, parameter in net.named_parameters() if is_kept_fp32(parameter)}
-    assert kept == {"1.weight", "1.bias", "4.weight", "5.weight"}
+    assert kept_names(net) == NORMS
 
 
 @pytest.mark.parametrize("pattern", ["3", "Router", "Rout*"])
@@ -47,6 +57,20 @@ def test_a_pattern_that_matches_nothing_is_refused_and_changes_nothing(pattern):
         keep_fp32(net, ["Router", pattern])
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float16}
     assert not any(module._forward_pre_hooks for module in net)
+
+
+@pytest.mark.parametrize("pattern", ["Rout*", ("3",), iter(["3"])])
+def test_one_pattern_needs_no_list(pattern):
+    assert keep_fp32(model(), pattern, norms=False).names == ("3",)
+
+
+@pytest.mark.parametrize("patterns", [None, 3, [None], ["Router", 3]])
+def test_patterns_that_are_no_strings_are_refused_in_one_line_and_change_nothing(patterns):
+    net = model()
+    with pytest.raises(UserError, match=r"patterns = .* is not valid: pass names of modules") as caught:
+        keep_fp32(net, patterns)
+    assert "\n" not in str(caught.value)
+    assert kept_names(net) == set()
 
 
 def test_a_model_without_norms_is_refused():
@@ -98,8 +122,7 @@ def test_the_optimizer_leaves_kept_parameters_fp32_and_without_a_master():
         inner, clip_grad=0.0, grad_scaler=ConstantGradScaler(2.0**8), cast_parameters=True
     )
     dtypes = {name: parameter.dtype for name, parameter in net.named_parameters()}
-    fp32 = {name for name, dtype in dtypes.items() if dtype == torch.float32}
-    assert fp32 == {"1.weight", "1.bias", "4.weight", "5.weight"}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == NORMS
     assert set(dtypes.values()) == {torch.float16, torch.float32}
     assert [len(group) for group in optimizer.fp32_from_fp32_groups] == [4]
     before = net[1].weight.detach().clone()
@@ -152,6 +175,112 @@ def test_removing_takes_hooks_and_marks_off():
     kept.remove()
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in net)
     assert not any(is_kept_fp32(parameter) for parameter in net.parameters())
+
+
+def copied(net):
+    return copy.deepcopy(net)
+
+
+def pickled(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copied, pickled])
+def test_a_duplicate_of_a_model_is_kept_like_it_and_trains(duplicate):
+    net = model()
+    keep_fp32(net)
+    other = duplicate(net)
+    assert kept_names(other) == kept_names(net) == NORMS
+    optimizer = Float16OptimizerWithFloat16Params(
+        torch.optim.SGD(other.parameters(), lr=0.5),
+        clip_grad=0.0, grad_scaler=ConstantGradScaler(2.0**8), cast_parameters=True,
+    )  # fmt: skip
+    assert {name for name, parameter in other.named_parameters() if parameter.dtype == torch.float32} == NORMS
+    x = inputs(4, 8).half()
+    before = other[5].weight.detach().clone()
+    optimizer.scale_loss(other(x).float().square().mean()).backward()
+    assert optimizer.step().is_applied
+    assert not torch.equal(other[5].weight, before)
+    assert torch.equal(net[5].weight, before)
+
+
+def test_a_copy_is_undone_by_itself():
+    net = model().half()
+    keep_fp32(net)
+    other = copy.deepcopy(net)
+    keep_fp32(other).remove()
+    assert kept_names(other) == set()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in other)
+    assert kept_names(net) == NORMS
+    assert net(inputs(4, 8).half()).dtype == torch.float16
+
+
+def test_a_module_kept_twice_stays_so_until_both_let_go():
+    net = model().half()
+    first, second = keep_fp32(net), keep_fp32(net, "1")
+    assert len(net[1]._forward_pre_hooks) == 1
+    first.remove()
+    first.remove()
+    assert kept_names(net) == NORMS
+    assert net(inputs(4, 8).half()).dtype == torch.float16
+    second.remove()
+    assert kept_names(net) == set()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in net)
+
+
+def test_a_norm_in_a_block_that_another_call_kept_survives_the_blocks_release():
+    net = nn.Sequential(nn.Sequential(nn.LayerNorm(8), Router(8, 8)))
+    keep_fp32(net)
+    keep_fp32(net, "0").remove()
+    assert kept_names(net) == {"0.0.weight", "0.0.bias"}
+
+
+def test_tied_parameters_are_kept_while_one_of_their_modules_is():
+    net = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8))
+    net[1].weight = net[0].weight
+    one, other = keep_fp32(net, "0", norms=False), keep_fp32(net, "1", norms=False)
+    one.remove()
+    assert is_kept_fp32(net[0].weight)
+    assert not is_kept_fp32(net[0].bias)
+    other.remove()
+    assert not is_kept_fp32(net[0].weight)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_after_keep_fp32_is_one_line_that_names_the_module_and_the_order(dtype):
+    net = model()
+    keep_fp32(net)
+    net.to(dtype)
+    with pytest.raises(
+        UserError, match=r"module '1' is kept in fp32.*\.half\(\).* before keep_fp32"
+    ) as caught:
+        net(inputs(2, 8).to(dtype))
+    assert str(dtype).removeprefix("torch.") in str(caught.value)
+    assert "\n" not in str(caught.value)
+    keep_fp32(model().to(dtype))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("is_attached_first", [False, True])
+def test_a_compiled_model_under_autocast_computes_and_trains_the_same(is_attached_first, backend):
+    torch.compiler.reset()
+    results = []
+    for is_compiled in (False, True):
+        net = model().half()
+        if is_attached_first:
+            attach_autocast(net, "fp16", "cpu")
+        keep_fp32(net)
+        if not is_attached_first:
+            attach_autocast(net, "fp16", "cpu")
+        run = torch.compile(net, backend=backend) if is_compiled else net
+        out = run(inputs(4, 8).half())
+        out.float().square().mean().backward()
+        assert not torch.is_autocast_enabled("cpu")
+        results.append([out.detach(), *(parameter.grad for parameter in net.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_a_module_within_a_kept_one_is_covered_by_it():

@@ -75,6 +75,19 @@ def test_zero_forgets_everything():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("is_all", [True, False])
+def test_zero_also_clears_a_tensor_that_others_put_in_place_of_a_view(is_all):
+    model = model_of()
+    buffer = GradBuffer(model.parameters())
+    buffer.flat.fill_(1.0)
+    model[0].weight.main_grad = torch.full((5, 6), 2.0)
+    model[0].bias.main_grad.data = torch.full((5,), 3.0)
+    buffer.zero(None if is_all else model[0].parameters())
+    assert not model[0].weight.main_grad.any()
+    assert not model[0].bias.main_grad.any()
+    assert model[2].weight.main_grad.any() == (not is_all)
+
+
 def test_no_parameters_make_an_empty_buffer():
     assert GradBuffer([]).flat.numel() == 0
 

@@ -201,25 +201,6 @@ def test_what_is_measured_stays_numbers_on_the_device(summing):
         assert torch.isfinite(measured).all()  # so that it may travel in a sum
 
 
-@pytest.mark.parametrize("squares", [[9.0, 16.0], [[25.0]], []])
-def test_given_squares_replace_a_pass_over_the_gradients(squares):
-    given_squares = torch.tensor(squares, dtype=torch.float64)
-    poison = torch.full((2,), 1e3)  # would show if it were looked at
-    norm, flag, _ = measure_gradients([poison], squares=given_squares).tolist()
-    assert (norm, flag) == (5.0 if squares else 0.0, 0)
-    # another norm cannot be had from squares
-    assert measure_gradients([poison], squares=given_squares, norm_type=math.inf)[0] == 1e3
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_given_squares_that_are_not_finite_set_the_flag(bad):
-    squares = torch.tensor([1.0, bad], dtype=torch.float64)
-    assert measure_gradients([torch.ones(2)], squares=squares)[1] > 0
-    clean = torch.tensor([1.0], dtype=torch.float64)
-    found = measure_gradients([torch.ones(2)], squares=clean, uncounted=[torch.tensor([bad])])
-    assert found[1] > 0
-
-
 def test_an_experts_gradient_is_counted_by_every_rank_and_a_replica_by_the_first(monkeypatch):
     monkeypatch.setattr("megalowbit.process_group.rank", lambda group=None: 1)
     group = object()

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -147,7 +148,7 @@ def test_a_constant_scale_never_changes_and_ignores_a_dynamic_state():
     assert (scaler.scale, scaler.inv_scale, scaler.state_dict()) == (1024, 1 / 1024, {})
 
 
-@pytest.mark.parametrize("scale", [0, -1, math.inf, math.nan, 10**400, "8"])
+@pytest.mark.parametrize("scale", [0, -1, math.inf, math.nan, 10**400, "8", 1e39, 1e-46, 1e-45])
 def test_a_constant_scale_must_be_a_positive_number(scale):
     with pytest.raises(UserError, match="scale must be"):
         ConstantGradScaler(scale)
@@ -188,3 +189,51 @@ def test_plain_scalers_ask_for_no_statistics_and_ignore_them():
     for scaler in (DynamicGradScaler(64.0, growth_interval=9), ConstantGradScaler(64)):
         assert (scaler.needs_amax, scaler.wants_probe, scaler.sample) == (False, False, 1.0)
         assert scaler.update(False, GradientStatistics(loss_scale=64.0, amax=1e9, norm_ratio=9.0)) == 64
+
+
+@pytest.mark.parametrize("mode", ["megatron", "deepspeed", "torch", "clean_step"])
+def test_growth_that_is_restarted_counts_anew_and_moves_nothing(mode):
+    scaler, other = (DynamicGradScaler(8.0, growth_interval=4, mode=mode) for _ in range(2))
+    run(scaler, "...")
+    before = scaler.state_dict()
+    scaler.restart_growth()
+    assert scaler.state_dict() == {**before, "growth_tracker": 0}
+    assert [scaler.update(False) for _ in range(9)] == [other.update(False) for _ in range(9)]
+    constant = ConstantGradScaler(8)
+    constant.restart_growth()
+    assert constant.scale == 8
+
+
+DAMAGED = [None, "3", math.nan, math.inf, -math.inf, 10**400, [1], {}, True, torch.ones(2), torch.ones(2, 1)]
+
+
+@pytest.mark.parametrize("value", DAMAGED, ids=str)
+@pytest.mark.parametrize("key", ["scale", "growth_tracker", "hysteresis_tracker"])
+def test_a_damaged_state_is_refused_and_changes_nothing(key, value, caplog):
+    scaler = DynamicGradScaler(64.0, min_scale=32.0, growth_interval=9)
+    run(scaler, "..")
+    before = scaler.state_dict()
+    state = {"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": 1, key: value}
+    for load in (scaler.check_state_dict, scaler.load_state_dict):
+        with pytest.raises(UserError, match=f"^{key} of the loaded grad scaler state must be"):
+            load(state)
+        assert scaler.state_dict() == before
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("state", [None, 3, "scale", ["scale"], {3: 1.0}])
+def test_what_is_no_state_is_refused(state):
+    scaler = DynamicGradScaler(64.0)
+    for load in (scaler.check_state_dict, scaler.load_state_dict):
+        with pytest.raises(UserError, match="grad scaler state"):
+            load(state)
+    if not isinstance(state, dict):
+        with pytest.raises(UserError, match="must be a mapping"):
+            ConstantGradScaler(8).load_state_dict(state)
+
+
+def test_to_check_a_state_changes_and_logs_nothing(caplog):
+    scaler = DynamicGradScaler(64.0, min_scale=32.0)
+    before = scaler.state_dict()
+    scaler.check_state_dict({"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": 1})
+    assert (scaler.state_dict(), caplog.text) == (before, "")

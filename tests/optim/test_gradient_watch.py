@@ -113,6 +113,29 @@ def test_a_sample_out_of_range_is_refused(sample):
         GradientWatch(small_model().named_parameters(), sample=sample)
 
 
-def test_a_model_without_anything_trained_is_refused():
-    with pytest.raises(UserError, match="no parameter is trained"):
-        GradientWatch(small_model().requires_grad_(False).named_parameters())
+@pytest.mark.parametrize("named", ["nothing", "frozen", "empty"])
+def test_where_nothing_is_trained_a_watch_sees_nothing(named):
+    parameters = {
+        "nothing": [],
+        "frozen": list(small_model().requires_grad_(False).named_parameters()),
+        "empty": [("a", torch.nn.Parameter(torch.zeros(0, 3)))],
+    }[named]
+    watch = GradientWatch(parameters, sample=0.5, group_of=lambda _: 2, num_groups=3)
+    assert watch.names == []
+    for _ in range(2):
+        taken = watch.take()
+        assert taken.tolist() == [0.0, 0.0, 0.0]
+        assert (taken.dtype, taken.device.type) == (torch.float32, "cpu")
+    watch.detach()
+
+
+def test_a_sample_is_checked_also_where_nothing_is_trained():
+    with pytest.raises(UserError, match="sample"):
+        GradientWatch([], sample=0)
+
+
+def test_sparse_gradients_are_watched_with_what_they_add_up_to():
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    watch = GradientWatch(table.named_parameters())
+    (table(torch.tensor([1, 1, 3])) * torch.tensor([[2.0], [3.0], [-4.0]])).sum().backward()
+    assert watch.take().tolist() == [5.0]

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
-from megalowbit.optim.instruments import Instruments, complete_instruments
+from megalowbit.optim.grad_buffer import GradBuffer
+from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradientStatistics
+from megalowbit.optim.instruments import Instruments, complete_instruments, joined_statistics
 from megalowbit.optim.layer_scaling import LayerScaling
 from megalowbit.optim.layer_scaling_settings import LayerScalingSettings
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params
@@ -80,6 +81,67 @@ def test_a_scaler_gets_the_hooks_it_needs_and_no_others(scaler, has_watch, has_p
 def test_a_scaler_that_probes_needs_the_model():
     with pytest.raises(UserError, match=r"NormRatioGradScaler .* needs the model: .*Instruments.attach"):
         complete_instruments(None, NormRatioGradScaler(), list(Blocks().named_parameters()))
+
+
+def test_attaching_makes_all_hooks_so_that_a_buffer_may_come_next():
+    model, scaler = Blocks().half(), MaxNormGradScaler(2.0**8)
+    attached = Instruments.attach(model, scaler, layer_scaling=LayerScalingSettings(enabled=True))
+    assert attached.watch.num_groups == attached.layer_scaling.num_groups == 5
+    assert attached.factor_of == attached.layer_scaling.factor_of
+    GradBuffer(model.parameters(), factor_of=attached.factor_of)
+    model(torch.ones(2, 4).half()).backward()
+    twin = Blocks().half()
+    twin(torch.ones(2, 4).half()).backward()
+    largest = max(p.grad.abs().max().item() for p in twin.parameters())
+    assert attached.watch.take(None).max().item() == largest
+    # what is complete stays as it is
+    found = complete_instruments(attached, scaler, list(model.named_parameters()))
+    assert (found.watch, found.probe) == (attached.watch, attached.probe)
+    assert Instruments().factor_of is None
+
+
+def test_hooks_that_would_come_too_late_are_refused():
+    model = Blocks()
+    GradBuffer(model.parameters())
+    with pytest.raises(UserError, match=r"call Instruments\.attach before LocalDDP and before the optimizer"):
+        Instruments.attach(model, None)
+    named = list(model.named_parameters())
+    with pytest.raises(UserError, match=r"MaxValueGradScaler looks at gradients before they are added up"):
+        complete_instruments(None, MaxValueGradScaler(), named)
+    scaling = Instruments(layer_scaling=LayerScaling(model, ["layers.0"]))
+    for scaler in (None, ConstantGradScaler(1.0)):
+        with pytest.raises(UserError, match="layer scaling looks at gradients before"):
+            complete_instruments(scaling, scaler, named)
+    assert complete_instruments(None, DynamicGradScaler(), named).watch is None
+
+
+def test_a_rank_that_trains_nothing_tells_of_maxima_of_zero():
+    scaling = LayerScaling(Blocks(), ["layers.0", "layers.1"])
+    for parts, scaler, count in (
+        ({}, MaxValueGradScaler(), 1),
+        ({"layer_scaling": scaling}, ConstantGradScaler(1.0), 4),
+    ):
+        found = complete_instruments(Instruments(**parts), scaler, [])
+        assert (found.watch, found.num_unwatched) == (None, count)
+        (figures,) = found.take(None)
+        assert figures.tolist() == [0.0] * count
+        assert figures.dtype == torch.float64
+        statistics, amaxes = found.read([4.0] * count, 2.0)
+        assert (statistics.amax, amaxes) == (2.0, [4.0] * count)
+
+
+def test_statistics_of_several_optimizers_are_one_statistic():
+    def seen(**parts):
+        return GradientStatistics(loss_scale=4.0, **parts)
+
+    assert joined_statistics([seen(amax=2.0), seen(), seen(amax=3.0)]) == seen(amax=3.0)
+    assert joined_statistics([seen(amax=math.inf), seen(amax=3.0)]).amax == math.inf
+    assert joined_statistics([seen(), seen()]) == seen()
+    probed = seen(norm_ratio=1.5, flushed_fraction=0.25)
+    assert joined_statistics([seen(amax=2.0), probed]) == seen(
+        amax=2.0, norm_ratio=1.5, flushed_fraction=0.25
+    )
+    assert joined_statistics([probed, seen(norm_ratio=9.0)]) == probed
 
 
 def test_the_sample_of_a_scaler_is_that_of_its_hooks():

@@ -69,7 +69,7 @@ def gradients_of(model, octaves=None, scale=1.0):
     dtype = next(model.parameters()).dtype
     for _ in range(2):
         (model(torch.randn(5, 4).to(dtype)).float() * scale).backward()
-    return buffer.settle().clone()
+    return buffer.flat.clone()
 
 
 @pytest.mark.parametrize("is_checkpointing", [False, True])
@@ -130,7 +130,7 @@ def test_a_gpt2_with_factors_has_the_gradients_it_has_without():
         buffer = GradBuffer(model.parameters(), factor_of=scaling and scaling.factor_of)
         tokens = torch.arange(8)[None] % 11
         model(input_ids=tokens, labels=tokens).loss.backward()
-        found.append(buffer.settle())
+        found.append(buffer.flat)
     assert torch.equal(*found)
     assert found[0].abs().sum() > 0
 
@@ -280,3 +280,98 @@ def test_a_detached_scaling_leaves_the_model_alone():
 def test_figures_of_another_number_of_groups_are_a_defect():
     with pytest.raises(ValueError, match="5 groups"):
         LayerScaling(Model(), find_blocks(Model())).update([1.0], found_inf=False, loss_scale=1.0)
+
+
+DAMAGED = [None, "3", math.nan, math.inf, -1, 2.5, 10**400, torch.ones(2), [1]]
+
+
+@pytest.mark.parametrize("value", DAMAGED, ids=str)
+@pytest.mark.parametrize("key", ["octaves", "penalty", "clean_steps", "average", "applied_steps"])
+def test_a_damaged_state_is_refused_and_changes_nothing(key, value):
+    if key == "average" and str(value) in ("None", "-1", "2.5"):
+        return  # it may be these
+    model = Model()
+    scaling = LayerScaling(model, find_blocks(model))
+    drive(scaling, [-10.0, -4.0, -3.3], steps=3)
+    state, before = copy.deepcopy(scaling.state_dict()), copy.deepcopy(scaling.state_dict())
+    state["applied_steps"] += 1
+    state["blocks"]["blocks.0"]["clean_steps"] += 1
+    (state if key in state else state["blocks"]["blocks.2"])[key] = value
+    for load in (scaling.check_state_dict, scaling.load_state_dict):
+        with pytest.raises(UserError, match=rf"damaged, {key}.* = "):
+            load(state)
+        assert scaling.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: None,
+        lambda _: [1],
+        lambda state: {**state, "blocks": None},
+        lambda state: {**state, "blocks": {**state["blocks"], 7: {}}},
+        lambda state: {**state, "blocks": {**state["blocks"], "blocks.1": [0]}},
+        lambda state: {"blocks": state["blocks"]},
+    ],
+)
+def test_what_is_no_state_is_refused_and_changes_nothing(damage):
+    model = Model()
+    scaling = settle(LayerScaling(model, find_blocks(model)), [1, 2, 3])
+    before = copy.deepcopy(scaling.state_dict())
+    with pytest.raises(UserError, match="layer_scaling state"):
+        scaling.load_state_dict(damage(before))
+    assert scaling.state_dict() == before
+
+
+def test_a_state_may_hold_tensors_and_octaves_are_held_to_the_largest_factor():
+    model = Model()
+    scaling = LayerScaling(model, find_blocks(model), LayerScalingSettings(max_factor=4.0))
+    state = scaling.state_dict()
+    state["applied_steps"] = torch.tensor(3)
+    state["blocks"]["blocks.1"] |= {"octaves": torch.tensor([3]), "average": torch.tensor(-1.5)}
+    scaling.check_state_dict(state)
+    assert set(scaling.factors.values()) == {1.0}
+    scaling.load_state_dict(state)
+    assert scaling.state_dict()["applied_steps"] == 3
+    assert scaling.state_dict()["blocks"]["blocks.1"]["average"] == -1.5
+    assert list(scaling.factors.values()) == [1.0, 4.0, 1.0]
+
+
+def test_settings_choose_modules_by_pattern_or_else_the_blocks():
+    model = Model()
+    assert list(LayerScaling.from_settings(model, LayerScalingSettings()).factors) == find_blocks(model)
+    by_pattern = LayerScalingSettings(modules=("*.gate", "blocks.0.*", "embed"))
+    chosen = LayerScaling.from_settings(model, by_pattern)
+    assert list(chosen.factors) == [
+        "embed",
+        "blocks.0.inner",
+        "blocks.0.gate",
+        "blocks.1.gate",
+        "blocks.2.gate",
+    ]
+    assert chosen.settings is by_pattern
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("*.gate", "*.attn"), r"modules: '\*\.attn' matches no module"),
+        (("blocks.*",), "lies inside"),
+        (("blocks",), "blocks is a ModuleList, which is never called"),
+    ],
+)
+def test_patterns_that_name_nothing_useful_are_refused(patterns, message):
+    with pytest.raises(UserError, match=message):
+        LayerScaling.from_settings(Model(), LayerScalingSettings(modules=patterns))
+
+
+def test_chosen_modules_leave_gradients_as_they_are_bit_for_bit():
+    plain, scaled = Model(), Model()
+    scaling = LayerScaling.from_settings(scaled, LayerScalingSettings(modules=("*.inner", "*.gate")))
+    settle(scaling, [3, 1, 16, 7, 2, 5])
+    buffers = [GradBuffer(plain.parameters()), GradBuffer(scaled.parameters(), factor_of=scaling.factor_of)]
+    for model in (plain, scaled):
+        torch.manual_seed(1)
+        model(torch.randn(5, 4)).backward()
+    assert torch.equal(buffers[0].flat, buffers[1].flat)
+    assert buffers[0].flat.any()

@@ -14,11 +14,20 @@ def test_it_is_off_unless_asked_for_and_frozen():
         settings.enabled = True
 
 
+def test_modules_come_from_a_json_list():
+    assert LayerScalingSettings(modules=["*.attn", "*.mlp"]).modules == ("*.attn", "*.mlp")
+    assert LayerScalingSettings().model_dump(mode="json")["modules"] == []
+
+
 @pytest.mark.parametrize(
     "values",
     [
         {"max_factor": 3.0},
         {"max_factor": 0.5},
+        {"max_factor": 2.0**127},
+        {"modules": "*.attn"},
+        {"modules": ["*.attn", ""]},
+        {"modules": [3]},
         {"target": 0.0},
         {"target": 2.0**16},
         {"smoothing": 1.0},

@@ -8,7 +8,7 @@ from megalowbit.optim.grad_scaler import ConstantGradScaler
 from megalowbit.optim.local_ddp import LocalDDP, is_expert
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params
 
-# Broadcast and averages over two ranks are in tests/distributed/test_local_ddp_ranks.py.
+# Broadcast and averages over two ranks are in tests/distributed/test_local_ddp.py.
 
 
 class Model(torch.nn.Module):

@@ -210,7 +210,28 @@ def test_a_chain_trains_as_one_optimizer_does():
         ({"optimizer": "adm"}, "unknown optimizer 'adm': did you mean 'adam'"),
         ({"fp16": True, "bf16": True}, "fp16 and bf16 are both True"),
         ({"loss_scale": 8.0}, "loss_scale = 8.0 is for fp16 or bf16"),
-        ({"fp16": True, "loss_scale": 0.0}, "loss_scale must be a finite number > 0"),
+        ({"fp16": True, "loss_scale": 0.0}, "loss_scale must be a number that float32 holds"),
+        *[
+            ({"fp16": True, name: value}, f"{name} must be a number that float32 holds")
+            for name in ("loss_scale", "initial_loss_scale", "min_loss_scale")
+            for value in (1e39, 1e-46, 1e-45, "8", 10**400, True)
+        ],
+        *[
+            ({name: value}, f"{name} must be True or False, not")
+            for name in (
+                "fp16",
+                "bf16",
+                "decoupled_weight_decay",
+                "log_num_zeros_in_grad",
+                "params_have_main_grad",
+            )
+            for value in ("true", None, 1, "bf16")
+        ],
+        ({"lr": 10**400}, "lr must be a finite number ≥ 0, not 1000"),
+        ({"lr": "1e-3"}, "lr must be a finite number ≥ 0, not '1e-3'"),
+        ({"weight_decay": math.inf}, "weight_decay must be"),
+        ({"optimizer": ["adam"]}, "unknown optimizer"),
+        ({"optimizer": None}, "unknown optimizer None"),
         ({"lr": -1.0}, "lr must be a finite number ≥ 0, not -1.0"),
         ({"lr": None}, "lr must be a finite number ≥ 0, not None"),
         ({"clip_grad": math.nan}, "clip_grad must be a finite number ≥ 0"),

@@ -52,11 +52,41 @@ def test_no_op_is_in_two_classes_after_changes():
         ({"promote": ["quux_42"]}, "unknown op 'quux_42' in promote: docs/mixed-precision.md lists"),
         ({"float16": ["gelu"], "float32": ["gelu"]}, "'gelu' is in float16 and in float32"),
         ({"float16": "gelu"}, "expected a list of ops, ['gelu']"),
+        ({"float32": [["gelu"]]}, "unknown op ['gelu'] in float32"),
+        ({"float32": [{}]}, "unknown op {} in float32"),
+        ({"float32": None}, "float32 = None: expected a list of ops"),
+        ({"promote": 3}, "promote = 3: expected a list of ops"),
+        ({"promote": {"gelu": True}}, "promote = {'gelu': True}: expected a list of ops"),
     ],
 )
 def test_what_is_unknown_or_contradicts_itself_is_refused_in_one_line(changes, message):
+    for use in (lambda: OpClasses(**changes), lambda: OpClasses().with_changes(**changes)):
+        with pytest.raises(UserError) as caught:
+            use()
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_what_a_caller_gives_is_classes_or_changes_of_the_default_or_nothing():
+    quiet = OpClasses()
+    assert OpClasses.given(quiet) is quiet
+    assert OpClasses.given(None) == OpClasses.given({}) == OpClasses.default()
+    assert OpClasses.given({"float32": ["gelu"]}) == OpClasses.default().with_changes(float32=["gelu"])
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        (["gelu"], "classes = ['gelu'] of operations is not valid: pass an OpClasses"),
+        ("gelu", "classes = 'gelu'"),
+        ({"fp32": ["gelu"]}, "unknown class of operations 'fp32'"),
+        ({1: ["gelu"]}, "unknown class of operations 1"),
+        ({"float32": "gelu"}, "expected a list of ops"),
+    ],
+)
+def test_what_is_neither_is_refused_in_one_line(classes, message):
     with pytest.raises(UserError) as caught:
-        OpClasses(**changes)
+        OpClasses.given(classes)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalowbit.optim.overflow_location import RankOverflow, locate_overflow
+from megalowbit.optim.overflow_location import RankOverflow, joined, locate_overflow
 
 
 def seen(rank, positions, *, is_own=False, prefix="p"):
     return RankOverflow(
-        rank=rank, positions=positions, tensors=[f"{prefix}{place}" for place in positions],
-        num_gradients=9, is_own=is_own,
+        rank=rank, tensors=[(place, f"{prefix}{place}") for place in positions], num_gradients=9,
+        is_own=is_own,
     )  # fmt: skip
 
 
@@ -91,7 +91,19 @@ def test_an_optimizer_tells_of_bad_gradients_in_the_order_of_backward(bad, has_m
     model(torch.ones(1, 2)).sum().backward()
     for index in (0, 2):
         (model[index].weight.main_grad if has_main_grad else model[index].weight.grad)[1, 1] = bad
-    here = optimizer.overflow_here()
-    assert list(here.tensors) == ["2.weight", "0.weight"]
-    assert list(here.positions) == sorted(here.positions)
-    assert (here.rank, here.num_gradients, here.is_own) == (0, 6, False)
+    for is_before in (True, False):  # nothing was averaged: before and now are the same
+        here = optimizer.gradients.overflow_here(is_before=is_before)
+        assert [name for _, name in sorted(here.tensors)] == ["2.weight", "0.weight"]
+        assert (here.rank, here.num_gradients, here.is_own) == (0, 6, False)
+
+
+def test_what_the_optimizers_of_a_rank_saw_is_put_in_the_order_of_backward():
+    found = joined([seen(1, [4, 7], is_own=True), seen(1, [2], is_own=True, prefix="expert")])
+    assert list(found.tensors) == [(2, "expert2"), (4, "p4"), (7, "p7")]
+    assert (found.rank, found.num_gradients, found.is_own) == (1, 18, True)
+    assert not joined([seen(1, [4], is_own=True), seen(1, [2])]).is_own
+
+
+def test_an_optimizer_without_gradients_does_not_make_those_of_another_doubtful():
+    nothing = RankOverflow(rank=1, tensors=[], num_gradients=0, is_own=False)
+    assert joined([seen(1, [4], is_own=True), nothing]).is_own

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
 from megalowbit.optim.grad_scaler import DynamicGradScaler
-from megalowbit.optim.scale_rules import LARGEST_FLOAT32, SMALLEST_SCALE, as_float32, check, is_positive
+from megalowbit.optim.scale_rules import (
+    LARGEST_FLOAT32,
+    SMALLEST_SCALE,
+    as_float32,
+    check,
+    is_positive,
+    is_scale,
+)
 
 # derandomised: the same cases in each run; no deadline: the first call of a library is slow
 steady = settings(deadline=None, derandomize=True, max_examples=200)
@@ -210,13 +217,42 @@ def test_the_modes_differ_where_their_libraries_do():
     assert ends == {"megatron": 512.0, "deepspeed": 128.0, "torch": 128.0, "clean_step": 1024.0}
 
 
-@pytest.mark.parametrize("mode", ["megatron", "torch", "clean_step"])
-def test_numbers_that_float32_does_not_hold_are_refused_where_it_keeps_the_scale(mode):
+@pytest.mark.parametrize("mode", ["megatron", "deepspeed", "torch", "clean_step"])
+def test_bounds_that_float32_does_not_hold_are_refused(mode):
     with pytest.raises(UserError, match=r"^max_scale must be .* float32"):
         DynamicGradScaler(1.0, max_scale=1e39, mode=mode)
     with pytest.raises(UserError, match=r"^min_scale must be .* float32"):
         DynamicGradScaler(1.0, 1e-60, mode=mode)
-    assert DynamicGradScaler(1.0, 1e-60, max_scale=1e39, mode="deepspeed").max_scale == 1e39
+    with pytest.raises(UserError, match=r"^initial_scale must be .* float32"):
+        DynamicGradScaler(1e39, max_scale=1e40, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_held"),
+    [
+        (2.0**-126, True), (LARGEST_FLOAT32, True), (3.4028235e38, True), (1, True), (1e39, False),
+        (2.0**128, False), (1e-46, False), (1e-45, False), (2.0**-127, False), (0, False), (-1.0, False),
+        (math.nan, False), (10**400, False), ("8", False), (None, False), (True, False),
+    ],
+)  # fmt: skip
+def test_a_scale_is_what_float32_holds_with_its_inverse(value, is_held):
+    assert is_scale(value) is is_held
+
+
+@pytest.mark.parametrize("mode", ["megatron", "torch", "clean_step"])
+def test_factors_that_float32_cannot_tell_from_1_are_refused_where_it_rounds(mode):
+    with pytest.raises(
+        UserError, match=r"^growth_factor must be .* float32 tells from 1.*, not 1\.000000001"
+    ):
+        DynamicGradScaler(1.0, growth_factor=1 + 1e-9, mode=mode)
+    with pytest.raises(UserError, match=r"^backoff_factor must be .* float32 tells from 1"):
+        DynamicGradScaler(1.0, backoff_factor=1 - 1e-9, mode=mode)
+    least = DynamicGradScaler(3.0, growth_factor=1 + 2.0**-23, growth_interval=1, hysteresis=1, mode=mode)
+    assert least.update(False) > 3.0
+
+
+def test_deepspeeds_scale_is_float64_and_moves_by_such_factors():
+    assert DynamicGradScaler(1.0, growth_factor=1 + 1e-9, mode="deepspeed").growth_factor > 1.0
 
 
 @steady

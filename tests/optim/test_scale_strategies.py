@@ -3,6 +3,7 @@ import math
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -285,3 +286,46 @@ def test_a_resumed_strategy_continues_exactly(strategy, before, after, update_ev
 def test_a_bad_argument_is_refused_by_name(strategy, arguments, name):
     with pytest.raises(UserError, match=f"^{name} must be"):
         strategy(**arguments)
+
+
+NOT_NUMBERS = ["3", math.nan, math.inf, -math.inf, 10**400, [1], {}, torch.ones(2)]
+
+
+@pytest.mark.parametrize(
+    "strategy", [MaxValueGradScaler, NormRatioGradScaler, MaxNormGradScaler, ControllerGradScaler]
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(strategy):
+    scaler = strategy(growth_interval=5)
+    for index in range(12):
+        figures = {"amax": 2.0**-index, "norm_ratio": 1.5, "flushed_fraction": 0.0}
+        scaler.update(index == 6, GradientStatistics(loss_scale=scaler.scale, **figures))
+    before = scaler.state_dict()
+    for key in before.keys() - {"strategy"}:
+        is_optional = {**strategy.COMMON_STATE, **strategy.STATE}.get(key, 0) is None
+        for value in [*NOT_NUMBERS, True, *([] if is_optional else [None])]:
+            if key == "is_losing" and value is True:
+                continue
+            state = {**before, "steps": 99, key: value}
+            for load in (scaler.check_state_dict, scaler.load_state_dict):
+                with pytest.raises(UserError, match=f"^{key} of the loaded grad scaler state must be"):
+                    load(state)
+                assert scaler.state_dict() == before
+    for damaged in ({"ceiling": 1.5}, {"ceiling": 10**9}, {"steps": -1}, {"since_move": 0.5}, {"scale": 0.0}):
+        with pytest.raises(UserError, match="of the loaded grad scaler state must be"):
+            scaler.load_state_dict({**before, **damaged})
+    scaler.check_state_dict({**before, "scale": 2.0**40})
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("strategy", [NormRatioGradScaler, MaxNormGradScaler])
+def test_both_probing_strategies_check_and_keep_their_probes_alike(strategy):
+    scaler = strategy(epsilon=0.25, probe_every=3)
+    assert (scaler.epsilon, scaler.probe_every, scaler.probes) == (0.25, 3, True)
+    wants = []
+    for _ in range(5):
+        wants.append(scaler.wants_probe)
+        scaler.update(False)
+    assert wants == [True, False, False, True, False]
+    for arguments in ({"epsilon": 0.0}, {"epsilon": 1.0}, {"probe_every": 0}, {"probe_every": True}):
+        with pytest.raises(UserError, match=f"^{next(iter(arguments))} must be"):
+            strategy(**arguments)

@@ -215,3 +215,27 @@ def test_a_scale_outside_the_bounds_is_clamped_with_a_warning(caplog):
 def test_a_state_of_no_known_scaler_is_refused(state, message):
     with pytest.raises(UserError, match=message):
         read_saved_scaler(state)
+
+
+@pytest.mark.parametrize("value", ["3", math.nan, math.inf, [1], torch.ones(2), True, 10**400], ids=str)
+@pytest.mark.parametrize(
+    ("state", "key"),
+    [
+        ({"scale": 2.0, "_growth_tracker": 0}, "_growth_tracker"),
+        ({"scale": 2.0, "_growth_tracker": 0, "growth_interval": 5}, "growth_interval"),
+        ({"cur_scale": 2.0}, "cur_scale"),
+        ({"cur_scale": 2.0, "cur_iter": 3, "last_overflow_iter": 1}, "cur_iter"),
+        ({"cur_scale": 2.0, "cur_hysteresis": 1}, "cur_hysteresis"),
+        ({"cur_scale": 2.0, "scale_window": 7}, "scale_window"),
+        ({"scale": 2.0, "strategy": "other"}, "scale"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(state, key, value):
+    read_saved_scaler(state)
+    with pytest.raises(UserError, match=f"^{key} of the loaded grad scaler state must be"):
+        read_saved_scaler({**state, key: value})
+
+
+def test_keys_that_are_no_names_are_listed_and_refused():
+    with pytest.raises(UserError, match=r"found only \['0', 'x'\]"):
+        read_saved_scaler({0: 1.0, "x": 2})

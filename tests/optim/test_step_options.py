@@ -16,7 +16,9 @@ VALUES = {
     "log_num_zeros_in_grad": True,
     "params_have_main_grad": False,
     "model_parallel_group": None,
+    "tensor_parallel_group": None,
     "training_group": None,
+    "is_flag_shared": True,
     "gradient_norm": "sum_of_norms",
     "before_step": lambda scale: None,
     "named_parameters": [],
@@ -49,7 +51,7 @@ def test_only_clipping_has_to_be_given():
 @pytest.mark.parametrize("name", VALUES)
 def test_both_optimizers_take_every_option(cls, name):
     optimizer = build(cls, {"clip_grad": 0.0, name: VALUES[name]})
-    if name != "named_parameters":  # names are taken over, not the list
+    if name not in ("named_parameters", "tensor_parallel_group"):  # are used when it is built, not kept
         assert getattr(optimizer, name) == VALUES[name]
 
 

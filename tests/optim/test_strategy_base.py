@@ -143,7 +143,7 @@ def test_a_state_that_lacks_something_is_refused_by_name():
     del state["ceiling"]
     with pytest.raises(UserError, match="told grad scaler state lacks ceiling"):
         Told().load_state_dict(state)
-    with pytest.raises(UserError, match=r"steps of the loaded .* is not a number"):
+    with pytest.raises(UserError, match=r"steps of the loaded .* must be a whole number"):
         Told().load_state_dict({**Told().state_dict(), "steps": "3"})
 
 
@@ -163,3 +163,14 @@ def test_a_state_that_lacks_something_is_refused_by_name():
 def test_a_bad_argument_is_refused_by_name(arguments, name):
     with pytest.raises(UserError, match=f"^{name} must be"):
         Told(**arguments)
+
+
+def test_growth_that_is_restarted_waits_anew_and_moves_nothing():
+    scaler = Told(2.0**10, growth_interval=4, update_every=2)
+    step(scaler, found_inf=True)
+    for _ in range(3):
+        step(scaler, 20.0)
+    before = scaler.state_dict()
+    scaler.restart_growth()
+    assert scaler.state_dict() == {**before, "since_move": 0, "since_overflow": 0}
+    assert [step(scaler, 20.0) for _ in range(4)] == [9, 9, 9, 10]

@@ -131,3 +131,12 @@ def test_the_devices_time_is_measured_without_waiting_for_it():
     assert timers.milliseconds() == {}
     torch.cuda.synchronize()
     assert timers.milliseconds()["sleep"] > 20
+
+
+def test_nothing_grows_though_nobody_asks():
+    timers = StepTimers()
+    for _ in range(1000):
+        with timers("a"):
+            pass
+    assert len(timers._finished) == 1
+    assert len(timers._finished["a"]) == 2  # sum and count

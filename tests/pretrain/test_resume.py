@@ -2,8 +2,10 @@ import copy
 
 import pytest
 
+from megalowbit.engine.stock_precision import take_stock_precision
 from megalowbit.errors import UserError
 from megalowbit.layers.settings import RegularizerSettings
+from megalowbit.optim.scaler_settings import GradScalerSettings
 from megalowbit.pretrain.resume import changed_settings, check_same_model
 
 SAVED = {
@@ -100,3 +102,49 @@ def test_a_run_from_before_a_setting_was_written_down_had_its_default():
     now = changed("megalowbit", "gradient_norm", value="global")
     now["megalowbit"]["regularizer"] = RegularizerSettings().model_dump(mode="json")
     assert changed_settings(SAVED, now) == []
+
+
+def with_scaler(**scaler):
+    return changed("megalowbit", "grad_scaler", value=GradScalerSettings(**scaler).model_dump())
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        (
+            {"type": "dynamic"},
+            {"type": "max_value"},
+            r"grad_scaler\.type was 'dynamic' .* is 'max_value' now",
+        ),
+        ({"type": "controller"}, {"type": "constant", "scale": 8.0}, r"grad_scaler\.type was 'controller'"),
+        (
+            {"type": "dynamic"},
+            {"type": "dynamic", "mode": "torch"},
+            r"grad_scaler\.mode was 'megatron' .* 'torch'",
+        ),
+    ],
+)
+def test_another_scaler_is_named_by_its_type_or_mode(before, now, message):
+    with pytest.raises(UserError, match=f"^megalowbit\\.{message}"):
+        changed_settings(with_scaler(**before), with_scaler(**now))
+
+
+def test_another_precision_is_named_before_the_scaler_that_came_with_it():
+    now = with_scaler(type="dynamic")
+    now["megalowbit"]["precision"] = "fp16"
+    with pytest.raises(UserError, match=r"^megalowbit\.precision was 'bf16'"):
+        changed_settings(with_scaler(type="none"), now)
+
+
+def test_a_scaler_written_before_there_were_modes_was_megatrons():
+    old = changed(
+        "megalowbit", "grad_scaler",
+        value={"type": "dynamic", "initial_scale": 2.0**16, "min_scale": 1.0, "growth_factor": 2.0,
+               "backoff_factor": 0.5, "growth_interval": 1000, "hysteresis": 2},
+    )  # fmt: skip
+    assert changed_settings(old, with_scaler(type="dynamic", initial_scale=2.0**16)) == []
+    stock = take_stock_precision({"fp16": {"enabled": True}}, {})["grad_scaler"]
+    with pytest.raises(
+        UserError, match=r"grad_scaler\.mode was 'megatron' .* is 'deepspeed' now: resume with"
+    ):
+        changed_settings(old, with_scaler(**stock))
