@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megalowbit"
-ROOMS_OF_ALL = {"errors", "durable", "json_text", "c_library"}  # importable from anywhere; import no other room
+ROOMS_OF_ALL = {"errors", "durable", "json_text", "c_library"}  # importable from anywhere; import no room
 ALLOWED = {
     "errors": set(),
     "durable": set(),

@@ -53,7 +53,7 @@ class Plain(torch.nn.Module):
 
 
 def step(model, seed, scale):
-    """One micro-batch; returns a float64 recomputation of [Σ reference², Σ half², flushed, not zero]."""
+    """One micro-batch; returns a float64 recomputation of what a probe takes."""
     torch.manual_seed(seed)
     dtype = next(model.parameters()).dtype
     x = torch.randn(2, 4, 6).to(dtype).requires_grad_()
@@ -74,7 +74,7 @@ def step(model, seed, scale):
     (model(x).float().sum() * scale).backward()
     for hook in hooks:
         hook.remove()
-    total = torch.zeros(4, dtype=torch.float64)
+    total = torch.zeros(5, dtype=torch.float64)
     for layer in seen:
         reference = torch.einsum("bto,bti->oi", seen[layer], inputs[layer])
         reference = reference if reference.shape == halves[layer].shape else reference.T
@@ -84,6 +84,7 @@ def step(model, seed, scale):
                 halves[layer].square().sum(),
                 ((halves[layer] == 0) & (reference.abs() > 1e-44)).sum(),
                 (reference.abs() > 1e-44).sum(),
+                torch.tensor(halves[layer].numel()),
             ]
         )
     return total
@@ -104,7 +105,7 @@ def test_figures_are_those_of_a_float64_recomputation_by_micro_batch(make, scale
         assert found[0] > 0
     else:
         assert math.sqrt(found[0] / found[1]) == pytest.approx(1, abs=1e-3)
-    assert probe.take().tolist() == [0.0] * 4  # forgotten
+    assert probe.take().tolist() == [0.0] * 5  # forgotten
 
 
 def test_gradients_that_add_up_in_grad_are_compared_each_for_itself():
@@ -137,8 +138,8 @@ def test_a_low_bit_layers_ratio_holds_the_noise_of_quantisation(recipe, low, hig
     probe = GradientProbe(model)
     probe.is_armed = True
     model(torch.randn(128, 64).bfloat16()).float().square().sum().backward()
-    reference, half, _, elements = probe.take().tolist()
-    assert elements == 64 * 32
+    reference, half, _, elements, compared = probe.take().tolist()
+    assert elements == compared == 64 * 32
     assert low <= abs(reference / half - 1) < high
 
 
@@ -177,7 +178,7 @@ def test_a_layer_used_twice_and_an_input_written_over_are_left_out():
     probe = GradientProbe(layer)
     probe.is_armed = True
     layer(layer(torch.randn(4, 16).bfloat16())).float().sum().backward()
-    assert probe.take().tolist() == [0.0] * 4
+    assert probe.take().tolist() == [0.0] * 5
     x = torch.randn(4, 16).bfloat16()
     for is_written in (True, False):
         output = layer(x)
@@ -193,7 +194,7 @@ def test_evaluation_and_integers_are_no_forward_to_remember():
     probe.is_armed = True
     with torch.no_grad():
         model(torch.randn(4, 6))
-    assert probe.take().tolist() == [0.0] * 4
+    assert probe.take().tolist() == [0.0] * 5
 
 
 def test_a_sample_probes_fewer_layers():

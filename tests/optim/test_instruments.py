@@ -122,7 +122,7 @@ def test_a_rank_that_trains_nothing_tells_of_maxima_of_zero():
         ({"layer_scaling": scaling}, ConstantGradScaler(1.0), 4),
     ):
         found = complete_instruments(Instruments(**parts), scaler, [])
-        assert (found.watch, found.num_unwatched) == (None, count)
+        assert found.watch.names == []
         (figures,) = found.take(None)
         assert figures.tolist() == [0.0] * count
         assert figures.dtype == torch.float64
@@ -235,12 +235,13 @@ class Watch:
 @pytest.mark.parametrize(
     ("probed", "ratio", "flushed"),
     [
-        ([9.0, 4.0, 1.0, 4.0], 1.5, 0.25),
-        ([9.0, 0.0, 4.0, 4.0], math.inf, 1.0),
-        ([0.0, 0.0, 0.0, 0.0], None, None),
-        ([math.inf, 1.0, 0.0, 4.0], None, None),
-        ([1.0, math.nan, 0.0, 4.0], None, None),
-        ([math.nan, 1.0, 0.0, 4.0], None, None),
+        ([9.0, 4.0, 1.0, 4.0, 8.0], 1.5, 0.25),
+        ([9.0, 0.0, 4.0, 4.0, 4.0], math.inf, 1.0),
+        ([0.0, 0.0, 0.0, 0.0, 0.0], None, None),  # no layer took part
+        ([0.0, 0.0, 0.0, 0.0, 8.0], math.inf, 1.0),  # all that came in was flushed
+        ([math.inf, 1.0, 0.0, 4.0, 4.0], None, None),
+        ([1.0, math.nan, 0.0, 4.0, 4.0], None, None),
+        ([math.nan, 1.0, 0.0, 4.0, 4.0], None, None),
         ([], None, None),
     ],
 )
@@ -275,7 +276,7 @@ def test_nothing_is_taken_where_nobody_asks_and_an_unarmed_probe_adds_nothing():
     assert Instruments().take(None) == []
     model, scaler = Blocks(), NormRatioGradScaler(probe_every=2)
     instruments = complete_instruments(Instruments.attach(model, scaler), scaler, [])
-    assert [figure.shape for figure in instruments.take(None)] == [(4,)]
+    assert [figure.shape for figure in instruments.take(None)] == [(5,)]
     scaler.update(False)
     instruments.prepare(scaler)
     assert instruments.take(None) == []
