@@ -41,21 +41,8 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
-def main() -> None:
+def train(steps: int, out: Path | None, rank: int, world_size: int, device: torch.device) -> None:
     """Train, print, and save what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=positive, default=30)
-    parser.add_argument("--out", type=folder, help="save losses and weights as OUT/rank<r>.pt")
-    options = parser.parse_args()
-
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    has_gpu = torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if has_gpu else "cpu")
-    if has_gpu:
-        torch.cuda.set_device(device)
-    if world_size > 1:
-        dist.init_process_group("nccl" if has_gpu else "gloo")
-
     torch.manual_seed(rank)  # DistributedDataParallel gives all processes the first one's weights
     settings = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=HIDDEN, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
@@ -74,7 +61,7 @@ def main() -> None:
     tokens = read_tokens()
     random = torch.Generator().manual_seed(rank)
     losses = []
-    for step in range(options.steps):
+    for step in range(steps):
         starts = torch.randint(len(tokens) - LENGTH, (BATCH,), generator=random)
         batch = torch.stack([tokens[start : start + LENGTH] for start in starts]).long().to(device)
         loss = model(input_ids=batch, labels=batch).loss
@@ -86,9 +73,26 @@ def main() -> None:
         if rank == 0:
             print(f"step {step:2d}  loss {loss.item():.3f}  {report}")
 
-    if options.out is not None:
+    if out is not None:
         weights = [parameter.detach().cpu() for parameter in model.parameters()]
-        torch.save({"losses": torch.stack(losses).cpu(), "weights": weights}, options.out / f"rank{rank}.pt")
+        torch.save({"losses": torch.stack(losses).cpu(), "weights": weights}, out / f"rank{rank}.pt")
+
+
+def main() -> None:
+    """Read the command line, start the processes' group, train, end it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=positive, default=30)
+    parser.add_argument("--out", type=folder, help="save losses and weights as OUT/rank<r>.pt")
+    options = parser.parse_args()
+
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    has_gpu = torch.cuda.is_available()
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if has_gpu else "cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if has_gpu else "gloo")
+    train(options.steps, options.out, rank, world_size, device)  # its DDP must go before the group does
     if world_size > 1:
         dist.destroy_process_group()
 
