@@ -51,8 +51,16 @@ def test_only_clipping_has_to_be_given():
 @pytest.mark.parametrize("name", VALUES)
 def test_both_optimizers_take_every_option(cls, name):
     optimizer = build(cls, {"clip_grad": 0.0, name: VALUES[name]})
-    if name not in ("named_parameters", "tensor_parallel_group"):  # are used when it is built, not kept
+    # the first two are used when it is built, not kept; of the last, None means all ranks there are
+    if name not in ("named_parameters", "tensor_parallel_group", "training_group"):
         assert getattr(optimizer, name) == VALUES[name]
+
+
+def test_the_training_group_is_all_ranks_unless_it_is_given():
+    everyone = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+    assert build(FP32Optimizer, {"clip_grad": 0.0}).training_group is everyone
+    group = object()  # none is used before a step
+    assert build(FP32Optimizer, {"clip_grad": 0.0, "training_group": group}).training_group is group
 
 
 @pytest.mark.parametrize("cls", [Float16OptimizerWithFloat16Params, FP32Optimizer])
