@@ -24,7 +24,10 @@ class UserError(ValueError):
 
 def shown(value: object) -> str:
     """`repr(value)` for a message, cut in the middle if it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # some objects and very long numbers have none, and the message matters more
+        text = f"<{type(value).__name__}>"
     half = LONGEST_VALUE // 2
     return text if len(text) <= LONGEST_VALUE else f"{text[:half]}…{text[-half:]}"
 

@@ -8,13 +8,15 @@ their figures into the one packet that the host reads, and tells strategies what
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, invalid_settings
 from megalowbit.optim.grad_buffer import FactorOf
 from megalowbit.optim.grad_scaler import GradientStatistics, GradScaler
 from megalowbit.optim.gradient_probe import GradientProbe
@@ -43,14 +45,14 @@ class Instruments:
         model: torch.nn.Module,
         grad_scaler: GradScaler | None,
         *,
-        layer_scaling: LayerScalingSettings | None = None,
+        layer_scaling: LayerScalingSettings | Mapping[str, Any] | None = None,
     ) -> Instruments:
         """Hook onto `model` what a scaler and layer scaling ask for; before the optimizer is made.
 
         Args:
             model: with its final parameters.
             grad_scaler: whose `sample` says how much is looked at.
-            layer_scaling: scales the blocks of the model, as `find_blocks` finds them, if enabled.
+            layer_scaling: scales the blocks of the model if enabled: `{"enabled": True}`, or settings.
 
         Raises:
             UserError: the model has no blocks, or no layer that can be probed.
@@ -60,6 +62,11 @@ class Instruments:
                 "gradients are being added up already, so instruments would see sums: call "
                 "Instruments.attach before LocalDDP and before the optimizer"
             )
+        if isinstance(layer_scaling, Mapping):
+            try:
+                layer_scaling = LayerScalingSettings.model_validate(layer_scaling)
+            except ValidationError as error:
+                raise invalid_settings(error, "layer_scaling", LayerScalingSettings) from None
         scaling = None
         if layer_scaling is not None and layer_scaling.enabled:
             scaling = LayerScaling.from_settings(model, layer_scaling)

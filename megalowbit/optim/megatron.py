@@ -22,6 +22,7 @@ from megalowbit import process_group
 from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.optim.chained import ChainedOptimizer
 from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
+from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.local_ddp import LocalDDP, is_expert
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.optimizer_step import MegatronOptimizer
@@ -141,6 +142,8 @@ def get_megatron_optimizer(
     tensor_parallel_group: dist.ProcessGroup | None = None,
     expert_parallel_group: dist.ProcessGroup | None = None,
     training_group: dist.ProcessGroup | None = None,
+    grad_scaler: GradScaler | None = None,
+    instruments: Instruments | None = None,
     no_weight_decay_cond: ParameterCondition | None = None,
     scale_lr_cond: ParameterCondition | None = None,
     lr_mult: float = 1.0,
@@ -156,6 +159,9 @@ def get_megatron_optimizer(
         expert_parallel_group: over which experts' norm is summed: ranks that hold different ones. Needed on
             all of them, also where a rank has none, if there are parameters with `allreduce = False`.
         training_group: all ranks that take each step together; None: all ranks of the job.
+        grad_scaler: instead of the one that `config` describes, such as a `MaxValueGradScaler`.
+        instruments: from `Instruments.attach(model, grad_scaler)`, made before `LocalDDP` and this; needed by
+            scalers that compute gradients again, by layer scaling, and by all strategies under LocalDDP.
         no_weight_decay_cond: which parameters do not decay, by name and parameter; by default biases and 1-D.
         scale_lr_cond: which parameters learn at `lr_mult` times the learning rate.
         lr_mult: that factor.
@@ -171,9 +177,14 @@ def get_megatron_optimizer(
         scale_lr_cond=scale_lr_cond,
         lr_mult=lr_mult,
     )
+    if grad_scaler is not None and not (config.fp16 or config.bf16):
+        raise UserError(
+            "grad_scaler is given, but fp16 and bf16 are off in the config: fp32 uses no loss scale"
+        )
     _check_fit(model, [parameter for group in groups for parameter in group["params"]], config)
     options: dict[str, Any] = {
-        "grad_scaler": _grad_scaler(config),
+        "grad_scaler": _grad_scaler(config) if grad_scaler is None else grad_scaler,
+        "instruments": instruments,
         "named_parameters": list(_named_parameters(chunks)),
         "model_parallel_group": model_parallel_group,
         "tensor_parallel_group": tensor_parallel_group,

@@ -7,6 +7,7 @@ finds them out (`optimizer_step`), or the overflow (`overflow_location`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,9 @@ class Overflow:
         """`overflow in transformer.h.3.mlp.c_fc.weight on rank 5`, and how far it went."""
         where = f"overflow in {self.tensor}" + (f" on rank {self.rank}" if self.rank is not None else "")
         more = []
-        if self.num_tensors > 1:
+        if self.num_tensors == self.num_gradients > 1:
+            more.append(f"and in all {self.num_gradients} gradients: look at the loss and the forward pass")
+        elif self.num_tensors > 1:
             more.append(f"first of {self.num_tensors} of {self.num_gradients} gradients")
         if self.rank is not None and len(self.ranks) > 1:
             more.append(f"{len(self.ranks)} ranks overflowed")
@@ -89,8 +92,15 @@ class StepReport(tuple[bool, "float | None", "int | None"]):
     def __str__(self) -> str:
         """One line for a log."""
         if not self.is_applied:
-            return f"skipped at loss scale {self.loss_scale:g}" + (
+            return f"skipped at loss scale {_scale_text(self.loss_scale)}" + (
                 f": {self.overflow}" if self.overflow else ""
             )
         zeros = f", {self.num_zeros:,} zeros" if self.num_zeros is not None else ""
-        return f"applied, gradient norm {self.grad_norm:.4g}{zeros}, loss scale {self.loss_scale:g}"
+        return (
+            f"applied, gradient norm {self.grad_norm:.4g}{zeros}, loss scale {_scale_text(self.loss_scale)}"
+        )
+
+
+def _scale_text(scale: float) -> str:
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and abs(exponent) > 8 else f"{scale:g}"

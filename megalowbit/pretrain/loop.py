@@ -93,27 +93,30 @@ def train(job: Job, recorder: Recorder) -> None:
         split = job.split_weights()
         if split is not None:
             recorder.tell(f"before step {job.step + 1}: {split}")
-        facts, is_skipped = train_step(job)
+        facts, is_skipped, overflows = train_step(job)
         if job.recipe.parameter_split is not None:
             facts = {**facts, "weights_split": len(split.ranks) if split is not None else 0}
         recorder.step(facts)
         optimizer = job.engine.optimizer
+        for line in overflows:
+            recorder.tell(f"{line}; tried again")
         recorder.tell(skip_line(job.step, optimizer.report, optimizer.loss_scale))
         if job.late_switch is not None and job.totals.final_loss is not None:
             recorder.tell(job.late_switch.after_step(job.step, job.totals.final_loss))
         skips_in_a_row = skips_in_a_row + 1 if is_skipped else 0
         if skips_in_a_row >= settings.run.max_consecutive_skips:
             raise UserError(
-                f"the gradients of {skips_in_a_row} steps in a row were not finite (step {job.step}, loss "
-                f"{facts['loss']}): start a new run with a lower learning rate, from the last good "
-                "checkpoint with megalowbit.model.checkpoint"
+                f"the gradients of {skips_in_a_row} steps in a row were not finite (step {job.step}, "
+                f"loss {facts['loss']}, loss scale {facts['loss_scale']:g}): start a new run with a lower "
+                "learning rate, or a lower loss scale if the loss is finite, from the last good checkpoint "
+                "with megalowbit.model.checkpoint"
             )
         if job.step % every == 0 or job.step == settings.run.steps:
             job.save()
 
 
-def train_step(job: Job) -> tuple[Facts, bool]:
-    """One optimizer step over all its micro-batches; returns its facts and whether it was skipped."""
+def train_step(job: Job) -> tuple[Facts, bool, tuple[str, ...]]:
+    """One optimizer step over all its micro-batches: facts, whether it was skipped, a line for each retry."""
     engine, optimizer = job.engine, job.engine.optimizer
     started, skipped_before = time.perf_counter(), engine.skipped_steps
     rate = learning_rate(optimizer.param_groups[0])
@@ -136,7 +139,7 @@ def train_step(job: Job) -> tuple[Facts, bool]:
         **({"overflow_retries": attempt.retries} if attempt.retries else {}),
         **(job.late_switch.facts() if job.late_switch is not None else {}),
     }
-    return facts, is_skipped
+    return facts, is_skipped, attempt.overflows
 
 
 def export(job: Job, console: Console) -> None:

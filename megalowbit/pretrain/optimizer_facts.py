@@ -11,15 +11,15 @@ from megalowbit.telemetry.facts import Fact, Facts
 def optimizer_facts(optimizer: MegatronOptimizer, report: StepReport) -> Facts:
     """Facts of a step that has been taken; those nobody asked for are left out.
 
-    `overflow/tensor` and `overflow/rank` name the first gradient that was not finite; only skipped steps have
+    `skipped/tensor` and `skipped/rank` name the first gradient that was not finite; only skipped steps have
     them. `milliseconds/…` are means of the phases that the device has finished since the last step.
     """
     facts: dict[str, Fact] = {"grad_norm": report.grad_norm, "loss_scale": report.loss_scale}
     if optimizer.log_num_zeros_in_grad:
         facts["num_zeros"] = report.num_zeros
     if report.overflow is not None:
-        facts["overflow/tensor"] = report.overflow.tensor
-        facts["overflow/rank"] = report.overflow.rank
+        facts["skipped/tensor"] = report.overflow.tensor
+        facts["skipped/rank"] = report.overflow.rank
     if optimizer.layer_scaling is not None:
         facts["largest_layer_factor"] = max(optimizer.layer_scaling.factors.values(), default=1.0)
     if optimizer.timers is not None:
@@ -27,13 +27,14 @@ def optimizer_facts(optimizer: MegatronOptimizer, report: StepReport) -> Facts:
     return facts
 
 
-def skip_line(step: int, report: StepReport, loss_scale: float) -> str | None:
+def skip_line(step: int, report: StepReport, loss_scale: float, *, verb: str = "skipped") -> str | None:
     """`step 7 skipped: overflow in … on rank 5; loss scale 2^16 → 2^15`; None if it was applied.
 
     Args:
         step: counted from 1.
-        report: of that step.
+        report: of that step, or of one try of it.
         loss_scale: of the next one.
+        verb: what happened to it.
     """
     if report.is_applied:
         return None
@@ -41,4 +42,4 @@ def skip_line(step: int, report: StepReport, loss_scale: float) -> str | None:
     change = ""
     if loss_scale != report.loss_scale:
         change = f"; loss scale {scale_text(report.loss_scale)} → {scale_text(loss_scale)}"
-    return f"step {step} skipped: {where}{change}"
+    return f"step {step} {verb}: {where}{change}"

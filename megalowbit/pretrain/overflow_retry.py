@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from megalowbit.engine.overflow_retry import retry_engine_step
+from megalowbit.optim.step_report import StepReport
 from megalowbit.pretrain.job import Job
+from megalowbit.pretrain.optimizer_facts import skip_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +25,12 @@ class Attempt:
     Attributes:
         loss: 0-dim float64 on the engine's device, mean over this rank's micro-batches.
         retries: how many tries there were before.
+        overflows: a line for each of these, naming what overflowed.
     """
 
     loss: torch.Tensor
     retries: int = 0
+    overflows: tuple[str, ...] = ()
 
 
 def take_step(job: Job) -> Attempt:
@@ -35,8 +40,19 @@ def take_step(job: Job) -> Attempt:
     if not max_retries:
         return _attempt(job, batches)
     kept = list(batches)
-    attempt, retries = retry_engine_step(job.engine, lambda: _attempt(job, kept), max_retries=max_retries)
-    return Attempt(loss=attempt.loss, retries=retries)
+    reports: list[StepReport] = []
+
+    def attempt() -> Attempt:
+        taken = _attempt(job, kept)
+        reports.append(job.engine.optimizer.report)
+        return taken
+
+    last, retries = retry_engine_step(job.engine, attempt, max_retries=max_retries)
+    lines = (
+        skip_line(job.step + 1, report, following.loss_scale, verb="overflowed")
+        for report, following in pairwise(reports)
+    )
+    return Attempt(loss=last.loss, retries=retries, overflows=tuple(filter(None, lines)))
 
 
 def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:

@@ -172,7 +172,7 @@ def test_llama_trains_in_fp16_with_a_dynamic_scale(tmp_path):
     done = run("python", "--ds-config", config, cwd=tmp_path)
     assert done.code == 0, done.output
     rows = metrics(tmp_path / "runs" / "tiny")
-    # by DeepSpeed's rule, as the block is DeepSpeed's: the first growth comes a clean step later than the window
+    # by DeepSpeed's rule, as the block is DeepSpeed's: the first growth comes one clean step later
     assert [row["loss_scale"] for row in rows] == [1024, 1024, 1024, 2048, 2048, 4096]
     assert "14 layers swapped" in done.output
 

@@ -33,11 +33,11 @@ def test_a_skipped_step_has_neither_norm_nor_zeros():
     ("report", "line"),
     [
         (StepReport(is_applied=True, grad_norm=1.23456, loss_scale=65536.0), "applied, gradient norm 1.235, "
-         "loss scale 65536"),
+         "loss scale 2^16"),
         (StepReport(is_applied=True, grad_norm=2.0, num_zeros=12345), "applied, gradient norm 2, "
          "12,345 zeros, loss scale 1"),
-        (StepReport(is_applied=False, loss_scale=512.0), "skipped at loss scale 512"),
-        (StepReport(is_applied=False, loss_scale=512.0, overflow=overflow()), "skipped at loss scale 512: "
+        (StepReport(is_applied=False, loss_scale=512.0), "skipped at loss scale 2^9"),
+        (StepReport(is_applied=False, loss_scale=512.0, overflow=overflow()), "skipped at loss scale 2^9: "
          "overflow in transformer.h.3.mlp.c_fc.weight on rank 5"),
     ],
     ids=["applied", "zeros", "skipped", "located"],
@@ -50,6 +50,10 @@ def test_a_report_is_one_line_in_a_log(report, line):
     ("changes", "more"),
     [
         ({}, " on rank 5"),
+        (
+            {"num_tensors": 148},
+            " on rank 5 (and in all 148 gradients: look at the loss and the forward pass)",
+        ),
         ({"num_tensors": 3}, " on rank 5 (first of 3 of 148 gradients)"),
         ({"ranks": (5, 6, 9)}, " on rank 5 (3 ranks overflowed)"),
         ({"num_tensors": 2, "ranks": (5, 6)}, " on rank 5 (first of 2 of 148 gradients, 2 ranks overflowed)"),

@@ -48,8 +48,8 @@ def test_a_skipped_step_names_tensor_rank_and_scales(model):
     model.bias.main_grad[1] = math.inf
     report = optimizer.step()
     facts = optimizer_facts(optimizer, report)
-    assert facts["overflow/tensor"] == "bias"
-    assert facts["overflow/rank"] == 0
+    assert facts["skipped/tensor"] == "bias"
+    assert facts["skipped/rank"] == 0
     assert facts["grad_norm"] is None
     line = skip_line(7, report, optimizer.loss_scale)
     assert line == "step 7 skipped: overflow in bias on rank 0; loss scale 2^4 → 2^3"

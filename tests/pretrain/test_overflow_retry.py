@@ -32,8 +32,8 @@ def test_with_retries_the_run_is_the_one_that_began_at_the_right_scale(build_job
     expected, other = run_of(build_job, right, 20, override)
     assert found[0][0]["overflow_retries"] == 26 - math.log2(right)  # an octave each
     assert "overflow_retries" not in expected[0][0]
-    assert not any(is_skipped for _, is_skipped in [*found, *expected])
-    for number, ((mine, _), (theirs, _)) in enumerate(zip(found, expected, strict=True)):
+    assert not any(is_skipped for _, is_skipped, _ in [*found, *expected])
+    for number, ((mine, *_), (theirs, *_)) in enumerate(zip(found, expected, strict=True)):
         varying = {"tokens_per_second"} | ({"overflow_retries"} if number == 0 else set())
         assert {k: v for k, v in mine.items() if k not in varying} == {
             k: v for k, v in theirs.items() if k not in varying
@@ -55,11 +55,14 @@ def test_a_step_out_of_retries_is_skipped(build_job):
     assert found[0][1]
     assert found[0][0]["overflow_retries"] == 1
     assert found[0][0]["loss_scale"] == 2.0**31
-    assert job.engine.skipped_steps == sum(is_skipped for _, is_skipped in found)
+    (line,) = found[0][2]  # of the first try; the step's own is that of the last
+    assert line.startswith("step 1 overflowed: overflow in transformer.")
+    assert line.endswith("loss scale 2^32 → 2^31")
+    assert job.engine.skipped_steps == sum(is_skipped for _, is_skipped, _ in found)
     assert job.step == STEPS
 
 
-def test_retries_are_in_the_metrics_of_a_run(resolve, tmp_path):
+def test_retries_are_in_the_metrics_and_the_log_of_a_run(resolve, tmp_path, capsys):
     config = resolve(
         "megalowbit.precision=fp16",
         'megalowbit.grad_scaler={"initial_scale": 67108864}',
@@ -69,6 +72,7 @@ def test_retries_are_in_the_metrics_of_a_run(resolve, tmp_path):
     pretrain(config, ProcessIdentity(), run_dir=tmp_path / "run", is_resume=False)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["overflow_retries"] > 0
+    assert capsys.readouterr().out.count("tried again") == sum(row.get("overflow_retries", 0) for row in rows)
     assert "overflow_retries" not in rows[-1]
     assert [row["skipped_steps"] for row in rows] == [0] * 4
 
