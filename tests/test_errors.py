@@ -59,3 +59,12 @@ def test_a_validation_error_becomes_one_line_with_key_value_and_remedy(data, mes
     assert line.startswith(message)
     assert len(line) < 250
     assert "\n" not in line
+
+
+def test_a_value_that_cannot_be_written_is_shown_by_its_type():
+    class Odd:
+        def __repr__(self):
+            raise TypeError("no text")
+
+    assert shown(Odd()) == "<Odd>"
+    assert shown(10**5000) == "<int>"

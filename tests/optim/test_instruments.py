@@ -285,3 +285,10 @@ def test_nothing_is_taken_where_nobody_asks_and_an_unarmed_probe_adds_nothing():
     assert not instruments.probe.is_armed
     instruments.prepare(None)
     assert not instruments.probe.is_armed
+
+
+def test_layer_scaling_may_be_given_as_a_configuration_has_it():
+    found = Instruments.attach(Blocks(), None, layer_scaling={"enabled": True, "max_factor": 8.0})
+    assert found.layer_scaling.settings == LayerScalingSettings(enabled=True, max_factor=8.0)
+    with pytest.raises(UserError, match=r"unknown key 'layer_scaling\.enable': did you mean"):
+        Instruments.attach(Blocks(), None, layer_scaling={"enable": True})

@@ -7,9 +7,11 @@ from torch.nn.parallel import DistributedDataParallel
 from megalowbit.errors import UserError
 from megalowbit.optim.chained import ChainedOptimizer
 from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.local_ddp import LocalDDP
 from megalowbit.optim.megatron import OptimizerConfig, get_megatron_optimizer
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megalowbit.optim.scale_strategies import MaxValueGradScaler
 
 
 class Model(torch.nn.Module):
@@ -286,3 +288,17 @@ def test_torchs_ddp_needs_ordinary_gradients(tmp_path):
     finally:
         if is_ours:
             torch.distributed.destroy_process_group()
+
+
+def test_a_strategy_of_ones_own_goes_through_local_ddp_with_its_instruments():
+    model, scaler = Model().half(), MaxValueGradScaler(2.0**20)
+    instruments = Instruments.attach(model, scaler)
+    wrapped = LocalDDP(model, instruments=instruments)
+    options = {"grad_scaler": scaler, "instruments": instruments}
+    optimizer = get_megatron_optimizer(wrapped, OptimizerConfig(lr=1e-3, fp16=True), **options)
+    assert optimizer.grad_scaler is scaler
+    train(wrapped, optimizer, steps=14)
+    assert scaler.scale < 2.0**20  # its gradients would have overflowed, or it has seen that they would
+    assert optimizer.report.is_applied
+    with pytest.raises(UserError, match="fp16 and bf16 are off"):
+        get_megatron_optimizer(Model(), OptimizerConfig(lr=1e-3), grad_scaler=MaxValueGradScaler())

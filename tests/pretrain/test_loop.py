@@ -72,7 +72,9 @@ def test_training_that_only_skips_stops_with_the_reason(build_job, tmp_path):
     console = Console(20, is_main=False)
     with (
         Recorder(job, console, is_main=True, is_resume=False) as recorder,
-        pytest.raises(UserError, match=r"3 steps in a row were not finite \(step 3, loss nan, loss scale 1\)"),
+        pytest.raises(
+            UserError, match=r"3 steps in a row were not finite \(step 3, loss nan, loss scale 1\)"
+        ),
     ):
         train(job, recorder)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
