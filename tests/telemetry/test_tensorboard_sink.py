@@ -1,4 +1,6 @@
 import math
+import sys
+import threading
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -55,10 +57,47 @@ def test_a_resumed_run_hides_what_was_written_after_its_checkpoint(tmp_path):
 
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(
         UserError, match=r"pip install tensorboard, or set megalowbit.telemetry.tensorboard=false"
     ):
         TensorBoardSink(tmp_path)
+
+
+def interrupt_at(moment, write):
+    """Call `write` and raise KeyboardInterrupt at its `moment`-th line or return; False if there is none."""
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        seen += 1
+        if seen == moment:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        write()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_a_ctrl_c_at_any_moment_of_a_write_neither_blocks_the_close_nor_costs_earlier_steps(tmp_path):
+    moment = 0
+    is_interrupted = True
+    while is_interrupted:
+        moment += 1
+        sink = TensorBoardSink(tmp_path / str(moment))
+        sink.write(1, {"loss": 1.5})
+        is_interrupted = interrupt_at(moment, lambda sink=sink: sink.write(2, {"loss": 2.5}))
+        closing = threading.Thread(target=sink.close, daemon=True)
+        closing.start()
+        closing.join(timeout=5.0)
+        assert not closing.is_alive(), f"close() waits after an interrupt at moment {moment}"
+        expected = [(1, 1.5)] if is_interrupted else [(1, 1.5), (2, 2.5)]
+        assert scalars(tmp_path / str(moment))["loss"][: len(expected)] == expected
+    assert moment > 20  # the moments were really visited
