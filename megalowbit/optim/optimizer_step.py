@@ -1,7 +1,7 @@
 """One optimizer step on scaled fp32 gradients, the same for half-precision and fp32 models.
 
-The order is Megatron's: inspect the scaled gradients, update the scaler, skip if any is non-finite, else
-unscale and clip, step the masters, copy them to the model; `take_step` has it, for one optimizer or several.
+Inspect the scaled gradients, skip if any is non-finite, else unscale and clip, step the masters, copy them to
+the model, and tell the scaler: `take_step` has the order, for one optimizer or several.
 Here is what it needs of each optimizer. A step leaves no gradient behind: one that stayed would be applied a
 second time. Which parameters have masters is the business of the subclasses in `mixed_precision`.
 Between steps others may change weights: `master_of`, `state_of`, then `masters_have_changed`.
