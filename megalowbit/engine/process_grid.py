@@ -1,0 +1,139 @@
+"""Where a process stands in a job that cuts its model: pure arithmetic on ranks, in DeepSpeed's own orders.
+
+Ranks count tensor ranks first, then data, then stages: tensor ranks are neighbours (AutoTP, and Megatron's
+default order), stages are outermost (`PipeDataParallelTopology`). No group is made here and nothing is
+imported, so a configuration can be checked before the seconds that torch and DeepSpeed take to load.
+Not covered: tensor and pipeline parallelism together, which is refused; sequence and expert parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megalowbit.errors import UserError, shown
+
+TENSOR_KEY = "tensor_parallel.autotp_size"
+PIPELINE_KEY = "pipeline.stages"
+
+
+@dataclass(frozen=True)
+class ProcessGrid:
+    """One process of a grid of `pipeline_size` × `data_size` × `tensor_size` processes.
+
+    Attributes:
+        rank: 0 … world_size-1, in the world.
+        world_size: processes of the job.
+        tensor_size: processes that share each layer.
+        pipeline_size: stages that share the layers among them.
+
+    Raises:
+        UserError: the world does not divide, or both sizes are above 1.
+    """
+
+    rank: int
+    world_size: int
+    tensor_size: int = 1
+    pipeline_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be 0 … world_size-1: {self.rank}, {self.world_size}")
+        if self.tensor_size > 1 and self.pipeline_size > 1:
+            raise UserError(
+                f"{TENSOR_KEY} = {self.tensor_size} cannot be used with {PIPELINE_KEY} = "
+                f"{self.pipeline_size}: set one of them to 1"
+            )
+        for key, size in ((TENSOR_KEY, self.tensor_size), (PIPELINE_KEY, self.pipeline_size)):
+            if size < 1 or self.world_size % size:
+                raise UserError(
+                    f"{key} = {size} does not divide the {self.world_size} "
+                    f"process{'' if self.world_size == 1 else 'es'} of the job: "
+                    f"start a multiple of {max(size, 1)}, or set it to a divisor of {self.world_size}"
+                )
+
+    @classmethod
+    def from_config(cls, deepspeed_config: Mapping[str, Any], rank: int, world_size: int) -> ProcessGrid:
+        """Read the sizes from a DeepSpeed configuration; what it leaves out is 1.
+
+        Args:
+            deepspeed_config: as written by the user, with or without the `"megalowbit"` block.
+            rank: of this process, in the world.
+            world_size: processes of the job.
+
+        Raises:
+            UserError: a size is no whole number ≥ 1, or the sizes do not fit the world.
+        """
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            # 0 is DeepSpeed's own default: no tensor parallelism
+            tensor_size=_size(deepspeed_config, TENSOR_KEY, unset=(None, 0)),
+            pipeline_size=_size(deepspeed_config, PIPELINE_KEY, unset=(None,)),
+        )
+
+    @property
+    def data_size(self) -> int:
+        """Processes that train the same weights on other data."""
+        return self.world_size // (self.tensor_size * self.pipeline_size)
+
+    @property
+    def data_rank(self) -> int:
+        """0 … data_size-1: which part of the data; decides data order, rounding and dropout."""
+        return self.rank // self.tensor_size % self.data_size
+
+    @property
+    def tensor_rank(self) -> int:
+        """0 … tensor_size-1: which part of each sharded layer."""
+        return self.rank % self.tensor_size
+
+    @property
+    def stage(self) -> int:
+        """0 … pipeline_size-1: which layers."""
+        return self.rank // (self.data_size * self.tensor_size)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that hold one copy of the model among them."""
+        return self.tensor_size * self.pipeline_size
+
+    @property
+    def tensor_ranks(self) -> tuple[int, ...]:
+        """World ranks of this process's tensor-parallel group, in order."""
+        first = self.rank - self.tensor_rank
+        return tuple(range(first, first + self.tensor_size))
+
+    @property
+    def data_ranks(self) -> tuple[int, ...]:
+        """World ranks that hold the same weights as this process, in order."""
+        first = self.stage * self.data_size * self.tensor_size + self.tensor_rank
+        return tuple(first + index * self.tensor_size for index in range(self.data_size))
+
+    @property
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """World ranks of the stages that this process's data passes through, first stage first."""
+        per_stage = self.data_size * self.tensor_size
+        return tuple(self.rank % per_stage + stage * per_stage for stage in range(self.pipeline_size))
+
+    @property
+    def model_parallel_ranks(self) -> tuple[int, ...]:
+        """World ranks that hold one copy of the model among them, in order."""
+        return self.tensor_ranks if self.pipeline_size == 1 else self.pipeline_ranks
+
+    def __str__(self) -> str:
+        """How the job is cut: `"2 × 2: data 2, tensor 2"`; `"data 4"` where nothing is."""
+        parts = {"data": self.data_size, "tensor": self.tensor_size, "stages": self.pipeline_size}
+        cut = {name: size for name, size in parts.items() if size > 1 or name == "data"}
+        sizes = " × ".join(str(size) for size in cut.values())
+        names = ", ".join(f"{name} {size}" for name, size in cut.items())
+        return f"{sizes}: {names}" if len(cut) > 1 else names
+
+
+def _size(config: Mapping[str, Any], dotted: str, *, unset: tuple[object, ...]) -> int:
+    block_name, key = dotted.split(".")
+    block = config.get(block_name)
+    value = block.get(key) if isinstance(block, Mapping) else None
+    if isinstance(value, bool) or not (isinstance(value, int) or value is None):
+        raise UserError(f"{dotted} = {shown(value)} must be a whole number ≥ 1, or left out")
+    return 1 if value in unset else int(value)  # type: ignore[arg-type]
