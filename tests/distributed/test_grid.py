@@ -1,0 +1,109 @@
+"""A grid of 2 × 2 processes: where each stands, and a model cut over two of them by its own code."""
+
+import math
+
+import pytest
+import torch
+
+WORLD, DATA, STEPS, ACCUMULATION = 4, 2, 4, 2
+LEARNING_RATE, DECAY, CLIP = 1e-2, 0.01, 0.5
+
+
+@pytest.fixture(scope="module")
+def seen(launch_ranks):
+    """What the four ranks of ranks_grid.py reported; launched once for all tests of this file."""
+    return launch_ranks("ranks_grid.py", world_size=WORLD).wait(timeout=180)
+
+
+@pytest.mark.parametrize("kind", ["autotp", "pipeline", "megatron"])
+def test_our_arithmetic_gives_the_ranks_of_real_groups(seen, kind):
+    for rank in seen:
+        theirs, ours = rank[kind]
+        assert ours == theirs
+
+
+def test_tensor_ranks_are_neighbours_and_stages_outermost(seen):
+    assert [rank["autotp"][1]["tensor"] for rank in seen] == [[0, 0], [1, 0], [0, 2], [1, 2]]
+    assert [rank["autotp"][1]["data"][0] for rank in seen] == [0, 0, 1, 1]
+    assert [rank["pipeline"][1]["stages"] for rank in seen] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+    assert [rank["pipeline"][1]["data"][0] for rank in seen] == [0, 1, 0, 1]
+
+
+def reference(tiny):
+    """The same training in one process, in float64, with AdamW and clipping written out."""
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(tiny.HIDDEN, tiny.HIDDEN),
+        torch.nn.Linear(tiny.HIDDEN, tiny.WIDTH, bias=False),
+        torch.nn.Tanh(),
+        torch.nn.Linear(tiny.WIDTH, 1),
+    ).double()
+    weights = list(model.parameters())
+    m, v = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+    losses, norms = [[[] for _ in range(STEPS)] for _ in range(DATA)], []
+    for step in range(STEPS):
+        for rank in range(DATA):
+            for micro_batch in range(ACCUMULATION):
+                x = tiny.data(step, micro_batch, rank, DATA).double()
+                loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+                losses[rank][step].append(loss.item())
+                (loss / (DATA * ACCUMULATION)).backward()
+        norm = math.sqrt(sum(float(w.grad.square().sum()) for w in weights))
+        norms.append(norm)
+        for index, w in enumerate(weights):
+            gradient = w.grad * min(1.0, CLIP / (norm + 1e-6))
+            m[index] = 0.9 * m[index] + 0.1 * gradient
+            v[index] = 0.999 * v[index] + 0.001 * gradient.square()
+            denominator = (v[index] / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8
+            with torch.no_grad():
+                w *= 1 - LEARNING_RATE * (DECAY if w.ndim > 1 else 0.0)
+                w -= LEARNING_RATE * m[index] / (1 - 0.9 ** (step + 1)) / denominator
+            w.grad = None
+    return losses, norms
+
+
+@pytest.mark.parametrize("case", ["fp32", "zero1"])
+def test_a_megatron_style_model_trains_as_the_whole_one_in_one_process(seen, tiny, case):
+    losses, norms = reference(tiny)
+    assert max(norms) > CLIP, "clipping must be at work for its norm to matter"
+    for index, rank in enumerate(seen):
+        expected = losses[index // 2]
+        for step, facts in enumerate(rank[case]):
+            assert facts["losses"] == pytest.approx(expected[step], rel=1e-5)
+            assert facts["norm"] == pytest.approx(norms[step], rel=1e-5), "every part counts exactly once"
+
+
+def test_replicated_weights_stay_equal_on_tensor_ranks(seen):
+    for case in ("fp32", "zero1", "overflow"):
+        assert len({str([step["replicated"] for step in rank[case]]) for rank in seen}) == 1
+
+
+def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all(seen):
+    for rank in seen:
+        assert [step["skipped"] for step in rank["overflow"]] == [0, 1, 1, 1]
+        assert [step["scale"] for step in rank["overflow"]] == [1024, 512, 512, 512]
+        assert [step["norm"] is None for step in rank["overflow"]] == [False, True, False, False]
+        before, after = (rank["overflow"][step]["replicated"] for step in (0, 1))
+        assert before == after
+
+
+SAID = {
+    "no_data": "mpu has no get_data_parallel_group(): initialise",
+    "not_made": "mpu has no get_data_parallel_group(): initialise",
+    "no_group": "rank 0: mpu.get_model_parallel_group() is no process group of rank 0: let it return",
+    "not_mine": "rank 0: mpu.get_data_parallel_group() is no process group of rank 0: let it return",
+    "does_not_multiply": "mpu's groups do not fit together: data 1 × tensor 2 × pipeline 1 = 2 processes",
+    "strided": "rank 0: mpu's data-parallel group of rank 0 has ranks [0, 1] and not [0, 2]: tensor",
+    "overlap": "rank 0: mpu's data-parallel group of rank 0 has ranks [0, 1] and not [0, 2]: tensor",
+    "wrong_rank": "rank 0: mpu.get_data_parallel_rank() = 5 on rank 0 but its group says 0: let",
+    "context": "mpu.get_context_parallel_world_size() = 2: context parallelism is not supported, set it to 1",
+    "sequence": "mpu is one of sequence parallelism, which is not supported: leave it out",
+    "twice": "mpu and the configuration (2 × 2: data 2, tensor 2) both cut the model: leave one of them out",
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_an_mpu_that_does_not_fit_is_refused_on_every_rank(seen, case):
+    lines = {rank["refusals"][case] for rank in seen}
+    assert len(lines) == 1
+    assert lines.pop().startswith(SAID[case])
