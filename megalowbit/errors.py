@@ -19,7 +19,13 @@ LONGEST_VALUE = 80  # characters of a value that a message repeats
 
 
 class UserError(ValueError):
-    """A wrong name, value, file or combination, with the remedy in its message."""
+    """A wrong name, value, file or combination, with the remedy in its message.
+
+    Attributes:
+        is_on_all_ranks: every rank of the job raises the same, so rank 0 alone need print it.
+    """
+
+    is_on_all_ranks: bool = False
 
 
 def shown(value: object) -> str:

@@ -1,7 +1,8 @@
 """One rank decides, all ranks know: so that a mistake ends every process with the same line, and none waits.
 
 What touches the file system or may fail on one rank only (a folder, a checksum, a full disk) is done by rank
-0; its result or its error is then broadcast. Without a process group everything is local.
+0; its result or its error is then broadcast (`agree`). What every rank must do for itself ends on all ranks
+where it fails on one (`succeed_together`). Without a process group everything is local.
 """
 
 from __future__ import annotations
@@ -45,6 +46,60 @@ def agree(decide: Callable[[], T]) -> T:
     if outcome[2] is not None:
         raise RuntimeError(outcome[2])
     if outcome[1] is not None:
-        raise UserError(outcome[1])
+        raise raised_on_all_ranks(outcome[1])
     result: T = outcome[0]
     return result
+
+
+def succeed_together(work: Callable[[], T]) -> T:
+    """Run `work` on every rank; where it fails on any, all raise. Collective, and `work` must not be.
+
+    Raises:
+        UserError: `work` raised one on some rank; the first such rank's message, naming the rank unless all
+            say the same.
+        RuntimeError: it raised something else elsewhere; the rank itself raises the original.
+    """
+    if process_group.world_size() == 1:
+        return work()
+    import torch.distributed as dist
+
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as error:  # must reach the other ranks before it goes on its way
+        failure = error
+    mine = None if failure is None else (isinstance(failure, UserError), _line(failure))
+    everyone: list[tuple[bool, str] | None] = [None] * process_group.world_size()
+    dist.all_gather_object(everyone, mine)
+    if failure is not None and not isinstance(failure, UserError):
+        raise failure
+    failed = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
+    if failed:
+        rank, (is_user_error, line) = failed[0]
+        message = line if set(everyone) == {everyone[rank]} else f"rank {rank}: {line}"
+        raise raised_on_all_ranks(message) if is_user_error else RuntimeError(message)
+    done: T = result
+    return done
+
+
+def raised_on_all_ranks(message: str) -> UserError:
+    """An error that every rank raises alike, so that one of them is enough to print it."""
+    error = UserError(message)
+    error.is_on_all_ranks = True
+    return error
+
+
+def _line(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def gather(mine: T) -> list[T]:
+    """What every rank has, by rank; collective. Small picklable values."""
+    if process_group.world_size() == 1:
+        return [mine]
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * process_group.world_size()
+    dist.all_gather_object(found, mine)
+    return found

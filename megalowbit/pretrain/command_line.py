@@ -144,4 +144,6 @@ def _report(error: UserError, identity: ProcessIdentity) -> None:
         print(f"error: {line}", file=sys.stderr, flush=True)
     else:
         time.sleep(SECONDS_FOR_THE_MAIN_RANK)
+        if error.is_on_all_ranks:
+            return
         print(f"error on rank {identity.rank}: {line}", file=sys.stderr, flush=True)

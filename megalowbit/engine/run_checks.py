@@ -1,0 +1,245 @@
+"""Checks that refuse a run before its first step, on every rank and with one line.
+
+Ranks that were started with different code, settings or models train apart, or wait for each other for ever
+in the first collective that differs. So the first thing they exchange is two digests each; only if those
+differ are the facts behind them gathered, to say what differs and on which ranks. Facts of the run must be
+equal everywhere, facts of the model among the ranks that hold the same part of it. Further: low-bit layers
+that DeepSpeed has replaced, and a loss scaler that is not ours.
+Not covered: values of weights, which DeepSpeed broadcasts; paths, whose contents are compared instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megalowbit
+from megalowbit import process_group
+from megalowbit.engine.agreement import raised_on_all_ranks
+from megalowbit.engine.config import BLOCK, DeepSpeedConfigParts
+from megalowbit.engine.process_grid import ProcessGrid
+from megalowbit.errors import UserError, shown
+
+Facts = Mapping[str, str]
+
+DISTRIBUTIONS = ("torch", "deepspeed", "transformers", "triton")
+# these decide which kernels compute, and how they round
+ENVIRONMENT = (
+    "MEGALOWBIT_BACKEND",
+    "TRITON_INTERPRET",
+    "DS_ACCELERATOR",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+SOURCES = frozenset({".py", ".c", ".cpp", ".h", ".cu", ".cuh"})
+# a node may have its own place for them: what they hold is compared by fingerprint, or broadcast
+PLACES = frozenset(
+    f"{BLOCK}.{key}"
+    for key in ("data.cache_dir", "data.corpus", "data.tokenizer", "model.config", "model.checkpoint")
+)
+REMEDIES = {
+    "code": "install the same megalowbit on every node",
+    "version": "install the same packages on every node",
+    "environment": "export it alike on every node",
+    "device": "use one kind of device",
+    "configuration": "give every rank the same configuration",
+    "parameter": "build the same model on every rank",
+    "argument": "call megalowbit.initialize alike on every rank",
+}
+DIGEST_BYTES = 32
+RANKS_NAMED = 4
+
+
+def installation_facts() -> dict[str, str]:
+    """What this process computes with: code, versions, kernel choice, kind of device."""
+    facts = {"code of megalowbit": code_digest(Path(megalowbit.__file__).parent)}
+    for name in DISTRIBUTIONS:
+        try:
+            facts[f"version of {name}"] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[f"version of {name}"] = "not installed"
+    facts |= {f"environment variable {name}": shown(os.environ.get(name)) for name in ENVIRONMENT}
+    facts["device"] = "cpu"
+    if torch.cuda.is_available():
+        facts["device"] = "cuda {}.{}".format(*torch.cuda.get_device_capability())
+    return facts
+
+
+def configuration_facts(parts: DeepSpeedConfigParts) -> dict[str, str]:
+    """Every key of a configuration but places, by its dotted name; DeepSpeed's half and ours."""
+    # as they take effect: the block leaves out what it does not change
+    block = {**parts.megalowbit, **parts.settings.model_dump(mode="json")}
+    flat = _flat({**parts.deepspeed, BLOCK: block}, "")
+    return {f"configuration key {key}": value for key, value in flat.items() if key not in PLACES}
+
+
+def model_facts(model: torch.nn.Module) -> dict[str, str]:
+    """Number, names, shapes and types of a model's parameters."""
+    parameters = {name: (p, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
+    return {
+        "parameter count": f"{count:,}",
+        **{
+            f"parameter {name}": f"{str(p.dtype).removeprefix('torch.')} {tuple(shape)}"
+            + ("" if p.requires_grad else " frozen")
+            for name, (p, shape) in parameters.items()
+        },
+    }
+
+
+def check_ranks_agree(
+    everywhere: Facts, *, of_this_part: Facts | None = None, grid: ProcessGrid | None = None
+) -> None:
+    """Make sure that all ranks were started alike; collective.
+
+    Args:
+        everywhere: facts that all ranks must share, by what they are: `{"seed": "0"}`.
+        of_this_part: facts shared by the ranks with this one's tensor rank and stage.
+        grid: says which ranks those are; by default all.
+
+    Raises:
+        UserError: on every rank: what differs, and which ranks have what.
+    """
+    if process_group.world_size() == 1:
+        return
+    part = (0, 0) if grid is None else (grid.stage, grid.tensor_rank)
+    own = (dict(everywhere), dict(of_this_part or {}), part)
+    digests = _gather_digests(b"".join(_digest(each) for each in own))
+    if len({each[:DIGEST_BYTES] for each in digests}) == 1:
+        # a digest for each part: those of the model are as many as there are parts
+        of_parts = defaultdict(set)
+        for each in digests:
+            of_parts[each[2 * DIGEST_BYTES :]].add(each[DIGEST_BYTES : 2 * DIGEST_BYTES])
+        if all(len(found) == 1 for found in of_parts.values()):
+            return
+    gathered: list[Any] = [None] * process_group.world_size()
+    dist.all_gather_object(gathered, own)
+    raise raised_on_all_ranks(_first_difference(gathered))
+
+
+def _gather_digests(mine: bytes) -> list[bytes]:
+    device = process_group.exchange_device(None)
+    local = torch.tensor(list(mine), dtype=torch.uint8, device=device)
+    everyone = [torch.empty_like(local) for _ in range(process_group.world_size())]
+    dist.all_gather(everyone, local)
+    return [bytes(each.tolist()) for each in everyone]
+
+
+def _first_difference(gathered: Sequence[tuple[Facts, Facts, tuple[int, int]]]) -> str:
+    whole = {rank: facts for rank, (facts, _, _) in enumerate(gathered)}
+    differing = _differing(whole)
+    parts: dict[tuple[int, int], dict[int, Facts]] = defaultdict(dict)
+    for rank, (_, facts, part) in enumerate(gathered):
+        parts[part][rank] = facts
+    for peers in parts.values():
+        differing = differing or _differing(peers)
+    (what, of_rank), others = differing[0], differing[1:]
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, value in of_rank.items():
+        holders[value].append(rank)
+    values = ", ".join(f"{value} on {_name_ranks(ranks)}" for value, ranks in holders.items())
+    more = f" (and on {len(others)} more, such as {others[0][0]})" if others else ""
+    remedy = REMEDIES.get(what.split(" ")[0], "start every rank with the same one")
+    return f"ranks disagree on {what}: {values}{more}; {remedy}"
+
+
+def _differing(facts_of: Mapping[int, Facts]) -> list[tuple[str, dict[int, str]]]:
+    """What differs, in the order of the facts, and its value on each rank."""
+    names = dict.fromkeys(name for facts in facts_of.values() for name in facts)
+    found = {name: {rank: facts.get(name, "none") for rank, facts in facts_of.items()} for name in names}
+    return [(name, values) for name, values in found.items() if len(set(values.values())) > 1]
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:RANKS_NAMED]))
+    more = f" and {len(ranks) - RANKS_NAMED} more" if len(ranks) > RANKS_NAMED else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {named}{more}"
+
+
+def low_bit_names(model: torch.nn.Module) -> tuple[str, ...]:
+    """Names of a model's low-bit layers."""
+    from megalowbit.layers.surgery import bit_layers
+
+    return tuple(bit_layers(model))
+
+
+def check_layers_kept(module: torch.nn.Module, converted: Collection[str]) -> None:
+    """Make sure that DeepSpeed has left every low-bit layer in its place.
+
+    Args:
+        module: the engine's module.
+        converted: names of the low-bit layers before DeepSpeed got the model.
+
+    Raises:
+        UserError: one of them is gone, or another layer now.
+    """
+    present = set(low_bit_names(module))
+    missing = [name for name in converted if name not in present]
+    if missing:
+        modules = dict(module.named_modules())
+        now = type(modules[missing[0]]).__name__ if missing[0] in modules else "gone"
+        raise UserError(
+            f"{len(missing)} of {len(converted)} low-bit layers were lost when DeepSpeed took the model "
+            f"over ({missing[0]} is {now}): turn off what replaces layers in the configuration"
+        )
+
+
+def check_scaler(engine: Any) -> None:
+    """Make sure that the loss scale is in our hands; to be called before the first step and after a load.
+
+    Raises:
+        UserError: the engine's optimizer has another scaler than the one it was made with.
+    """
+    from megalowbit.optim.grad_scaler import GradScaler
+
+    optimizer = engine.optimizer
+    scaler = getattr(optimizer, "grad_scaler", None)
+    of_deepspeed = getattr(optimizer, "loss_scaler", None)
+    is_ours = scaler is None or isinstance(scaler, GradScaler)
+    is_adapter = of_deepspeed is None or type(of_deepspeed).__module__.startswith(f"{BLOCK}.")
+    if not (hasattr(optimizer, "grad_scaler") and is_ours and is_adapter):
+        found = of_deepspeed if is_ours and of_deepspeed is not None else scaler
+        kind = f"{type(found).__module__}.{type(found).__name__}"
+        raise UserError(
+            f"the engine's loss scaler is a {kind} and not the one of "
+            "megalowbit.grad_scaler: do not replace it, and resume from checkpoints of megalowbit only"
+        )
+
+
+def code_digest(folder: Path) -> str:
+    """First 12 hexadecimal digits of a SHA-256 over names and contents of a package's source files."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in SOURCES):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]
+
+
+def _digest(values: object) -> bytes:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = _text(value)
+    return flat
+
+
+def _text(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=repr)
+    # a list may be long: its digest tells apart what the cut value cannot
+    return text if shown(text) == repr(text) else f"{shown(text)} ({_digest(text).hex()[:8]})"

@@ -1,0 +1,136 @@
+"""Checks of one process; what several ranks say of each other is in tests/distributed/test_run_checks.py."""
+
+import importlib.metadata
+import types
+
+import pytest
+import torch
+
+from megalowbit.engine.config import read_deepspeed_config
+from megalowbit.engine.run_checks import (
+    check_layers_kept,
+    check_ranks_agree,
+    check_scaler,
+    code_digest,
+    configuration_facts,
+    installation_facts,
+    low_bit_names,
+    model_facts,
+)
+from megalowbit.errors import UserError
+from megalowbit.layers.recipe import recipe
+from megalowbit.layers.surgery import convert, restore
+from megalowbit.optim.grad_scaler import ConstantGradScaler
+
+
+def parts(**block):
+    return read_deepspeed_config(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+            "megalowbit": block,
+        }
+    )
+
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16, bias=False))
+
+
+def test_one_process_agrees_with_itself_without_a_group():
+    check_ranks_agree({"seed": "0"})
+
+
+def test_the_code_is_its_sources_names_and_contents(tmp_path):
+    def digest():
+        return code_digest(tmp_path)
+
+    (tmp_path / "a.py").write_text("x = 1\n")
+    first = digest()
+    (tmp_path / "notes.txt").write_text("not code")
+    assert digest() == first
+    (tmp_path / "a.py").write_text("x = 2\n")
+    second = digest()
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    third = digest()
+    (tmp_path / "kernel.cu").write_text("")
+    assert len({first, second, third, digest()}) == 4
+
+
+def test_an_installation_is_described_by_short_texts():
+    facts = installation_facts()
+    assert facts["version of torch"] == importlib.metadata.version("torch")
+    assert {"code of megalowbit", "version of deepspeed", "device"} <= facts.keys()
+    assert all(isinstance(value, str) and len(value) < 100 for value in facts.values())
+
+
+def test_kernel_choices_are_part_of_it(monkeypatch):
+    monkeypatch.delenv("MEGALOWBIT_BACKEND", raising=False)
+    before = installation_facts()
+    monkeypatch.setenv("MEGALOWBIT_BACKEND", "torch")
+    after = installation_facts()
+    assert {name for name in before if before[name] != after[name]} == {
+        "environment variable MEGALOWBIT_BACKEND"
+    }
+
+
+def test_configurations_compare_key_by_key_with_defaults_filled_in():
+    facts = configuration_facts(parts(precision="bf16"))
+    assert facts["configuration key optimizer.params.betas"] == "[0.9, 0.95]"
+    assert facts == configuration_facts(parts())  # bf16 is the default
+    other = configuration_facts(parts(precision="fp16"))
+    assert facts["configuration key megalowbit.precision"] != other["configuration key megalowbit.precision"]
+
+
+def test_where_a_node_keeps_its_files_may_differ():
+    one, two = (configuration_facts(parts(data={"cache_dir": place, "seed": 1})) for place in ("/a", "/b"))
+    assert one == two
+    assert one["configuration key megalowbit.data.seed"] == "1"
+
+
+def test_long_values_differ_even_where_they_are_cut():
+    one, two = ({"values": list(range(200)), "x": index} for index in range(2))
+    two["values"][100] = -1
+    facts = [configuration_facts(parts(run=run)) for run in (one, two)]
+    key = "configuration key megalowbit.run.values"
+    assert facts[0][key] != facts[1][key]
+    assert len(facts[0][key]) < 110
+
+
+def test_a_model_is_its_parameters_names_shapes_and_types():
+    net = model()
+    net[1].weight.requires_grad_(False)
+    assert model_facts(net) == {
+        "parameter count": "528",
+        "parameter 0.weight": "float32 (16, 16)",
+        "parameter 0.bias": "float32 (16,)",
+        "parameter 1.weight": "float32 (16, 16) frozen",
+    }
+
+
+def test_every_layer_that_was_converted_must_still_be_low_bit():
+    net = model()
+    convert(net, recipe("nvfp4"))
+    names = low_bit_names(net)
+    assert names == ("0", "1")
+    check_layers_kept(net, names)
+    net[1] = torch.nn.Identity()
+    with pytest.raises(UserError, match=r"^1 of 2 low-bit layers were lost .*\(1 is Identity\): turn off"):
+        check_layers_kept(net, names)
+    restore(net)
+    with pytest.raises(UserError, match=r"^2 of 2 low-bit layers were lost .*\(0 is Linear\)"):
+        check_layers_kept(net, names)
+
+
+@pytest.mark.parametrize("scaler", [None, ConstantGradScaler(8.0)])
+def test_scalers_of_ours_are_taken(scaler):
+    check_scaler(types.SimpleNamespace(optimizer=types.SimpleNamespace(grad_scaler=scaler)))
+
+
+@pytest.mark.parametrize("attribute", ["grad_scaler", "loss_scaler"])
+def test_another_scaler_is_refused(attribute):
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    optimizer = types.SimpleNamespace(**{"grad_scaler": ConstantGradScaler(8.0), attribute: LossScaler(8.0)})
+    with pytest.raises(UserError, match=r"is a deepspeed\.runtime\.fp16\.loss_scaler\.LossScaler and not"):
+        check_scaler(types.SimpleNamespace(optimizer=optimizer))
