@@ -1,0 +1,37 @@
+"""Which arguments of `initialize` go together."""
+
+from __future__ import annotations
+
+import torch
+
+from megalowbit.engine.config import EngineSettings
+from megalowbit.engine.model_optimizer import HALF, ModelParameters
+from megalowbit.errors import UserError
+
+
+def check_arguments(
+    model: torch.nn.Module,
+    settings: EngineSettings,
+    optimizer: torch.optim.Optimizer | None,
+    model_parameters: ModelParameters | None,
+    lr_scheduler: object,
+) -> None:
+    """Refuse arguments of `initialize` that contradict each other or the configured precision.
+
+    Raises:
+        UserError: names the argument or the parameter.
+    """
+    if optimizer is not None and model_parameters is not None:
+        raise UserError("pass optimizer or model_parameters, not both: an optimizer has its parameters")
+    is_bound = isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    if is_bound and getattr(lr_scheduler, "optimizer", None) is not optimizer:
+        raise UserError(
+            "lr_scheduler belongs to another optimizer: pass a callable from optimizer to scheduler instead"
+        )
+    allowed = {torch.float32, HALF.get(settings.precision, torch.float32)}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in allowed:
+            raise UserError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')} but precision is "
+                f"{settings.precision}: call model.float() first"
+            )

@@ -1,0 +1,66 @@
+"""The weights of an engine's model as whole tensors on one rank, however they are partitioned.
+
+At ZeRO stage 3 a rank has a piece of each parameter, under tensor parallelism a shard, which is joined as its
+`cut` says. They are gathered one at a time, so that no rank ever
+holds more than one whole parameter on its device; rank 0 keeps copies on the host. Not covered: masters,
+which are in the checkpoints.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from megalowbit import process_group
+from megalowbit.layers.tensor_parallel import TensorGroup
+
+
+def whole_state_dict(engine: Any) -> dict[str, torch.Tensor]:
+    """`engine.module.state_dict()` with whole tensors; every rank must call it.
+
+    Returns:
+        On rank 0 all parameters and persistent buffers, on the host and in the precision they compute in;
+        tied ones share memory. On other ranks nothing.
+    """
+    is_main = process_group.rank() == 0
+    whole: dict[str, torch.Tensor] = {}
+    seen: dict[int, torch.Tensor | None] = {}
+    group = next(
+        (each.tensor_group for each in engine.module.modules() if hasattr(each, "tensor_group")), None
+    )
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if id(value) not in seen:
+            with gathered(value):
+                joined = _joined(value, group)
+                seen[id(value)] = joined.to("cpu", copy=True) if is_main else None
+        copy = seen[id(value)]
+        if copy is not None:
+            whole[name] = copy
+    return whole
+
+
+def _joined(value: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:
+    """The whole of a tensor-parallel shard; collective where it is one."""
+    cut = getattr(value, "cut", None)
+    value = value.detach()
+    return value if cut is None or group is None else cut.join(group.gather(value))
+
+
+def gathered(parameter: torch.Tensor) -> AbstractContextManager[Any]:
+    """Inside, `parameter` is whole on every rank; collective where it is partitioned (ZeRO stage 3)."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter])
+    return context
+
+
+def numel(parameter: torch.Tensor) -> int:
+    """Elements of the whole parameter, which a partitioned one does not have itself."""
+    count: int = parameter.ds_numel if hasattr(parameter, "ds_id") else parameter.numel()  # type: ignore[attr-defined]
+    return count

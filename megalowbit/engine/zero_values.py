@@ -1,0 +1,128 @@
+"""What of a configuration goes together with ZeRO stages 1 to 3, and what is refused there.
+
+Half of `zero_optimization` is there to save bytes in ways that change what is computed, or that this
+package's checkpoints and exact masters cannot follow; and some of ours needs gradients or weights that are
+whole on every rank. All of it is refused by name, since DeepSpeed would ignore some of it. What does not
+concern results (bucket sizes, prefetching, thresholds, overlap) is DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megalowbit.errors import UserError
+
+if TYPE_CHECKING:
+    from megalowbit.engine.config import EngineSettings
+
+BLOCK = "zero_optimization"
+STAGES = (0, 1, 2, 3)
+# They look at a parameter's shape, or DeepSpeed makes them anew without their groups: on flat pieces they
+# would be other optimizers.
+NOT_ELEMENTWISE = frozenset({"adafactor", "adagrad", "lamb", "lbfgs", "muon", "sparseadam"})
+
+# key of the block, values that are refused, what to do instead
+REFUSED_VALUES: tuple[tuple[str, Any, str], ...] = (
+    ("cpu_offload", True, 'it is an old name: write "offload_optimizer": {"device": "cpu"}'),
+    ("cpu_offload_param", True, 'it is an old name: write "offload_param": {"device": "cpu"}'),
+    ("zero_quantized_weights", True, "weights would be rounded a second time: remove it"),
+    ("zero_quantized_nontrainable_weights", True, "weights would be rounded a second time: remove it"),
+    ("zero_quantized_gradients", True, "gradients are reduced in fp32: remove it"),
+    ("elastic_checkpoint", True, "checkpoints have one layout, that of the run: remove it"),
+    ("legacy_stage1", True, "DeepSpeed has removed it: remove it"),
+    ("compute_grad_norm", False, "overflows are found by the norm: remove it"),
+    ("load_from_fp32_weights", False, "masters would be loaded from rounded weights: remove it"),
+)
+OFFLOAD = ("offload_optimizer", "offload_param")
+
+
+def check_zero(config: Mapping[str, Any], settings: EngineSettings) -> None:
+    """Refuse what does not work at the ZeRO stage that is asked for.
+
+    Args:
+        config: the configuration without its `"megalowbit"` block.
+        settings: that block, read.
+
+    Raises:
+        UserError: names the key, its value and what to write instead.
+    """
+    block = config.get(BLOCK)
+    if not isinstance(block, Mapping):
+        return
+    stage = block.get("stage", 0) or 0
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise UserError(f"{BLOCK}.stage = {stage!r} is no stage: use 0, 1, 2 or 3")
+    _check_offload(block, stage)
+    _check_block(block)
+    if stage:
+        _check_settings(stage, settings)
+        _check_config(config, stage)
+
+
+def _check_offload(block: Mapping[str, Any], stage: int) -> None:
+    for key in OFFLOAD:
+        offload = block.get(key)
+        if offload in (None, False, {}):
+            continue
+        if not isinstance(offload, Mapping):
+            raise UserError(f'{BLOCK}.{key} = {offload!r} must be an object such as {{"device": "cpu"}}')
+        device = offload.get("device", "none") or "none"
+        if device == "none":
+            continue
+        if device != "cpu":
+            raise UserError(f'{BLOCK}.{key}.device = {device!r} is not supported: use "cpu" or "none"')
+        if key == "offload_param" and stage != 3:
+            raise UserError(f"{BLOCK}.{key} needs stage 3, not {stage}: remove it, or set stage to 3")
+        if stage == 0:
+            raise UserError(f"{BLOCK}.{key} needs stage 1, 2 or 3, not 0: remove it, or set stage")
+        if offload.get("ratio", 1) != 1:
+            raise UserError(
+                f"{BLOCK}.{key}.ratio = {offload['ratio']!r} would step the rest with another optimizer: "
+                "remove it"
+            )
+        if offload.get("super_offload"):
+            raise UserError(f"{BLOCK}.{key}.super_offload = true brings an optimizer of its own: remove it")
+
+
+def _check_block(block: Mapping[str, Any]) -> None:
+    for key, refused, remedy in REFUSED_VALUES:
+        value = block.get(key)
+        if value is refused:
+            raise UserError(f"{BLOCK}.{key} = {value!r} cannot be used: {remedy}")
+    if block.get("zenflow") not in (None, False, {}):
+        raise UserError(f"{BLOCK}.zenflow applies gradients late and in part: remove it")
+    for key in ("zero_hpz_partition_size", "mics_shard_size"):
+        if block.get(key, 1) not in (None, -1, 0, 1):
+            raise UserError(f"{BLOCK}.{key} = {block[key]!r} keeps further copies of weights: remove it")
+
+
+def _check_settings(stage: int, settings: EngineSettings) -> None:
+    if settings.layer_scaling.enabled:
+        raise UserError(
+            f"megalowbit.layer_scaling cannot be used with {BLOCK}.stage {stage}, whose gradients of all "
+            "blocks share one buffer in one scale: set layer_scaling.enabled to false, or stage to 0"
+        )
+    if settings.fp32_norms:
+        raise UserError(
+            f"megalowbit.fp32_norms cannot be used with {BLOCK}.stage {stage}, whose buffers hold parameters "
+            "of one precision: set it to false, or stage to 0"
+        )
+
+
+def _check_config(config: Mapping[str, Any], stage: int) -> None:
+    optimizer = config.get("optimizer")
+    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    if isinstance(kind, str) and kind.lower() in NOT_ELEMENTWISE:
+        raise UserError(
+            f"optimizer.type = {kind!r} does not work element by element, as ZeRO's flat pieces need it: "
+            f"set {BLOCK}.stage to 0, or use AdamW"
+        )
+    if str(config.get("gradient_allreduce_op", "mean")).lower() == "sum":
+        raise UserError(f"gradient_allreduce_op = 'sum' needs {BLOCK}.stage 0, not {stage}: use 'mean'")
+    is_prescaled = config.get("prescale_gradients") or config.get("gradient_predivide_factor", 1) != 1
+    if stage > 1 and is_prescaled:
+        raise UserError(
+            f"prescale_gradients and gradient_predivide_factor need {BLOCK}.stage 0 or 1, not {stage}: "
+            "remove them"
+        )

@@ -1,0 +1,158 @@
+"""ZeRO stages 1 to 3, with and without CPU offload: the rules of stage 0 hold, to the last bit if possible.
+
+`ranks_zero.py` runs all cases in one process group. The matrix of stages and precisions is compared with a
+plain loop in test_matrix.py; here it is closed forms, and stage 0, which test_steps.py compares with a loop.
+"""
+
+import pytest
+
+STAGES = ["1", "2", "3", "1 offload", "2 offload", "3 offload"]
+PRECISIONS = ["fp16", "bf16", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def seen(launch_ranks):
+    """What both ranks reported."""
+    return launch_ranks("ranks_zero.py").wait(timeout=300)
+
+
+def largest_difference(found, expected):
+    """Largest |difference| of two nested lists of numbers."""
+    if isinstance(found, list):
+        pairs = zip(found, expected, strict=True)
+        return max((largest_difference(*pair) for pair in pairs), default=0.0)
+    return 0.0 if found is expected else abs(found - expected)
+
+
+@pytest.mark.parametrize("stage", ["0", *STAGES])
+def test_sgd_of_gradient_one_moves_by_exactly_one_also_where_the_scale_grows(seen, stage):
+    for rank in seen:
+        masters, scales, used = zip(*rank[stage]["growth"], strict=True)
+        assert list(masters) == [[-float(step)] * 5 for step in range(1, 6)]
+        assert list(scales) == [256.0, 512.0, 512.0, 1024.0, 1024.0]
+        assert list(used) == [256.0, 256.0, 512.0, 512.0, 1024.0]
+
+
+@pytest.mark.parametrize("stage", ["0", *STAGES])
+def test_gradients_are_averaged_in_fp32(seen, stage):
+    for rank in seen:
+        assert rank[stage]["smallest"] == [-1.0] * 5
+
+
+@pytest.mark.parametrize("stage", ["0", *STAGES])
+def test_masters_are_the_exact_fp32_weights_of_the_first_rank(seen, stage):
+    for rank in seen:
+        assert rank[stage]["masters"]["masters"] == rank[stage]["masters"]["expected"]
+    weights = seen[0][stage]["masters"]["weights"]
+    assert list(weights.values()) != seen[0][stage]["masters"]["expected"]  # rounded: masters had to be kept
+    assert weights == seen[0]["0"]["masters"]["weights"]
+    assert seen[1][stage]["masters"]["weights"] == {}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_overflow_on_one_rank_skips_the_step_on_both_as_at_stage_0(seen, stage, precision):
+    expected = seen[0]["0"]["overflow"][precision]
+    for rank in seen:
+        steps = rank[stage]["overflow"][precision]["steps"]
+        assert [step["was_applied"] for step in steps] == [True, True, *[False] * 4, True, True]
+        assert [step["skipped"] for step in steps] == [0, 0, 1, 2, 3, 4, 4, 4]
+        assert [step["has_moved"] for step in steps[2:]] == [*[False] * 4, True, True]
+        for key in ("lr", "scale"):
+            assert [step[key] for step in steps] == [step[key] for step in expected["steps"]]
+        for step, wanted in zip(steps, expected["steps"], strict=True):
+            assert step["norm"] == (wanted["norm"] and pytest.approx(wanted["norm"], rel=1e-6))
+            assert step["report"][0] == wanted["report"][0]
+            assert step["report"][1] == step["norm"]
+            assert step["where"] == (None if wanted["was_applied"] else "body.3.weight")
+    weights = seen[0][stage]["overflow"][precision]["weights"]
+    for name, values in expected["weights"].items():
+        assert largest_difference(weights[name], values) <= (1e-7 if precision == "fp32" else 0.0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hysteresis_and_the_minimum_of_the_scale_are_ours(seen, stage):
+    scales = [step["scale"] for step in seen[0][stage]["overflow"]["fp16"]["steps"]]
+    assert scales == [4096.0, 4096.0, 4096.0, 2048.0, 1024.0, 1024.0, 1024.0, 1024.0]
+
+
+@pytest.mark.parametrize("stage", ["0", *STAGES])
+def test_a_weight_that_a_step_does_not_use_is_not_moved_by_an_older_gradient(seen, stage):
+    for rank in seen:
+        assert rank[stage]["unused"] == [[0.0] * 3, [0.0] * 3, [-0.5] * 3]
+
+
+@pytest.mark.parametrize("name", ["norms", "max_value", "dropout", "lr_scale", "own optimizer"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_stage_0_has_is_the_same_at_other_stages(seen, stage, name):
+    expected = seen[0]["0"]["features"][name]
+    for rank in seen:
+        found, own = rank[stage]["features"][name], rank["0"]["features"][name]
+        assert found["losses"] == own["losses"]
+        assert found["scales"] == expected["scales"]
+        assert found["lrs"] == expected["lrs"]
+        assert largest_difference(found["reports"], expected["reports"]) < 1e-9
+    assert seen[0][stage]["features"][name]["weights"] == expected["weights"]
+
+
+def test_the_features_had_something_to_show(seen):
+    found = seen[0]["0"]["features"]
+    assert found["norms"]["reports"][0][2] == 6 * 16  # rows of the embedding that nobody looked up
+    assert found["max_value"]["scales"][-1] != found["max_value"]["scales"][0]
+    assert found["lr_scale"]["lrs"][0] != found["lr_scale"]["lrs"][-1]
+    assert seen[0]["0"]["features"]["dropout"]["losses"] != seen[1]["0"]["features"]["dropout"]["losses"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_low_bit_layers_with_regularizer_and_probe_train_as_at_stage_0(seen, stage):
+    expected = seen[0]["0"]["layers"]
+    for rank in seen:
+        found = rank[stage]["layers"]
+        assert found["losses"] == rank["0"]["layers"]["losses"]
+        assert found["scales"] == expected["scales"]
+        assert found["values"] == pytest.approx(expected["values"], rel=1e-12)
+        assert largest_difference(found["reports"], expected["reports"]) < 1e-9
+    assert seen[0][stage]["layers"]["weights"] == expected["weights"]
+    assert expected["values"][0] != expected["values"][-1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_recomputed_blocks_with_dropout_and_kept_weights_train_as_at_stage_0(seen, stage):
+    for rank in seen:
+        found, expected = rank[stage]["checkpointing"], rank["0"]["checkpointing"]
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+        assert found["report"][1] == pytest.approx(expected["report"][1], rel=1e-3)
+    expected = seen[0]["0"]["checkpointing"]["weights"]
+    for name, values in seen[0][stage]["checkpointing"]["weights"].items():
+        # three steps of AdamW at lr 0.01; a gradient near zero may turn its sign
+        differences = [abs(a - b) for a, b in zip(values, expected[name], strict=True)]
+        assert sum(differences) / len(differences) < 1e-4, name
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", ["0", *STAGES])
+def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(seen, stage, precision):
+    for rank in seen:
+        resumed = rank[stage]["resume"][precision]
+        assert resumed["found"] == resumed["expected"]
+        assert resumed["are_masters_equal"]
+        assert resumed["is_scaler_live"]
+
+
+@pytest.mark.parametrize("stage", ["0", *STAGES])
+def test_a_retried_step_ends_where_a_lower_scale_would_have(seen, stage):
+    for rank in seen:
+        retried, lower = rank[stage]["retries"]
+        assert retried["retries"][0] > 0
+        assert lower["retries"] == [0, 0]
+        assert (retried["skipped"], retried["steps"]) == (0, 2)
+        assert retried["masters"] == lower["masters"]
+
+
+def test_what_does_not_fit_is_refused_in_one_line(seen):
+    for rank in seen:
+        refused = rank["refusals"]
+        assert "has a state already" in refused["state"]
+        assert "does not work element by element" in refused["adagrad"]
+        assert "another program (LossScaler)" in refused["stock"]
+        assert refused["scale"] == 2.0**32  # the live one stays

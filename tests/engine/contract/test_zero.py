@@ -1,0 +1,166 @@
+"""DeepSpeed's ZeRO optimizers: what our two subclasses override, read, and rely on being called."""
+
+import inspect
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import (
+    groups,
+    safe_get_full_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
+
+from megalowbit.engine.initialize import initialize
+from megalowbit.engine.zero_optimizer import ZeroOptimizer, ZeroOptimizerStage3
+
+STAGES = (1, 2, 3)
+KINDS = {1: ZeroOptimizer, 2: ZeroOptimizer, 3: ZeroOptimizerStage3}
+
+
+class One(torch.nn.Module):
+    """Gradient 1 for each weight."""
+
+    def __init__(self, count=3):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((count,), 0.1))
+
+    def forward(self):
+        return self.weight.float().sum()
+
+
+def start(stage, *, precision="fp16", scaler=None, steps=1, **keys):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage},
+        "megalowbit": {"precision": precision, **({"grad_scaler": scaler} if scaler else {})},
+        **keys,
+    }
+    return initialize(model=One(), config=config)[0]
+
+
+def step(engine):
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine())
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_engine_builds_the_class_that_ours_takes_the_place_of(stage):
+    engine = start(stage)
+    assert type(engine.optimizer) is KINDS[stage], "our subclass no longer fits what the engine builds"
+    assert engine.zero_optimization_stage() == stage
+    assert engine.basic_optimizer.param_groups is engine.optimizer.param_groups, "schedulers write elsewhere"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_step_asks_for_the_norm_once_and_skips_by_it(stage, monkeypatch):
+    engine = start(stage, precision="bf16")
+    asked = []
+    monkeypatch.setattr(engine.optimizer, "_measure", measured_as(engine.optimizer, asked))
+    step(engine)
+    assert len(asked) == 1, (
+        "the step no longer calls scaled_global_norm / _get_norm_groups: nothing is measured"
+    )
+    assert engine.was_step_applied()
+    before = safe_get_full_fp32_param(engine.module.weight).clone()
+    hook = engine.module.weight.register_hook(lambda gradient: gradient * float("nan"))
+    step(engine)
+    hook.remove()
+    assert torch.equal(safe_get_full_fp32_param(engine.module.weight), before), "a NaN was applied in bf16"
+    assert (engine.skipped_steps, engine.was_step_applied()) == (1, False)
+
+
+def measured_as(optimizer, asked):
+    original = optimizer._measure
+    return lambda: asked.append(1) or original()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_scale_that_gradients_have_is_the_one_they_are_divided_by(stage):
+    engine = start(stage, scaler={"initial_scale": 16.0, "growth_interval": 1})
+    for count in range(1, 4):
+        step(engine)
+        moved = safe_get_full_fp32_param(engine.module.weight) - torch.tensor(0.1)
+        assert moved.tolist() == pytest.approx([-float(count)] * 3, abs=1e-6), (
+            "unscaled by a scale that had changed already"
+        )
+    assert engine.optimizer.loss_scale == 128.0
+
+
+def test_stock_zero_halves_the_update_where_its_scale_grows():
+    """Why the scale is changed after the step; once this fails, DeepSpeed has mended its own."""
+    start(1)  # a process group
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 1},
+        "fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1},
+    }
+    model = One()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=config, dist_init_required=False)
+    moves, before = [], safe_get_full_fp32_param(model.weight).clone()
+    for _ in range(4):
+        step(engine)
+        after = safe_get_full_fp32_param(model.weight).clone()
+        moves.append((after - before)[0].item())
+        before = after
+    assert min(moves) == pytest.approx(-1.0, abs=1e-6)
+    assert max(moves) == pytest.approx(-0.5, abs=1e-6), (
+        "stock DeepSpeed is exact at growth now: say so in docs"
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_reduced_and_added_up_in_fp32(stage):
+    engine = start(stage, steps=2, scaler={"initial_scale": 16.0})
+    optimizer = engine.optimizer
+    assert engine.communication_data_type == torch.float32, "gradients travel in half precision"
+    assert optimizer.gradient_accumulation_dtype == torch.float32, "micro-batches add up in half precision"
+    for factor in (1.0, 2.0**-12):  # fp16 has 11 bits: the second would be lost in 1 + 2^-12
+        engine.backward(engine() * factor)
+        if factor < 1:
+            piece = optimizer._pieces()[0]
+            assert piece.gradient.dtype == torch.float32
+            expected = (1 + 2.0**-12) / 2 * optimizer.loss_scale
+            assert piece.gradient.flatten()[0].item() == expected, "a micro-batch was lost to rounding"
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_masters_are_written_through_deepspeeds_own_functions(stage):
+    engine = start(stage)
+    weight = engine.module.weight
+    assert torch.equal(safe_get_full_fp32_param(weight), torch.full((3,), 0.1)), "masters are rounded weights"
+    value = torch.tensor([1.0, 2.0, 3.0])
+    (safe_set_local_fp32_param if stage == 3 else safe_set_full_fp32_param)(weight, value)
+    assert torch.equal(safe_get_full_fp32_param(weight), value), "initial masters cannot be set exactly"
+    assert groups._get_broadcast_src_rank() == 0, "masters would come from another rank than weights"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_attributes_that_ours_replace_are_still_deepspeeds(stage):
+    kind = DeepSpeedZeroOptimizer if stage < 3 else DeepSpeedZeroOptimizer_Stage3
+    source = inspect.getsource(kind)
+    for name in ("loss_scaler", "dynamic_loss_scale", "timers", "overflow", "_global_grad_norm"):
+        assert f"self.{name} = " in source, (
+            f"{name} is set no more: our property of that name stands for nothing"
+        )
+    for name in ("check_overflow", "step", "scaled_global_norm" if stage < 3 else "_get_norm_groups"):
+        assert hasattr(kind, name), f"{name} has gone: our override of it is never called"
+    if stage < 3:
+        assert "self.average_tensor(" in source, (
+            "stage 2 divides gradients by the ranks in half precision again"
+        )
+        assert get_accelerator().current_stream is not None
+    assert "optimizer = basic_optimizer" in inspect.getsource(DeepSpeedEngine._configure_optimizer)
