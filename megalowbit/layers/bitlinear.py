@@ -23,6 +23,7 @@ from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import opaque_linear, register
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.sharded_operands import ShardedOperands
 from megalowbit.layers.split_parameters import (
     DECAY_RULES,
     SPLIT_NAMES,
@@ -94,8 +95,8 @@ class BitLinear(nn.Linear):
         add_split_parameters(self, recipe)
         self.weight_slot: WeightSlot | None = None
         self.split_states: dict[str, SplitState] = {}
-        self.recipe = recipe
         self.layer_name = layer_name
+        self.recipe = recipe
         self.is_transposed = is_transposed
         self.observer: Observer | None = None
         self.random_stream: RandomStream | None = None
@@ -112,11 +113,24 @@ class BitLinear(nn.Linear):
     @recipe.setter
     def recipe(self, recipe: str | Recipe | Mapping[str, Any]) -> None:
         resolved = recipe_of(recipe)
-        check_split_parameters(self, resolved)
+        self.check_recipe(resolved)
         # A compiled model guards on the handle, and so compiles again; kept weights were another recipe's.
         self._recipe, self._handle = resolved, register(self)
         if self.weight_slot is not None:
             self.weight_slot.clear()
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Refuse a recipe that does not fit the layer.
+
+        Raises:
+            UserError: its weight is to be split and the layer has no factors, or of another rank.
+        """
+        check_split_parameters(self, recipe)
+
+    @property
+    def shards(self) -> ShardedOperands | None:
+        """Which operands are shards of a tensor-parallel layer; `None`: none is."""
+        return None
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -203,14 +217,16 @@ class BitLinear(nn.Linear):
         found = self.random_stream or self._own_stream
         assert found is not None  # begin_use has made one
         stream: RandomStream = found
-        name, observer = self.layer_name, self.observer
+        name, observer, shards = self.layer_name, self.observer, self.shards
 
         def random_key(role: str, device: torch.device) -> RandomKey:
             stream.check(device)
-            return stream.key(name, role, step=use.step, use=use.number, is_shared=role in WEIGHT_ROLES)
+            shard = None if shards is None else shards.shard_of(role)
+            is_shared = role in WEIGHT_ROLES
+            return stream.key(name, role, step=use.step, use=use.number, is_shared=is_shared, shard=shard)
 
         def observe(role: str, counts: Tensor, error: Tensor) -> None:
-            if observer is not None:
+            if observer is not None and (shards is None or shards.is_reported(role)):
                 observer.observe(name, role, counts, error)
 
         def split_state(role: str) -> SplitState:
@@ -230,6 +246,7 @@ class BitLinear(nn.Linear):
             step=use.step,
             sizes=self.sizes,
             split_state=split_state,
+            shards=shards,
         )
 
     def _count(self, product: str, path: str) -> None:

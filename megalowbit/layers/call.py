@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalowbit.layers.factor import Factor, LowRankPart, OperandTensor, serves_both_axes, transposed_values
 from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.sharded_operands import Asked, ShardedOperands
 from megalowbit.layers.weight_cache import WeightSlot
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
@@ -58,6 +59,8 @@ class Call:
         step: the micro-batch.
         sizes: in_features and out_features of the layer, of which a rank may be a fraction.
         split_state: role → what the split of that operand keeps from use to use.
+        shards: which operands are shards of a tensor-parallel layer; `None`: none is.
+        maxima: role → largest magnitude of the whole operand, of which this rank has a shard; see `agree_on`.
     """
 
     recipe: Recipe
@@ -72,6 +75,13 @@ class Call:
     step: int = 0
     sizes: tuple[int, int] = (0, 0)
     split_state: Callable[[str], SplitState] | None = None
+    shards: ShardedOperands | None = None
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+    def agree_on(self, asked: Callable[[], list[Asked]]) -> None:
+        """Learn from other ranks how large sharded operands are, before they are quantised; collective."""
+        if self.shards is not None:
+            self.maxima.update(self.shards.maxima(asked()))
 
     def prepare(self, x: Tensor, role: str) -> Prepared:
         """Split an operand as the recipe says.
@@ -123,7 +133,11 @@ class Call:
         observe = self._observer(role, name, is_reported)
         key = self._key(name, role, x)
         result = chosen.quantize(
-            x, random_key=key, with_counts=observe is not None, operand_dtype=operand_dtype
+            x,
+            random_key=key,
+            with_counts=observe is not None,
+            operand_dtype=operand_dtype,
+            tensor_amax=self.maxima.get(role),
         )
         if observe is not None:
             _report(observe, role, result, operand.whole)
@@ -151,17 +165,31 @@ class Call:
         chosen, x = quantizer(name), operand.tensor
         key = self._key(name, role, x)
         observe = None if reported_as is None else self._observer(reported_as, name, True)
-        with_counts = observe is not None
+        with_counts, amax = observe is not None, self.maxima.get(role)
         result: OperandTensor
         if isinstance(chosen, BlockQuantizer):
-            signs = self.hadamard_signs if is_transformed and self.recipe.hadamard else None
-            result = chosen.quantize_transposed(x, signs=signs, random_key=key, with_counts=with_counts)
+            signs = self.signs if is_transformed else None
+            result = chosen.quantize_transposed(
+                x, signs=signs, random_key=key, with_counts=with_counts, tensor_amax=amax
+            )
         else:
             values = transposed_values(x).values
-            result = chosen.quantize(values, random_key=key, with_counts=with_counts)
+            result = chosen.quantize(values, random_key=key, with_counts=with_counts, tensor_amax=amax)
         if observe is not None:
             _report(observe, reported_as or role, result, operand.whole)
         return Factor(result, is_transposed=True, low_rank=operand.low_rank)
+
+    @property
+    def signs(self) -> int | None:
+        """Signs of the recipe's Hadamard transform, or `None` where there is none."""
+        return self.hadamard_signs if self.recipe.hadamard else None
+
+    def needs_weight(self, weight: Tensor, name: str, role: str) -> bool:
+        """Whether `weight` will quantise, and not find the factor in the cache."""
+        if self.weights is None or quantizer(name).is_stochastic or quantizer(name).is_identity:
+            return True
+        is_counted = self._observer(role, name, None) is not None
+        return self.weights.find(weight, role, name, is_counted=is_counted) is None
 
     def weight(self, weight: Tensor, name: str, role: str, quantize: Callable[[], Factor]) -> Factor:
         """A weight's factor: out of the cache, where there is one and the quantiser may be cached."""

@@ -23,6 +23,7 @@ from megalowbit.layers.call import Call, Prepared, keeps_weight_codes
 from megalowbit.layers.factor import Factor, exact_dtype
 from megalowbit.layers.gemms import column_sums, gemm_dtype, multiply
 from megalowbit.layers.recipe_checks import PRODUCTS
+from megalowbit.layers.sharded_operands import Asked
 from megalowbit.layers.split_product import Side, multiply_split
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
 
@@ -58,6 +59,7 @@ def forward_products(
     ready = _ready_dtype(call, "output", input.device)
     prepared = call.prepare(input, "input")
     prepare_weight = functools.lru_cache(maxsize=1)(lambda: call.prepare(weight, "weight"))  # once, if at all
+    call.agree_on(lambda: _asked_forward(call, input, weight, keeps_input, keeps_weight))
     x = call.quantize(prepared, recipe.q_forward_input, "input", operand_dtype=ready)
     w = call.weight(
         weight,
@@ -65,12 +67,40 @@ def forward_products(
         "weight",
         lambda: call.quantize(prepare_weight(), recipe.q_forward_weight, "weight", operand_dtype=ready),
     )
-    output = _product(call, "output", x, w, transpose_right=True, out_dtype=call.compute_dtype, bias=bias)
+    sums_output = call.shards is not None and call.shards.is_row
+    own_bias = None if sums_output else bias
+    output = _product(call, "output", x, w, transpose_right=True, out_dtype=call.compute_dtype, bias=own_bias)
+    if call.shards is not None and sums_output:
+        output = call.shards.sum_output(output, bias)
     return Forward(
         output.view(*input.shape[:-1], weight.shape[0]),
         _input_for_backward(call, prepared, x) if keeps_input else None,
         _weight_for_backward(call, weight, prepare_weight, w) if keeps_weight else None,
     )
+
+
+def _asked_forward(
+    call: Call, input: Tensor, weight: Tensor, keeps_input: bool, keeps_weight: bool
+) -> list[Asked]:
+    """What forward will quantise, but for weights in the cache, which are there on all ranks or on none."""
+    recipe, is_per_gemm = call.recipe, call.recipe.layout == "per_gemm"
+    asked = [Asked("input", input, recipe.q_forward_input)]
+    if keeps_input and (is_per_gemm or recipe.q_backward_input != recipe.q_forward_input):
+        signs = call.signs if is_per_gemm else None
+        asked.append(Asked("backward_input", input, recipe.q_backward_input, is_per_gemm, signs))
+    weights = [Asked("weight", weight, recipe.q_forward_weight)]
+    if keeps_weight and not keeps_weight_codes(recipe):
+        weights.append(Asked("backward_weight", weight, recipe.q_backward_weight, is_per_gemm))
+    return asked + [each for each in weights if call.needs_weight(weight, each.name, each.role)]
+
+
+def _asked_backward(call: Call, grad_output: Tensor, has_grad: bool, has_transposed: bool) -> list[Asked]:
+    """What backward will quantise."""
+    name = call.recipe.q_backward_outputgrad
+    asked = [Asked("grad_output", grad_output, name)] if has_grad else []
+    if has_transposed:
+        asked.append(Asked("grad_output_transposed", grad_output, name, True, call.signs))
+    return asked
 
 
 def _input_for_backward(call: Call, input: Prepared, forward: Factor) -> Factor:
@@ -134,10 +164,13 @@ def backward_products(
     prepared = Prepared(grad_output)
     if weight is not None or input is not None:
         prepared = call.prepare(grad_output, "grad_output")
-    if weight is not None or (input is not None and not has_own_copy):
+    has_grad = weight is not None or (input is not None and not has_own_copy)
+    has_transposed = input is not None and has_own_copy
+    call.agree_on(lambda: _asked_backward(call, grad_output, has_grad, has_transposed))
+    if has_grad:
         ready = _ready_dtype(call, "grad_input", grad_output.device)
         grad = call.quantize(prepared, name, "grad_output", operand_dtype=ready)
-    if input is not None and has_own_copy:
+    if has_transposed:
         reported = "grad_output" if grad is None else None
         grad_t = call.quantize_transposed(
             prepared, name, "grad_output_transposed", is_transformed=True, reported_as=reported
@@ -150,6 +183,7 @@ def backward_products(
         assert grad is not None  # made above
         grad_input = _product(call, "grad_input", grad, weight, out_dtype=dtypes.input)
         grad_input = grad_input.view(*grad_output.shape[:-1], in_features)
+    summing = None if call.shards is None else call.shards.start_sum_grad_input(grad_input)
     if input is not None:
         assert grad_t is not None  # made above
         grad_weight = _product(
@@ -157,6 +191,8 @@ def backward_products(
         )
     if needs_bias and dtypes.bias is not None:
         grad_bias = column_sums(grad_output.reshape(matrix_shape(grad_output.shape)), dtypes.bias)
+    if summing is not None:  # it went on beside the other products
+        summing.wait()
     return grad_input, grad_weight, grad_bias
 
 

@@ -11,12 +11,14 @@ The cap bounds an element, not their norm: a 768 × 3072 weight of deviation 0.0
 square of a small weight, 1e-5 … 1e-4 here, it is 0.5 … 0.02 and nothing is capped.
 A weight split into parameters is regularised whole, since 1/(W² + ε) would punish its small residual; the
 capped gradient goes to the four parts by the chain rule.
-Not covered: numel of a whole weight where tensor parallelism holds a shard of it.
+Of a weight in tensor-parallel shards, numel is the whole's, and each rank adds R of its own shard; `value` is
+summed over the ranks.
 Source: the Metis repository, which has (W + 1e-6)^-2 with a pole at W = -1e-6.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
@@ -24,9 +26,11 @@ from torch import Tensor, nn
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.parallel_bitlinear import ParallelBitLinear
 from megalowbit.layers.settings import RegularizerSettings
 from megalowbit.layers.split_parameters import SPLIT_NAMES, has_split_parameters, parts_of
 from megalowbit.layers.surgery import bit_layers
+from megalowbit.layers.tensor_parallel import Cut
 from megalowbit.spectral.weight_split import WeightParts, first_moments, whole_weight
 
 CHUNK = 2**22  # elements in fp32 at a time: 16 MiB each for W, its square and its gradient; more where split
@@ -75,11 +79,41 @@ class DualRangeRegularizer:
         self.value = values[0]  # the constructor has seen a weight, and weights do not go
         for value in values[1:]:
             self.value = self.value + value.to(self.value.device)
+        self.value = self.sum_over_shards(self.value)
         return self.value
 
+    def sum_over_shards(self, value: Tensor) -> Tensor:
+        """R of all tensor-parallel ranks, from that of each; all layers are cut or none. Collective."""
+        groups = [
+            layer.tensor_group for layer in self.layers.values() if isinstance(layer, ParallelBitLinear)
+        ]
+        return groups[0].sum(value.clone()) if groups else value
+
+    def weights(self) -> list[nn.Parameter]:
+        """Weights that are one parameter; those in four parts are not among them."""
+        return list(self._weights())
+
+    @torch.no_grad()
+    def add_piece(self, weight: Tensor, gradient: Tensor, loss_scale: float, *, numel: int) -> Tensor:
+        """Add the gradient of some elements of a weight to that of the loss, in place.
+
+        Args:
+            weight: (n,) of the weight's elements, in any precision.
+            gradient: (n,) of theirs.
+            loss_scale: S by which `gradient` is multiplied.
+            numel: elements of the whole weight.
+
+        Returns:
+            R of these elements, without S: 0-dim float64 on the weight's device.
+        """
+        return self._add_by_rows(weight, gradient, loss_scale, numel)
+
     def _add_gradient(self, weight: Tensor, gradient: Tensor, loss_scale: float) -> Tensor:
+        return self._add_by_rows(weight, gradient, loss_scale, whole_numel(weight))
+
+    def _add_by_rows(self, weight: Tensor, gradient: Tensor, loss_scale: float, numel: int) -> Tensor:
         """One weight's share; chunks go by rows, so that strided weights and gradients work too."""
-        rows, share = _rows_at_a_time(weight), self.settings.strength / weight.numel()
+        rows, share = _rows_at_a_time(weight), self.settings.strength / numel
         total = torch.zeros((), dtype=torch.float64, device=weight.device)
         for part, target in zip(weight.split(rows), gradient.split(rows), strict=True):
             value, slope = self._value_and_slope(part.float(), share)
@@ -155,6 +189,12 @@ def build_regularizer(
     known = {id(parameter) for parameter in trained}
     layers = {name: layer for name, layer in bit_layers(model).items() if id(layer.weight) in known}
     return DualRangeRegularizer(layers, settings)
+
+
+def whole_numel(weight: Tensor) -> int:
+    """Elements of the weight of which this may be a tensor-parallel shard."""
+    cut: Cut | None = getattr(weight, "cut", None)
+    return weight.numel() if cut is None else math.prod(cut.whole_shape(weight.shape))
 
 
 def _is_split(layer: nn.Module) -> bool:

@@ -29,9 +29,11 @@ from megalowbit.layers.blocks import reasons_to_keep_blocks
 from megalowbit.layers.conversion_report import ConversionReport, KeptLayer, SwappedLayer
 from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import advance
+from megalowbit.layers.parallel_bitlinear import LOW_BIT, ParallelBitLinear
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.split_parameters import SPLIT_NAMES, merged_weight
+from megalowbit.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorGroup
 from megalowbit.layers.use_counter import is_recomputing
 from megalowbit.layers.weight_cache import WeightCache, WeightSlot
 from megalowbit.quantize.random_stream import RandomStream
@@ -146,16 +148,32 @@ def bit_layers(model: nn.Module) -> dict[str, BitLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BitLinear)}
 
 
-def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict that `restore` would leave, copied to the CPU; the model stays as it is."""
-    state = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The state dict of the model with all its layers plain, copied to the CPU; the model stays as it is.
+
+    Args:
+        model: converted or not.
+        whole: its state dict where ranks hold parts of it, whole and on the CPU, as
+            `engine.whole_weights.whole_state_dict` returns it.
+
+    Raises:
+        UserError: the model is cut over tensor-parallel ranks, and `whole` is missing.
+    """
+    given = model.state_dict() if whole is None else whole
+    state = {name: value.detach().to("cpu", copy=whole is None) for name, value in given.items()}
     for name, layer in model.named_modules(remove_duplicate=False):
-        if not isinstance(layer, BitLinear):
+        if not isinstance(layer, (BitLinear, ColumnParallelLinear, RowParallelLinear)):
             continue
+        group: TensorGroup | None = layer.__dict__.get("tensor_group")
+        if whole is None and group is not None and group.size > 1:
+            raise UserError(
+                f"layer {name} is a shard, and a plain state dict is whole: "
+                "pass whole_state_dict(engine), which every rank must call"
+            )
         prefix = f"{name}." if name else ""
         for part in SPLIT_NAMES:
             state.pop(prefix + part, None)
-        if layer.is_split:
+        if isinstance(layer, BitLinear) and layer.is_split:
             state[f"{prefix}weight"] = merged_weight(layer).cpu()
         if layer.is_transposed:
             state[f"{prefix}weight"] = state[f"{prefix}weight"].t().contiguous()
@@ -231,7 +249,7 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 def _reasons_to_keep(model: nn.Module, layers: dict[str, nn.Module], recipe: Recipe) -> dict[str, str]:
     heads = {id(head) for head in map(_output_head, model.modules()) if head is not None}
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    plain = (nn.Linear, _conv1d_class())
+    plain = (nn.Linear, _conv1d_class(), *LOW_BIT)
     reasons = {}
     for name, layer in layers.items():
         if any(_matches(name, pattern) for pattern in recipe.keep):
@@ -283,26 +301,29 @@ def _replace_children(model: nn.Module, replacements: Mapping[int, nn.Module]) -
 
 def _to_bitlinear(layer: nn.Module, recipe: Recipe, name: str) -> BitLinear:
     # The whole state moves over: parameters, hooks, training mode, attributes others have hung on the layer.
-    new = BitLinear.__new__(BitLinear)
+    target = LOW_BIT.get(type(layer), BitLinear)
+    new = target.__new__(target)
     new.__dict__.update(layer.__dict__)
-    is_transposed = not isinstance(layer, nn.Linear)
-    if is_transposed:
+    is_conv1d = not isinstance(layer, nn.Linear)
+    if is_conv1d:
         weight = _transposed(layer._parameters["weight"])
         new._parameters = {**layer._parameters, "weight": weight}
         new.out_features, new.in_features = weight.shape
+    # a shard of a Conv1D's weight has been transposed already, and says so
+    is_transposed = is_conv1d or layer.__dict__.get("is_transposed", False)
     new.fill_slots(recipe, layer_name=name, is_transposed=is_transposed)
     return new
 
 
 def _from_bitlinear(layer: BitLinear) -> nn.Module:
-    conv1d = _conv1d_class()
-    if layer.is_transposed and conv1d is None:
-        raise UserError(f"layer {layer.layer_name!r} was a Conv1D: import transformers before restoring it")
-    target = conv1d if layer.is_transposed and conv1d is not None else nn.Linear
+    target = _plain_class(layer)
     new = target.__new__(target)
     new.__dict__.update(layer.__dict__)
     for slot in _BITLINEAR_SLOTS:
         del new.__dict__[slot]
+    if isinstance(layer, ParallelBitLinear):
+        new.__dict__["is_transposed"] = layer.is_transposed
+        return new
     own = {name: value for name, value in layer._parameters.items() if name not in SPLIT_NAMES}
     if layer.is_split:
         own["weight"] = nn.Parameter(merged_weight(layer), requires_grad=layer.weight.requires_grad)
@@ -311,6 +332,15 @@ def _from_bitlinear(layer: BitLinear) -> nn.Module:
         del new.__dict__["in_features"], new.__dict__["out_features"]
     new._parameters = own
     return new
+
+
+def _plain_class(layer: BitLinear) -> type[nn.Module]:
+    if isinstance(layer, ParallelBitLinear):
+        return layer.plain_class  # of a Conv1D too: a shard of it is a linear layer
+    conv1d = _conv1d_class()
+    if layer.is_transposed and conv1d is None:
+        raise UserError(f"layer {layer.layer_name!r} was a Conv1D: import transformers before restoring it")
+    return conv1d if layer.is_transposed and conv1d is not None else nn.Linear
 
 
 def _transposed(weight: nn.Parameter | None) -> nn.Parameter:

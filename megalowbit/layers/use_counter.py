@@ -13,7 +13,8 @@ replay draws the numbers of the latest micro-batch begun, not those of the forwa
 that forward rounds stochastically differ in backward from what they were; and with reentrant checkpointing,
 or in a compiled model, micro-batches replayed between the same two forwards round their output gradients
 with the same numbers. Not affected: recipes that round all but output gradients to nearest, with
-non-reentrant checkpointing and without compilation.
+non-reentrant checkpointing and without compilation; and whoever sets the stream back to the micro-batch of
+the forward repeated (`RandomStream.at`), as `engine.pipelined_model` does.
 """
 
 from __future__ import annotations

@@ -55,20 +55,25 @@ class WeightSlot:
             quantize: makes the factor; what it returns may carry a ready operand, which is not kept.
             is_counted: whether `quantize` reports counts; a factor made without any will then not do.
         """
-        version = None if weight.is_inference() else weight._version
-        key = (weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype)
-        entry = self._entries.get((role, name))
+        found = self.find(weight, role, name, is_counted=is_counted)
+        if found is not None:
+            return found
+        factor = quantize()
         is_inference = torch.is_inference_mode_enabled()
+        self._entries[role, name] = Entry(_key(weight), factor.packed(), is_counted, is_inference)
+        return factor
+
+    def find(self, weight: Tensor, role: str, name: str, *, is_counted: bool = False) -> Factor | None:
+        """The factor kept for this role and quantiser, if it will do."""
+        entry = self._entries.get((role, name))
         if (
             entry is not None
-            and entry.key == key
+            and entry.key == _key(weight)
             and (entry.is_counted or not is_counted)
-            and (is_inference or not entry.is_inference)
+            and (torch.is_inference_mode_enabled() or not entry.is_inference)
         ):
             return entry.factor
-        factor = quantize()
-        self._entries[role, name] = Entry(key, factor.packed(), is_counted, is_inference)
-        return factor
+        return None
 
     def clear(self) -> None:
         """Forget all."""
@@ -76,6 +81,11 @@ class WeightSlot:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _key(weight: Tensor) -> Key:
+    version = None if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype
 
 
 class WeightCache:

@@ -125,6 +125,7 @@ class BlockQuantizer(Quantizer):
         signs: int | None = None,
         random_key: RandomKey | None = None,
         with_counts: bool = False,
+        tensor_amax: Tensor | float | None = None,
     ) -> QuantizedTensor:
         """Quantise xᵀ, in blocks along x's rows, after a Hadamard transform if `signs` is given.
 
@@ -133,6 +134,7 @@ class BlockQuantizer(Quantizer):
             signs: 16 bits, see `hadamard`; the rows are padded with zeros to a multiple of 16.
             random_key: as for `quantize`.
             with_counts: as for `quantize`.
+            tensor_amax: as for `quantize`; of the whole tensor after its transform, times `q_scalar`.
 
         Returns:
             A matrix (cols, rows), the rows padded to a multiple of 16 where there is a transform.
@@ -144,7 +146,13 @@ class BlockQuantizer(Quantizer):
         matrix = x.detach().reshape(matrix_shape(x.shape))
         if signs is not None and matrix.shape[0] % GROUP:
             matrix = torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[0] % GROUP))
-        encoded = self._encode(matrix.t(), random_key=random_key, signs=signs, with_counts=with_counts)
+        encoded = self._encode(
+            matrix.t(),
+            random_key=random_key,
+            signs=signs,
+            with_counts=with_counts,
+            tensor_amax=None if tensor_amax is None else self._maximum(tensor_amax, x.device),
+        )
         return self._tensor(encoded, matrix.t().shape, x.dtype)
 
     @torch.no_grad()

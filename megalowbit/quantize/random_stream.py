@@ -10,13 +10,15 @@ The micro-batch is kept in a CPU tensor, because a compiled model has to read an
 Python number it would be a constant of the graph.
 
 Known limit: a recomputed activation takes the current micro-batch, so it draws its first numbers again only
-if no other forward has begun since. `layers/use_counter.py` says what that means for pipelines.
+if no other forward has begun since, or if whoever recomputes it sets the stream back with `at`, as pipelines
+do (`engine/pipelined_model.py`). `layers/use_counter.py` says what happens otherwise.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,8 +83,25 @@ class RandomStream:
         check_advance(self.step)
         self._step += 1
 
+    @contextmanager
+    def at(self, step: int) -> Iterator[None]:
+        """Stand at an earlier micro-batch, one whose forward is computed again, and come back."""
+        current = self.step
+        self._step[...] = step
+        try:
+            yield
+        finally:
+            self._step[...] = current
+
     def key(
-        self, layer: str, role: str, *, step: int | None = None, use: int = 0, is_shared: bool = False
+        self,
+        layer: str,
+        role: str,
+        *,
+        step: int | None = None,
+        use: int = 0,
+        is_shared: bool = False,
+        shard: int | None = None,
     ) -> RandomKey:
         """The key of one tensor.
 
@@ -91,9 +110,12 @@ class RandomStream:
             role: which of its tensors.
             step: the micro-batch; `None` is the current one.
             use: which use of the layer within the micro-batch.
-            is_shared: whether all ranks hold this tensor and must round it alike.
+            is_shared: whether all data-parallel ranks hold this tensor and must round it alike.
+            shard: which shard of it this tensor-parallel rank holds; `None`: it is whole.
         """
-        address = (self.seed, layer, role, use, None if is_shared else self.rank)
+        address: tuple[object, ...] = (self.seed, layer, role, use, None if is_shared else self.rank)
+        if shard is not None:  # whole tensors keep the numbers they have always had
+            address = (*address, "shard", shard)
         key = self._keys.get(address)
         if key is None:
             key = self._keys[address] = _hash(address, 8)

@@ -215,3 +215,12 @@ def test_a_stream_made_in_inference_mode_has_an_ordinary_step():
     with torch.inference_mode():
         stream = RandomStream(0)
     assert not stream.step_tensor.is_inference()
+
+
+def test_a_stream_stands_at_an_earlier_micro_batch_and_comes_back():
+    stream = RandomStream(1)
+    for _ in range(3):
+        stream.advance()
+    with stream.at(1):
+        assert stream.step == 1
+    assert stream.step == 3

@@ -1,0 +1,65 @@
+"""The cases of test_tensor_parallel.py: small models, settings and data, for tests and launched ranks."""
+
+import torch
+
+STEPS = 4
+NEAREST = {"base": "nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
+MX = {"base": "mxfp4", "q_backward_outputgrad": "mxfp4e2m1bnosr"}
+PER_GEMM = {"base": "nvidia-nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr", "keep_last": 0}
+# family, recipe, precision, ZeRO stage and so on; what is left out has the defaults of `config_of`
+CASES = {
+    "llama": {"family": "llama", "recipe": NEAREST},
+    "llama, no recipe": {"family": "llama", "recipe": "bf16"},
+    "llama per_gemm": {"family": "llama", "recipe": PER_GEMM},
+    "llama tied, stage 3": {"family": "llama", "recipe": NEAREST, "is_tied": True, "stage": 3},
+    "gpt2": {"family": "gpt2", "recipe": NEAREST, "regularizer": True},
+    "gpt2 tied": {"family": "gpt2", "recipe": NEAREST, "is_tied": True, "checkpointing": True},
+    "gpt2 mxfp4": {"family": "gpt2", "recipe": MX, "stage": 1, "regularizer": True},
+    "gpt2 fp8": {"family": "gpt2", "recipe": "fp8", "stage": 2},
+    "gpt2 stochastic": {"family": "gpt2", "recipe": "nvfp4"},
+    "llama bf16": {"family": "llama", "recipe": NEAREST, "precision": "bf16"},
+}
+
+
+def make_model(case):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    tied = {"tie_word_embeddings": case.get("is_tied", False), "bos_token_id": 0, "eos_token_id": 0}
+    if case["family"] == "gpt2":
+        sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 32}
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops, **tied))
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": 32,
+    }
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**sizes, **case.get("model", {})}, **tied)
+    )
+
+
+def config_of(case, tensor_size):
+    block = {"precision": case.get("precision", "fp32"), "recipe": case["recipe"]}
+    if case.get("regularizer"):
+        block["regularizer"] = {"strength": 1e-2}
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": case.get("stage", 0)},
+        "megalowbit": block,
+    }
+    return {**settings, **({"tensor_parallel": {"autotp_size": tensor_size}} if tensor_size > 1 else {})}
+
+
+def batch(step, data_rank):
+    generator = torch.Generator().manual_seed(100 * step + data_rank)
+    tokens = torch.randint(0, 128, (2, 16), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}

@@ -1,0 +1,91 @@
+"""Models cut over two tensor-parallel ranks train as whole ones do, with all kinds of recipes and stages."""
+
+import pytest
+from tensor_parallel_cases import CASES, STEPS
+
+WORLD = 2
+# where every operation but the order of sums is the same; what rounds at random or to bf16 differs more
+LOSS = {"gpt2 stochastic": 5e-3, "llama bf16": 5e-3}
+NORM = {"gpt2 stochastic": 0.1, "llama bf16": 0.1}
+
+
+@pytest.fixture(scope="module")
+def seen(launch_ranks):
+    return launch_ranks("ranks_tensor_parallel.py", WORLD).wait(timeout=200)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_a_whole_model(seen, name):
+    for rank in seen:
+        expected, found = rank["whole"][name]["losses"], rank["cut"][name]["losses"]
+        assert len(found) == STEPS
+        assert found == pytest.approx(expected, rel=LOSS.get(name, 1e-5))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_sees_the_norm_of_the_whole_model(seen, name):
+    first, second = (rank["cut"][name]["norms"] for rank in seen)
+    assert first == second
+    assert first == pytest.approx(seen[0]["whole"][name]["norms"], rel=NORM.get(name, 1e-5))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_copies_of_what_is_whole_stay_bit_equal(seen, name):
+    assert all(rank["cut"][name]["do_copies_agree"] for rank in seen)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_come_out_whole_and_as_transformers_has_them(seen, name):
+    whole, cut = seen[0]["whole"][name], seen[0]["cut"][name]
+    assert cut["exported"] == whole["exported"]
+    assert cut["sums"] == pytest.approx(whole["sums"], rel=0.1 if name in LOSS else 1e-4)
+    assert cut["layers"] == whole["layers"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].get("regularizer")])
+def test_the_regularizer_is_that_of_whole_weights(seen, name):
+    for rank in seen:
+        assert rank["cut"][name]["regularizer"] == pytest.approx(rank["whole"][name]["regularizer"], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_infinity_on_the_second_rank_skips_the_step_on_both(seen, stage):
+    for rank in seen:
+        assert rank[f"spoiled {stage}"]["is_applied"] == [True, False, True, True]
+        assert rank[f"spoiled {stage}"]["do_copies_agree"]
+
+
+def test_copies_of_the_model_and_restored_layers(seen):
+    for rank in seen:
+        found = rank["copies"]
+        assert found["copied"] == found["before"]
+        assert found["restored"] == pytest.approx(found["before"], rel=2e-2)
+        assert found["restored"] != found["before"]
+        assert "is a shard" in found["refusal"]
+        assert {"ColumnParallelLinear", "RowParallelLinear"} <= set(found["kinds"])
+        assert not [kind for kind in found["kinds"] if "BitLinear" in kind]
+
+
+def test_what_cannot_be_cut_is_refused_in_one_line(seen):
+    expected = {
+        "splits": "split_input, which needs whole tensors",
+        "blocks": "does not hold whole blocks of 32",
+        "heads": "does not divide the model's num_key_value_heads 1",
+        "mean": "needs the whole tensor at once",
+        "family": "cannot cut a Sequential",
+    }
+    for rank in seen:
+        for name, part in expected.items():
+            assert part in rank["refusals"][name]
+            assert "\n" not in rank["refusals"][name]
+
+
+def test_tensor_and_data_parallel_together(launch_ranks):
+    ranks = launch_ranks("ranks_tensor_parallel.py", 2, "llama", "gpt2 mxfp4", world_size=4).wait(timeout=200)
+    for name in ("llama", "gpt2 mxfp4"):
+        assert len({tuple(rank["cut"][name]["norms"]) for rank in ranks}) == 1
+        assert ranks[0]["cut"][name]["losses"] != ranks[2]["cut"][name]["losses"]
+        for rank in ranks:
+            assert rank["cut"][name]["do_copies_agree"]
+            assert rank["cut"][name]["losses"] == pytest.approx(rank["whole"][name]["losses"], rel=1e-5)
+            assert rank["cut"][name]["norms"] == pytest.approx(rank["whole"][name]["norms"], rel=1e-5)
