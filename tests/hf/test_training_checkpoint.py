@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from megalowbit.durable import MANIFEST
+from megalowbit.durable import MANIFEST, write_manifest
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model
@@ -47,7 +47,7 @@ def rewrite(step, content):
 
 
 def test_what_was_written_is_read_back(folder):
-    hf_config, read_recipe, state_dict = read_checkpoint(folder)
+    hf_config, read_recipe, state_dict, half_state_dict = read_checkpoint(folder)
     expected = random_model(GPT2, seed=1).half()
     convert(expected, "nvfp4")
     assert hf_config["n_embd"] == 32
@@ -55,6 +55,7 @@ def test_what_was_written_is_read_back(folder):
     assert state_dict.keys() == expected.state_dict().keys()
     assert all(state_dict[name].equal(value) for name, value in expected.state_dict().items())
     assert {value.dtype for value in state_dict.values()} == {torch.float16}
+    assert {value.dtype for value in half_state_dict.values()} == {torch.float16}
 
 
 def test_writing_leaves_the_model_as_it_is(tmp_path):
@@ -138,7 +139,7 @@ def empty(step):
         (lambda step: (step / MANIFEST).write_text("{"), "is damaged: manifest.json cannot be read"),
         (lambda step: (step / MANIFEST).write_text("[]"), "is damaged: manifest.json cannot be read"),
         (lambda step: (step / MANIFEST).write_text('{"format": 2, "files": []}'), "has format 2, not 1"),
-        (lambda step: (step / MANIFEST).write_text('{"format": 1, "files": []}'), "merge its shards"),
+        (lambda step: (step / MANIFEST).write_text('{"format": 1, "files": []}'), "does not name mp_rank_00"),
     ],
 )
 def test_damage_of_every_kind_is_one_line_that_names_the_checkpoint(folder, damage, message):
@@ -176,10 +177,10 @@ def test_code_inside_a_checkpoint_is_not_run(folder, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_tensor_parallel_shards_are_refused(folder):
+def test_shards_of_several_ranks_without_a_layout_are_refused(folder):
     step = folder / "step-00000000"
-    manifest = json.loads((step / MANIFEST).read_text())
-    manifest["files"].append({"name": "mp_rank_01_model_states.pt", "size": 0, "sha256": ""})
-    (step / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="merge its shards"):
+    (step / "mp_rank_01_model_states.pt").write_bytes(b"")
+    (step / MANIFEST).unlink()
+    write_manifest(step)
+    with pytest.raises(UserError, match="has shards and no layout"):
         read_checkpoint(step)

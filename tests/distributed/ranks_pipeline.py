@@ -1,0 +1,255 @@
+"""Two stages on two ranks, or two stages × two data-parallel ranks: see test_pipeline.py."""
+
+import sys
+
+import torch
+from deepspeed.pipe import PipelineModule
+from tiny_training import report
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import megalowbit as mlb
+from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.engine.pipeline import gather_weights
+from megalowbit.layers.surgery import random_stream
+
+VOCABULARY, TOKENS, BATCH, MICRO_BATCHES = 40, 12, 2, 3
+STOCHASTIC = {"base": "nvfp4", "q_forward_input": "nvfp4e2m1b"}  # forward draws random numbers too
+
+
+def hf_model(kind, *, dropout=0.0, layers=3, seed=0):
+    """A tiny model in fp32; GPT-2 with tied embeddings, LLaMA without."""
+    torch.manual_seed(seed)
+    if kind == "gpt2":
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=layers, n_head=2,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        model = GPT2LMHeadModel(config)
+    else:
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, max_position_embeddings=16, hidden_size=32, intermediate_size=48,
+            num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+    model.config.use_cache = False
+    model.loss_type = "ForCausalLM"
+    return model.train()
+
+
+def batch(step, micro_batch, data_rank=0, *, is_padded=False):
+    """Tokens that depend on nothing but their place in the run."""
+    generator = torch.Generator().manual_seed((step * 16 + micro_batch) * 8 + data_rank)
+    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator)
+    labels = tokens.clone()
+    if not is_padded:
+        return {"input_ids": tokens, "labels": labels}
+    mask = torch.ones_like(tokens)
+    mask[0, : 2 + micro_batch] = 0
+    labels[mask == 0] = -100
+    return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+
+
+def settings(precision="fp32", *, recipe=None, scaler=None, micro_batches=MICRO_BATCHES, **more):
+    block = {"precision": precision}
+    if recipe is not None:
+        block["recipe"] = recipe
+    if scaler is not None:
+        block["grad_scaler"] = scaler
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "megalowbit": block,
+        **more,
+    }
+
+
+def train(engine, step, *, is_padded=False):
+    """One optimizer step; what came of it."""
+    data_rank = engine.process_grid.data_rank
+    batches = [
+        batch(step, each, data_rank, is_padded=is_padded)
+        for each in range(engine.gradient_accumulation_steps())
+    ]
+    loss = engine.train_batch(iter(batches))
+    return {
+        "loss": loss.item(),
+        "norm": engine.get_global_grad_norm(),
+        "scale": engine.optimizer.loss_scale,
+        "skipped": engine.skipped_steps,
+        "lr": engine.get_lr()[0],
+    }
+
+
+def start(kind="gpt2", config=None, *, seed=0, dropout=0.0, layers=3, num_stages=2, **arguments):
+    model = hf_model(kind, dropout=dropout, layers=layers, seed=seed)
+    module = mlb.pipeline_module(model, num_stages=num_stages, **arguments)
+    engine, *_ = mlb.initialize(model=module, config=config or settings(), seed=7)
+    return engine
+
+
+def weights(engine):
+    return {name: p.detach().double().flatten().tolist() for name, p in engine.module.named_parameters()}
+
+
+def trajectory(
+    kind, precision, *, is_padded=False, recipe=None, steps=3, micro_batches=MICRO_BATCHES, **arguments
+):
+    scaler = {"initial_scale": 1024.0} if precision == "fp16" else None
+    config = settings(precision, recipe=recipe, scaler=scaler, micro_batches=micro_batches)
+    engine = start(kind, config, **arguments)
+    torch.manual_seed(11 + engine.stage_id)
+    seen = [train(engine, step, is_padded=is_padded) for step in range(steps)]
+    return {"steps": seen, "weights": weights(engine), "names": engine.module.parameter_names()}
+
+
+def overflow(precision):
+    """Six steps; in the third a gradient of the first stage is inf, in the fourth one of the last is NaN."""
+    scaler = {"initial_scale": 4096.0, "growth_interval": 100} if precision == "fp16" else None
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 50}}
+    engine = start("gpt2", settings(precision, scaler=scaler, scheduler=scheduler))
+    bad = {2: (0, torch.inf), 3: (1, torch.nan)}
+    seen = []
+    for step in range(6):
+        stage, value = bad.get(step, (None, None))
+        handle = None
+        if stage == engine.stage_id:
+            first = next(engine.module.parameters())
+            handle = first.register_hook(lambda gradient, value=value: gradient * value)
+        before = weights(engine)
+        facts = train(engine, step)
+        if handle is not None:
+            handle.remove()
+        report = engine.optimizer.report
+        seen.append(
+            {
+                **facts,
+                "has_moved": weights(engine) != before,
+                "was_applied": engine.was_step_applied(),
+                "where": None if report.overflow is None else [report.overflow.tensor, report.overflow.rank],
+            }
+        )
+    return {"steps": seen, "weights": weights(engine)}
+
+
+def evaluation():
+    """A run with dropout and stochastic rounding, with and without an evaluation in its middle."""
+    runs = []
+    for is_evaluated in (False, True):
+        engine = start("gpt2", settings("bf16", recipe="nvfp4"), dropout=0.1)
+        torch.manual_seed(3 + engine.stage_id)
+        losses = [train(engine, 0)["loss"]]
+        if is_evaluated:
+            held_out = [batch(100, each) for each in range(MICRO_BATCHES)]
+            evaluated = [engine.eval_batch(iter(held_out)).item() for _ in range(2)]
+        losses += [train(engine, step)["loss"] for step in (1, 2)]
+        runs.append({"losses": losses, "weights": weights(engine)})
+    return {"without": runs[0], "with": runs[1], "evaluated": evaluated}
+
+
+def resume(folder):
+    """Three steps, a checkpoint, two more; and the same two in a new engine."""
+    config = settings("fp16", recipe="nvfp4", scaler={"initial_scale": 256.0, "growth_interval": 2})
+    store = CheckpointStore(folder)
+    engine = start("gpt2", config, dropout=0.1)
+    torch.manual_seed(5 + engine.stage_id)
+    stream = random_stream(engine.module)
+    for step in range(3):
+        train(engine, step)
+    store.save(engine, 3, {"stream": stream.state_dict()})
+    stopped = [train(engine, step) for step in (3, 4)]
+    other = start("gpt2", config, dropout=0.1, seed=9)
+    state = store.load(other, store.path_of(3))
+    random_stream(other.module).load_state_dict(state["stream"])
+    resumed = [train(other, step) for step in (3, 4)]
+    files = sorted(path.name for path in store.path_of(3).iterdir())
+    return {
+        "stopped": stopped,
+        "resumed": resumed,
+        "is_alike": weights(engine) == weights(other),
+        "files": files,
+    }
+
+
+def message(call):
+    """Of the refusal; None where there is none."""
+    try:
+        call()
+    except mlb.UserError as error:
+        return str(error)
+    return None
+
+
+def refusals():
+    """Messages of what cannot be combined."""
+
+    def beside(**more):
+        block = more.pop("block", {})
+        config = settings(**more)
+        config["megalowbit"].update(block)
+        return message(lambda: start("gpt2", config))
+
+    split = {"base": "nvfp4", "split_input": {"rank": 2}}
+    return {
+        "whole": message(
+            lambda: mlb.initialize(model=hf_model("gpt2"), config=settings(pipeline={"stages": 2}))
+        ),
+        "stages": message(lambda: mlb.pipeline_module(hf_model("gpt2"), num_stages=3)),
+        "partition": message(lambda: mlb.pipeline_module(hf_model("gpt2"), num_stages=2, partition="type:x")),
+        "zero": beside(zero_optimization={"stage": 1}),
+        "norm": beside(block={"gradient_norm": "sum_of_norms"}),
+        "layers": beside(block={"layer_scaling": {"enabled": True}}),
+        "replay": beside(recipe=split, pipeline={"stages": 2, "activation_checkpoint_interval": 1}),
+        "foreign": message(
+            lambda: mlb.initialize(
+                model=PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], num_stages=2),
+                config=settings(),
+            )
+        ),
+    }
+
+
+def whole_weights():
+    """The weights of a low-bit pipeline, gathered on rank 0, against those the model was made with."""
+    module = start("gpt2", settings("fp32", recipe="nvfp4")).module
+    gathered = gather_weights(module)
+    expected = hf_model("gpt2").state_dict()
+    if gathered is None:
+        return None
+    return gathered.keys() == expected.keys() and all(gathered[n].equal(v) for n, v in expected.items())
+
+
+def four(_):
+    """Stages beside data-parallel ranks, and stages that are neither first nor last."""
+    return {
+        "two_by_two": trajectory("gpt2", "fp32", num_stages=2),
+        "four_stages": trajectory("gpt2", "fp32", num_stages=4, is_padded=True),
+        "whole": whole_weights(),
+        "empty": message(lambda: mlb.pipeline_module(hf_model("gpt2", layers=1), num_stages=4)),
+    }
+
+
+def two(folder):
+    """All that two ranks can show."""
+    return {
+        "gpt2": trajectory("gpt2", "fp32"),
+        "llama": trajectory("llama", "fp32", is_padded=True),
+        "fp16": trajectory("gpt2", "fp16"),
+        "bf16": trajectory("llama", "bf16"),
+        "lowbit": trajectory("gpt2", "fp32", recipe=STOCHASTIC),
+        "recomputed": trajectory("gpt2", "fp32", recipe=STOCHASTIC, activation_checkpoint_interval=1),
+        "dropout": trajectory("gpt2", "fp32", dropout=0.2),
+        "dropout_recomputed": trajectory("gpt2", "fp32", dropout=0.2, activation_checkpoint_interval=2),
+        "one_micro_batch": trajectory("gpt2", "fp32", micro_batches=1),
+        "whole": whole_weights(),
+        "overflow": {precision: overflow(precision) for precision in ("fp16", "bf16")},
+        "evaluation": evaluation(),
+        "resume": resume(folder),
+        "refusals": refusals(),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    report({"two": two, "four": four}[sys.argv[1]](sys.argv[2]))

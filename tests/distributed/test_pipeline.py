@@ -1,0 +1,220 @@
+"""Stages on real ranks, against the same training in one process: plain torch, autograd, AdamW in fp32."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalowbit.layers.surgery import convert
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def program():
+    """The module `ranks_pipeline`, for its models and batches."""
+    sys.path.insert(0, str(HERE))
+    try:
+        spec = importlib.util.spec_from_file_location("ranks_pipeline", HERE / "ranks_pipeline.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(HERE))
+    return module
+
+
+@pytest.fixture(scope="module")
+def seen(launch_ranks, tmp_path_factory):
+    """What both ranks of ranks_pipeline.py reported; launched once."""
+    return launch_ranks("ranks_pipeline.py", "two", tmp_path_factory.mktemp("run")).wait(timeout=240)
+
+
+@pytest.fixture(scope="module")
+def of_four(launch_ranks):
+    return launch_ranks("ranks_pipeline.py", "four", "-", world_size=4).wait(timeout=240)
+
+
+def one_process(program, kind, *, data_size=1, is_padded=False, recipe=None, steps=3, micro_batches=None):
+    """Losses and norms of the same training by autograd on the whole model, and its weights."""
+    count = micro_batches or program.MICRO_BATCHES
+    model = program.hf_model(kind)
+    if recipe is not None:
+        convert(model, recipe, seed=7)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    facts = []
+    for step in range(steps):
+        total = 0.0
+        for rank in range(data_size):
+            for each in range(count):
+                loss = model(**program.batch(step, each, rank, is_padded=is_padded)).loss
+                (loss / (count * data_size)).backward()
+                total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        facts.append((total / (count * data_size), norm))
+    return facts, dict(model.named_parameters(remove_duplicate=False))
+
+
+def check(found, expected, tolerance):
+    for step, (loss, norm) in zip(found["steps"], expected, strict=True):
+        assert step["loss"] == pytest.approx(loss, rel=tolerance)
+        assert step["norm"] == pytest.approx(norm, rel=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "is_padded"), [("gpt2", False), ("llama", True)])
+def test_two_stages_train_as_one_process(seen, program, kind, is_padded):
+    expected, weights = one_process(program, kind, is_padded=is_padded)
+    for rank in seen:
+        check(rank[kind], expected, 2e-6)  # fp32; sums in another order
+        for name, values in rank[kind]["weights"].items():
+            # AdamW makes steps of lr out of gradients near zero
+            torch.testing.assert_close(
+                torch.tensor(values), weights[name].detach().flatten(), atol=5e-5, rtol=1e-4
+            )
+
+
+def test_each_parameter_is_on_one_stage_under_its_own_name(seen, program):
+    for kind in ("gpt2", "llama"):
+        model = program.hf_model(kind)
+        names = [rank[kind]["names"] for rank in seen]
+        assert not names[0].keys() & names[1].keys()
+        assert names[0].keys() | names[1].keys() == {
+            name for name, _ in model.named_parameters(remove_duplicate=False)
+        }
+        different = {local: name for each in names for local, name in each.items() if local != name}
+        assert different == ({"lm_head.weight": "transformer.wte.weight"} if kind == "gpt2" else {})
+
+
+@pytest.mark.parametrize("case", ["gpt2", "fp16", "lowbit", "dropout"])
+def test_copies_of_a_tied_weight_stay_bit_identical(seen, case):
+    first, last = (rank[case]["weights"] for rank in seen)
+    assert first["transformer.wte.weight"] == last["lm_head.weight"]
+
+
+@pytest.mark.parametrize(("case", "kind", "tolerance"), [("fp16", "gpt2", 5e-3), ("bf16", "llama", 3e-2)])
+def test_half_precision_stays_near_fp32(seen, program, case, kind, tolerance):
+    expected, _ = one_process(program, kind)
+    for rank in seen:
+        check(rank[case], expected, tolerance)
+
+
+def test_low_bit_stages_draw_the_numbers_of_one_process(seen, program):
+    """Stochastic forward and backward: other numbers anywhere would move loss and norm by 1e-3."""
+    expected, _ = one_process(program, "gpt2", recipe=program.STOCHASTIC)
+    unquantised, _ = one_process(program, "gpt2")
+    for rank in seen:
+        check(rank["lowbit"], expected, 1e-5)
+        assert rank["lowbit"]["steps"][-1]["norm"] != pytest.approx(unquantised[-1][1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("plain", "recomputed"), [("lowbit", "recomputed"), ("dropout", "dropout_recomputed")]
+)
+def test_recomputed_activations_are_those_of_their_own_micro_batch(seen, plain, recomputed):
+    for rank in seen:
+        assert rank[recomputed] == rank[plain]
+
+
+def test_one_micro_batch_is_enough(seen, program):
+    expected, _ = one_process(program, "gpt2", micro_batches=1)
+    for rank in seen:
+        check(rank["one_micro_batch"], expected, 2e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_overflow_in_one_stage_skips_the_step_in_all(seen, precision):
+    for rank in seen:
+        steps = rank["overflow"][precision]["steps"]
+        assert [step["was_applied"] for step in steps] == [True, True, False, False, True, True]
+        assert [step["skipped"] for step in steps] == [0, 0, 1, 2, 2, 2]
+        assert [step["norm"] is None for step in steps] == [False, False, True, True, False, False]
+        # the warm-up starts at lr 0, so the first two steps move nothing
+        assert [step["has_moved"] for step in steps[2:]] == [False, False, True, True]
+        lrs = [step["lr"] for step in steps]
+        assert lrs[1] == lrs[2] == lrs[3] < lrs[4] < lrs[5]
+        assert [step["where"] and step["where"][1] for step in steps] == [None, None, 0, 1, None, None]
+        assert steps[2]["where"][0] == "transformer.wte.weight"
+
+
+def test_the_scale_backs_off_alike_in_all_stages(seen):
+    for rank in seen:
+        scales = [step["scale"] for step in rank["overflow"]["fp16"]["steps"]]
+        assert scales == [4096, 4096, 4096, 2048, 2048, 2048]
+
+
+def test_copies_of_a_tied_weight_are_alike_after_overflows(seen):
+    first, last = (rank["overflow"]["fp16"]["weights"] for rank in seen)
+    assert first["transformer.wte.weight"] == last["lm_head.weight"]
+
+
+def test_an_evaluation_leaves_no_trace(seen):
+    for rank in seen:
+        found = rank["evaluation"]
+        assert found["with"] == found["without"]
+        assert found["evaluated"][0] == found["evaluated"][1] != found["with"]["losses"][0]
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(seen):
+    for rank in seen:
+        found = rank["resume"]
+        assert found["resumed"] == found["stopped"]
+        assert found["is_alike"]
+        assert {f"layer_{part:02d}-model_states.pt" for part in range(5)} <= set(found["files"])
+        assert {f"mp_rank_{stage:02d}_model_states.pt" for stage in range(2)} <= set(found["files"])
+
+
+def test_gathered_weights_are_the_models(seen, of_four):
+    assert [rank["whole"] for rank in seen] == [True, None]
+    assert [rank["whole"] for rank in of_four] == [True, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("whole", ("pipeline.stages = 2", "mlb.pipeline_module(model, num_stages=2)")),
+        ("stages", ("pipeline.stages = 3", "2 processes")),
+        ("partition", ("pipeline.partition = 'type:x'", '"uniform"')),
+        ("zero", ("zero_optimization.stage = 1", "set it to 0")),
+        ("norm", ("gradient_norm = 'sum_of_norms'", '"global"')),
+        ("layers", ("layer_scaling.enabled", "set it to false")),
+        ("replay", ("activation_checkpoint_interval = 1", "split_input")),
+        ("foreign", ("PipelineModule", "mlb.pipeline_module")),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_in_one_line(seen, case, parts):
+    for rank in seen:
+        message = rank["refusals"][case]
+        assert message is not None
+        assert "\n" not in message
+        for part in parts:
+            assert part in message
+
+
+def test_a_stage_without_parts_is_refused(of_four):
+    for rank in of_four:
+        assert "pipeline.stages = 4 leaves stage" in rank["empty"]
+        assert "3 parts" in rank["empty"]
+
+
+def test_stages_beside_data_parallel_ranks_train_as_one_process(of_four, program):
+    expected, _ = one_process(program, "gpt2", data_size=2)
+    for rank in of_four:
+        check(rank["two_by_two"], expected, 2e-6)
+    weights = [rank["two_by_two"]["weights"] for rank in of_four]
+    assert weights[0] == weights[1]
+    assert weights[2] == weights[3]
+    assert weights[0]["transformer.wte.weight"] == weights[2]["lm_head.weight"]
+
+
+def test_middle_stages_pass_on_masks_and_gradients(of_four, program):
+    expected, _ = one_process(program, "gpt2", is_padded=True)
+    for rank in of_four:
+        check(rank["four_stages"], expected, 2e-6)
+    first, last = of_four[0]["four_stages"]["weights"], of_four[3]["four_stages"]["weights"]
+    assert first["transformer.wte.weight"] == last["lm_head.weight"]

@@ -1,0 +1,121 @@
+"""DeepSpeed's pipelines: schedule, instructions, what a stage's module and engine hold."""
+
+import inspect
+
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.runtime.config import get_pipeline_config
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from megalowbit.engine.initialize import initialize
+from megalowbit.engine.pipeline import pipeline_module
+from megalowbit.engine.pipeline_values import BEST, DEFAULTS
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "megalowbit": {"precision": "bf16"},
+}
+
+
+@pytest.fixture
+def engine():
+    config = GPT2Config(vocab_size=8, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+    module = pipeline_module(GPT2LMHeadModel(config), num_stages=1)
+    return initialize(model=module, config=CONFIG)[0]
+
+
+def batches(count=2):
+    tokens = torch.arange(6).reshape(1, 6)
+    return iter([{"input_ids": tokens, "labels": tokens}] * count)
+
+
+def test_a_step_ends_with_tied_sum_average_and_update():
+    for stages in (1, 2, 3):
+        for stage in range(stages):
+            steps = list(schedule.TrainSchedule(micro_batches=2, stages=stages, stage_id=stage))
+            last = [type(each) for each in steps[-1][-3:]]
+            assert last == [schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep], (
+                "tied gradients are summed after the average, which must come right before the update"
+            )
+            reductions = [c for step in steps for c in step if isinstance(c, schedule.ReduceGrads)]
+            assert len(reductions) == 1, "gradients of tied weights would be summed more than once"
+
+
+def test_instructions_are_looked_up_in_the_engine_itself(engine):
+    seen = []
+    ours = engine._INSTRUCTION_MAP[schedule.ReduceGrads]
+    assert ours is not PipelineEngine._INSTRUCTION_MAP[schedule.ReduceGrads]
+    engine._INSTRUCTION_MAP[schedule.ReduceGrads] = lambda self: (seen.append(1), ours(self))
+    engine.train_batch(batches())
+    assert seen == [1], "tied weights would be reduced in .grad, which is None, and drift apart"
+
+
+def test_gradients_are_reduced_where_our_optimizer_keeps_them(engine, monkeypatch):
+    asked = []
+    original = type(engine.optimizer).get_grads_for_reduction
+    monkeypatch.setattr(
+        type(engine.optimizer),
+        "get_grads_for_reduction",
+        lambda self: (asked.append(engine.is_gradient_accumulation_boundary()), original(self))[1],
+    )
+    engine.train_batch(batches())
+    assert asked == [True], "fp32 gradients would not be averaged once a step"
+
+
+def test_a_step_takes_its_micro_batches_through_our_reader(engine):
+    before = (engine.global_steps, engine.global_samples, engine.micro_steps)
+    engine.train_batch(batches())
+    assert engine.was_step_applied(), "skips would not be recognised"
+    assert (engine.global_steps, engine.global_samples) == (before[0] + 1, before[1] + 2)
+    assert engine.micro_steps == before[2], "a checkpoint would be refused as in the middle of a step"
+
+
+def test_the_loss_of_a_step_is_kept_by_data_parallel_rank(engine):
+    mean = engine.train_batch(batches())
+    assert engine.dp_group_loss.item() == pytest.approx(mean.item()), "the loop records this loss"
+
+
+def test_modules_become_the_stages_functions_in_order(engine):
+    module = engine.module
+    kinds = [type(part).__name__ for part in module.forward_funcs]
+    assert kinds == ["Embedding", "Block", "Block", "Head"], "a stage would run other parts than it holds"
+    assert module.parts == [0, 4], "empty stages are found with it"
+    assert module.tied_comms == {}
+    assert module.ckpt_layer_path("x", 2) == "x/layer_02-model_states.pt", "exporters look for these names"
+    for name in ("ds_model_proc_group", "dp_proc_group", "slice_proc_group", "pp_proc_group"):
+        assert isinstance(getattr(module._grid, name), torch.distributed.ProcessGroup), (
+            f"norm and overflow are reduced over groups of the grid: {name}"
+        )
+
+
+def test_stages_recompute_without_reentrance(engine):
+    assert engine.module.activation_checkpoint_func is non_reentrant_checkpoint, (
+        "the engine would mark the first stage's inputs, which are integers, as needing gradients"
+    )
+    assert not engine._reentrant_activation_checkpointing()
+
+
+def test_pipeline_module_takes_the_arguments_we_pass():
+    names = inspect.signature(PipelineModule.__init__).parameters
+    ours = {
+        "num_stages", "loss_fn", "partition_method", "activation_checkpoint_interval",
+        "activation_checkpoint_func", "dynamic_shape",
+    }  # fmt: skip
+    assert ours <= names.keys()
+
+
+def test_the_keys_of_the_block_are_deepspeeds():
+    known = {*get_pipeline_config({}), "use_reentrant"}
+    assert known == DEFAULTS.keys(), "users' keys would be refused, or silently ignored"
+    assert "use_reentrant" in inspect.getsource(PipelineEngine.__init__)
+    assert get_pipeline_config({})["partition"] == BEST
+
+
+def test_stages_refuse_zero_two_and_three():
+    assert "ZeRO-2 and ZeRO-3 are incompatible" in inspect.getsource(PipelineEngine.__init__)
