@@ -3,8 +3,9 @@
 A file is written beside its place, forced to disk and renamed; a crash at any moment leaves the old file or
 the new one. A checkpoint is a folder with a `manifest.json`, written last, of size and SHA-256 of each of its
 files; without it the folder is incomplete. Such folders are called `step-00000040`, and the newest of a run
-is the highest complete step, whatever any pointer file says. Only the standard library is needed, so looking
-at checkpoints does not load torch.
+is the highest complete step, whatever any pointer file says. One that is found damaged is moved aside, to
+`step-00000040.damaged`, and never removed. Only the standard library is needed, so looking at checkpoints
+does not load torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
@@ -25,6 +26,8 @@ MANIFEST = "manifest.json"
 LATEST = "latest"  # names the newest step for DeepSpeed's tools; never read by us
 FORMAT = 1
 STEP = re.compile(r"step-([0-9]{8,})")
+DRAFT = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+DAMAGED = ".damaged"
 READ_SIZE = 2**22  # bytes
 
 
@@ -60,6 +63,27 @@ def atomic_file(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]
         raise
 
 
+class HashingFile:
+    """A file for writing that keeps size and SHA-256 of what went through it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._digest, self.size = file, hashlib.sha256(), 0
+
+    def write(self, piece: bytes) -> int:
+        """Write and count."""
+        self._digest.update(piece)
+        self.size += len(piece)
+        return self._file.write(piece)
+
+    def flush(self) -> None:
+        """Hand everything to the file."""
+        self._file.flush()
+
+    def facts(self, name: str) -> FileFacts:
+        """What a manifest says of it, under `name`."""
+        return FileFacts(name, self.size, self._digest.hexdigest())
+
+
 def sha256_of(path: Path) -> str:
     """Hexadecimal SHA-256 of a file, read in pieces."""
     digest = hashlib.sha256()
@@ -69,14 +93,25 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path) -> None:
-    """Write the manifest of all files in and below `folder`; its presence says that they are complete."""
-    manifest = folder / MANIFEST
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest)
-    facts = [
-        FileFacts(path.relative_to(folder).as_posix(), path.stat().st_size, sha256_of(path)) for path in paths
-    ]
-    content = {"format": FORMAT, "files": [entry._asdict() for entry in facts]}
+def write_manifest(folder: Path, known: Iterable[FileFacts] = ()) -> None:
+    """Write the manifest of all files in and below `folder`; its presence says that they are complete.
+
+    Args:
+        folder: of one checkpoint.
+        known: facts that their writers have; other files are read again.
+
+    Raises:
+        OSError: also where a file of `known` is missing, or has another size.
+    """
+    manifest, facts = folder / MANIFEST, {entry.name: entry for entry in known}
+    for entry in facts.values():
+        if (folder / entry.name).stat().st_size != entry.size:
+            raise OSError(f"{entry.name} has another size than was written")
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest):
+        name = path.relative_to(folder).as_posix()
+        if name not in facts:
+            facts[name] = FileFacts(name, path.stat().st_size, sha256_of(path))
+    content = {"format": FORMAT, "files": [facts[name]._asdict() for name in sorted(facts)]}
     with atomic_file(manifest) as file:
         file.write(json.dumps(content, indent=1) + "\n")
 
@@ -133,24 +168,61 @@ def complete_steps(folder: Path) -> list[int]:
     return [step for step in steps_in(folder) if (folder / step_name(step) / MANIFEST).is_file()]
 
 
-def verify_folder(folder: Path, *, remedy: str) -> None:
+def verify_folder(folder: Path, *, remedy: str, share: int = 0, shares: int = 1) -> None:
     """Compare a checkpoint's files with its manifest.
 
     Args:
         folder: of one checkpoint; files the manifest does not name are ignored.
         remedy: what the user can do, closes the messages.
+        share: which of `shares` parts of the files to look at, for processes that divide the work.
+        shares: how many parts there are.
 
     Raises:
         UserError: as `read_manifest`, or a file is missing or damaged: its name, what was expected and found.
     """
-    for name, size, sha256 in read_manifest(folder, remedy=remedy):
+    for name, size, sha256 in read_manifest(folder, remedy=remedy)[share::shares]:
         path, damaged = folder / name, f"checkpoint {folder} is damaged: {name}"
         if not path.is_file():
             raise UserError(f"{damaged} is missing; {remedy}")
         if (found_size := path.stat().st_size) != size:
             raise UserError(f"{damaged} has {found_size} bytes instead of {size}; {remedy}")
-        if (found := sha256_of(path)) != sha256:
+        try:
+            found = sha256_of(path)
+        except OSError as error:  # a disk that cannot read what it wrote
+            raise UserError(f"{damaged} cannot be read ({error.strerror}); {remedy}") from error
+        if found != sha256:
             raise UserError(f"{damaged} has SHA-256 {found[:12]}… instead of {sha256[:12]}…; {remedy}")
+
+
+def looks_whole(folder: Path) -> bool:
+    """Whether all files of a checkpoint are there in their size; a look at no content."""
+    try:
+        facts = read_manifest(folder, remedy="")
+        return all((folder / entry.name).stat().st_size == entry.size for entry in facts)
+    except (OSError, UserError):
+        return False
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint so that it is none, and its step can be saved again; returns where it is.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    number, target = 1, folder.with_name(folder.name + DAMAGED)
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{folder.name}{DAMAGED}-{number}")
+    folder.rename(target)
+    _sync_folder(folder.parent)
+    return target
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what writers that were killed have left of files in `folder`; nobody may be writing there."""
+    for draft in folder.glob(".*.tmp"):
+        if DRAFT.fullmatch(draft.name):
+            draft.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,46 +2,50 @@
 
 `folder/step-00000040/` holds DeepSpeed's files and, written last, `manifest.json` with size and SHA-256 of
 each: the commit mark. A folder without it is what a killed process left; it is ignored and, in time,
-removed. Every rank's random generators are saved, and what else is a rank's own in `rank_00000.pt` and so
-on, so that a resumed run is bitwise the run that was not stopped. What can fail on one rank is decided by
-rank 0 and raised by all. Names are never used twice: a complete checkpoint is not overwritten. `latest` is
-kept for DeepSpeed's own tools. Loading executes pickled code, as DeepSpeed's does: load only what you trust.
+removed. A damaged one is moved aside, with a line in the log, and the one before is used. Every rank's random
+generators are saved, and what else is a rank's own in `rank_00000.pt` and so on, so that a resumed run is
+bitwise the run that was not stopped; at another ZeRO stage or number of ranks (`reshape`) it is the same run
+but for the order of sums. What can fail on one rank is raised by all. Names are never used twice: a complete
+checkpoint is not overwritten. `latest` is kept for DeepSpeed's own tools. Loading executes nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megalowbit import process_group
+from megalowbit.checkpoints.contents import CheckpointContents
+from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
 from megalowbit.durable import (
     LATEST,
     MANIFEST,
+    FileFacts,
     atomic_file,
     complete_steps,
+    looks_whole,
+    remove_drafts,
+    set_aside,
     step_name,
     steps_in,
     verify_folder,
     write_manifest,
 )
-from megalowbit.engine.agreement import agree
+from megalowbit.engine.agreement import agree, gather, succeed_together
 from megalowbit.engine.random_state import (
     random_state,
     restore_random_state,
+    saved_rank_of,
     seed_missing_rank,
-    state_of_rank,
 )
 from megalowbit.errors import UserError
 
 logger = logging.getLogger(__name__)
-
-ENGINE_KEY = "megalowbit_engine"
 
 
 class CheckpointStore:
@@ -57,6 +61,7 @@ class CheckpointStore:
             raise UserError(f"keep must be ≥ 1, or None to keep all checkpoints, not {keep}")
         self.folder = Path(folder)
         self.keep = keep
+        self._verified: set[Path] = set()  # by this process, and nothing of ours changes them
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
@@ -67,18 +72,61 @@ class CheckpointStore:
         return complete_steps(self.folder)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, the same on every rank; every rank must call it.
+        """The newest good checkpoint, the same on every rank; every rank must call it.
 
-        Incomplete ones are named in the log and passed over.
+        Incomplete ones are named in the log and passed over, damaged ones moved aside. All ranks share the
+        reading that this takes.
+
+        Raises:
+            UserError: there are checkpoints, and all of them are damaged.
         """
-        return agree(self._latest)
+        agree(self._warn_of_incomplete)
+        damaged: list[str] = []
+        while (path := agree(self._newest)) is not None and path.name not in damaged:
+            reason = self._damage_of(path)
+            if reason is None:
+                return path
+            damaged.append(path.name)
+            agree(lambda path=path, reason=reason: self._set_aside(path, reason))  # type: ignore[misc]
+        if damaged:
+            raise UserError(
+                f"all {len(damaged)} checkpoints in {self.folder} are damaged (newest: {damaged[0]}): start "
+                "anew in another folder, or repair them"
+            )
+        return None
 
-    def _latest(self) -> Path | None:
+    def _newest(self) -> Path | None:
+        steps = self.steps()
+        return self.path_of(steps[-1]) if steps else None
+
+    def _warn_of_incomplete(self) -> None:
         newest = max(self.steps(), default=-1)
         for step in steps_in(self.folder):
             if step > newest:
                 logger.warning("%s is incomplete (its save was interrupted): ignored", self.path_of(step))
-        return None if newest < 0 else self.path_of(newest)
+
+    def _damage_of(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint, the same on every rank; None if it is whole."""
+        if path in self._verified:
+            return None
+        try:
+            self._verify_together(path)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def _verify_together(self, path: Path) -> None:
+        rank, size = process_group.rank(), process_group.world_size()
+        remedy = agree(lambda: self._remedy(path))
+        succeed_together(lambda: verify_folder(path, remedy=remedy, share=rank, shares=size))
+        self._verified.add(path)
+
+    def _set_aside(self, path: Path, reason: str) -> None:
+        try:
+            target = set_aside(path)
+        except OSError as error:
+            raise UserError(f"{reason}; it could not be moved aside ({error.strerror})") from error
+        logger.warning("%s: moved to %s", reason.partition(";")[0], target.name)
 
     def save(
         self,
@@ -104,17 +152,21 @@ class CheckpointStore:
                 "save between optimizer steps: gradients of a half-accumulated step are not saved"
             )
         path = self.path_of(step)
+        writer = engine.checkpoint_engine
         agree(lambda: self._begin(path))
-        state = {**client_state, ENGINE_KEY: self._engine_state(engine, step, client_state)}
-        if rank_state:
-            engine.checkpoint_engine.save(dict(rank_state), str(path / _rank_file(process_group.rank())))
         try:
+            state = {**client_state, ENGINE_KEY: self._engine_state(engine, step, client_state)}
+            if rank_state:
+                writer.save(dict(rank_state), str(path / _rank_file(process_group.rank())))
             engine.save_checkpoint(str(self.folder), tag=path.name, client_state=state, save_latest=False)
-            agree(lambda: self._commit(path))
+            facts = [entry for each in gather(writer.take_facts(path)) for entry in each]
+            agree(lambda: self._commit(path, facts))
         except UserError:
+            writer.take_facts(path)
             if process_group.rank() == 0:
                 _remove(path)
             raise
+        self._verified.discard(path)
         return path
 
     def verify(self, path: str | Path) -> None:
@@ -138,19 +190,40 @@ class CheckpointStore:
             UserError: it is damaged, or it is of another model; all ranks raise it.
         """
         path = Path(path)
-        agree(lambda: self.verify(path))
+        if path not in self._verified:
+            self._verify_together(path)
+        own, state = self._load(engine, path)
+        restore_scaler(engine, own)
+        self._restore_random(own, engine)
+        return {key: state[key] for key in own["client_keys"]}
+
+    def _load(self, engine: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The engine's own part of the client state, and the whole of it; the engine has taken the rest."""
+        from megalowbit.engine.checkpoint_layout import describe_layout
+        from megalowbit.engine.reshape import check_fits, load_reshaped
+
+        contents = succeed_together(lambda: CheckpointContents(path))
+        own = contents.header.get(ENGINE_KEY)
+        if not isinstance(own, dict):
+            raise UserError(f"checkpoint {path} is of another program: start from its weights instead")
+        if contents.layout is not None:
+            present = describe_layout(engine)
+            succeed_together(lambda: check_fits(contents, present))
+            if contents.layout != present:
+                if process_group.rank() == 0:
+                    logger.warning(
+                        "checkpoint of %s continued on %s", contents.layout.describe(), present.describe()
+                    )
+                load_reshaped(engine, contents, present)
+                return own, contents.header
         try:
-            loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name)
-        except (RuntimeError, KeyError) as error:
+            _, state = engine.load_checkpoint(str(path.parent), tag=path.name)
+        except (RuntimeError, KeyError, AssertionError) as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(
                 f"checkpoint {path} does not fit the model: {reason}; use the model it was saved with"
             ) from error
-        if loaded is None or ENGINE_KEY not in state:
-            raise UserError(f"checkpoint {path} is of another program: start from its weights instead")
-        own = state[ENGINE_KEY]
-        self._restore_random(own, engine.device)
-        return {key: state[key] for key in own["client_keys"]}
+        return own, state
 
     def rank_state(self, path: str | Path) -> dict[str, Any] | None:
         """What this rank saved as its own in a checkpoint that has been loaded, or `None`."""
@@ -171,31 +244,41 @@ class CheckpointStore:
                 shutil.rmtree(path)
             path.mkdir(parents=True)
         except OSError as error:
-            raise UserError(f"checkpoint {describe_write_error(path, error)}") from error
+            raise UserError(f"checkpoint {_write_error(path, error)}") from error
 
     def _engine_state(self, engine: Any, step: int, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        mine = random_state(engine.device)
-        states: list[Any] = [mine]
-        if process_group.world_size() > 1:
-            states = [None] * process_group.world_size()
-            dist.all_gather_object(states, mine)
-        return {"format": 1, "step": step, "client_keys": list(client_state), "random_states": states}
+        from megalowbit.engine.checkpoint_layout import describe_layout
 
-    def _commit(self, path: Path) -> None:
+        scaler = engine.optimizer.grad_scaler
+        return {
+            "format": 1,
+            "step": step,
+            "client_keys": list(client_state),
+            "random_states": gather(random_state(engine.device)),
+            "grad_scaler": None if scaler is None else scaler.state_dict(),
+            LAYOUT_KEY: describe_layout(engine).to_dict(),
+        }
+
+    def _commit(self, path: Path, facts: Iterable[FileFacts]) -> None:
         """Rank 0, all files written: manifest, `latest`, removal of old checkpoints."""
         try:
-            write_manifest(path)
+            write_manifest(path, facts)
             with atomic_file(self.folder / LATEST) as file:
                 file.write(path.name)
         except OSError as error:
-            raise UserError(f"checkpoint {describe_write_error(path, error)}") from error
+            raise UserError(f"checkpoint {_write_error(path, error)}") from error
         self._prune()
 
     def _prune(self) -> None:
+        """Remove what is older than the newest `keep` whole ones; damaged ones count as little as drafts."""
+        remove_drafts(self.folder)
         steps = self.steps()
-        kept = set(steps if self.keep is None else steps[-self.keep :])
+        whole = [step for step in steps if looks_whole(self.path_of(step))]
+        kept = set(whole if self.keep is None else whole[-self.keep :])
         for step in steps_in(self.folder):
-            if step not in kept and step < steps[-1]:
+            if step in steps and step not in whole:
+                self._set_aside(self.path_of(step), f"checkpoint {self.path_of(step)} lacks files")
+            elif step not in kept and step < steps[-1]:
                 _remove(self.path_of(step))
 
     def _remedy(self, path: Path) -> str:
@@ -204,25 +287,36 @@ class CheckpointStore:
             return f"remove {path.name} and resume from {others[-1]}"
         return "there is no other checkpoint here: start anew"
 
-    def _restore_random(self, own: Mapping[str, Any], device: torch.device) -> None:
+    def _restore_random(self, own: Mapping[str, Any], engine: Any) -> None:
         rank, states = process_group.rank(), own["random_states"]
-        state = state_of_rank(states, rank)
+        saved = saved_rank_of(own.get(LAYOUT_KEY), len(states), engine.process_grid)
         if len(states) != process_group.world_size() and rank == 0:
             logger.warning(
                 "checkpoint of %d processes continued with %d: losses will differ from the stopped run",
                 len(states), process_group.world_size(),
             )  # fmt: skip
-        if state is not None:
-            restore_random_state(state, device)
+        if saved is not None:
+            restore_random_state(states[saved], engine.device)
             return
-        seed = seed_missing_rank(own["step"], rank)
+        seed = seed_missing_rank(own["step"], engine.process_grid.data_rank)
         logger.warning("rank %d was not part of the saved run: its generators start from seed %d", rank, seed)
 
 
-def describe_write_error(path: str | Path, error: Exception) -> str:
-    """One line: which file, why, what to do."""
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    return f"{path}: {reason}; free space or choose another folder (earlier checkpoints are untouched)"
+def restore_scaler(engine: Any, own: Mapping[str, Any]) -> None:
+    """Give the scaler at work the state it was saved with; at every stage it is the same one.
+
+    Raises:
+        UserError: the state is of another strategy.
+    """
+    scaler, saved = engine.optimizer.grad_scaler, own.get("grad_scaler")
+    if scaler is not None and saved is not None:
+        scaler.load_state_dict(saved)
+
+
+def _write_error(path: Path, error: OSError) -> str:
+    from megalowbit.engine.checkpoint_engine import describe_write_error
+
+    return describe_write_error(path, error)
 
 
 def _rank_file(rank: int) -> str:

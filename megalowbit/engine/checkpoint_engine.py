@@ -1,33 +1,54 @@
-"""A DeepSpeed checkpoint engine whose files are atomic and whose errors reach every rank.
+"""A DeepSpeed checkpoint engine: atomic files of plain data, and errors that reach every rank.
 
-DeepSpeed writes in place, and an error on the writing rank leaves the others waiting in a barrier. Here
-errors are kept until `commit`, which every rank calls, and raised there by all of them together.
+DeepSpeed writes in place, pickles objects of its own and of ours (a loss scaler, enumerations, addresses of
+fragments), and an error on the writing rank leaves the others waiting in a barrier. Here every file is whole
+or not there, its SHA-256 is taken while it is written, errors are kept until `commit`, which every rank
+calls, and objects become plain data, so that loading executes nothing. Of a loss scaler that is an object its
+`state_dict()` is saved; DeepSpeed's own has none and is refused.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from megalowbit import process_group
-from megalowbit.durable import atomic_file
-from megalowbit.engine.checkpoint import describe_write_error
+from megalowbit.durable import FileFacts, HashingFile, atomic_file
+from megalowbit.engine.agreement import gather
 from megalowbit.errors import UserError
+
+LOSS_SCALER = "loss_scaler"  # DeepSpeed's key in the state of a ZeRO optimizer
+ATOMS = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
+FOREIGN = (
+    "it holds objects that only their own program can make ({}): it was not written by this version of "
+    "megalowbit; start from its weights instead"
+)
 
 
 class AtomicCheckpointEngine(TorchCheckpointEngine):
-    """`TorchCheckpointEngine` with atomic files and errors that reach every rank."""
+    """`TorchCheckpointEngine` with atomic files of plain data and errors that reach every rank.
 
-    def __init__(self) -> None:
+    Args:
+        engine: DeepSpeed's that it is for, which copies no scripts beside checkpoints any more; or None.
+    """
+
+    def __init__(self, engine: Any = None) -> None:
         super().__init__()
         self.zipfile_serialization = True
         self._failure: str | None = None
+        self._facts: dict[str, FileFacts] = {}
+        if engine is not None:
+            # rank 0 alone would copy it, in place; the others would wait for ever if its disk is full
+            engine._copy_recovery_script = _copy_nothing
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Create a folder; a failure is raised by `commit`."""
@@ -37,10 +58,37 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         """Write one file; a failure is raised by `commit`."""
 
         def write() -> None:
+            content = plain_data(state_dict)
             with atomic_file(Path(path), "wb") as file:
-                torch.save(state_dict, file)
+                hashing = HashingFile(file)
+                torch.save(content, cast(IO[bytes], hashing))
+            self._facts[path] = hashing.facts(path)
 
         self._keep_failure(path, write)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read one file, executing nothing.
+
+        Raises:
+            UserError: the file cannot be read, or holds objects of a program, as stock DeepSpeed's do.
+        """
+        try:
+            return torch.load(path, map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError as error:
+            kinds = str(error).split("GLOBAL ")[1].split()[0] if "GLOBAL " in str(error) else "pickled"
+            raise UserError(f"checkpoint file {path} is not loaded: {FOREIGN.format(kinds)}") from error
+        except (OSError, RuntimeError, EOFError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(f"{path} cannot be read ({reason}): use an older checkpoint") from error
+
+    def take_facts(self, folder: Path) -> list[FileFacts]:
+        """Facts of the files that this rank has written below `folder` since the last call."""
+        facts, self._facts = self._facts, {}
+        return [
+            entry._replace(name=Path(entry.name).relative_to(folder).as_posix())
+            for entry in facts.values()
+            if Path(entry.name).is_relative_to(folder)
+        ]
 
     def commit(self, info: Any) -> bool:
         """End a save on every rank.
@@ -49,18 +97,68 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
             UserError: some rank could not write; all ranks raise it.
         """
         failure, self._failure = self._failure, None
-        failures = [failure]
-        if process_group.world_size() > 1:
-            failures = [None] * process_group.world_size()
-            dist.all_gather_object(failures, failure)
-        for rank, message in enumerate(failures):
+        for rank, message in enumerate(gather(failure)):
             if message is not None:
                 raise UserError(f"checkpoint {info.tag} was not written (rank {rank}): {message}")
         return True
 
-    def _keep_failure(self, path: str, action: Callable[[], None]) -> None:
+    def _keep_failure(self, path: str, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:  # whatever it is (a full disk, an unpicklable object): others wait for us
             if self._failure is None:
                 self._failure = describe_write_error(path, error)
+
+
+def plain_data(value: Any, where: str = "") -> Any:
+    """The same content without objects of any program: tensors, numbers, texts and containers.
+
+    Args:
+        value: a state; containers are copied, tensors are not.
+        where: keys that lead to it, for the message.
+
+    Raises:
+        TypeError: something in it could only be pickled.
+    """
+    kind = type(value)
+    if kind in ATOMS or kind is torch.nn.Parameter:
+        return value
+    if where.rpartition(".")[2] == LOSS_SCALER and not isinstance(value, Mapping):
+        return _plain_scaler(value, where)
+    if isinstance(value, Enum):
+        return plain_data(value.value, where)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        items = {key: plain_data(each, f"{where}.{key}") for key, each in value.items()}
+        return kind(items) if kind in (OrderedDict, Counter) else items
+    if kind in (list, set, frozenset):
+        # no frozenset in a file: readers that execute nothing do not know it
+        return (list if kind is list else set)(plain_data(each, where) for each in value)
+    if isinstance(value, tuple):
+        return tuple(plain_data(each, where) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain_data(asdict(value), where)
+    if isinstance(value, (int, float, str)):  # subclasses: plain numbers and texts with a name
+        return next(base(value) for base in (int, float, str) if isinstance(value, base))
+    raise TypeError(
+        f"{where.lstrip('.')} is a {kind.__module__}.{kind.__qualname__}, which could only be pickled"
+    )
+
+
+def describe_write_error(path: str | Path, error: Exception) -> str:
+    """One line: which file, why, what to do."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    reason = getattr(error, "strerror", None) or lines[0]
+    return f"{path}: {reason}; free space or choose another folder (earlier checkpoints are untouched)"
+
+
+def _plain_scaler(scaler: Any, where: str) -> Any:
+    state_dict = getattr(scaler, "state_dict", None)
+    if state_dict is None:
+        raise TypeError(f"the engine's loss scaler, {type(scaler).__name__}, could only be pickled")
+    return plain_data(state_dict(), where)
+
+
+def _copy_nothing(save_path: str) -> None:
+    """Take the place of a copy of DeepSpeed's own converter, which `tools/convert_hf.py` does the work of."""

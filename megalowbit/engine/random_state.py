@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from megalowbit.engine.process_grid import ProcessGrid
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -54,6 +56,18 @@ def seed_missing_rank(step: int, rank: int) -> int:
     return seed_generators(step, rank)
 
 
-def state_of_rank(states: Sequence[Mapping[str, Any]], rank: int) -> Mapping[str, Any] | None:
-    """The state saved by `rank`, or None if there was no such rank."""
-    return states[rank] if rank < len(states) else None
+def saved_rank_of(layout: Mapping[str, Any] | None, world_size: int, grid: ProcessGrid) -> int | None:
+    """Which rank of a saved run had this process's place; None if none had.
+
+    Args:
+        layout: the saved `Layout` as plain data; None: data parallelism alone.
+        world_size: of the saved run.
+        grid: of this process.
+    """
+    sizes = {key: 1 if layout is None else int(layout[key]) for key in ("tensor_size", "pipeline_size")}
+    places = [(grid.data_rank, grid.tensor_rank, grid.stage), (grid.data_rank, 0, 0)]
+    found = {}
+    for rank in range(world_size):
+        saved = ProcessGrid(rank, world_size, **sizes)
+        found[saved.data_rank, saved.tensor_rank, saved.stage] = rank
+    return next((found[place] for place in places if place in found), None)

@@ -103,7 +103,7 @@ def export_checkpoint(
     Args:
         source: a step folder, a `checkpoints/` folder or a run's folder.
         folder: a new folder.
-        dtype: of the saved weights; `None` keeps the stored one.
+        dtype: of the saved weights; `None`: the one that the model computed in. fp32 is exact.
         tokenizer: saved beside the weights.
 
     Raises:
@@ -113,8 +113,8 @@ def export_checkpoint(
     refuse_existing(folder)
     stored = read_checkpoint(source)
     model = _rebuild(stored, {}, str(source))
-    stored_dtypes = {value.dtype for value in stored.state_dict.values()}
-    if dtype is None and len(stored_dtypes) == 1:
+    stored_dtypes = {value.dtype for value in stored.half_state_dict.values()} if dtype is None else set()
+    if len(stored_dtypes) == 1:
         (dtype,) = stored_dtypes
     save_hf(model, folder, tokenizer, dtype=dtype)
 

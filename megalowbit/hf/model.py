@@ -7,7 +7,7 @@ layers, hooks and all, is not disturbed. Not covered: models larger than the mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -95,26 +95,32 @@ def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype |
 
 
 def fill_weights(
-    model: PreTrainedModel, state_dict: dict[str, torch.Tensor], where: str, *, is_assigned: bool = False
+    model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor], where: str, *, is_assigned: bool = False
 ) -> None:
-    """Put `state_dict`, which must be complete, into `model`.
+    """Put `state_dict`, which must be complete, into `model`, one tensor at a time.
 
     Args:
         model: of the same architecture, converted or not like the one the weights are from.
-        state_dict: the weights.
+        state_dict: the weights; may read each when it is asked for.
         where: what they are from, for messages.
         is_assigned: take over the tensors themselves, with their dtype, instead of copying their values.
 
     Raises:
-        UserError: names or shapes differ.
+        UserError: names or shapes differ; nothing has been changed then.
     """
-    expected = model.state_dict()
+    expected = model.state_dict(keep_vars=True)
     _refuse_differences(expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys(), where)
-    for name, value in state_dict.items():
-        if value.shape != expected[name].shape:
+    for name in expected:
+        if (value := state_dict[name]).shape != expected[name].shape:
             raise _misshapen(where, name, value.shape, expected[name].shape)
-    model.load_state_dict(state_dict, strict=True, assign=is_assigned)
-    model.tie_weights()  # assigning separates what the configuration ties
+        del value  # one tensor at a time
+    if is_assigned:
+        model.load_state_dict(state_dict, strict=True, assign=True)
+        model.tie_weights()  # assigning separates what the configuration ties
+        return
+    with torch.no_grad():
+        for name, target in expected.items():
+            target.copy_(state_dict[name])
 
 
 def save_hf(
@@ -123,6 +129,7 @@ def save_hf(
     tokenizer: SavableTokenizer | None = None,
     *,
     dtype: torch.dtype | None = None,
+    whole: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Save `model` as an ordinary Hugging Face checkpoint for `from_pretrained`; whole or not at all.
 
@@ -134,11 +141,12 @@ def save_hf(
         folder: a new folder.
         tokenizer: saved beside the weights; its end-of-text id becomes the model's.
         dtype: of the saved weights; `None` keeps the model's.
+        whole: the model's weights where ranks hold parts of it, see `plain_state_dict`.
 
     Raises:
         UserError: `folder` exists and is not empty, or cannot be written.
     """
-    plain = _plain_copy(model)
+    plain = _plain_copy(model, whole)
     if dtype is not None:
         plain = plain.to(dtype)
     plain.config.use_cache = True  # off for training only
@@ -184,7 +192,7 @@ def _refuse_differences(missing: Any, unexpected: Any, where: str) -> None:
         )
 
 
-def _plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+def _plain_copy(model: PreTrainedModel, whole: Mapping[str, torch.Tensor] | None = None) -> PreTrainedModel:
     """A copy on the CPU with plain layers, made from the weights alone.
 
     `copy.deepcopy` would also copy what hooks and observers hold: the engine, its optimizer, the run's
@@ -192,7 +200,7 @@ def _plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     """
     config = type(model.config).from_dict(model.config.to_dict())
     copy = random_model(config, seed=0, device="meta")
-    fill_weights(copy, plain_state_dict(model), "the model", is_assigned=True)
+    fill_weights(copy, plain_state_dict(model, whole), "the model", is_assigned=True)
     return copy
 
 

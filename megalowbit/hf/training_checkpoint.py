@@ -1,27 +1,27 @@
 """Our training checkpoints, read without DeepSpeed, and weights-only ones to start from.
 
-A checkpoint is a folder `step-00000040/` of `mp_rank_00_model_states.pt` (written by `torch.save`;
-`"module"` is the state dict of the converted model, `"megalowbit"` says which model and recipe it is) and
-`manifest.json` (size and SHA-256 of every file); the highest step that has one is the newest, for the
-trainer as for the tools. Everything is verified before it is unpickled. Not covered: optimizer states and
-tensor-parallel shards.
+A checkpoint is a folder `step-00000040/` of files written by `torch.save` (`"megalowbit"` in the first
+says which model and recipe it is) and `manifest.json` (size and SHA-256 of every file); the highest step that
+has one is the newest, for the trainer as for the tools. Everything is verified before it is unpickled. What
+the other files hold at which ZeRO stage and number of ranks, the room `checkpoints` knows. Not covered:
+shards of tensor-parallel ranks saved before layouts were written.
 """
 
 from __future__ import annotations
 
 import copy
-import pickle
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megalowbit.checkpoints.contents import FIRST_FILES, CheckpointContents, StateDict
+from megalowbit.checkpoints.shards import model_file
 from megalowbit.durable import (
     LATEST,
     complete_steps,
     is_step_name,
-    read_manifest,
     step_name,
     steps_in,
     verify_folder,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FORMAT = 1
-WEIGHTS_FILE = "mp_rank_00_model_states.pt"
+WEIGHTS_FILE = model_file(0, 0)
 CHECKPOINTS_FOLDER = "checkpoints"
 OUR_KEY = "megalowbit"
 
@@ -47,12 +47,15 @@ class TrainingCheckpoint(NamedTuple):
     Attributes:
         hf_config: fields of the Hugging Face configuration.
         recipe: how the model was converted.
-        state_dict: of the converted model, in the stored dtype, on the CPU.
+        state_dict: of the converted model, on the CPU, each tensor read when it is asked for: fp32 masters
+            where there are any.
+        half_state_dict: the same in the dtype that the model computed in.
     """
 
     hf_config: dict[str, Any]
     recipe: Recipe
-    state_dict: dict[str, torch.Tensor]
+    state_dict: Mapping[str, torch.Tensor]
+    half_state_dict: Mapping[str, torch.Tensor]
 
 
 def is_training_checkpoint(path: Path) -> bool:
@@ -83,19 +86,24 @@ def read_checkpoint(folder: Path) -> TrainingCheckpoint:
         folder: anything `find_checkpoint` understands.
 
     Raises:
-        UserError: none there, a file missing or damaged, another format, tensor-parallel shards.
+        UserError: none there, a file missing or damaged, another format.
     """
     step = find_checkpoint(folder)
-    _verify(step)
-    content = _load(step / WEIGHTS_FILE)
-    ours = content.get(OUR_KEY)
-    if not isinstance(ours, dict) or not isinstance(content.get("module"), dict):
+    verify_folder(step, remedy="use an older checkpoint")
+    contents = CheckpointContents(step)
+    ours = contents.header.get(OUR_KEY)
+    if not isinstance(ours, dict):
         raise UserError(
             f"checkpoint {step} was not written by megalowbit: convert the model from Hugging Face"
         )
     if ours.get("format") != FORMAT:
         raise UserError(f"checkpoint {step} has format {ours.get('format')!r}, not {FORMAT}: use its version")
-    return TrainingCheckpoint(ours["hf_config"], Recipe.from_dict(ours["recipe"]), content["module"])
+    return TrainingCheckpoint(
+        ours["hf_config"],
+        Recipe.from_dict(ours["recipe"]),
+        StateDict(contents),
+        StateDict(contents, as_stored=True),
+    )
 
 
 def write_start_checkpoint(model: PreTrainedModel, recipe: Recipe | str, folder: Path) -> Path:
@@ -134,27 +142,6 @@ def write_start_checkpoint(model: PreTrainedModel, recipe: Recipe | str, folder:
 
 
 def _is_step_folder(path: Path) -> bool:
-    return (is_step_name(path.name) and path.is_dir()) or (path / WEIGHTS_FILE).is_file()
-
-
-def _verify(step: Path) -> None:
-    remedy = "use an older checkpoint"
-    names = [entry.name for entry in read_manifest(step, remedy=remedy)]
-    shards = [name for name in names if re.fullmatch(r"mp_rank_\d+_model_states\.pt", name)]
-    if shards != [WEIGHTS_FILE]:
-        raise UserError(
-            f"checkpoint {step} holds {sorted(shards)}, not {WEIGHTS_FILE} alone: merge its shards first"
-        )
-    verify_folder(step, remedy=remedy)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        # mmap: optimizer states in the file are then never read
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"{path} cannot be read ({reason}): use an older checkpoint") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint: name another")
-    return content
+    if is_step_name(path.name) and path.is_dir():
+        return True
+    return any((path / name).is_file() for name in FIRST_FILES)

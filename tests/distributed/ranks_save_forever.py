@@ -1,4 +1,4 @@
-"""Save as fast as possible until killed, or look. Arguments: checkpoint folder, `save` or `look`."""
+"""Save as fast as possible until killed, or look. Arguments: checkpoint folder, `save` or `look`, stage."""
 
 import sys
 
@@ -7,18 +7,31 @@ from tiny_training import TinyModel, config, make, report
 
 from megalowbit.engine.checkpoint import CheckpointStore
 
+stage = int(sys.argv[3])
 store = CheckpointStore(sys.argv[1], keep=2)
-engine, *_ = make(TinyModel(vocabulary=40_000), config("bf16"))
+settings = {**config("bf16"), "zero_optimization": {"stage": stage}}
+engine, *_ = make(TinyModel(vocabulary=20_000), settings)
+
+
+def masters():
+    """All that this rank has of them."""
+    if stage == 0:
+        return [master for group in engine.optimizer.fp32_from_float16_groups for master in group]
+    if stage == 3:
+        return engine.optimizer.fp32_partitioned_groups_flat
+    return engine.optimizer.single_partition_of_fp32_groups
+
+
 path = store.latest()
 step = store.load(engine, path)["step"] if path is not None else 0
-masters = engine.optimizer.fp32_from_float16_groups[0]
-values = {float(value) for master in masters for value in master.unique()}
-if path is not None and values != {float(step)}:
+values = {float(value) for master in masters() for value in master.detach().unique()}
+# padding keeps its zeros in checkpoints that leave it out
+if path is not None and values - {0.0} != {float(step)}:
     sys.exit(f"checkpoint {path} holds {values}")
 while sys.argv[2] == "save":
     step += 1
     with torch.no_grad():
-        for master in masters:
+        for master in masters():
             master.fill_(step)  # every weight says which save it is of
     store.save(engine, step, {"step": step})
 report({"step": step})

@@ -1,11 +1,18 @@
-"""SIGKILL of all ranks at arbitrary moments of a save leaves a checkpoint that loads."""
+"""SIGKILL of one rank or of all at arbitrary moments of a save leaves a checkpoint that loads, at any stage.
+
+Stages alternate, so that each start also resumes what another stage has left.
+"""
 
 import random
+import signal
 import time
 
+import pytest
+
+from megalowbit.durable import verify_folder
 from megalowbit.engine.checkpoint import CheckpointStore
 
-ROUNDS = 3
+STAGES = (0, 1, 2, 3)
 
 
 def wait_for_a_new_checkpoint(ranks, store, known, timeout=60):
@@ -16,15 +23,36 @@ def wait_for_a_new_checkpoint(ranks, store, known, timeout=60):
         time.sleep(0.01)
 
 
-def test_a_kill_during_save_leaves_a_loadable_checkpoint(launch_ranks, tmp_path):
-    store, moments = CheckpointStore(tmp_path), random.Random(0)
-    known = 0
-    for _ in range(ROUNDS):
-        ranks = launch_ranks("ranks_save_forever.py", tmp_path, "save")  # starts by loading what is there
+def kill_and_check(launch_ranks, folder, rounds, seed):
+    """Start, wait for a save, kill; then the newest checkpoint must be whole, and the next start load it."""
+    store, moments = CheckpointStore(folder), random.Random(seed)
+    known, interrupted = 0, 0
+    for number in range(rounds):
+        stage = STAGES[number % len(STAGES)]
+        ranks = launch_ranks("ranks_save_forever.py", folder, "save", stage)  # loads what is there
         wait_for_a_new_checkpoint(ranks, store, known)
         time.sleep(moments.uniform(0, 0.5))
+        victim = moments.choice([0, 1, None])
+        if victim is not None:
+            ranks.processes[victim].send_signal(signal.SIGKILL)
+            time.sleep(moments.uniform(0, 0.1))  # what the other one does meanwhile must do no harm
         ranks.kill()
-        store.verify(store.latest())
         known = store.steps()[-1]
-    found = launch_ranks("ranks_save_forever.py", tmp_path, "look", launcher="slurm").wait(timeout=60)
+        verify_folder(store.path_of(known), remedy="")
+        interrupted += any(path.name > store.path_of(known).name for path in folder.glob("step-*"))
+    stage = STAGES[rounds % len(STAGES)]
+    found = launch_ranks("ranks_save_forever.py", folder, "look", stage, launcher="slurm").wait(timeout=60)
     assert found == [{"step": known}] * 2
+    assert not list(folder.glob("*.damaged*"))
+    return interrupted
+
+
+def test_a_kill_during_save_leaves_a_loadable_checkpoint(launch_ranks, tmp_path):
+    kill_and_check(launch_ranks, tmp_path, rounds=len(STAGES), seed=0)
+
+
+@pytest.mark.slow
+def test_thirty_kills_during_save(launch_ranks, tmp_path):
+    interrupted = kill_and_check(launch_ranks, tmp_path, rounds=30, seed=1)
+    print(f"{interrupted} of 30 kills left an incomplete checkpoint")
+    assert interrupted

@@ -182,3 +182,69 @@ def test_looking_at_checkpoints_does_not_load_deepspeed(saved):
 def test_keeping_none_is_refused(tmp_path, keep):
     with pytest.raises(UserError, match="keep must be"):
         CheckpointStore(tmp_path, keep=keep)
+
+
+def damage(store, number):
+    file = store.path_of(number) / WEIGHTS
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_newest_is_moved_aside_and_the_one_before_is_used(copied, caplog):
+    damage(copied, 2)
+    content = (copied.path_of(2) / WEIGHTS).read_bytes()
+    with caplog.at_level(logging.WARNING):
+        assert copied.latest() == copied.path_of(1)
+    (line,) = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert "step-00000002 is damaged: mp_rank_00_model_states.pt has SHA-256" in line
+    assert line.endswith("moved to step-00000002.damaged")
+    assert (copied.folder / "step-00000002.damaged" / WEIGHTS).read_bytes() == content
+    assert copied.steps() == [1]
+    engine = make_engine()
+    copied.load(engine, copied.latest())
+    copied.verify(copied.save(engine, 2, {}))  # its step is free again
+    damage(copied, 2)
+    assert CheckpointStore(copied.folder).latest() == copied.path_of(1)
+    assert (copied.folder / "step-00000002.damaged-2").is_dir()
+
+
+@pytest.mark.parametrize("loss", ["truncated", "missing", "manifest"])
+def test_every_kind_of_damage_falls_back(copied, loss):
+    file = copied.path_of(2) / WEIGHTS
+    if loss == "truncated":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif loss == "missing":
+        file.unlink()
+    else:
+        (copied.path_of(2) / "manifest.json").write_text("{")
+    assert copied.latest() == copied.path_of(1)
+    assert (copied.folder / "step-00000002.damaged").is_dir()
+
+
+def test_all_damaged_is_an_error_and_not_a_new_run(copied):
+    damage(copied, 1)
+    damage(copied, 2)
+    with pytest.raises(UserError, match=r"all 2 checkpoints in .* are damaged") as caught:
+        copied.latest()
+    assert "\n" not in str(caught.value)
+
+
+def test_pruning_counts_whole_checkpoints_and_removes_no_damaged_one(tmp_path):
+    store, engine = CheckpointStore(tmp_path, keep=2), make_engine()
+    for number in (1, 2):
+        store.save(engine, number, {})
+    (store.path_of(2) / WEIGHTS).write_bytes(b"short")
+    (tmp_path / ".latest.0123abcd.tmp").write_text("draft of a killed process")
+    store.save(engine, 3, {})
+    assert store.steps() == [1, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest", "step-00000001", "step-00000002.damaged", "step-00000003"
+    ]  # fmt: skip
+
+
+def test_what_could_only_be_pickled_is_refused_at_the_save(tmp_path):
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(UserError, match=r"note is a builtins\.object, which could only be pickled"):
+        store.save(make_engine(), 1, {"note": object()})
+    assert store.latest() is None

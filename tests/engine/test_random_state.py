@@ -6,11 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.random_state import (
     random_state,
     restore_random_state,
+    saved_rank_of,
     seed_missing_rank,
-    state_of_rank,
 )
 
 CPU = torch.device("cpu")
@@ -45,6 +46,15 @@ def test_a_missing_rank_is_seeded_by_step_and_rank_alone():
     assert len({run(step, rank)[0] for step in (40, 41) for rank in range(8)}) == 16
 
 
-@pytest.mark.parametrize(("rank", "expected"), [(0, {"a": 1}), (1, {"b": 2}), (2, None)])
-def test_states_are_found_by_rank(rank, expected):
-    assert state_of_rank([{"a": 1}, {"b": 2}], rank) == expected
+@pytest.mark.parametrize(("rank", "expected"), [(0, 0), (1, 1), (2, None)])
+def test_data_parallel_ranks_find_their_own_states(rank, expected):
+    assert saved_rank_of(None, 2, ProcessGrid(rank, 3)) == expected
+
+
+def test_ranks_of_another_grid_take_the_states_of_their_data():
+    saved = {"tensor_size": 2, "pipeline_size": 1}  # ranks 0, 1 have the first data, 2, 3 the second
+    assert [saved_rank_of(saved, 4, ProcessGrid(rank, 4, 2)) for rank in range(4)] == [0, 1, 2, 3]
+    assert [saved_rank_of(saved, 4, ProcessGrid(rank, 2)) for rank in range(2)] == [0, 2]
+    whole = {"tensor_size": 1, "pipeline_size": 1}
+    assert [saved_rank_of(whole, 2, ProcessGrid(rank, 4, 2)) for rank in range(4)] == [0, 0, 1, 1]
+    assert [saved_rank_of(whole, 2, ProcessGrid(rank, 4, 1, 2)) for rank in range(4)] == [0, 1, 0, 1]

@@ -1,0 +1,193 @@
+"""A checkpoint of any ZeRO stage and number of processes as whole tensors by name.
+
+`CheckpointContents` joins what `shards` reads of each slice: tensor-parallel shards along their cut, pipeline
+stages by the names they hold. Neither DeepSpeed nor a process group is needed, and one parameter is in memory
+at a time. What a parameter is called, and what is written of it, `layout` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY, NOWHERE, Layout, StoredParameter
+from megalowbit.checkpoints.shards import Shards, load_file, model_file
+from megalowbit.durable import MANIFEST, read_manifest
+from megalowbit.errors import UserError
+
+FIRST_FILES = (model_file(0, 0), model_file(3, 0))  # stages 0 to 2, and 3
+
+
+def header_file(folder: Path) -> Path:
+    """The file of a checkpoint that says what the others hold.
+
+    Raises:
+        UserError: there is none.
+    """
+    for name in FIRST_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(f"checkpoint {folder} has neither {' nor '.join(FIRST_FILES)}: name another")
+
+
+class CheckpointContents:
+    """Everything a checkpoint holds, by name.
+
+    Args:
+        folder: of one checkpoint, whose manifest the caller has compared with its files.
+
+    Attributes:
+        layout: how it was saved; None for weights alone, or a checkpoint written before layouts were.
+        header: counters, scheduler and client state.
+
+    Raises:
+        UserError: no checkpoint of ours, or one that contradicts itself.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        names = frozenset(entry.name for entry in read_manifest(folder, remedy="use an older checkpoint"))
+        first = header_file(folder)
+        if first.name not in names:
+            raise UserError(f"checkpoint {folder}: {MANIFEST} does not name {first.name}: use another")
+        self.header = load_file(first)
+        own = self.header.get(ENGINE_KEY)
+        saved = own.get(LAYOUT_KEY) if isinstance(own, dict) else None
+        self.layout = None if saved is None else Layout.from_dict(saved, where=str(folder))
+        self._shards = None if self.layout is None else Shards(folder, self.layout, names)
+        self._places: dict[str, list[tuple[int, StoredParameter]]] = {}
+        for index, part in enumerate(self.layout.slices if self.layout else ()):
+            for stored in part.parameters:
+                self._places.setdefault(stored.name, []).append((index, stored))
+        if self.layout is None and not isinstance(self.header.get("module"), dict):
+            raise UserError(f"checkpoint {folder} was not written by megalowbit: it has no layout")
+        if self.layout is None and model_file(0, 1) in names:
+            raise UserError(f"checkpoint {folder} has shards and no layout: join them with its version first")
+        self._check_slices()
+
+    def parameters(self) -> list[str]:
+        """Names of all parameters, each once."""
+        return list(self._places)
+
+    def names(self) -> list[str]:
+        """Names of a state dict: parameters under all their names, and buffers."""
+        if self.layout is None:
+            return list(self.header["module"])
+        return [*self._places, *self.layout.tied, *self._buffers()]
+
+    def weight(self, name: str, *, as_stored: bool = False) -> torch.Tensor:
+        """A whole parameter or buffer.
+
+        Args:
+            name: one of `names`.
+            as_stored: in the type it computes in, instead of as its fp32 master where there is one.
+
+        Raises:
+            UserError: the checkpoint has no such parameter, or its files contradict its layout.
+        """
+        if self.layout is None:
+            value: torch.Tensor = self.header["module"][name]
+            return value
+        if name in self._buffers():
+            return self._files.buffer(self._buffers()[name], name)
+        places = self._places_of(name)
+        whole = _join(places, [self._files.weight(index, stored) for index, stored in self._needed(places)])
+        dtype = getattr(torch, places[0][1].dtype)
+        return whole.to(dtype) if as_stored else whole
+
+    def optimizer_state(self, name: str) -> dict[str, Any]:
+        """A parameter's moments, whole and fp32, and step counts; empty before the first step."""
+        places = self._places_of(name)
+        states = [self._files.state(index, stored) for index, stored in self._needed(places)]
+        return {
+            key: _join(places, [state[key] for state in states])
+            if isinstance(value, torch.Tensor) and value.ndim > 0
+            else value
+            for key, value in states[0].items()
+        }
+
+    def hyper_parameters(self, name: str) -> dict[str, Any]:
+        """Of the optimizer group that trained a parameter; empty for one that was not trained."""
+        index, stored = self._places_of(name)[0]
+        return {} if stored.state == NOWHERE else self._files.hyper_parameters(index, stored)
+
+    def stored_parameter(self, name: str) -> StoredParameter:
+        """What is written of a parameter, in the first slice that has it."""
+        return self._places_of(name)[0][1]
+
+    @property
+    def _files(self) -> Shards:
+        if self._shards is None:
+            raise UserError(
+                f"checkpoint {self.folder} has no layout, only weights can be read from it: "
+                "start from it with megalowbit.model.checkpoint"
+            )
+        return self._shards
+
+    def _buffers(self) -> dict[str, int]:
+        """Slice of every buffer."""
+        found: dict[str, int] = {}
+        for index, part in enumerate(self.layout.slices if self.layout else ()):
+            for name in part.buffers:
+                found.setdefault(name, index)
+        return found
+
+    def _places_of(self, name: str) -> list[tuple[int, StoredParameter]]:
+        layout = self._files.layout
+        name = layout.tied.get(name, name)
+        if name not in self._places:
+            raise UserError(f"checkpoint {self.folder} has no parameter {name}: use the model it is of")
+        return self._places[name]
+
+    @staticmethod
+    def _needed(places: list[tuple[int, StoredParameter]]) -> list[tuple[int, StoredParameter]]:
+        """All shards of a cut parameter; of a copied one, the first copy."""
+        return places if places[0][1].cut is not None else places[:1]
+
+    def _check_slices(self) -> None:
+        """A shard is missing, or copies differ in shape."""
+        for name, places in self._places.items():
+            assert self.layout is not None
+            first = places[0][1]
+            is_whole = first.cut is None or len(places) == self.layout.tensor_size
+            if not is_whole or any((each.cut, each.shape) != (first.cut, first.shape) for _, each in places):
+                raise UserError(
+                    f"checkpoint {self.folder}: the shards of {name} do not make a whole: use another"
+                )
+
+
+class StateDict(Mapping[str, torch.Tensor]):
+    """The state dict of a checkpoint's model; each tensor is read when it is asked for, and not kept.
+
+    Args:
+        contents: of the checkpoint.
+        as_stored: see `CheckpointContents.weight`.
+    """
+
+    def __init__(self, contents: CheckpointContents, *, as_stored: bool = False) -> None:
+        self._contents, self._as_stored = contents, as_stored
+        self._names = dict.fromkeys(contents.names())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._contents.weight(name, as_stored=self._as_stored)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _join(places: list[tuple[int, StoredParameter]], shards: list[torch.Tensor]) -> torch.Tensor:
+    """Shards become the whole, in the plain module's orientation."""
+    first, whole = places[0][1], shards[0]
+    if first.cut is not None:
+        from megalowbit.layers.tensor_parallel import Cut
+
+        whole = Cut(dim=first.cut["dim"], parts=tuple(first.cut["parts"])).join(shards)
+    return whole.t().contiguous() if first.is_transposed else whole

@@ -1,0 +1,190 @@
+"""A checkpoint's files as tensors of one slice: fragments put together, one parameter at a time.
+
+Files are mapped into memory and nothing in them is executed (`weights_only`), so a tensor costs memory only
+while it is looked at. File names are DeepSpeed's: `mp_rank_01_model_states.pt` holds the weights, and at
+stage 0 the optimizer, of slice 1; `zero_pp_rank_3_mp_rank_01_optim_states.pt` what data-parallel rank 3 has.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megalowbit.checkpoints.layout import NOWHERE, Fragment, Layout, StoredParameter
+from megalowbit.errors import UserError
+
+FLAT_KEYS = {
+    1: "single_partition_of_fp32_groups",
+    2: "single_partition_of_fp32_groups",
+    3: "fp32_flat_groups",
+}
+INNER_KEYS = MappingProxyType(
+    {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
+)
+MASTERS_KEY = "fp32_from_fp16_params"
+FROZEN_KEY = "frozen_param_fragments"
+
+
+def model_file(stage: int, slice_index: int, data_rank: int = 0) -> str:
+    """Name of the file with a slice's weights and counters; at stage 3 every data-parallel rank has one."""
+    prefix = f"zero_pp_rank_{data_rank}_" if stage == 3 else ""
+    return f"{prefix}mp_rank_{slice_index:02d}_model_states.pt"
+
+
+def optimizer_file(slice_index: int, data_rank: int) -> str:
+    """Name of the file with what a data-parallel rank has of a slice's masters and moments, stages 1 to 3."""
+    return f"zero_pp_rank_{data_rank}_mp_rank_{slice_index:02d}_optim_states.pt"
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """Map one file into memory.
+
+    Raises:
+        UserError: it cannot be read, holds objects that only their program can make, or is no mapping.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"{path} cannot be read ({reason}): use an older checkpoint") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint: name another")
+    return content
+
+
+class Shards:
+    """The files of one checkpoint.
+
+    Args:
+        folder: of the checkpoint, verified.
+        layout: what lies where in it.
+        names: of the files that its manifest vouches for; no other is read.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, names: Collection[str]) -> None:
+        self.folder, self.layout, self._names = folder, layout, names
+        self._files: dict[str, dict[str, Any]] = {}
+
+    def header(self, slice_index: int = 0, data_rank: int = 0) -> dict[str, Any]:
+        """Content of a slice's model file: counters, scheduler, client state."""
+        return self._file(model_file(self.layout.stage, slice_index, data_rank))
+
+    def weight(self, slice_index: int, stored: StoredParameter) -> torch.Tensor:
+        """The slice's part of a parameter, as exactly as it is stored: its fp32 master if it has one."""
+        if stored.group == NOWHERE:
+            return self._computing_weight(slice_index, stored)
+        if self.layout.stage == 0:
+            master = self._stage_zero(slice_index)[MASTERS_KEY][stored.group][stored.offset]
+            return self._checked(master, stored)
+        flats = [
+            self._zero_state(slice_index, rank)[FLAT_KEYS[self.layout.stage]][stored.group]
+            for rank in range(self.layout.data_size)
+        ]
+        return self._assemble(slice_index, stored, flats)
+
+    def state(self, slice_index: int, stored: StoredParameter) -> dict[str, Any]:
+        """What the inner optimizer keeps of a parameter: moments in its shape, and counts of steps."""
+        if stored.state == NOWHERE:
+            return {}
+        if self.layout.stage == 0:
+            entry = self._inner(slice_index, 0)["state"].get(stored.state, {})
+            return {
+                key: self._checked(value, stored) if _is_moment(value) else value
+                for key, value in entry.items()
+            }
+        entries = [
+            self._inner(slice_index, rank)["state"].get(stored.state, {})
+            for rank in range(self.layout.data_size)
+        ]
+        return {
+            key: self._assemble(slice_index, stored, [entry[key] for entry in entries])
+            if _is_moment(value)
+            else value
+            for key, value in entries[0].items()
+        }
+
+    def hyper_parameters(self, slice_index: int, stored: StoredParameter) -> dict[str, Any]:
+        """Those of a trained parameter's group: learning rate, weight decay and so on."""
+        group = self._inner(slice_index, 0)["param_groups"][stored.optimizer_group]
+        return {key: value for key, value in group.items() if key != "params"}
+
+    def buffer(self, slice_index: int, name: str) -> torch.Tensor:
+        """A buffer of a slice."""
+        return self._stored(self.layout.slices[slice_index].buffers[name], name)
+
+    def _computing_weight(self, slice_index: int, stored: StoredParameter) -> torch.Tensor:
+        if stored.weight is not None:
+            return self._checked(self._stored(stored.weight, stored.name), stored)
+        pieces = [  # frozen, and cut over the data-parallel ranks
+            self.header(slice_index, rank)[FROZEN_KEY][stored.name].flatten()
+            for rank in range(self.layout.data_size)
+        ]
+        flat = torch.cat(pieces)
+        if flat.numel() < stored.numel:
+            raise self._misfit(stored, (flat.numel(),))
+        return flat[: stored.numel].view(stored.shape)
+
+    def _assemble(self, slice_index: int, stored: StoredParameter, flats: list[torch.Tensor]) -> torch.Tensor:
+        whole = torch.empty(stored.numel, dtype=flats[0].dtype)
+        for piece in self.layout.fragments(self.layout.slices[slice_index], stored):
+            flat = flats[piece.data_rank]
+            if flat.ndim != 1 or flat.numel() < piece.flat_start + piece.numel:
+                raise self._misfit(stored, tuple(flat.shape))
+            whole[piece.start : piece.start + piece.numel] = part_of(flat, piece)
+        return whole.view(stored.shape)
+
+    def _stage_zero(self, slice_index: int) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = self.header(slice_index)["optimizer"]
+        return state
+
+    def _zero_state(self, slice_index: int, data_rank: int) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = self._file(optimizer_file(slice_index, data_rank))["optimizer_state_dict"]
+        return state
+
+    def _inner(self, slice_index: int, data_rank: int) -> Mapping[str, Any]:
+        """The inner optimizer's state, as torch saves it."""
+        stage = self.layout.stage
+        holder = self._zero_state(slice_index, data_rank) if stage else self._stage_zero(slice_index)
+        inner: Mapping[str, Any] = holder[INNER_KEYS.get(stage, "optimizer")]
+        return inner
+
+    def _stored(self, place: tuple[str, str], name: str) -> torch.Tensor:
+        file, key = place
+        content = self._file(file)
+        weights = content["module"] if isinstance(content.get("module"), dict) else content
+        if key not in weights:
+            raise UserError(f"checkpoint {self.folder} lacks {name} ({key} of {file}): use another")
+        value: torch.Tensor = weights[key]
+        return value
+
+    def _file(self, name: str) -> dict[str, Any]:
+        if name not in self._names:
+            raise UserError(f"checkpoint {self.folder} lacks {name}: use an older checkpoint")
+        if name not in self._files:
+            self._files[name] = load_file(self.folder / name)
+        return self._files[name]
+
+    def _checked(self, value: torch.Tensor, stored: StoredParameter) -> torch.Tensor:
+        if tuple(value.shape) != stored.shape:
+            raise self._misfit(stored, tuple(value.shape))
+        return value
+
+    def _misfit(self, stored: StoredParameter, found: tuple[int, ...]) -> UserError:
+        return UserError(
+            f"checkpoint {self.folder}: {stored.name} should have shape {stored.shape}, what is stored has "
+            f"{found}: use an older checkpoint"
+        )
+
+
+def part_of(flat: torch.Tensor, piece: Fragment) -> torch.Tensor:
+    """The view of a fragment in a rank's flat tensor."""
+    return flat.narrow(0, piece.flat_start, piece.numel)
+
+
+def _is_moment(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0

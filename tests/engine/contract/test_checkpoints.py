@@ -1,0 +1,102 @@
+"""What `engine.checkpoint_layout`, `engine.reshape` and `engine.checkpoint_engine` use of DeepSpeed."""
+
+import inspect
+
+import pytest
+import torch
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_fp32_param
+
+from megalowbit.engine.checkpoint_layout import describe_layout
+from megalowbit.engine.initialize import initialize
+
+
+def make_engine(stage):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "megalowbit": {"precision": "bf16"},
+    }
+    return initialize(model=model, config=config)[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_flat_groups_of_stages_one_and_two_lie_as_they_are_written_down(stage):
+    engine = make_engine(stage)
+    layout = describe_layout(engine)
+    parameters = dict(engine.module.named_parameters())
+    for stored in layout.slices[0].parameters:
+        mapping = parameters[stored.name]._hp_mapping
+        (piece,) = layout.fragments(layout.slices[0], stored)
+        assert (mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel) == piece[1::2], (
+            "DeepSpeed places parameters in flat groups otherwise than round_robin_bit16_offsets says: "
+            "checkpoints would be exported and resumed with weights mixed up"
+        )
+        flat = engine.optimizer.single_partition_of_fp32_groups[stored.group]
+        found = flat[piece.flat_start : piece.flat_start + piece.numel].view(stored.shape)
+        assert torch.equal(found, safe_get_full_fp32_param(parameters[stored.name]))
+
+
+def test_sub_groups_of_stage_three_lie_as_they_are_written_down():
+    engine = make_engine(3)
+    layout = describe_layout(engine)
+    parameters = dict(engine.module.named_parameters())
+    for stored in layout.slices[0].parameters:
+        (piece,) = layout.fragments(layout.slices[0], stored)
+        flat = engine.optimizer.fp32_partitioned_groups_flat[stored.group]
+        found = flat[piece.flat_start : piece.flat_start + piece.numel].view(stored.shape)
+        assert torch.equal(found, safe_get_full_fp32_param(parameters[stored.name])), (
+            "DeepSpeed orders the partitions of a sub-group otherwise than fp16_groups: checkpoints of "
+            "stage 3 would be exported and resumed with weights mixed up"
+        )
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys"),
+    [
+        (1, {"single_partition_of_fp32_groups", "base_optimizer_state", "loss_scaler"}),
+        (2, {"single_partition_of_fp32_groups", "base_optimizer_state", "loss_scaler"}),
+        (3, {"fp32_flat_groups", "optimizer_state_dict", "loss_scaler"}),
+    ],
+)
+def test_zero_states_have_the_keys_that_the_reader_looks_for(stage, keys):
+    missing = keys - make_engine(stage).optimizer.state_dict().keys()
+    assert not missing, f"ZeRO {stage} saves no {missing} any more: checkpoints.shards cannot read its files"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_names_of_files_are_those_the_reader_opens(stage):
+    from megalowbit.checkpoints.shards import model_file, optimizer_file
+
+    engine = make_engine(stage)
+    assert engine._get_ckpt_name("", "").endswith(model_file(stage, 0)), (
+        "DeepSpeed has renamed its model files: checkpoints.shards does not find them"
+    )
+    if stage:
+        assert engine._get_zero_ckpt_name("", "").endswith(optimizer_file(0, 0)), (
+            "DeepSpeed has renamed its optimizer files: checkpoints.shards does not find them"
+        )
+
+
+def test_all_files_go_through_the_checkpoint_engine():
+    for name in ("save", "load", "makedirs", "commit", "create"):
+        assert hasattr(TorchCheckpointEngine, name), f"AtomicCheckpointEngine overrides {name}, which is gone"
+    source = inspect.getsource(DeepSpeedEngine._save_checkpoint) + inspect.getsource(
+        DeepSpeedEngine._save_zero_checkpoint
+    )
+    assert source.count("self.checkpoint_engine.save(") == 2
+    assert "torch.save" not in source, "DeepSpeed writes files by itself again: they would not be atomic"
+    assert "self._copy_recovery_script(" in source, (
+        "DeepSpeed copies its converter otherwise: a full disk on rank 0 would leave the other ranks waiting"
+    )
+
+
+def test_deepspeed_still_links_states_after_the_first_group_alone():
+    source = inspect.getsource(type(make_engine(1).optimizer)._lazy_init_hp_params_optimizer_state)
+    assert "_hp_optimizer_states_linked" in source, (
+        "states are linked otherwise: engine.reshape need not (or cannot) link them itself any more"
+    )
