@@ -1,0 +1,69 @@
+"""Two ranks go through all cells; argument: tensor-parallel size. See test_matrix.py."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from matrix_cells import (
+    ACCUMULATIONS,
+    BAD_PARAMETER,
+    BAD_STEP,
+    CELLS,
+    STEPS,
+    batch_of,
+    config_of,
+    key_of,
+    make_model,
+)
+from tiny_training import make, rank_and_size, report
+
+from megalowbit.engine.whole_weights import whole_state_dict
+
+tensor_size = int(sys.argv[1])
+rank, world_size = rank_and_size()
+data_rank, data_size = rank // tensor_size, world_size // tensor_size
+
+
+def spoiled(engine, bad_rank):
+    """Make one parameter's gradient infinite on one rank."""
+    parameter = dict(engine.module.named_parameters())[BAD_PARAMETER]
+    return parameter.register_hook(lambda gradient: gradient * (torch.inf if rank == bad_rank else 1.0))
+
+
+def train(settings, bad_rank):
+    engine, optimizer, _, _ = make(make_model(), settings)
+    seen = {"losses": [], "norms": [], "scales": [], "applied": []}
+    for step in range(STEPS):
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        hook = spoiled(engine, bad_rank) if step == BAD_STEP else None
+        for micro_batch in range(engine.gradient_accumulation_steps()):
+            loss = engine(**batch_of(step, micro_batch, data_rank)).loss
+            engine.backward(loss)
+            engine.step()
+            loss_sum += loss.detach().double()
+        if hook is not None:
+            hook.remove()
+        dist.all_reduce(loss_sum)
+        seen["losses"].append(loss_sum.item() / engine.gradient_accumulation_steps() / world_size)
+        seen["norms"].append(optimizer.report.grad_norm)
+        seen["applied"].append(optimizer.report.is_applied)
+        seen["scales"].append(optimizer.loss_scale)
+    seen["skipped_steps"] = engine.skipped_steps
+    whole = whole_state_dict(engine)
+    if rank == 0:
+        seen["weights"] = {name: value.double().flatten().tolist() for name, value in whole.items()}
+    engine.destroy()
+    return seen
+
+
+found = {}
+for index, cell in enumerate(CELLS):
+    found[key_of(*cell)] = train(config_of(*cell, tensor_size=tensor_size), bad_rank=index % 2)
+for accumulation in ACCUMULATIONS:  # the optimizer on the CPU, and at stage 3 the parameters too
+    for stage in (1, 2, 3):
+        offload = ["offload_optimizer", *(["offload_param"] if stage == 3 else [])]
+        cell = (stage, "bf16", accumulation, "plain")
+        found[f"offload, {key_of(*cell)}"] = train(
+            config_of(*cell, tensor_size=tensor_size, offload=offload), bad_rank=0
+        )
+report(found)
