@@ -10,8 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megalowbit.engine.checkpoint import CheckpointStore
     from megalowbit.engine.initialize import initialize
     from megalowbit.engine.parameter_split import split_weights
+    from megalowbit.engine.pipeline import pipeline_module
     from megalowbit.errors import UserError
     from megalowbit.layers.bitlinear import BitLinear
     from megalowbit.layers.precision_switch import switch_precision
@@ -51,6 +53,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BitLinear": "layers.bitlinear",
     "ChainedOptimizer": "optim.chained",
+    "CheckpointStore": "engine.checkpoint",
     "ConstantGradScaler": "optim.grad_scaler",
     "ControllerGradScaler": "optim.scale_strategies",
     "DualRangeRegularizer": "layers.regularizer",
@@ -78,6 +81,7 @@ _HOMES = {
     "initialize": "engine.initialize",
     "keep_fp32": "optim.fp32_modules",
     "load_quantized": "quantize.packed_file",
+    "pipeline_module": "engine.pipeline",
     "product_counts": "layers.surgery",
     "quantizer": "quantize.names",
     "quantizer_names": "quantize.names",
@@ -93,6 +97,7 @@ _HOMES = {
 __all__ = [
     "BitLinear",
     "ChainedOptimizer",
+    "CheckpointStore",
     "ConstantGradScaler",
     "ControllerGradScaler",
     "DualRangeRegularizer",
@@ -120,6 +125,7 @@ __all__ = [
     "initialize",
     "keep_fp32",
     "load_quantized",
+    "pipeline_module",
     "product_counts",
     "quantizer",
     "quantizer_names",

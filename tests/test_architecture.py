@@ -25,9 +25,10 @@ ALLOWED = {
     "layers": {"quantize", "spectral"},
     "optim": {"process_group"},
     "telemetry": {"process_group"},
-    "hf": {"quantize", "layers"},
+    "hf": {"quantize", "layers", "checkpoints"},
+    "checkpoints": {"layers"},
     "data": {"process_group"},
-    "engine": {"process_group", "optim", "layers", "telemetry"},
+    "engine": {"process_group", "optim", "layers", "telemetry", "checkpoints", "hf"},
     "pretrain": {"process_group", "quantize", "layers", "optim", "telemetry", "hf", "data", "engine"},
 }
 MAX_LINES = 400

@@ -28,7 +28,9 @@ from megalowbit.engine.batch_size import fill_batch_sizes
 from megalowbit.engine.deepspeed_keys import check_keys, check_no_auto_left
 from megalowbit.engine.deepspeed_values import check_parameter_split, check_values, is_finite_number
 from megalowbit.engine.optimizer_settings import fill_optimizer, fill_scheduler
+from megalowbit.engine.pipeline_values import fill_pipeline
 from megalowbit.engine.stock_precision import take_stock_precision
+from megalowbit.engine.zero_values import check_zero
 from megalowbit.errors import UserError, invalid_settings, unknown_name
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.settings import RegularizerSettings
@@ -164,8 +166,10 @@ def read_deepspeed_config(
     check_parameter_split(raw, block.get("recipe"))
     check_keys(raw)
     check_values(raw)
+    fill_pipeline(raw)
     block = {**block, **take_stock_precision(raw, block)}
     settings = _read_settings(block)
+    check_zero(raw, settings)
     fill_batch_sizes(raw, world_size)
     _fill_clipping(raw)
     if "optimizer" in raw and raw["optimizer"] is not None:

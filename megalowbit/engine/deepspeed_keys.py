@@ -95,12 +95,6 @@ def _is_sharded(value: Any) -> bool:
     return value not in (None, 0, 1)
 
 
-def _is_device(value: Any) -> bool:
-    return _is_on(value) and not (
-        isinstance(value, Mapping) and value.get("device", "none") in (None, "none")
-    )
-
-
 def _is_no_fp32(value: Any) -> bool:
     return value not in (None, "fp32", "float32", "torch.float32", "float")
 
@@ -111,24 +105,16 @@ def _is_any_on(value: Any) -> bool:
 
 # dotted key, when it is refused, what to do instead
 REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "zero_optimization.stage",
-        lambda value: value not in (None, 0),
-        "only stage 0 works so far: set it to 0",
+    *(
+        (f"tensor_parallel.{key}", _is_on, "GPT-2 and LLaMA are cut by a plan of our own: remove it")
+        for key in ("partition_config", "preset_model", "vocab_parallel_lm_head", "tp_overlap_comm")
     ),
-    ("zero_optimization.offload_optimizer", _is_device, "offload is not supported yet: remove it"),
-    ("zero_optimization.offload_param", _is_device, "offload is not supported yet: remove it"),
-    ("zero_optimization.cpu_offload", _is_on, "offload is not supported yet: remove it"),
-    ("zero_optimization.cpu_offload_param", _is_on, "offload is not supported yet: remove it"),
-    ("zero_optimization.zenflow", _is_on, "offload is not supported yet: remove it"),
-    ("tensor_parallel.autotp_size", _is_sharded, "tensor parallelism is not supported yet: set it to 1"),
     ("sequence_parallel_size", _is_sharded, "sequence parallelism is not supported yet: remove it"),
     (
         "data_parallel_size",
         lambda value: value is not None,
         "it follows from the number of processes: remove it",
     ),
-    ("pipeline", _is_on, "pipeline parallelism is not supported yet: remove it"),
     ("expert_parallel.enabled", _is_on, "expert parallelism is not supported yet: set it to false"),
     ("hybrid_engine.enabled", _is_on, "it is for RLHF inference: set it to false"),
     ("autotuning.enabled", _is_on, "autotuning is not supported: set it to false"),
@@ -173,9 +159,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
         if key not in KNOWN_KEYS:
             raise unknown_name("key", key, sorted([*KNOWN_KEYS, "megalowbit"]))
     if config.get("zero_optimization") is True:
-        raise UserError(
-            'zero_optimization = true means stage 1; only stage 0 works so far: write {"stage": 0}'
-        )
+        raise UserError('zero_optimization = true is an old name of stage 1: write {"stage": 1}')
     for dotted, is_refused, remedy in REFUSED:
         value = _lookup(config, dotted)
         if value != "auto" and is_refused(value):

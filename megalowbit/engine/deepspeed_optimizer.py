@@ -4,7 +4,7 @@ The engine scales the loss, reduces gradients and reports overflow through metho
 one makes it call them. It reduces whatever `get_grads_for_reduction` returns: here one contiguous fp32
 buffer, in place. `step` does the rest, clipping included, so the engine's own clipping must stay off (it
 looks for `.grad`, which is None here). Everything read by the engine is held by
-tests/engine/test_deepspeed_contract.py.
+tests/engine/contract/.
 """
 
 from __future__ import annotations

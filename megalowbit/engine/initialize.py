@@ -3,14 +3,14 @@
 DeepSpeed gets a configuration without precision blocks and a callable that builds our optimizer after the
 model has been moved and broadcast in fp32; so masters are the exact initial weights, on every rank the same.
 Parameters are cast to half precision then, but for norms kept in fp32; buffers keep their type. If the
-configuration names a recipe that quantises, the model leaves here with low-bit layers or not at all. Not
-covered: ZeRO stages above 0, tensor and pipeline parallelism; the configuration reader refuses them.
+configuration names a recipe that quantises, the model leaves here with low-bit layers or not at all. From
+ZeRO stage 1 on DeepSpeed's own optimizer is made ours, and exact masters are written afterwards.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,35 @@ import torch
 from pydantic import ValidationError
 
 from megalowbit import process_group
-from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, read_deepspeed_config
-from megalowbit.engine.model_optimizer import HALF, ModelParameters, parameter_groups, wrap_optimizer
+from megalowbit.engine.agreement import succeed_together
+from megalowbit.engine.argument_checks import check_arguments
+from megalowbit.engine.batch_size import MICRO, STEPS, TRAIN
+from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, load_json, read_deepspeed_config
+from megalowbit.engine.model_optimizer import ModelParameters, parameter_groups, wrap_optimizer
+from megalowbit.engine.mpu import ModelParallelUnit, adapt_mpu, find_grid
 from megalowbit.engine.optimizer_settings import build_optimizer
+from megalowbit.engine.pipeline import (
+    attach_pipeline,
+    begin_stage,
+    check_stages,
+    groups_of,
+    has_low_bit_layers_elsewhere,
+    release_whole,
+    whole_of,
+)
+from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
+from megalowbit.engine.run_checks import (
+    check_layers_kept,
+    check_ranks_agree,
+    check_scaler,
+    configuration_facts,
+    installation_facts,
+    low_bit_names,
+    model_facts,
+)
+from megalowbit.engine.tensor_parallel import shard_model
+from megalowbit.engine.zero_start import ZERO_KEYS, ZeroStart, zero_stage
 from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer, build_regularizer
 from megalowbit.optim.autocast import attach_autocast
@@ -62,7 +87,8 @@ def initialize(
         training_data: dataset from which a data loader is made.
         lr_scheduler: callable from optimizer to scheduler, or a scheduler of the `optimizer` passed; by
             default the configuration's.
-        mpu: model-parallel unit; norm and overflow are reduced over its model-parallel group.
+        mpu: model-parallel unit, such as Megatron's `parallel_state`; norm and overflow are reduced over its
+            model-parallel group.
         dist_init_required: as for `deepspeed.initialize`.
         collate_fn: for the data loader.
         seed: of stochastic rounding in layers that are converted here.
@@ -71,21 +97,30 @@ def initialize(
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`; dataloader and scheduler may be None.
-        `engine.regularizer` is the dual-range regulariser at work, or None.
+        `engine.regularizer` is the dual-range regulariser at work, or None; `engine.process_grid` says where
+        this process stands.
 
     Raises:
-        UserError: configuration, model and arguments do not fit together.
+        UserError: configuration, model and arguments do not fit together, or ranks were started differently.
     """
     start_process_group(timeout=timeout, dist_init_required=dist_init_required)
     deepspeed = import_deepspeed()
-    parts = config if isinstance(config, DeepSpeedConfigParts) else _read(config, mpu, total_steps, optimizer)
+    mpu_given = mpu
+    mpu = succeed_together(lambda: adapt_mpu(mpu_given))
+    parts, grid = succeed_together(lambda: _read(config, model, mpu, total_steps, optimizer))
+    _check_ranks_agree(parts, grid, model, optimizer, seed, mpu)
+    if mpu is None:  # on all ranks alike from here on
+        succeed_together(lambda: check_stages(model, parts, grid))
     deepspeed_config = {**QUIET, **parts.deepspeed}
-    check_nested_blocks(parts, mpu)
-    _check_arguments(model, parts.settings, optimizer, model_parameters, lr_scheduler)
-    recipe = _convert_if_asked(model, parts.settings.recipe, seed)
+    check_nested_blocks(parts)
+    check_arguments(model, parts.settings, optimizer, model_parameters, lr_scheduler)
+    mpu = shard_model(model, parts) or mpu
+    recipe = _convert_if_asked(whole_of(model), parts.settings.recipe, seed)
+    begin_stage(model, parts)
     if parts is not config:  # the pretraining loop, which keeps to schedules, has read it already
         _warn_of_schedules(parts, recipe)
-    _draw_own_numbers(model, mpu)
+    _draw_own_numbers(model, grid)
+    converted = low_bit_names(model)
     if parts.settings.fp32_norms:
         keep_fp32(model)  # before anything asks which parameters have masters
     if optimizer is not None:
@@ -95,9 +130,16 @@ def initialize(
     trained = [parameter for each in groups for parameter in each["params"]]
     regularizer = build_regularizer(model, parts.settings.regularizer, trained)
 
+    zero = None
+    if zero_stage(deepspeed_config):
+        deepspeed_config |= ZERO_KEYS
+        zero = ZeroStart(model, parts, mpu=groups_of(model) or mpu, regularizer=regularizer)
+
     def make_optimizer(_: object) -> torch.optim.Optimizer:
         inner = optimizer or build_optimizer(deepspeed_config["optimizer"], groups)
-        return wrap_optimizer(inner, model, parts, mpu=mpu, regularizer=regularizer)
+        if zero is not None:
+            return zero.inner(inner)
+        return wrap_optimizer(inner, model, parts, mpu=groups_of(model) or mpu, regularizer=regularizer)
 
     engine, wrapped, dataloader, scheduler = deepspeed.initialize(
         model=model,
@@ -109,18 +151,25 @@ def initialize(
         collate_fn=collate_fn,
         config=deepspeed_config,
     )
-    _finish(engine, parts.settings, regularizer)
-    check_quantised(engine.module, recipe)
+    if zero is not None:
+        zero.finish(engine)
+    _finish(engine, parts.settings, regularizer, grid)
+    succeed_together(lambda: _check_engine(engine, recipe, converted))
+    release_whole(engine.module)
     return engine, wrapped, dataloader, scheduler
 
 
-def _finish(engine: Any, settings: EngineSettings, regularizer: DualRangeRegularizer | None) -> None:
+def _finish(
+    engine: Any, settings: EngineSettings, regularizer: DualRangeRegularizer | None, grid: ProcessGrid
+) -> None:
     """Put into the engine what DeepSpeed has no argument for."""
     from megalowbit.engine.checkpoint_engine import AtomicCheckpointEngine
 
     engine.clip_fp32_gradients = _leave_clipping_to_the_optimizer
-    engine.checkpoint_engine = AtomicCheckpointEngine()
+    engine.checkpoint_engine = AtomicCheckpointEngine(engine)
     engine.regularizer = regularizer
+    engine.process_grid = grid
+    attach_pipeline(engine)
     if settings.autocast.enabled:
         # hooks of the module, and not the engine's forward: evaluation and recomputation take the same casts
         classes = settings.autocast.op_classes()
@@ -128,15 +177,60 @@ def _finish(engine: Any, settings: EngineSettings, regularizer: DualRangeRegular
 
 
 def _read(
-    config: str | Path | dict[str, Any], mpu: Any, total_steps: int | None, optimizer: object
-) -> DeepSpeedConfigParts:
-    world_size = process_group.world_size() if mpu is None else mpu.get_data_parallel_world_size()
-    return read_deepspeed_config(
-        config, world_size=world_size, total_steps=total_steps, has_optimizer=optimizer is not None
+    config: str | Path | dict[str, Any] | DeepSpeedConfigParts,
+    model: torch.nn.Module,
+    mpu: ModelParallelUnit | None,
+    total_steps: int | None,
+    optimizer: object,
+) -> tuple[DeepSpeedConfigParts, ProcessGrid]:
+    if isinstance(config, DeepSpeedConfigParts):
+        return config, find_grid(config.deepspeed, model=model, mpu=mpu)
+    raw = config if isinstance(config, dict) else load_json(config)
+    grid = find_grid(raw, model=model, mpu=mpu)
+    parts = read_deepspeed_config(
+        raw, world_size=grid.data_size, total_steps=total_steps, has_optimizer=optimizer is not None
     )
+    return parts, grid
 
 
-def check_nested_blocks(parts: DeepSpeedConfigParts, mpu: Any = None) -> None:
+def _check_ranks_agree(
+    parts: DeepSpeedConfigParts,
+    grid: ProcessGrid,
+    model: torch.nn.Module,
+    optimizer: object,
+    seed: int,
+    mpu: object,
+) -> None:
+    everywhere = {
+        **installation_facts(),
+        **configuration_facts(parts),
+        "seed": str(seed),
+        "argument optimizer": type(optimizer).__name__,
+        "argument mpu": type(mpu).__name__,
+        "argument model": type(model).__name__,
+    }
+    check_ranks_agree(everywhere, of_this_part=model_facts(model), grid=grid)
+
+
+def _check_engine(engine: Any, recipe: Any, converted: Collection[str]) -> None:
+    if recipe is not None and not has_low_bit_layers_elsewhere(engine.module):
+        check_quantised(engine.module, recipe)
+    check_layers_kept(engine.module, converted)
+    check_scaler(engine)
+
+
+class _DataParallelSize:
+    """The one thing that `DeepSpeedConfig` asks of an mpu."""
+
+    def __init__(self, parts: DeepSpeedConfigParts) -> None:
+        train, micro, steps = (parts.deepspeed[key] for key in (TRAIN, MICRO, STEPS))
+        self.size = train // (micro * steps)
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.size
+
+
+def check_nested_blocks(parts: DeepSpeedConfigParts) -> None:
     """Let DeepSpeed's own models read the configuration; needs a process group.
 
     Raises:
@@ -145,7 +239,7 @@ def check_nested_blocks(parts: DeepSpeedConfigParts, mpu: Any = None) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     try:
-        DeepSpeedConfig({**QUIET, **parts.deepspeed}, mpu)
+        DeepSpeedConfig({**QUIET, **parts.deepspeed}, _DataParallelSize(parts))
     except ValidationError as error:
         first = error.errors()[0]
         path = [str(part) for part in first["loc"]]
@@ -162,33 +256,6 @@ def check_nested_blocks(parts: DeepSpeedConfigParts, mpu: Any = None) -> None:
         ) from None
     except (AssertionError, ValueError, TypeError, DeepSpeedConfigError) as error:
         raise UserError(f"DeepSpeed rejects the configuration: {error}") from None
-
-
-def _check_arguments(
-    model: torch.nn.Module,
-    settings: EngineSettings,
-    optimizer: torch.optim.Optimizer | None,
-    model_parameters: ModelParameters | None,
-    lr_scheduler: object,
-) -> None:
-    from deepspeed.pipe import PipelineModule
-
-    if isinstance(model, PipelineModule):
-        raise UserError("model is a PipelineModule: pipeline parallelism is not supported yet, unwrap it")
-    if optimizer is not None and model_parameters is not None:
-        raise UserError("pass optimizer or model_parameters, not both: an optimizer has its parameters")
-    is_bound = isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
-    if is_bound and getattr(lr_scheduler, "optimizer", None) is not optimizer:
-        raise UserError(
-            "lr_scheduler belongs to another optimizer: pass a callable from optimizer to scheduler instead"
-        )
-    allowed = {torch.float32, HALF.get(settings.precision, torch.float32)}
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in allowed:
-            raise UserError(
-                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')} but precision is "
-                f"{settings.precision}: call model.float() first"
-            )
 
 
 def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | None, seed: int) -> Any:
@@ -226,13 +293,13 @@ def _warn_of_schedules(parts: DeepSpeedConfigParts, recipe: Any) -> None:
         logger.warning("recipe.parameter_split: call mlb.split_weights(engine) before the steps that are due")
 
 
-def _draw_own_numbers(model: torch.nn.Module, mpu: Any) -> None:
+def _draw_own_numbers(model: torch.nn.Module, grid: ProcessGrid) -> None:
     """Let every data-parallel rank round its own data with its own random numbers."""
     from megalowbit.layers.surgery import random_stream
 
     stream = random_stream(model)
     if stream is not None:
-        stream.rank = process_group.rank() if mpu is None else mpu.get_data_parallel_rank()
+        stream.rank = grid.data_rank
 
 
 def check_quantised(module: torch.nn.Module, recipe: Any) -> None:

@@ -82,6 +82,13 @@ def wrap_optimizer(
     return wrapped
 
 
+def copies_group(mpu: Any) -> dist.ProcessGroup | None:
+    """Ranks that hold copies of what is not sharded: tensor-parallel ones, or all model-parallel ones."""
+    if mpu is None:
+        return None
+    return _tensor_parallel_group(mpu) or mpu.get_model_parallel_group()
+
+
 def _tensor_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
     """Of Megatron's parallel state, which has one within the model-parallel group; DeepSpeed needs none."""
     group_of = getattr(mpu, "get_tensor_model_parallel_group", None)

@@ -3,7 +3,7 @@
 `optim.step_retry` with what an engine adds: its counters, which move on skipped steps too, all random number
 generators of the process, and where the low-bit layers are. A step that succeeds in the end counts as one
 applied step: learning rate and data move on once, `skipped_steps` not at all. One that never does counts as
-one skipped step. The counters are held by tests/engine/test_deepspeed_contract.py.
+one skipped step. The counters are held by tests/engine/contract/.
 Not covered: the engine's throughput timer, which measures the work that was done.
 """
 

@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megalowbit.data.settings import DataSettings
 from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, load_json, read_deepspeed_config
+from megalowbit.engine.pipeline_values import check_beside_stages, stages_of
+from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.errors import UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
@@ -125,7 +127,7 @@ def load_config(path: Path, overrides: list[str], *, world_size: int) -> Pretrai
     Args:
         path: a DeepSpeed JSON file with a `"megalowbit"` block.
         overrides: `"dotted.key=value"`; values are JSON, or else plain strings.
-        world_size: number of processes, for the arithmetic of batch sizes.
+        world_size: number of processes; those that a model is cut over count as one in batch sizes.
 
     Raises:
         UserError: anything wrong with file, keys, values or their combination.
@@ -138,7 +140,9 @@ def load_config(path: Path, overrides: list[str], *, world_size: int) -> Pretrai
     monitors = _validate(Monitors, {name: raw.pop(name) for name in Monitors.model_fields if name in raw}, "")
     settings = _validate_block(raw[BLOCK], path.stem)
     raw[BLOCK].setdefault("recipe", DEFAULT_RECIPE)
-    parts = read_deepspeed_config(raw, world_size=world_size, total_steps=settings.run.steps)
+    data_size = ProcessGrid.from_config(raw, 0, world_size).data_size
+    parts = read_deepspeed_config(raw, world_size=data_size, total_steps=settings.run.steps)
+    check_beside_stages(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
     check_retries(settings.run.overflow_retries, parts.settings)
     return PretrainConfig(source=path, parts=parts, settings=settings, monitors=monitors)
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalowbit.data.corpus import is_on_hub, open_corpus
 from megalowbit.data.tokenize import build_tokenizer
+from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits
 from megalowbit.layers.bitlinear import BitLinear
@@ -26,7 +27,7 @@ from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import check_nothing_missed
 from megalowbit.pretrain.kernels import this_device, why_not
 from megalowbit.pretrain.late_switch import check_switchable
-from megalowbit.pretrain.memory import estimate_memory
+from megalowbit.pretrain.memory import ZeroSharing, estimate_memory
 
 
 def describe(config: PretrainConfig, *, world_size: int) -> str:
@@ -70,6 +71,9 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
         has_momentum=bool(optimizer["params"].get("momentum")),
         micro_batch_size=micro_batch_size,
         sequence_length=settings.data.sequence_length,
+        sharing=ZeroSharing.from_config(
+            config.parts.deepspeed, ProcessGrid.from_config(config.parts.deepspeed, 0, world_size).data_size
+        ),
     )
     memory = estimate(recipe=recipe)
     tokens = config.parts.deepspeed["train_batch_size"] * settings.data.sequence_length

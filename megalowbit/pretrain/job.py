@@ -17,7 +17,12 @@ from megalowbit.data.loader import ShardedLoader, build_loader
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.parameter_split import WeightSplitReport, split_weights
+from megalowbit.engine.pipeline import pipeline_module
+from megalowbit.engine.pipeline_values import interval_of, partition_of
+from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.random_state import seed_generators
+from megalowbit.engine.run_checks import check_scaler
+from megalowbit.engine.tensor_parallel import shard_model
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits, expected_projections
@@ -96,8 +101,13 @@ class Job:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, over all ranks."""
+        """Tokens of one optimizer step, over all data-parallel ranks."""
         return self.loader.tokens_per_batch * self.accumulation_steps
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the engine runs stages, and takes the micro-batches of a step all at once."""
+        return bool(self.engine.process_grid.pipeline_size > 1)
 
     def weights_have_changed(self) -> None:
         """Forget quantised weights; DeepSpeed and our optimizer write where no layer can see it."""
@@ -140,6 +150,7 @@ class Job:
         if path is None:
             return False
         state = self.store.load(self.engine, path)
+        check_scaler(self.engine)
         self.weights_have_changed()
         check_same_model(state["megalowbit"]["hf_config"], self.engine.module.config.to_dict())
         progress = state.get("progress")
@@ -182,11 +193,12 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
         UserError: model, data and batch sizes do not fit together.
     """
     settings, parts = config.settings, config.parts
+    grid = ProcessGrid.from_config(parts.deepspeed, identity.rank, identity.world_size)
     loader = build_loader(
         settings.data,
         micro_batch_size=parts.deepspeed["train_micro_batch_size_per_gpu"],
-        rank=identity.rank,
-        world_size=identity.world_size,
+        rank=grid.data_rank,  # ranks that hold parts of one model read the same batches
+        world_size=grid.data_size,
     )
     model = build_model(settings.model, seed=settings.run.seed)
     check_fits(
@@ -195,10 +207,20 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
         sequence_length=settings.data.sequence_length,
     )
     recipe = recipe_of(config.recipe)
-    report = convert(model, recipe, seed=settings.run.seed, rank=identity.rank)
+    shard_model(model, parts)  # low-bit layers are made of shards
+    report = convert(model, recipe, seed=settings.run.seed, rank=grid.data_rank)
     check_nothing_missed(model.config, report)
+    if grid.pipeline_size > 1:
+        model = pipeline_module(
+            model,
+            num_stages=grid.pipeline_size,
+            partition=partition_of(parts.deepspeed),
+            activation_checkpoint_interval=interval_of(parts.deepspeed),
+            dynamic_shape=False,  # the loader's batches are all alike
+        )
     engine, _, _, _ = initialize(model=model, config=parts)
-    seed_generators(settings.run.seed, identity.rank)  # dropout differs between ranks, not between runs
+    # dropout differs between ranks, not between runs, nor where ranks compute the same
+    seed_generators(settings.run.seed, identity.rank // grid.tensor_size)
     if settings.telemetry.timers:
         engine.optimizer.timers = StepTimers(engine.device)
     tracker = None
@@ -220,7 +242,13 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
         weight_cache=cache_weights(engine.module) if is_used_again and report.swapped else None,
         late_switch=None
         if settings.late_switch is None
-        else LateSwitch(settings.late_switch, engine.module, recipe, total_steps=settings.run.steps),
+        else LateSwitch(
+            settings.late_switch,
+            engine.module,
+            recipe,
+            total_steps=settings.run.steps,
+            num_layers=len(report.swapped),
+        ),
     )
 
 

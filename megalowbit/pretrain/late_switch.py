@@ -30,6 +30,7 @@ class LateSwitch:
         model: the converted model.
         recipe: its recipe.
         total_steps: optimizer steps of the run.
+        num_layers: low-bit layers of the whole model, where this is a part of it.
 
     Attributes:
         step: optimizer steps before the switch.
@@ -41,11 +42,18 @@ class LateSwitch:
     """
 
     def __init__(
-        self, settings: LateSwitchSettings, model: nn.Module, recipe: Recipe, *, total_steps: int
+        self,
+        settings: LateSwitchSettings,
+        model: nn.Module,
+        recipe: Recipe,
+        *,
+        total_steps: int,
+        num_layers: int | None = None,
     ) -> None:
         self.recipe = switched(recipe, settings.scope)
         self.step, self.is_switched = settings.step(total_steps), False
         self._scope, self._model = settings.scope, model
+        self._num_layers = num_layers or len(bit_layers(model))
         self._reported_at = min(self.step + WINDOW, total_steps)
         self._before: list[float | None] = []  # losses of the last steps before the switch
         self._since: list[float | None] = []  # of the first ones after it
@@ -61,13 +69,13 @@ class LateSwitch:
         """
         if self.is_switched or step < self.step:
             return None
-        switch_precision(self._model, self._scope)
+        if bit_layers(self._model):  # a pipeline stage may have none
+            switch_precision(self._model, self._scope)
         self.is_switched = True
         if step > self.step:
             return None  # a resumed run
-        count = len(bit_layers(self._model))
         return (
-            f"precision switched after step {step}: {count} layers go on as {self.recipe.name}; "
+            f"precision switched after step {step}: {self._num_layers} layers go on as {self.recipe.name}; "
             f"{_mean_loss(self._before)} before"
         )
 

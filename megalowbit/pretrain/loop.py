@@ -14,13 +14,16 @@ from pathlib import Path
 from megalowbit.engine.agreement import agree
 from megalowbit.engine.config import load_json
 from megalowbit.engine.initialize import check_nested_blocks
+from megalowbit.engine.pipeline import gather_weights
 from megalowbit.engine.process_start import start_process_group
+from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts, installation_facts
+from megalowbit.engine.whole_weights import numel, whole_state_dict
 from megalowbit.errors import UserError
-from megalowbit.hf.model import save_hf
+from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import product_counts
 from megalowbit.optim.optimizer_step import learning_rate
-from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.kernels import check_kernels, describe_kernels
 from megalowbit.pretrain.late_switch import check_switchable
@@ -44,6 +47,7 @@ def pretrain(
         UserError: a mistake in configuration, data or folders, or training that cannot go on.
     """
     start_process_group(identity)
+    check_ranks_agree(start_facts(config, is_resume=is_resume))
     check_nested_blocks(config.parts)
     agree(lambda: check_kernels(recipe_of(config.recipe)))
     agree(lambda: check_switchable(config.settings.late_switch, recipe_of(config.recipe)))
@@ -72,6 +76,18 @@ def pretrain(
         else:
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
         export(job, console)
+
+
+def start_facts(config: PretrainConfig, *, is_resume: bool) -> dict[str, str]:
+    """What must be alike on all ranks before they do anything together."""
+    return {
+        **installation_facts(),
+        "resume": str(is_resume),
+        **configuration_facts(config.parts),
+        **{
+            f"configuration key {name}": str(getattr(config.monitors, name)) for name in Monitors.model_fields
+        },
+    }
 
 
 def _compare_with_saved(config: PretrainConfig, folder: RunFolder) -> list[str]:
@@ -144,9 +160,16 @@ def train_step(job: Job) -> tuple[Facts, bool, tuple[str, ...]]:
 
 def export(job: Job, console: Console) -> None:
     """Leave an ordinary HuggingFace checkpoint of the final model in `hf/`, if asked to and not there yet."""
-    if not job.config.settings.checkpoint.export_hf or job.folder.hf.exists():
+    # rank 0's view: others may look when it has begun to write, and would leave it gathering alone
+    if not job.config.settings.checkpoint.export_hf or agree(job.folder.hf.exists):
         return
-    agree(lambda: save_hf(job.engine.module, job.folder.hf, job.loader.tokenizer))
+    model = job.engine.module
+    is_in_parts = job.engine.process_grid.tensor_size > 1 or job.engine.zero_optimization_stage() == 3
+    whole = whole_state_dict(job.engine) if is_in_parts else None
+    if job.is_pipeline:  # gathered weights are those of plain layers, of which no stage has all
+        whole = gather_weights(model)
+        model = random_model(model.config, seed=0, device="meta")
+    agree(lambda: save_hf(model, job.folder.hf, job.loader.tokenizer, whole=whole))
     console.print(f"HuggingFace checkpoint: {job.folder.hf}")
 
 
@@ -159,9 +182,19 @@ def products_line(counts: dict[str, dict[str, int]]) -> str:
     return f"products  {', '.join(parts)}"
 
 
+def cut(job: Job) -> str:
+    """How the job is cut, for the opening: `" (2 × 2: data 2, tensor 2, ZeRO 1)"`; empty if it is not."""
+    stage = job.engine.zero_optimization_stage()
+    grid = job.engine.process_grid
+    if grid.model_parallel_size == 1 and not stage:
+        return ""
+    return f" ({grid}" + (f", ZeRO {stage})" if stage else ")")
+
+
 def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
     """What a run says before its first step; `changes` are settings that a resumed run changed."""
-    count = sum(parameter.numel() for parameter in job.engine.module.parameters())
+    count = sum(map(numel, job.engine.module.parameters()))
+    count = getattr(job.engine.module, "num_parameters_of_all_stages", count)
     settings, report = job.config.settings, job.report
     return "\n".join(
         [
@@ -173,7 +206,7 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: l
             f"data      {settings.data.corpus}, {job.loader.num_samples:,} sequences of "
             f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
             f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
-            f"process{'es' if identity.world_size > 1 else ''}",
+            f"process{'es' if identity.world_size > 1 else ''}" + cut(job),
             *([f"switch    {job.late_switch}"] if job.late_switch is not None else []),
             *(f"changed   {change}" for change in changes),
             "",

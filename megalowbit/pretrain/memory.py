@@ -1,7 +1,8 @@
 """How much memory a process will need, before any of it is allocated.
 
 Weights, gradients and optimizer state are exact: the optimizer keeps half-precision parameters, fp32 main
-gradients, fp32 masters and the inner optimizer's moments. What is saved for backward is counted, not
+gradients, fp32 masters and the inner optimizer's moments, of which ZeRO's stages leave each process a share
+and may put it on the host. What is saved for backward is counted, not
 modelled: the real model runs forward under PyTorch's fake tensors and a hook adds up every storage autograd
 would keep, packed FP4 operands included. The device's own attention kernel may keep less than the fake one.
 Not covered: temporaries inside a kernel, fragmentation, communication buffers.
@@ -9,7 +10,9 @@ Not covered: temporaries inside a kernel, fragmentation, communication buffers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,22 +32,61 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
+class ZeroSharing:
+    """How ZeRO divides things.
+
+    Attributes:
+        stage: 0 to 3.
+        data_size: processes that share.
+        is_optimizer_on_host: masters and moments are.
+        are_parameters_on_host: the shares of half-precision parameters are.
+    """
+
+    stage: int = 0
+    data_size: int = 1
+    is_optimizer_on_host: bool = False
+    are_parameters_on_host: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], data_size: int) -> ZeroSharing:
+        """From a complete DeepSpeed configuration."""
+        zero = config.get("zero_optimization") or {}
+        on_host = [
+            (zero.get(key) or {}).get("device") == "cpu" for key in ("offload_optimizer", "offload_param")
+        ]
+        return cls(
+            stage=int(zero.get("stage") or 0),
+            data_size=data_size,
+            is_optimizer_on_host=on_host[0],
+            are_parameters_on_host=on_host[1],
+        )
+
+    def share(self, size: int, *, from_stage: int) -> int:
+        """Bytes of a process's share of what is divided from some stage on."""
+        return -(-size // self.data_size) if self.stage >= from_stage else size
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes in one process at ZeRO stage 0, by what they hold."""
+    """Bytes in one process, by what they hold; what is `on_the_host` is not part of the total."""
 
     parameters: int
     main_gradients: int
     master_parameters: int
     optimizer_moments: int
     saved_for_backward: int
+    on_the_host: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of all parts, in bytes."""
-        return sum(vars(self).values())
+        """Sum of all parts on the device, in bytes."""
+        return sum(vars(self).values()) - self.on_the_host
 
     def __str__(self) -> str:
-        rows = [*vars(self).items(), ("total", self.total)]
+        parts = {name: size for name, size in vars(self).items() if name != "on_the_host"}
+        rows = [*parts.items(), ("total", self.total)]
+        if self.on_the_host:
+            rows.append(("on the host", self.on_the_host))
         return "\n".join(f"  {name.replace('_', ' '):<20} {size / GIB:9.3f} GiB" for name, size in rows)
 
 
@@ -59,6 +101,7 @@ def estimate_memory(
     has_momentum: bool,
     micro_batch_size: int,
     sequence_length: int,
+    sharing: ZeroSharing | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of one process.
 
@@ -72,6 +115,7 @@ def estimate_memory(
         has_momentum: whether SGD keeps a momentum buffer.
         micro_batch_size: sequences per forward pass.
         sequence_length: tokens per sequence.
+        sharing: what ZeRO does; None: stage 0.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
         model = build_model(model_settings, seed=0)
@@ -87,14 +131,49 @@ def estimate_memory(
         if op_classes is not None:
             attach_autocast(model, precision, "cpu", op_classes)
         saved = saved_for_backward(model, micro_batch_size, sequence_length)
-    count = sum(parameter.numel() for parameter in model.parameters())
+    sizes = [(parameter.numel(), parameter.element_size()) for parameter in model.parameters()]
+    count = sum(numel for numel, _ in sizes)
     moments = MOMENTS_PER_PARAMETER.get(optimizer_type.lower(), int(has_momentum))
+    return _shared(
+        sharing or ZeroSharing(),
+        parameters=sum(numel * size for numel, size in sizes),
+        gradients=count * 4,
+        # ZeRO steps copies of fp32 parameters too
+        masters=(count if sharing and sharing.stage else sum(parameter.numel() for parameter in halves)) * 4,
+        moments=count * 4 * moments,
+        saved=saved,
+    )
+
+
+def _shared(
+    zero: ZeroSharing, *, parameters: int, gradients: int, masters: int, moments: int, saved: int
+) -> MemoryEstimate:
+    """The whole model's bytes, as one process has them."""
+    main_gradients = zero.share(gradients, from_stage=2)
+    if zero.stage == 1:  # whole sums over micro-batches, and the share that a step works on
+        main_gradients += zero.share(gradients, from_stage=1)
+    of_optimizer = {
+        "master_parameters": zero.share(masters, from_stage=1),
+        "optimizer_moments": zero.share(moments, from_stage=1),
+    }
+    of_parameters = {"parameters": zero.share(parameters, from_stage=3)}
+    on_the_host = 0
+    for parts, is_on_host in (
+        (of_optimizer, zero.is_optimizer_on_host),
+        (of_parameters, zero.are_parameters_on_host),
+    ):
+        if is_on_host:
+            on_the_host += sum(parts.values())
+            parts.update(dict.fromkeys(parts, 0))
+    if zero.is_optimizer_on_host:  # the gradients that it reads; at stage 3 there are no others
+        on_the_host += zero.share(gradients, from_stage=1)
+        main_gradients = 0 if zero.stage == 3 else main_gradients
     return MemoryEstimate(
-        parameters=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
-        main_gradients=count * 4,
-        master_parameters=sum(parameter.numel() for parameter in halves) * 4,
-        optimizer_moments=count * 4 * moments,
+        **of_parameters,
+        main_gradients=main_gradients,
+        **of_optimizer,
         saved_for_backward=saved,
+        on_the_host=on_the_host,
     )
 
 

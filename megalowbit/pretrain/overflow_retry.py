@@ -60,6 +60,10 @@ def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     if job.tracker is not None:
         job.tracker.begin_step()
+    if job.is_pipeline:
+        engine.train_batch(iter(list(batches)))  # all, so that middle stages move on in the data as well
+        job.weights_have_changed()
+        return Attempt(loss=engine.dp_group_loss.double())
     for batch in batches:
         loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
         engine.backward(loss)

@@ -21,6 +21,9 @@ MAY_CHANGE = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "scheduler.params.total_num_steps",
+    # how the run is cut over ranks: a checkpoint is read whole and cut anew
+    "zero_optimization.*",
+    "tensor_parallel.*",
     "steps_per_print",
     "wall_clock_breakdown",
     "log_level",

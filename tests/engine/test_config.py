@@ -138,7 +138,7 @@ def test_keys_of_other_rooms_in_our_block_are_left_to_them():
         ({"gradient_clipping": float("inf")}, "gradient_clipping = inf"),
         ({"gradient_clipping": True}, "gradient_clipping = True"),
         ({"train_batch_size": 7}, "train_batch_size 7"),
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4"),
         ({"tensorbord": {}}, "did you mean 'tensorboard'"),
         ({"wandb": {"team": "auto"}}, "wandb.team = 'auto'"),
     ],

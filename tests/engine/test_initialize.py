@@ -7,6 +7,7 @@ import torch
 from megalowbit.engine.config import read_deepspeed_config
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
 from megalowbit.engine.initialize import _draw_own_numbers, _warn_of_schedules, check_quantised, initialize
+from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import recipe
 from megalowbit.layers.surgery import bit_layers, convert, random_stream
@@ -342,15 +343,11 @@ def test_a_model_converted_with_another_recipe_than_the_configured_one_is_refuse
 
 
 def test_every_data_parallel_rank_rounds_with_its_own_numbers():
-    class ModelParallelUnit:
-        def __getattr__(self, name):
-            return {"get_data_parallel_rank": lambda: 3}[name]
-
     net = model()
     convert(net, recipe("nvfp4"))
-    _draw_own_numbers(net, ModelParallelUnit())
+    _draw_own_numbers(net, ProcessGrid(7, 8, tensor_size=2))
     assert random_stream(net).rank == 3
-    _draw_own_numbers(net, None)
+    _draw_own_numbers(net, ProcessGrid(0, 8, tensor_size=2))
     assert random_stream(net).rank == 0
 
 

@@ -163,7 +163,7 @@ def without(raw, *path):
         (["megalowbit.run"], "--set 'megalowbit.run' is not key=value"),
         (["megalowbit.run.steps.more=1"], "megalowbit.run.steps is 5, not an object that holds 'more'"),
         (["megalowbit=3"], '"megalowbit" = 3 must be an object'),
-        (["zero_optimization.stage=2"], "zero_optimization.stage"),
+        (["zero_optimization.stage=4"], "zero_optimization.stage"),
         (["train_batch_size=7"], "train_batch_size 7"),
         (["bf16.enabled=true", "megalowbit.precision=fp16"], "bf16"),
     ],
@@ -251,3 +251,9 @@ def test_a_first_split_after_the_last_step_is_refused(write, recipe):
 )
 def test_a_first_split_before_the_last_step_is_none_or_in_time(write, recipe):
     assert resolve(write(raw_config(recipe=recipe))).recipe == recipe
+
+
+def test_what_stages_cannot_do_is_refused_before_anything_is_imported(write):
+    overrides = ["pipeline.stages=2", "zero_optimization.stage=1"]
+    with pytest.raises(UserError, match=r"zero_optimization\.stage = 1 .* pipeline\.stages = 2"):
+        resolve(write(raw_config()), *overrides)

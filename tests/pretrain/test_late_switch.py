@@ -201,3 +201,11 @@ def test_a_dry_run_says_what_comes_later_and_what_it_takes(resolve):
         for title in ("of one process", "after the late switch")
     ]
     assert kept[1] >= kept[0]
+
+
+def test_a_stage_without_low_bit_layers_counts_those_of_all_stages():
+    settings = LateSwitchSettings(at=1, scope="all")
+    switch = LateSwitch(settings, nn.Embedding(4, 4), recipe("nvfp4"), total_steps=4, num_layers=5)
+    lines = told(switch, [1.0, 2.0])
+    assert lines[1][0].startswith("precision switched after step 1: 5 layers go on")
+    assert switch.is_switched

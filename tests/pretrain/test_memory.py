@@ -5,7 +5,13 @@ from megalowbit.hf.checkpoint import build_model
 from megalowbit.layers.recipe import recipe
 from megalowbit.layers.surgery import convert
 from megalowbit.optim.op_classes import OpClasses
-from megalowbit.pretrain.memory import GIB, MemoryEstimate, estimate_memory, saved_for_backward
+from megalowbit.pretrain.memory import (
+    GIB,
+    MemoryEstimate,
+    ZeroSharing,
+    estimate_memory,
+    saved_for_backward,
+)
 
 
 def estimate(config, **changes):
@@ -114,3 +120,32 @@ def test_fp32_norms_have_no_masters_and_autocast_keeps_more(resolve):
     casts = estimate(resolve(), op_classes=OpClasses.default())
     assert casts.saved_for_backward > plain.saved_for_backward
     assert casts.parameters == plain.parameters
+
+
+def test_zero_leaves_each_process_its_share(resolve):
+    whole = estimate(resolve())
+    stages = [estimate(resolve(), sharing=ZeroSharing(stage=stage, data_size=4)) for stage in range(4)]
+    assert stages[0] == whole
+    masters = -(-whole.parameters * 2 // 4)  # bf16: two bytes each, four of a master
+    for shared in stages[1:]:
+        assert shared.master_parameters == masters
+        assert shared.optimizer_moments == 2 * masters
+        assert shared.saved_for_backward == whole.saved_for_backward
+    assert [shared.parameters for shared in stages] == [whole.parameters] * 3 + [masters // 2]
+    gradients = whole.main_gradients
+    assert [shared.main_gradients for shared in stages] == [
+        gradients, gradients + gradients // 4, gradients // 4, gradients // 4
+    ]  # fmt: skip
+
+
+def test_what_is_offloaded_is_on_the_host_and_not_in_the_total(resolve):
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    there = estimate(resolve(), sharing=ZeroSharing.from_config(config, 2))
+    config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    both = estimate(resolve(), sharing=ZeroSharing.from_config(config, 2))
+    plain = estimate(resolve(), sharing=ZeroSharing(stage=3, data_size=2))
+    assert there.total == plain.parameters + plain.saved_for_backward
+    assert both.total == plain.saved_for_backward
+    assert there.on_the_host == plain.master_parameters + plain.optimizer_moments + plain.main_gradients
+    assert both.on_the_host == there.on_the_host + plain.parameters
+    assert str(both).splitlines()[-1].startswith("  on the host")

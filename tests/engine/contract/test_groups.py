@@ -1,0 +1,75 @@
+"""Who shares what: DeepSpeed's orders of ranks, and what it asks of an mpu."""
+
+import re
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+
+from megalowbit.engine.mpu import GroupsOfRank, adapt_mpu, find_grid
+from megalowbit.engine.process_grid import ProcessGrid
+from megalowbit.engine.process_start import start_process_group
+
+# asked only where the mpu is DeepSpeed's own grid, of an expert or sequence parallel run, or has it (hasattr)
+NOT_OURS = {
+    "get_pipe_parallel_world_size",
+    "get_pipe_parallel_group",
+    "get_slice_parallel_group",
+    "get_slice_parallel_rank",
+    "get_slice_parallel_world_size",
+    "get_sequence_data_parallel_group",
+    "get_sequence_data_parallel_rank",
+    "get_sequence_data_parallel_world_size",
+    "get_sequence_parallel_group",
+    "get_sequence_parallel_rank",
+    "get_sequence_parallel_world_size",
+}
+# never reached in training
+LEFT_OUT = ("inference", "model_implementations", "autotuning", "compression")
+
+
+def asked_by_deepspeed():
+    root = Path(deepspeed.__file__).parent
+    names = set()
+    for path in root.rglob("*.py"):
+        if path.relative_to(root).parts[0] not in LEFT_OUT:
+            names |= set(re.findall(r"\bmpu\.(get_\w+)", path.read_text(encoding="utf-8")))
+    return names
+
+
+def test_an_adapted_mpu_has_all_that_deepspeed_asks_for():
+    missing = asked_by_deepspeed() - NOT_OURS - set(dir(GroupsOfRank))
+    assert not missing, f"training with an mpu would end in an AttributeError: {sorted(missing)}"
+
+
+def test_an_adapted_mpu_is_not_taken_for_one_of_sequence_parallelism():
+    names = {name for name in dir(GroupsOfRank) if "sequence" in name}
+    assert not names, "hasattr() decides in DeepSpeed: gradients would be reduced over other groups"
+
+
+def coordinates(grid):
+    return {"pipe": grid.stage, "data": grid.data_rank, "model": grid.tensor_rank}
+
+
+@pytest.mark.parametrize(
+    ("stages", "tensor", "data"), [(1, 1, 4), (2, 1, 2), (4, 1, 3), (1, 2, 3), (1, 4, 2)]
+)
+def test_ranks_count_in_the_order_of_our_grid(stages, tensor, data):
+    if tensor == 1:
+        theirs = PipeDataParallelTopology(num_pp=stages, num_dp=data)
+    else:
+        theirs = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=data)
+    for rank in range(stages * tensor * data):
+        grid = ProcessGrid(rank, stages * tensor * data, tensor_size=tensor, pipeline_size=stages)
+        found = theirs.get_coord(rank)._asdict()
+        assert {axis: coordinates(grid)[axis] for axis in found} == found, "ranks would read others' data"
+
+
+def test_a_pipeline_module_says_its_stages_and_its_groups():
+    start_process_group()
+    module = PipelineModule([torch.nn.Linear(2, 2)], num_stages=1)
+    assert find_grid({}, model=module).pipeline_size == module.num_stages, "a pipeline is taken for a model"
+    assert adapt_mpu(module.mpu()).get_pipeline_model_parallel_world_size() == 1
