@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from megalowbit.engine.config import EngineSettings
-from megalowbit.engine.model_optimizer import HALF, ModelParameters
+from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
 from megalowbit.errors import UserError
 
 
 def check_arguments(
     model: torch.nn.Module,
     settings: EngineSettings,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: ClientOptimizer | None,
     model_parameters: ModelParameters | None,
     lr_scheduler: object,
 ) -> None:
@@ -21,7 +21,12 @@ def check_arguments(
     Raises:
         UserError: names the argument or the parameter.
     """
-    if optimizer is not None and model_parameters is not None:
+    is_built = isinstance(optimizer, torch.optim.Optimizer)
+    if optimizer is not None and not is_built and not callable(optimizer):
+        raise UserError(
+            f"optimizer is a {type(optimizer).__name__}: pass a torch optimizer, or a callable that makes one"
+        )
+    if is_built and model_parameters is not None:
         raise UserError("pass optimizer or model_parameters, not both: an optimizer has its parameters")
     is_bound = isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
     if is_bound and getattr(lr_scheduler, "optimizer", None) is not optimizer:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from megalowbit import process_group
-from megalowbit.checkpoints.contents import CheckpointContents
+from megalowbit.checkpoints.contents import CheckpointContents, header_file
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
+from megalowbit.checkpoints.shards import load_file
 from megalowbit.durable import (
     LATEST,
     MANIFEST,
@@ -38,6 +39,7 @@ from megalowbit.durable import (
 )
 from megalowbit.engine.agreement import agree, gather, succeed_together
 from megalowbit.engine.random_state import (
+    is_cut_alike,
     random_state,
     restore_random_state,
     saved_rank_of,
@@ -161,7 +163,7 @@ class CheckpointStore:
             engine.save_checkpoint(str(self.folder), tag=path.name, client_state=state, save_latest=False)
             facts = [entry for each in gather(writer.take_facts(path)) for entry in each]
             agree(lambda: self._commit(path, facts))
-        except UserError:
+        except Exception:  # goes on its way: a folder that is not complete is in nobody's
             writer.take_facts(path)
             if process_group.rank() == 0:
                 _remove(path)
@@ -225,10 +227,22 @@ class CheckpointStore:
             ) from error
         return own, state
 
-    def rank_state(self, path: str | Path) -> dict[str, Any] | None:
-        """What this rank saved as its own in a checkpoint that has been loaded, or `None`."""
-        file = Path(path) / _rank_file(process_group.rank())
-        if not file.is_file():
+    def rank_state(self, engine: Any, path: str | Path) -> dict[str, Any] | None:
+        """What this rank, or the one that had its place, saved as its own in a checkpoint that is verified.
+
+        Args:
+            engine: from `initialize`.
+            path: of the checkpoint.
+
+        Returns:
+            None if there is nothing, or if the model was cut over ranks in another way.
+        """
+        own = load_file(header_file(Path(path)))[ENGINE_KEY]
+        layout, grid = own.get(LAYOUT_KEY), engine.process_grid
+        if not is_cut_alike(layout, grid):
+            return None
+        rank = saved_rank_of(layout, len(own["random_states"]), grid)
+        if rank is None or not (file := Path(path) / _rank_file(rank)).is_file():
             return None
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         return state

@@ -44,11 +44,15 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
     def __init__(self, engine: Any = None) -> None:
         super().__init__()
         self.zipfile_serialization = True
-        self._failure: str | None = None
+        self._failure: str | None = None  # to write: a mistake or misfortune of the user
+        self._defect: Exception | None = None  # anything else
         self._facts: dict[str, FileFacts] = {}
         if engine is not None:
             # rank 0 alone would copy it, in place; the others would wait for ever if its disk is full
             engine._copy_recovery_script = _copy_nothing
+            # collecting states is each rank's own work, and what fails there must not keep the others waiting
+            engine._save_checkpoint = self._keeping_defects(engine._save_checkpoint)
+            engine._save_zero_checkpoint = self._keeping_defects(engine._save_zero_checkpoint)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Create a folder; a failure is raised by `commit`."""
@@ -95,12 +99,30 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
 
         Raises:
             UserError: some rank could not write; all ranks raise it.
+            RuntimeError: something else failed on some rank, which itself raises the original.
         """
         failure, self._failure = self._failure, None
-        for rank, message in enumerate(gather(failure)):
+        defect, self._defect = self._defect, None
+        line = None if defect is None else f"{type(defect).__name__}: {defect}"
+        everyone = gather((failure, line))
+        if defect is not None:
+            raise defect
+        for rank, (message, _) in enumerate(everyone):
             if message is not None:
                 raise UserError(f"checkpoint {info.tag} was not written (rank {rank}): {message}")
+        for rank, (_, line) in enumerate(everyone):
+            if line is not None:
+                raise RuntimeError(f"checkpoint {info.tag} was not written: rank {rank} failed: {line}")
         return True
+
+    def _keeping_defects(self, work: Callable[..., object]) -> Callable[..., None]:
+        def keep(*arguments: Any, **named: Any) -> None:
+            try:
+                work(*arguments, **named)
+            except Exception as error:  # raised by `commit`, which all ranks call
+                self._defect = self._defect or error
+
+        return keep
 
     def _keep_failure(self, path: str, action: Callable[[], object]) -> None:
         try:

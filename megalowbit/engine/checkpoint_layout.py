@@ -16,7 +16,7 @@ import torch
 
 from megalowbit.checkpoints.layout import NOWHERE, Layout, Slice, StoredParameter
 from megalowbit.checkpoints.shards import model_file
-from megalowbit.engine.agreement import gather
+from megalowbit.engine.agreement import gather, succeed_together
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 
@@ -29,15 +29,10 @@ def describe_layout(engine: Any) -> Layout:
     Raises:
         UserError: a parameter has no place, or ranks of one slice disagree; all ranks raise it.
     """
-    try:
-        mine: Any = (engine.checkpoint_mp_rank, own_slice(engine), tied_names(engine), None)
-    except UserError as error:
-        mine = (engine.checkpoint_mp_rank, None, {}, str(error))
+    mine = succeed_together(lambda: (engine.checkpoint_mp_rank, own_slice(engine), tied_names(engine)))
     slices: dict[int, Slice] = {}
     tied: dict[str, str] = {}
-    for rank, (index, part, names, message) in enumerate(gather(mine)):
-        if message is not None:
-            raise UserError(message)
+    for rank, (index, part, names) in enumerate(gather(mine)):
         if slices.setdefault(index, part) != part:
             raise UserError(
                 f"rank {rank} has cut its part of the model in another way than the others of slice {index}: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,80 @@ from megalowbit.optim.step_options import StepOptions
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ModelParameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+# one of the user's own, or what makes one from parameters or groups, as `deepspeed.initialize` takes it
+ClientOptimizer = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
+
+
+def groups_to_train(
+    model: torch.nn.Module,
+    optimizer: ClientOptimizer | None,
+    model_parameters: ModelParameters | None,
+    config: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Groups of parameters to train, all of them the model's as it is now, cut and converted.
+
+    Raises:
+        UserError: some are not, or none is to be trained.
+    """
+    _check_trained(model, model.parameters())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups = optimizer.param_groups
+        _check_client(model, optimizer)
+    elif optimizer is not None and model_parameters is None:
+        groups = [{"params": [each for each in model.parameters() if each.requires_grad]}]
+    else:
+        groups = parameter_groups(model, model_parameters, config)
+    _check_trained(model, (parameter for group in groups for parameter in group["params"]))
+    return groups
+
+
+def client_optimizer(
+    model: torch.nn.Module, make: ClientOptimizer, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """The user's optimizer, made now if `make` is a callable.
+
+    Raises:
+        UserError: what it returns is none of torch's, or has parameters of another model.
+    """
+    if isinstance(make, torch.optim.Optimizer):
+        return make
+    optimizer = make(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer returned a {type(optimizer).__name__}: return a torch.optim.Optimizer")
+    _check_client(model, optimizer)
+    return optimizer
+
+
+def _check_trained(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]) -> None:
+    if not any(parameter.requires_grad for parameter in parameters):
+        stage = getattr(model, "stage_id", None)  # a pipeline's stage must have gradients to send
+        raise UserError(
+            f"{'the model' if stage is None else f'stage {stage}'} has no trainable parameter: "
+            "set requires_grad on at least one"
+            + ("" if stage is None else ", or choose another pipeline.partition")
+        )
+
+
+def _check_client(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    strangers = _count_strangers(model, optimizer.param_groups)
+    if strangers:
+        raise UserError(
+            f"optimizer holds {strangers} parameters that are not (or no longer) the model's, whose layers "
+            "have been cut or converted: pass a callable from parameters to optimizer, such as "
+            "lambda groups: AdamW(groups, lr=1e-4)"
+        )
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape != parameter.shape:
+                raise UserError(
+                    f"optimizer has {name} of shape {tuple(value.shape)} for a parameter that is "
+                    f"{tuple(parameter.shape)} once cut: pass one without a state"
+                )
+
+
+def _count_strangers(model: torch.nn.Module, groups: Iterable[dict[str, Any]]) -> int:
+    known = {id(parameter) for parameter in model.parameters()}
+    return sum(id(parameter) not in known for group in groups for parameter in group["params"])
 
 
 def parameter_groups(
@@ -31,12 +105,16 @@ def parameter_groups(
     given: list[Any] = list(model_parameters)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     groups = [{**group, "params": list(group["params"])} for group in groups]
-    known = {id(parameter) for parameter in model.parameters()}
-    strangers = sum(id(parameter) not in known for group in groups for parameter in group["params"])
+    strangers = _count_strangers(model, groups)
     if strangers or not any(group["params"] for group in groups):
         raise UserError(
             f"model_parameters holds {strangers} parameters that are not (or no longer) the model's: "
             "convert the model first, then collect its parameters"
+            + (
+                ", or leave them out where tensor parallelism cuts it"
+                if hasattr(model, "ds_autotp_parsed")
+                else ""
+            )
         )
     return groups
 

@@ -3,7 +3,8 @@
 DeepSpeed reduces `weight.grad` of tied weights, then averages over data parallel; our gradients are in
 `main_grad`, and the copies of a tied embedding must stay bit-identical. So the sum over the copies comes
 *after* the average: a sum of two numbers has the same bits in either order, one of many has not.
-Not covered: ZeRO, tensor parallelism inside stages, models larger than the memory of a host.
+At ZeRO stage 1, which keeps pieces that differ by stage, both happen before DeepSpeed's reduction.
+Not covered: ZeRO 2 and 3, tensor parallelism inside stages, models larger than the memory of a host.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ def attach_pipeline(engine: Any) -> None:
     from deepspeed.runtime.pipe import schedule
 
     engine.set_batch_fn(as_inputs_and_labels)
+    engine.optimizer.gradients.later_stages = engine.module.num_stages - 1 - engine.module.stage_id
     engine._INSTRUCTION_MAP = {
         **engine._INSTRUCTION_MAP,
         schedule.ReduceTiedGrads: _wait_for_the_average,
@@ -229,8 +231,9 @@ def _sum_before_partition(engine: Any, weight: torch.nn.Parameter, group: dist.P
     DeepSpeed's average, which follows, is then one of equal numbers.
     """
     gradient = engine.optimizer.get_gradient_for_reduction(weight)
-    ranks = engine.grid.get_data_parallel_world_size()
+    peers = engine.module.groups().data
+    ranks = process_group.world_size(peers)
     if ranks > 1:
-        dist.all_reduce(gradient, group=engine.grid.get_data_parallel_group())
+        dist.all_reduce(gradient, group=peers)
         gradient.div_(ranks)
     dist.all_reduce(gradient, group=group)

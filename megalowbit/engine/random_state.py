@@ -56,6 +56,12 @@ def seed_missing_rank(step: int, rank: int) -> int:
     return seed_generators(step, rank)
 
 
+def is_cut_alike(layout: Mapping[str, Any] | None, grid: ProcessGrid) -> bool:
+    """Whether a saved run had its model cut over ranks as `grid` has; `layout` as for `saved_rank_of`."""
+    sizes = (1, 1) if layout is None else (layout["tensor_size"], layout["pipeline_size"])
+    return sizes == (grid.tensor_size, grid.pipeline_size)
+
+
 def saved_rank_of(layout: Mapping[str, Any] | None, world_size: int, grid: ProcessGrid) -> int | None:
     """Which rank of a saved run had this process's place; None if none had.
 

@@ -1,10 +1,11 @@
-"""Continue from a checkpoint of another ZeRO stage or number of ranks: whole tensors, cut anew.
+"""Continue from a checkpoint of another ZeRO stage or grid of ranks: whole tensors, cut anew.
 
 Each parameter's master and moments are read whole from the checkpoint, one parameter at a time, and this
 rank's fragments of them copied to where the engine keeps them; hyper-parameters, step counts, scheduler and
-counters follow. A tensor-parallel shard is cut by `parameter.cut`. The numbers are the saved ones, bit for
-bit; further losses differ from those of the run that went on by the order of sums alone. Not covered: another
-number of pipeline stages, layer scaling, states that are not of the parameter's shape (they must be numbers).
+counters follow. A tensor-parallel shard is cut by `parameter.cut`; a pipeline's stage takes the parameters
+that it has now. The numbers are the saved ones, bit for bit; further losses differ from those of the run that
+went on by the order of sums alone. Not covered: layer scaling, states that are not of the parameter's shape
+(they must be numbers).
 """
 
 from __future__ import annotations
@@ -28,16 +29,11 @@ def check_fits(contents: CheckpointContents, present: Layout) -> None:
     """Whether the checkpoint's parameters are those of an engine with layout `present`; changes nothing.
 
     Raises:
-        UserError: a name or shape differs, or the pipeline has another number of stages.
+        UserError: a name or shape differs, or what is trained.
     """
     saved = contents.layout
     assert saved is not None
     where = f"checkpoint {contents.folder}"
-    if saved.pipeline_size != present.pipeline_size:
-        raise UserError(
-            f"{where} was saved with pipeline.stages = {saved.pipeline_size}, now it is "
-            f"{present.pipeline_size}: resume with the former value, or start from its weights"
-        )
     before, now = _whole_shapes(saved), _whole_shapes(present)
     for name in [*before, *now]:
         if before.get(name) != now.get(name):

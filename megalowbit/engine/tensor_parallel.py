@@ -7,7 +7,8 @@ low-bit, and the mark left on the model lets the engine skip its own pass.
 
 Attention and MLP projections are cut, heads and all. Embeddings, norms and the output head stay whole on
 every rank, tied or not: they get equal gradients there, and count once in the norm. What all ranks hold
-starts as the first rank of the group has it. Attention dropout draws the same masks on each rank's own heads.
+starts as the first rank of the group has it, and so do random generators, for dropout must draw alike: who
+seeds them later must do so alike. Attention dropout draws the same masks on each rank's own heads.
 
 Not covered: other families than GPT-2 and LLaMA, uneven heads, cross-attention, vocabulary parallelism,
 DeepSpeed's own plans (`tensor_parallel.partition_config` and the like are refused with the configuration).
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megalowbit import process_group
+from megalowbit.engine.agreement import succeed_together
 from megalowbit.engine.config import DeepSpeedConfigParts
 from megalowbit.engine.mpu import GroupsOfRank
 from megalowbit.engine.process_grid import TENSOR_KEY, ProcessGrid
@@ -102,8 +104,9 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
     units = _groups(size)
     if getattr(model, IS_SHARDED, False):
         return units
-    plan = _plan_for(model, size)
+    plan = succeed_together(lambda: _plan_for(model, size))
     _start_alike(model, units.tensor)
+    _draw_alike(units.tensor)
     transposed = _replace_conv1d(model)
     sizes = _attention_sizes(model, plan)
     _apply_autotp(model, plan, size)
@@ -171,6 +174,18 @@ def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
         values = tensor.detach().to(device).contiguous()
         dist.broadcast(values, source, group=group)
         tensor.copy_(values)
+
+
+def _draw_alike(group: dist.ProcessGroup) -> None:
+    """Give all tensor ranks the generators of the first: dropout of what they all hold must be the same."""
+    device, source = process_group.exchange_device(group), dist.get_process_group_ranks(group)[0]
+    generators = [torch.default_generator]
+    if torch.cuda.is_available():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    for generator in generators:
+        state = generator.get_state().to(device)
+        dist.broadcast(state, source, group=group)
+        generator.set_state(state.cpu())
 
 
 def _replace_conv1d(model: nn.Module) -> frozenset[str]:

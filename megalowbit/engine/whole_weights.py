@@ -60,7 +60,16 @@ def gathered(parameter: torch.Tensor) -> AbstractContextManager[Any]:
     return context
 
 
+def whole_numel(parameter: torch.Tensor) -> int:
+    """Elements of the whole parameter, however it is partitioned and cut."""
+    cut = getattr(parameter, "cut", None)
+    if cut is None:
+        return numel(parameter)
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return numel(parameter) * sum(cut.parts) // int(shape[cut.dim])
+
+
 def numel(parameter: torch.Tensor) -> int:
-    """Elements of the whole parameter, which a partitioned one does not have itself."""
+    """Elements of this rank's shard, which a partitioned one does not have itself."""
     count: int = parameter.ds_numel if hasattr(parameter, "ds_id") else parameter.numel()  # type: ignore[attr-defined]
     return count

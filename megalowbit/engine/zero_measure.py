@@ -43,6 +43,10 @@ class GradientPieces:
         gradient_norm: "global" or "sum_of_norms".
         copies: ranks that hold copies of what is not sharded; None: there are none.
         group: all ranks; None: this process alone.
+        peers: the data-parallel ranks, over which gradients are averaged.
+
+    Attributes:
+        later_stages: of a pipeline, which run their backward before this rank's.
     """
 
     def __init__(
@@ -53,8 +57,11 @@ class GradientPieces:
         gradient_norm: GradientNorm,
         copies: dist.ProcessGroup | None,
         group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (0,),
     ) -> None:
         self.group = group
+        self.later_stages = 0
+        self._peers = tuple(peers)
         self._names = list(names)
         self._gradient_norm = gradient_norm
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
@@ -110,31 +117,38 @@ class GradientPieces:
     def locate_overflow(self, pieces: Sequence[Piece]) -> Overflow | None:
         """The first gradient in the order of backward that is not finite; collective, reads the device.
 
-        Gradients have been averaged by now, so no rank is named.
+        Gradients have been averaged by now, so a rank is named only where it holds its part of the model
+        alone; else all are that share the part. A tied weight goes by the name that its first stage has.
         """
         last = len(self._names) - 1
         mine = {
             (last - place, self._names[place])
             for piece, place in ((piece, self._places[id(piece.parameter)]) for piece in pieces)
-            if not torch.isfinite(piece.gradient).all()
+            if not (_is_copy(piece.parameter) or torch.isfinite(piece.gradient).all())
         }
-        gathered: list[Any] = [mine]
+        own = (self.later_stages, self._peers, mine, len(self._names))
+        gathered: list[Any] = [own]
         if self.group is not None:
             gathered = [None] * process_group.world_size(self.group)
-            dist.all_gather_object(gathered, mine, group=self.group)
-        found = sorted(set().union(*gathered))
-        if not found:
+            dist.all_gather_object(gathered, own, group=self.group)
+        hit = [each for each in gathered if each[2]]
+        if not hit:
             return None
+        _, ranks, _, num_gradients = min(hit, key=lambda each: (each[0], min(each[2]), each[1]))
+        found = sorted(set().union(*(tensors for _, peers, tensors, _ in hit if peers == ranks)))
         return Overflow(
             tensor=found[0][1],
-            rank=None,
+            rank=ranks[0] if len(ranks) == 1 else None,
             num_tensors=len(found),
-            num_gradients=len(self._names),
-            ranks=tuple(range(process_group.world_size())),
+            num_gradients=num_gradients,
+            ranks=ranks,
         )
 
 
 def _is_counted(parameter: torch.nn.Parameter, copies: dist.ProcessGroup | None) -> bool:
-    # pipeline stages mark what another stage has as well
-    is_replica = getattr(parameter, "ds_pipe_replicated", False)
-    return not is_replica and is_counted_once(parameter, copies)
+    return not _is_copy(parameter) and is_counted_once(parameter, copies)
+
+
+def _is_copy(parameter: torch.nn.Parameter) -> bool:
+    """Pipeline stages mark what another stage has as well; both have the sum of their gradients."""
+    return getattr(parameter, "ds_pipe_replicated", False)

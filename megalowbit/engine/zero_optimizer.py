@@ -110,6 +110,11 @@ class ZeroSurface:
         return self._parts.loss_scaler.grad_scaler
 
     @property
+    def gradients(self) -> GradientPieces:
+        """What measures this rank's pieces."""
+        return self._parts.gradients
+
+    @property
     def instruments(self) -> Instruments:
         """Hooks of scale strategies."""
         return self._parts.instruments

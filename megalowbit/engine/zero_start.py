@@ -120,6 +120,7 @@ class ZeroStart:
                 gradient_norm=self._settings.gradient_norm,
                 copies=copies_group(self._mpu),
                 group=zero_optimizer.world_group(),
+                peers=dist.get_process_group_ranks(engine.seq_data_parallel_group),
             ),
             instruments=self._instruments,
             before_measure=None

@@ -26,12 +26,14 @@ class RankOverflow:
         tensors: place in the order of backward and name of each gradient that is not finite, ascending.
         num_gradients: how many gradients the rank has.
         is_own: whether they are known to have been looked at before any averaging over ranks.
+        later_stages: how many stages of a pipeline have run their backward before this rank's.
     """
 
     rank: int
     tensors: Sequence[tuple[int, str]]
     num_gradients: int
     is_own: bool
+    later_stages: int = 0
 
 
 def joined(each: Sequence[RankOverflow]) -> RankOverflow:
@@ -41,6 +43,7 @@ def joined(each: Sequence[RankOverflow]) -> RankOverflow:
         tensors=sorted(tensor for one in each for tensor in one.tensors),
         num_gradients=sum(one.num_gradients for one in each),
         is_own=all(one.is_own for one in each if one.num_gradients),
+        later_stages=each[0].later_stages,
     )
 
 
@@ -63,7 +66,7 @@ def locate_overflow(seen: RankOverflow, group: dist.ProcessGroup | None) -> Over
         return None
     is_alike = world_size > 1 and len({tuple(one.tensors) for one in gathered}) == 1
     # earliest in backward order; ranks with other layers count from their own first gradient
-    first = min(hit, key=lambda one: (one.tensors[0][0], one.rank))
+    first = min(hit, key=lambda one: (one.later_stages, one.tensors[0][0], one.rank))
     return Overflow(
         tensor=first.tensors[0][1],
         rank=first.rank if first.is_own or not is_alike else None,

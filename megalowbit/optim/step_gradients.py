@@ -29,6 +29,9 @@ class StepGradients:
         has_main_grad: they are in `main_grad`, else in `.grad`.
         copies: ranks that hold copies of parameters which are not sharded; the first one counts these.
         layer_scaling: whose factors must be divided out of `main_grad`.
+
+    Attributes:
+        later_stages: of a pipeline, which run their backward before this rank's.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class StepGradients:
         self._models = [model for model, _ in pairs]
         self._has_main_grad = has_main_grad
         self._layer_scaling = layer_scaling
+        self.later_stages = 0
         self._is_counted = [is_counted_once(model, copies) for model in self._models]
 
     def of(self, model: Any) -> torch.Tensor | None:
@@ -100,6 +104,7 @@ class StepGradients:
             tensors=[(place, self._names[id(model)]) for place, model in found],
             num_gradients=len(self._models),
             is_own=is_before and bool(buffers) and all(buffer.is_reduced for buffer in buffers),
+            later_stages=self.later_stages,
         )
 
     def check_factors(self) -> None:

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megalowbit import process_group
+
 
 @dataclass(frozen=True, kw_only=True)
 class Overflow:
@@ -19,10 +21,10 @@ class Overflow:
     Attributes:
         tensor: name of the first such gradient, in the order in which backward made them.
         rank: the rank it is on, in the whole job; None where gradients had been averaged before anyone
-            looked, which spreads an infinity to all ranks.
+            looked, which spreads an infinity to all ranks it is averaged over.
         num_tensors: how many gradients of that rank were not finite.
         num_gradients: how many it has.
-        ranks: all ranks with such gradients, ascending.
+        ranks: all ranks with such gradients, ascending; without `rank`, those it may have begun on.
     """
 
     tensor: str
@@ -33,7 +35,11 @@ class Overflow:
 
     def __str__(self) -> str:
         """`overflow in transformer.h.3.mlp.c_fc.weight on rank 5`, and how far it went."""
-        where = f"overflow in {self.tensor}" + (f" on rank {self.rank}" if self.rank is not None else "")
+        where = f"overflow in {self.tensor}"
+        if self.rank is not None:
+            where += f" on rank {self.rank}"
+        elif 1 < len(self.ranks) < process_group.world_size():
+            where += f" on one of the {len(self.ranks)} ranks from {self.ranks[0]} to {self.ranks[-1]}"
         more = []
         if self.num_tensors == self.num_gradients > 1:
             more.append(f"and in all {self.num_gradients} gradients: look at the loss and the forward pass")

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megalowbit.data.loader import ShardedLoader, build_loader
+from megalowbit.engine.agreement import gather
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.parameter_split import WeightSplitReport, split_weights
-from megalowbit.engine.pipeline import pipeline_module
+from megalowbit.engine.pipeline import groups_of, pipeline_module
 from megalowbit.engine.pipeline_values import interval_of, partition_of
 from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.random_state import seed_generators
@@ -139,7 +140,7 @@ class Job:
                 "random_stream": _state_of(random_stream(self.engine.module)),
                 "tracker": _state_of(self.tracker),
                 "late_switch": _state_of(self.late_switch),
-                "weight_splits": split_state_dict(self.engine.module, SHARED_ROLES),
+                "weight_splits": self._weight_splits(),
             },
         }
         self.store.save(self.engine, self.step, state, split_state_dict(self.engine.module, OWN_ROLES))
@@ -174,9 +175,17 @@ class Job:
         self._resume_splits(path, progress.get("weight_splits", {}))
         return True
 
+    def _weight_splits(self) -> dict[str, Any]:
+        """Of all layers, on every rank; collective where stages have some each."""
+        own = split_state_dict(self.engine.module, SHARED_ROLES)
+        if not (self.is_pipeline and self.recipe.split_weight is not None):
+            return own
+        return {name: state for stage in gather(own) for name, state in stage.items()}
+
     def _resume_splits(self, path: Path, weight_splits: Mapping[str, Any]) -> None:
-        model, own = self.engine.module, self.store.rank_state(path)
-        load_split_state_dict(model, weight_splits, SHARED_ROLES)
+        model, own = self.engine.module, self.store.rank_state(self.engine, path)
+        mine = {name: weight_splits[name] for name in bit_layers(model) if name in weight_splits}
+        load_split_state_dict(model, mine if self.is_pipeline else weight_splits, SHARED_ROLES)
         load_split_state_dict(model, own or {}, OWN_ROLES)
         if own is None and has_splits(model, OWN_ROLES):
             logger.warning("%s has no split directions of this rank: they are found anew", path)
@@ -225,7 +234,8 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
         engine.optimizer.timers = StepTimers(engine.device)
     tracker = None
     if settings.telemetry.overflow and report.swapped:
-        tracker = GradientOverflowTracker()
+        groups = groups_of(engine.module)
+        tracker = GradientOverflowTracker(stages=None if groups is None else groups.pipeline)
         set_observer(engine.module, tracker)
     is_used_again = parts.deepspeed["gradient_accumulation_steps"] > 1 or getattr(
         engine.module, "is_activation_checkpointing", False

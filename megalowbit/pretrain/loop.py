@@ -11,13 +11,13 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from megalowbit.engine.agreement import agree
+from megalowbit.engine.agreement import agree, gather
 from megalowbit.engine.config import load_json
-from megalowbit.engine.initialize import check_nested_blocks
+from megalowbit.engine.nested_blocks import check_nested_blocks
 from megalowbit.engine.pipeline import gather_weights
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts, installation_facts
-from megalowbit.engine.whole_weights import numel, whole_state_dict
+from megalowbit.engine.whole_weights import whole_numel, whole_state_dict
 from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.recipe import recipe as recipe_of
@@ -70,7 +70,7 @@ def pretrain(
             with Recorder(job, console, is_main=identity.is_main, is_resume=is_resume) as recorder:
                 train(job, recorder)
                 recorder.finish()
-                products = product_counts(job.engine.module)
+                products = products_of_all_stages(job)
                 if job.recipe.gemm != "bf16" and products:
                     console.print(products_line(products))
         else:
@@ -173,8 +173,22 @@ def export(job: Job, console: Console) -> None:
     console.print(f"HuggingFace checkpoint: {job.folder.hf}")
 
 
+def products_of_all_stages(job: Job) -> dict[str, dict[str, int]]:
+    """What products have run in, in this process and in the other stages of its pipeline; collective."""
+    grid = job.engine.process_grid
+    total: dict[str, dict[str, int]] = {}
+    mine = (grid.data_rank, grid.tensor_rank)
+    for place, counts in gather((mine, product_counts(job.engine.module))):
+        if place == mine:
+            for product, paths in counts.items():
+                sums = total.setdefault(product, {})
+                for path, count in paths.items():
+                    sums[path] = sums.get(path, 0) + count
+    return total
+
+
 def products_line(counts: dict[str, dict[str, int]]) -> str:
-    """What this process's low-bit products ran in, on one line: `{"output": {"fp8": 3}}` → "output 3 fp8"."""
+    """What low-bit products ran in, on one line: `{"output": {"fp8": 3}}` → "output 3 fp8"."""
     parts = (
         f"{product} " + " + ".join(f"{count:,} {path}" for path, count in sorted(paths.items()))
         for product, paths in counts.items()
@@ -193,7 +207,7 @@ def cut(job: Job) -> str:
 
 def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
     """What a run says before its first step; `changes` are settings that a resumed run changed."""
-    count = sum(map(numel, job.engine.module.parameters()))
+    count = sum(map(whole_numel, job.engine.module.parameters()))
     count = getattr(job.engine.module, "num_parameters_of_all_stages", count)
     settings, report = job.config.settings, job.report
     return "\n".join(

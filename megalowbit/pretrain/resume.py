@@ -24,6 +24,7 @@ MAY_CHANGE = (
     # how the run is cut over ranks: a checkpoint is read whole and cut anew
     "zero_optimization.*",
     "tensor_parallel.*",
+    "pipeline.*",
     "steps_per_print",
     "wall_clock_breakdown",
     "log_level",

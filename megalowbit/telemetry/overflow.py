@@ -93,7 +93,7 @@ class StepOverflow:
     Attributes:
         step: output gradients of this step, over all ranks.
         run: the same over the run, this step included.
-        roles: all counts of this step by role, of this process's own tensors only.
+        roles: all counts of this step by role, of this process's own tensors and those of other stages.
     """
 
     step: OverflowTotals
@@ -104,8 +104,9 @@ class StepOverflow:
         """Flat facts for the sinks.
 
         `gradient_overflow/…` is summed over all ranks: rates of this step, totals of the run. All of
-        `quantization/<role>/…` is of this step and of the calling rank's own tensors only; in a run's files
-        that is the main process, which writes them. A rate without anything to rate is `None`.
+        `quantization/<role>/…` is of this step and of the calling rank's own tensors only, with those of the
+        other stages of its pipeline; in a run's files that is the main process, which writes them. A rate
+        without anything to rate is `None`.
         """
         facts: dict[str, float | int | None] = {
             "gradient_overflow/element_overflow_rate": self.step.element_rate,
@@ -125,10 +126,15 @@ class GradientOverflowTracker:
 
     Args:
         group: ranks whose counts are summed; `None` for all. Nothing needs to be initialised for one process.
+        stages: ranks that hold the stages of this one's pipeline, over which figures by role are summed too;
+            `None`: this rank has all layers.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, stages: dist.ProcessGroup | None = None
+    ) -> None:
         self.group = group
+        self._stages = stages
         self.reset()
 
     def reset(self) -> None:
@@ -188,9 +194,13 @@ class GradientOverflowTracker:
         return torch.stack([row[column] for column in _HEADLINE_COLUMNS])
 
     def pack_local_step(self) -> Tensor:
-        """Figures by role of this rank alone, not to be summed: (39,) float64."""
+        """Figures by role of this rank and the other stages, not to be summed: (39,) float64."""
         integers, errors = self._step_by_role()
-        return torch.cat([integers.double(), errors], dim=1).flatten()
+        figures = torch.cat([integers.double(), errors], dim=1).flatten()
+        if self._stages is not None:
+            figures = figures.to(process_group.exchange_device(self._stages, figures.device))
+            dist.all_reduce(figures, group=self._stages)
+        return figures
 
     def unpack_step(self, summed: Sequence[float], local: Sequence[float]) -> StepOverflow:
         """Finish the step with numbers the caller has reduced and read: see `reduce_step_facts`.

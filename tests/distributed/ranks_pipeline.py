@@ -94,29 +94,48 @@ def weights(engine):
 
 
 def trajectory(
-    kind, precision, *, is_padded=False, recipe=None, steps=3, micro_batches=MICRO_BATCHES, **arguments
+    kind,
+    precision,
+    *,
+    is_padded=False,
+    recipe=None,
+    steps=3,
+    micro_batches=MICRO_BATCHES,
+    zero=None,
+    **arguments,
 ):
     scaler = {"initial_scale": 1024.0} if precision == "fp16" else None
-    config = settings(precision, recipe=recipe, scaler=scaler, micro_batches=micro_batches)
+    more = {} if zero is None else {"zero_optimization": zero}
+    config = settings(precision, recipe=recipe, scaler=scaler, micro_batches=micro_batches, **more)
     engine = start(kind, config, **arguments)
     torch.manual_seed(11 + engine.stage_id)
     seen = [train(engine, step, is_padded=is_padded) for step in range(steps)]
     return {"steps": seen, "weights": weights(engine), "names": engine.module.parameter_names()}
 
 
-def overflow(precision):
-    """Six steps; in the third a gradient of the first stage is inf, in the fourth one of the last is NaN."""
+def overflow(precision, stage=0):
+    """Six steps; in the third a gradient of the first stage is inf, in the fourth one of the last is NaN.
+
+    In the fifth it is activations' gradients in the last stage, from where it spreads to the first.
+    """
     scaler = {"initial_scale": 4096.0, "growth_interval": 100} if precision == "fp16" else None
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 50}}
-    engine = start("gpt2", settings(precision, scaler=scaler, scheduler=scheduler))
-    bad = {2: (0, torch.inf), 3: (1, torch.nan)}
+    zero = {"zero_optimization": {"stage": stage}}
+    engine = start("gpt2", settings(precision, scaler=scaler, scheduler=scheduler, **zero))
+    bad = {2: (0, torch.inf), 3: (1, torch.nan), 4: (1, None)}
     seen = []
-    for step in range(6):
-        stage, value = bad.get(step, (None, None))
+    for step in range(7):
+        spoiled, value = bad.get(step, (None, None))
         handle = None
-        if stage == engine.stage_id:
-            first = next(engine.module.parameters())
-            handle = first.register_hook(lambda gradient, value=value: gradient * value)
+        if spoiled == engine.stage_id and engine.process_grid.data_rank == 0:
+            if value is None:
+                norm = engine.module.get_submodule("transformer.ln_f")
+                handle = norm.register_forward_pre_hook(
+                    lambda _, inputs: inputs[0].register_hook(lambda g: g * torch.inf) and None
+                )
+            else:
+                first = next(engine.module.parameters())
+                handle = first.register_hook(lambda gradient, value=value: gradient * value)
         before = weights(engine)
         facts = train(engine, step)
         if handle is not None:
@@ -128,6 +147,8 @@ def overflow(precision):
                 "has_moved": weights(engine) != before,
                 "was_applied": engine.was_step_applied(),
                 "where": None if report.overflow is None else [report.overflow.tensor, report.overflow.rank],
+                "ranks": None if report.overflow is None else report.overflow.ranks,
+                "line": str(report),
             }
         )
     return {"steps": seen, "weights": weights(engine)}
@@ -148,9 +169,10 @@ def evaluation():
     return {"without": runs[0], "with": runs[1], "evaluated": evaluated}
 
 
-def resume(folder):
+def resume(folder, stage=0):
     """Three steps, a checkpoint, two more; and the same two in a new engine."""
-    config = settings("fp16", recipe="nvfp4", scaler={"initial_scale": 256.0, "growth_interval": 2})
+    scaler = {"initial_scale": 256.0, "growth_interval": 2}
+    config = settings("fp16", recipe="nvfp4", scaler=scaler, zero_optimization={"stage": stage})
     store = CheckpointStore(folder)
     engine = start("gpt2", config, dropout=0.1)
     torch.manual_seed(5 + engine.stage_id)
@@ -181,6 +203,33 @@ def message(call):
     return None
 
 
+def start_frozen(kind, frozen_stage):
+    """With nothing to train in one stage."""
+    module = mlb.pipeline_module(hf_model(kind), num_stages=2)
+    if module.stage_id == frozen_stage:
+        module.requires_grad_(False)
+    mlb.initialize(model=module, config=settings())
+
+
+def start_with_whole_optimizer():
+    """An optimizer over all stages."""
+    model = hf_model("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    module = mlb.pipeline_module(model, num_stages=2)
+    mlb.initialize(model=module, config=settings(), optimizer=optimizer)
+
+
+def by_callable():
+    """Losses with an optimizer that a callable makes of each stage's own parameters."""
+    module = mlb.pipeline_module(hf_model("gpt2"), num_stages=2)
+    config = settings()
+    del config["optimizer"]
+    engine, *_ = mlb.initialize(
+        model=module, config=config, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1)
+    )
+    return [train(engine, step)["loss"] for step in range(3)]
+
+
 def refusals():
     """Messages of what cannot be combined."""
 
@@ -197,10 +246,12 @@ def refusals():
         ),
         "stages": message(lambda: mlb.pipeline_module(hf_model("gpt2"), num_stages=3)),
         "partition": message(lambda: mlb.pipeline_module(hf_model("gpt2"), num_stages=2, partition="type:x")),
-        "zero": beside(zero_optimization={"stage": 1}),
+        "zero": beside(zero_optimization={"stage": 2}),
         "norm": beside(block={"gradient_norm": "sum_of_norms"}),
         "layers": beside(block={"layer_scaling": {"enabled": True}}),
         "replay": beside(recipe=split, pipeline={"stages": 2, "activation_checkpoint_interval": 1}),
+        "frozen": message(lambda: start_frozen("gpt2", 0)),
+        "others": message(lambda: start_with_whole_optimizer()),
         "foreign": message(
             lambda: mlb.initialize(
                 model=PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], num_stages=2),
@@ -220,9 +271,20 @@ def whole_weights():
     return gathered.keys() == expected.keys() and all(gathered[n].equal(v) for n, v in expected.items())
 
 
-def four(_):
-    """Stages beside data-parallel ranks, and stages that are neither first nor last."""
+def four(folder):
+    """Stages beside data-parallel ranks, ZeRO 1 among these, and stages that are neither first nor last."""
+    one = {"stage": 1}
     return {
+        "zero_fp32": trajectory("gpt2", "fp32", zero=one),
+        "zero_fp16": trajectory("gpt2", "fp16", zero=one),
+        "zero_bf16": trajectory("gpt2", "bf16", zero=one),
+        "zero_llama": trajectory("llama", "fp32", is_padded=True, recipe=STOCHASTIC, zero=one),
+        "llama": trajectory("llama", "fp32", is_padded=True, recipe=STOCHASTIC),
+        "zero_offloaded": trajectory(
+            "gpt2", "bf16", zero={"stage": 1, "offload_optimizer": {"device": "cpu"}}
+        ),
+        "overflow": {str(stage): overflow("fp16", stage) for stage in (0, 1)},
+        "resume": resume(folder, 1),
         "two_by_two": trajectory("gpt2", "fp32", num_stages=2),
         "four_stages": trajectory("gpt2", "fp32", num_stages=4, is_padded=True),
         "whole": whole_weights(),
@@ -242,6 +304,7 @@ def two(folder):
         "dropout": trajectory("gpt2", "fp32", dropout=0.2),
         "dropout_recomputed": trajectory("gpt2", "fp32", dropout=0.2, activation_checkpoint_interval=2),
         "one_micro_batch": trajectory("gpt2", "fp32", micro_batches=1),
+        "callable": by_callable(),
         "whole": whole_weights(),
         "overflow": {precision: overflow(precision) for precision in ("fp16", "bf16")},
         "evaluation": evaluation(),

@@ -7,7 +7,9 @@ each of them at each stage and goes on. The global batch is the same whatever th
 import sys
 from pathlib import Path
 
+import checkpoint_cases
 import torch
+from checkpoint_cases import live_tensors, same
 from tiny_training import rank_and_size, report
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -15,7 +17,7 @@ from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.initialize import initialize
 
 GLOBAL_BATCH, LENGTH, SAVED, STEPS = 6, 8, 3, 6
-STAGES, MOMENTS = (0, 1, 2, 3), ("exp_avg", "exp_avg_sq")
+STAGES = (0, 1, 2, 3)
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 rank, world_size = rank_and_size()
 torch.set_num_threads(1)
@@ -67,50 +69,6 @@ def train(engine, steps):
     return seen
 
 
-def live_tensors(engine):
-    """Masters and moments, gathered by DeepSpeed's public functions (stage 0: the optimizer's own)."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    found = {}
-    if engine.zero_optimization_stage() in (1, 2):
-        # DeepSpeed links states after the step of the first group, when the others have none yet
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in engine.module.named_parameters():
-        if not parameter.requires_grad:
-            if hasattr(parameter, "ds_id"):
-                import deepspeed
-
-                with deepspeed.zero.GatheredParameters([parameter]):
-                    found[name] = {"weight": parameter.detach().clone()}
-            else:
-                found[name] = {"weight": parameter.detach().clone()}
-        elif engine.zero_optimization_stage() == 0:
-            master = engine.optimizer.master_of(parameter)
-            state = engine.optimizer.optimizer.state[master]
-            moments = {key: state[key].clone() for key in MOMENTS}
-            found[name] = {"weight": master.detach().clone(), **moments}
-        else:
-            found[name] = {
-                "weight": safe_get_full_fp32_param(parameter).clone(),
-                **{
-                    key: safe_get_full_optimizer_state(parameter, key).clone()
-                    for key in ("exp_avg", "exp_avg_sq")
-                },
-            }
-    return found
-
-
-def same(found, expected):
-    """Names of tensors that differ by a bit."""
-    return [
-        f"{name}.{key}"
-        for name, tensors in expected.items()
-        for key, value in tensors.items()
-        if not torch.equal(found[name][key].float(), value.float())
-    ] + sorted(expected.keys() ^ found.keys())
-
-
 result = {}
 if mode == "save":
     for stage in STAGES:
@@ -123,6 +81,7 @@ if mode == "save":
             torch.save(live, folder / f"live{stage}.pt")
         result[stage] = {"before": before, "after": train(engine, range(SAVED, STEPS))}
         engine.destroy()
+    result["cases"] = checkpoint_cases.save_all(folder)
 else:
     for saved_stage in STAGES:
         for stage in STAGES:
@@ -138,4 +97,6 @@ else:
                 "after": train(engine, range(SAVED, STEPS)),
             }
             engine.destroy()
+    if world_size < 3:
+        result["cases"] = checkpoint_cases.resume_all(folder)
 report(result)

@@ -61,7 +61,7 @@ def shared_state(engine):
 
 
 def restore_own_state(engine):
-    saved = store.rank_state(store.latest())
+    saved = store.rank_state(engine, store.latest())
     if saved is not None:
         load_split_state_dict(engine.module, saved["splits"], OWN_ROLES)
     return saved is not None
@@ -92,6 +92,19 @@ def save_on_a_full_disk(engine, store):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def save_with_a_defect(engine, store):
+    """On rank 1 the optimizer's state cannot be collected."""
+    if rank == 1:
+        engine.optimizer.state_dict = lambda: {}["gone"]
+    try:
+        store.save(engine, 78, {})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if rank == 1:
+            del engine.optimizer.state_dict
+
+
 store = CheckpointStore(folder)
 result = {"errors": []}
 if mode == "whole":
@@ -117,6 +130,7 @@ for step in range(first, STEPS):
             save_on_a_full_disk(engine, store),
             message_of(lambda: store.load(engine, folder / "step-00000004")),
         ]
+        result["defect"] = save_with_a_defect(engine, store)
         result["left"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 result["weights"] = weights(engine)
 result["splits"] = split_counts(engine.module)

@@ -8,12 +8,13 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tensor_parallel_cases import CASES, STEPS, batch, config_of, make_model
+from tensor_parallel_cases import CASES, STEPS, STOCHASTIC, batch, config_of, make_model
 from tiny_training import make, rank_and_size, report
 
-from megalowbit.engine.whole_weights import whole_state_dict
+import megalowbit as mlb
+from megalowbit.engine.whole_weights import whole_numel, whole_state_dict
 from megalowbit.errors import UserError
-from megalowbit.layers.surgery import bit_layers, plain_state_dict, restore
+from megalowbit.layers.surgery import bit_layers, cache_weights, plain_state_dict, restore
 
 rank, world_size = rank_and_size()
 names = sys.argv[2:] or list(CASES)
@@ -28,6 +29,8 @@ def train(case, tensor_size, *, spoiled_step=None):
         engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     data_rank = engine.process_grid.data_rank if tensor_size > 1 else rank // size
     for step in range(STEPS):
+        if step == case.get("switch_before"):
+            mlb.switch_precision(engine.module)
         hook = None
         if step == spoiled_step and rank == 1:
             weight = next(p for p in engine.module.parameters() if getattr(p, "tensor_model_parallel", False))
@@ -40,11 +43,12 @@ def train(case, tensor_size, *, spoiled_step=None):
         seen["losses"].append(loss.item())
         seen["norms"].append(optimizer.report.grad_norm)
         seen["is_applied"].append(optimizer.report.is_applied)
+        if optimizer.report.overflow is not None:
+            seen["where"] = [optimizer.report.overflow.tensor, optimizer.report.overflow.rank]
+    seen["numel"] = sum(map(whole_numel, engine.module.parameters()))
     seen["layers"] = len(bit_layers(engine.module))
-    whole = [p for p in engine.module.parameters() if not getattr(p, "tensor_model_parallel", False)]
     if tensor_size > 1:
-        group = engine.mpu.get_tensor_model_parallel_group()
-        seen["do_copies_agree"] = all(agree(parameter.detach().double(), group) for parameter in whole)
+        seen["do_copies_agree"] = do_copies_agree(engine)
     seen["regularizer"] = None if engine.regularizer is None else engine.regularizer.value.item()
     weights = whole_state_dict(engine)
     if rank == 0:
@@ -52,6 +56,80 @@ def train(case, tensor_size, *, spoiled_step=None):
         seen["exported"] = {name: list(value.shape) for name, value in exported.items()}
         seen["sums"] = {name: value.double().abs().sum().item() for name, value in exported.items()}
     return engine, seen
+
+
+def do_copies_agree(engine):
+    """Whether what is not cut has the same bits on all tensor ranks."""
+    group = engine.mpu.get_tensor_model_parallel_group()
+    whole = [p for p in engine.module.parameters() if not getattr(p, "tensor_model_parallel", False)]
+    return all(agree(parameter.detach().double(), group) for parameter in whole)
+
+
+def variant(*, steps=3, is_cached=False, checkpointing=None, backend=None, seed=None, **changes):
+    """Losses of a stochastic low-bit run on cut layers, in another way of running it."""
+    case = {**STOCHASTIC, "accumulation": 2, **changes}
+    net = make_model(case)
+    torch.manual_seed(17 + (rank if seed is None else seed))
+    engine, *_ = make(net, config_of(case, size))
+    if checkpointing is not None:
+        kind = {"use_reentrant": checkpointing == "reentrant"}
+        engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
+    cache = cache_weights(engine.module) if is_cached else None
+    forward = engine if backend is None else torch.compile(engine.module, backend=backend)
+    losses = []
+    for micro_step in range(steps * 2):
+        loss = forward(**batch(micro_step, engine.process_grid.data_rank)).loss
+        engine.backward(loss)
+        engine.step()
+        if cache is not None and micro_step % 2:
+            cache.clear()
+        losses.append(loss.item())
+    found = {"losses": losses, "do_copies_agree": do_copies_agree(engine)}
+    engine.destroy()
+    return found
+
+
+def variants():
+    return {
+        "plain": variant(),
+        "cached": variant(is_cached=True),
+        "non-reentrant": variant(checkpointing="non-reentrant"),
+        "reentrant": variant(checkpointing="reentrant"),
+        "cached, reentrant": variant(is_cached=True, checkpointing="reentrant"),
+        "compiled": variant(backend="aot_eager"),
+        "dropout": variant(dropout=0.2, steps=20, seed=0),
+        "dropout, other seeds": variant(dropout=0.2, steps=20),
+    }
+
+
+def clients_optimizer():
+    """The refusal of weights that cutting has replaced, and losses with what a callable makes of the new."""
+    case = CASES["gpt2"]
+    found = {}
+    settings = config_of(case, size)
+    net = make_model(case)
+    try:
+        make(net, settings, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    except UserError as error:
+        found["refusal"] = str(error)
+    engine, *_ = make(make_model(case), settings, optimizer=make_sgd)
+    found["losses"] = sgd_losses(engine)
+    engine.destroy()
+    return found
+
+
+def make_sgd(groups):
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def sgd_losses(engine):
+    losses = []
+    for step in range(3):
+        loss = engine(**batch(step, 0)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
 
 
 def agree(values, group):
@@ -110,6 +188,10 @@ result = {"whole": {}, "cut": {}}
 for name in names:
     engine, result["whole"][name] = train(CASES[name], 1)
     engine.destroy()
+if size == world_size:
+    engine, *_ = make(make_model(CASES["gpt2"]), config_of(CASES["gpt2"], 1), optimizer=make_sgd)
+    result["client, whole"] = sgd_losses(engine)
+    engine.destroy()
 for name in names:
     engine, result["cut"][name] = train(CASES[name], size)
     if name == "gpt2 tied":
@@ -120,4 +202,6 @@ if "llama" in names and size == world_size:
         engine, result[f"spoiled {stage}"] = train({**CASES["llama"], "stage": stage}, size, spoiled_step=1)
         engine.destroy()
     result["refusals"] = refusals()
+    result["variants"] = variants()
+    result["client"] = clients_optimizer()
 report(result)

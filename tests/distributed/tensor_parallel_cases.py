@@ -18,7 +18,12 @@ CASES = {
     "gpt2 fp8": {"family": "gpt2", "recipe": "fp8", "stage": 2},
     "gpt2 stochastic": {"family": "gpt2", "recipe": "nvfp4"},
     "llama bf16": {"family": "llama", "recipe": NEAREST, "precision": "bf16"},
+    "llama fp16": {"family": "llama", "recipe": NEAREST, "precision": "fp16", "scale": 256.0},
+    "gpt2 switched": {"family": "gpt2", "recipe": NEAREST, "switch_before": 2},
+    "llama, first block kept": {"family": "llama", "recipe": {**NEAREST, "keep_first": 1}},
+    "gpt2, kept by name": {"family": "gpt2", "recipe": {**NEAREST, "keep": ["*.mlp.*", "*.1.attn.c_proj"]}},
 }
+STOCHASTIC = {"family": "gpt2", "recipe": "nvfp4"}
 
 
 def make_model(case):
@@ -29,7 +34,7 @@ def make_model(case):
     tied = {"tie_word_embeddings": case.get("is_tied", False), "bos_token_id": 0, "eos_token_id": 0}
     if case["family"] == "gpt2":
         sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 32}
-        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), case.get("dropout", 0.0))
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops, **tied))
     sizes = {
         "hidden_size": 64,
@@ -49,8 +54,11 @@ def config_of(case, tensor_size):
     block = {"precision": case.get("precision", "fp32"), "recipe": case["recipe"]}
     if case.get("regularizer"):
         block["regularizer"] = {"strength": 1e-2}
+    if case.get("scale"):
+        block["grad_scaler"] = {"initial_scale": case["scale"]}
     settings = {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case.get("accumulation", 1),
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
         "zero_optimization": {"stage": case.get("stage", 0)},

@@ -32,8 +32,9 @@ def seen(launch_ranks, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def of_four(launch_ranks):
-    return launch_ranks("ranks_pipeline.py", "four", "-", world_size=4).wait(timeout=240)
+def of_four(launch_ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return launch_ranks("ranks_pipeline.py", "four", folder, world_size=4).wait(timeout=240)
 
 
 def one_process(program, kind, *, data_size=1, is_padded=False, recipe=None, steps=3, micro_batches=None):
@@ -131,21 +132,29 @@ def test_one_micro_batch_is_enough(seen, program):
 def test_overflow_in_one_stage_skips_the_step_in_all(seen, precision):
     for rank in seen:
         steps = rank["overflow"][precision]["steps"]
-        assert [step["was_applied"] for step in steps] == [True, True, False, False, True, True]
-        assert [step["skipped"] for step in steps] == [0, 0, 1, 2, 2, 2]
-        assert [step["norm"] is None for step in steps] == [False, False, True, True, False, False]
-        # the warm-up starts at lr 0, so the first two steps move nothing
-        assert [step["has_moved"] for step in steps[2:]] == [False, False, True, True]
-        lrs = [step["lr"] for step in steps]
-        assert lrs[1] == lrs[2] == lrs[3] < lrs[4] < lrs[5]
-        assert [step["where"] and step["where"][1] for step in steps] == [None, None, 0, 1, None, None]
+        check_skips(steps)
+        assert [step["where"] and step["where"][1] for step in steps[2:5]] == [0, 1, 1]
         assert steps[2]["where"][0] == "transformer.wte.weight"
+        # it spread from the last stage, whose last block is the first to run backward, to all of the first
+        assert steps[4]["where"][0].startswith("transformer.h.2.")
+        assert steps[4]["ranks"] == [0, 1]
+
+
+def check_skips(steps):
+    """Of `overflow`: the third, fourth and fifth step were skipped, and nothing else."""
+    assert [step["was_applied"] for step in steps] == [True, True, False, False, False, True, True]
+    assert [step["skipped"] for step in steps] == [0, 0, 1, 2, 3, 3, 3]
+    assert [step["norm"] is None for step in steps] == [False, False, True, True, True, False, False]
+    # the warm-up starts at lr 0, so the first two steps move nothing
+    assert [step["has_moved"] for step in steps[2:]] == [False, False, False, True, True]
+    lrs = [step["lr"] for step in steps]
+    assert lrs[1] == lrs[2] == lrs[3] == lrs[4] < lrs[5] < lrs[6]
 
 
 def test_the_scale_backs_off_alike_in_all_stages(seen):
     for rank in seen:
         scales = [step["scale"] for step in rank["overflow"]["fp16"]["steps"]]
-        assert scales == [4096, 4096, 4096, 2048, 2048, 2048]
+        assert scales == [4096, 4096, 4096, 2048, 1024, 1024, 1024]
 
 
 def test_copies_of_a_tied_weight_are_alike_after_overflows(seen):
@@ -169,6 +178,70 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(seen):
         assert {f"mp_rank_{stage:02d}_model_states.pt" for stage in range(2)} <= set(found["files"])
 
 
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [("zero_fp32", 2e-6), ("zero_fp16", 5e-3), ("zero_bf16", 3e-2), ("zero_offloaded", 3e-2)],
+)
+def test_stages_with_shared_optimizer_states_train_as_one_process(of_four, program, case, tolerance):
+    expected, weights = one_process(program, "gpt2", data_size=2)
+    for rank in of_four:
+        check(rank[case], expected, tolerance)
+        if case == "zero_fp32":
+            for name, values in rank[case]["weights"].items():
+                torch.testing.assert_close(
+                    torch.tensor(values), weights[name].detach().flatten(), atol=5e-5, rtol=1e-4
+                )
+    found = [rank[case]["weights"] for rank in of_four]
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0]["transformer.wte.weight"] == found[2]["lm_head.weight"]
+
+
+def test_low_bit_stages_with_shared_optimizer_states(of_four):
+    for rank in of_four:
+        expected = [(step["loss"], step["norm"]) for step in rank["llama"]["steps"]]
+        check(rank["zero_llama"], expected, 1e-5)
+
+
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_overflow_beside_data_parallel_ranks_is_located(of_four, stage):
+    for rank in of_four:
+        steps = rank["overflow"][stage]["steps"]
+        check_skips(steps)
+        assert steps[2]["where"][0] == "transformer.wte.weight"
+        assert steps[4]["where"][0].startswith("transformer.h.2.")
+        if stage == "0":  # looked at before they were averaged
+            assert [step["where"][1] for step in steps[2:5]] == [0, 2, 2]
+        else:
+            assert [step["where"][1] for step in steps[2:5]] == [None, None, None]
+            assert [step["ranks"] for step in steps[2:5]] == [[0, 1], [2, 3], [2, 3]]
+            assert "on one of the 2 ranks from 2 to 3" in steps[4]["line"]
+    first, last = of_four[0]["overflow"][stage]["weights"], of_four[2]["overflow"][stage]["weights"]
+    assert first["transformer.wte.weight"] == last["lm_head.weight"]
+
+
+def test_a_resumed_run_with_shared_optimizer_states_is_the_run_that_was_not_stopped(of_four):
+    for rank in of_four:
+        assert rank["resume"]["resumed"] == rank["resume"]["stopped"]
+        assert rank["resume"]["is_alike"]
+
+
+def test_a_callable_makes_the_optimizer_of_each_stage(seen, program):
+    model = program.hf_model("gpt2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        total = 0.0
+        for each in range(program.MICRO_BATCHES):
+            loss = model(**program.batch(step, each)).loss
+            (loss / program.MICRO_BATCHES).backward()
+            total += loss.item() / program.MICRO_BATCHES
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank in seen:
+            assert rank["callable"][step] == pytest.approx(total, rel=2e-6)
+
+
 def test_gathered_weights_are_the_models(seen, of_four):
     assert [rank["whole"] for rank in seen] == [True, None]
     assert [rank["whole"] for rank in of_four] == [True, None, None, None]
@@ -180,7 +253,9 @@ def test_gathered_weights_are_the_models(seen, of_four):
         ("whole", ("pipeline.stages = 2", "mlb.pipeline_module(model, num_stages=2)")),
         ("stages", ("pipeline.stages = 3", "2 processes")),
         ("partition", ("pipeline.partition = 'type:x'", '"uniform"')),
-        ("zero", ("zero_optimization.stage = 1", "set it to 0")),
+        ("zero", ("zero_optimization.stage = 2", "set it to 1 or 0")),
+        ("frozen", ("rank 0: stage 0 has no trainable parameter", "requires_grad", "pipeline.partition")),
+        ("others", ("optimizer holds", "pass a callable")),
         ("norm", ("gradient_norm = 'sum_of_norms'", '"global"')),
         ("layers", ("layer_scaling.enabled", "set it to false")),
         ("replay", ("activation_checkpoint_interval = 1", "split_input")),

@@ -1,15 +1,44 @@
-"""A run saved at any ZeRO stage on two ranks goes on at any stage, on one, two or three."""
+"""A run saved at any ZeRO stage on two ranks goes on at any stage, on one, two or three.
 
+So do runs with CPU offload, low-bit recipes, tensor ranks and stages of a pipeline: see checkpoint_cases.py.
+"""
+
+import importlib.util
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megalowbit.checkpoints.contents import CheckpointContents
+from megalowbit.hf.checkpoint import export_checkpoint
 
 STAGES = range(4)
 # bitwise where nothing is cut anew; elsewhere fp32 sums in another order, and fp16 weights a bit apart
 TOLERANCE = 1e-4
+# the same for the other cases: shards' partial sums are rounded to half precision before they are added
+CUT_TOLERANCES = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
+# scales of low-bit tensors are of a rank's own batch, directions of splits start anew on another grid
+LOW_BIT_TOLERANCE = 2e-2
+HERE = Path(__file__).parent
+
+
+def load_cases():
+    """The module `checkpoint_cases`, which the launched program imports by name."""
+    sys.path.insert(0, str(HERE))
+    try:
+        spec = importlib.util.spec_from_file_location("checkpoint_cases", HERE / "checkpoint_cases.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(HERE))
+    return module
+
+
+CASES = load_cases()
+CUT = [*CASES.STAGES, *CASES.TENSOR]
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +51,28 @@ def saved(launch_ranks, folder):
     return launch_ranks("ranks_reshape.py", folder, "save").wait(timeout=120)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"{size} ranks")
-def resumed(request, launch_ranks, folder, saved):
-    return launch_ranks("ranks_reshape.py", folder, "resume", world_size=request.param).wait(timeout=240)
+@pytest.fixture(scope="module")
+def on_one(launch_ranks, folder, saved):
+    return launch_ranks("ranks_reshape.py", folder, "resume", world_size=1).wait(timeout=240)
+
+
+@pytest.fixture(scope="module")
+def on_two(launch_ranks, folder, on_one):
+    """Resumes what two ranks have saved, and what one has saved then."""
+    return launch_ranks("ranks_reshape.py", folder, "resume").wait(timeout=240)
+
+
+@pytest.fixture(scope="module")
+def on_three(launch_ranks, folder, saved):
+    return launch_ranks("ranks_reshape.py", folder, "resume", world_size=3).wait(timeout=240)
+
+
+@pytest.fixture(params=["on_one", "on_two", pytest.param("on_three", marks=pytest.mark.slow)])
+def resumed(request):
+    return [
+        {key: case for key, case in rank.items() if key != "cases"}
+        for rank in request.getfixturevalue(request.param)
+    ]
 
 
 def pairs():
@@ -48,7 +96,7 @@ def test_losses_scales_and_learning_rates_are_those_of_the_run_that_went_on(resu
         for (loss, *rest), (expected, *expected_rest) in zip(case, whole, strict=True):
             assert rest == expected_rest, (before, after)
             assert loss == pytest.approx(expected, abs=TOLERANCE), (before, after)
-        if before == after and len(resumed) == 2:
+        if before == after and len(resumed) == 2:  # nothing is cut anew
             assert case == whole
 
 
@@ -85,3 +133,95 @@ def test_files_hold_plain_data_and_are_all_vouched_for(saved, folder, stage):
     assert [entry["name"] for entry in manifest["files"]] == files
     assert len(files) == {0: 1, 3: 4}.get(stage, 3)
     assert sorted(path.name for path in step.parent.iterdir()) == ["latest", "step-00000003"]
+
+
+@pytest.mark.parametrize("name", CASES.CASES)
+def test_each_case_comes_back_bit_for_bit_on_one_rank_and_on_two(on_one, on_two, name):
+    for rank in [*on_one, *on_two]:
+        assert rank["cases"][name]["differing"] == []
+
+
+@pytest.mark.parametrize("name", CASES.CASES)
+def test_a_case_resumed_on_its_own_grid_is_bitwise_the_run_that_went_on(saved, on_two, name):
+    for before, after in zip(saved, on_two, strict=True):
+        assert after["cases"][name]["after"] == before["cases"][name]["after"]
+
+
+def is_another_grid_exact(name):
+    """Whether a rank's operands are the same tensors, or the same shards of them, whatever the grid."""
+    recipe = CASES.CASES[name]["recipe"]
+    return recipe == "bf16" or recipe == CASES.NEAREST
+
+
+def tolerance_of(name):
+    precision = CASES.CASES[name].get("precision", "bf16")
+    return CUT_TOLERANCES[precision] if is_another_grid_exact(name) else LOW_BIT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES.CASES)
+def test_a_case_goes_on_alike_on_one_rank(saved, on_one, name):
+    (found,), whole = on_one, saved[0]["cases"][name]
+    for (loss, *rest), (expected, *expected_rest) in zip(
+        found["cases"][name]["after"], whole["after"], strict=True
+    ):
+        assert rest == expected_rest
+        assert loss == pytest.approx(expected, abs=tolerance_of(name))
+    # steps that a wrong state would have shown in
+    assert abs(whole["after"][-1][0] - whole["before"][0][0]) > 2 * tolerance_of(name)
+
+
+@pytest.mark.parametrize("name", sorted(CASES.AGAIN))
+def test_a_case_that_one_rank_has_saved_goes_on_on_two(on_one, on_two, name):
+    for rank in on_two:
+        assert rank["cases"][name]["again"]["differing"] == []
+        (loss, *rest), (expected, *expected_rest) = (
+            seen["cases"][name]["later"][0] for seen in (rank, on_one[0])
+        )
+        assert rest == expected_rest
+        assert loss == pytest.approx(expected, abs=tolerance_of(name))
+
+
+def test_a_rank_gets_its_own_state_where_the_model_is_cut_as_before(on_one, on_two):
+    def has_own(ranks, name, key=None):
+        cases = [rank["cases"][name] for rank in ranks]
+        return [(case[key] if key else case)["has_own_state"] for case in cases]
+
+    for stage in (1, 2, 3):
+        assert has_own(on_one, f"metis {stage}") == [True]
+        assert has_own(on_two, f"metis {stage}") == [True, True]
+        assert has_own(on_two, f"nvfp4 {stage}") == [False, False]  # has none to save
+    assert has_own(on_two, "metis 2", "again") == [True, False]  # the second rank was not there
+    assert has_own(on_two, "stages llama") == [True, True]
+    # directions of one stage's layers are not those of another cut
+    assert has_own(on_one, "stages llama") == [False]
+    assert has_own(on_two, "stages llama", "again") == [False, False]
+
+
+@pytest.mark.parametrize("name", CASES.CASES)
+def test_the_reader_joins_what_ranks_hold(saved, folder, name):
+    contents = CheckpointContents(folder / name / "step-00000002")
+    live = torch.load(folder / name / "live2.pt")
+    assert sorted(contents.parameters()) == sorted(live)  # each once, a tied one too
+    for each, tensors in live.items():
+        assert torch.equal(contents.weight(each), tensors["weight"]), each
+        state = contents.optimizer_state(each)
+        assert all(torch.equal(state[key], tensors[key]) for key in CASES.MOMENTS), each
+    is_tied = CASES.CASES[name].get("is_tied", False)
+    assert ("lm_head.weight" in live) != is_tied
+    assert contents.layout.tied == ({"lm_head.weight": "transformer.wte.weight"} if is_tied else {})
+    step = folder / name / "step-00000002"
+    for path in step.glob("*.pt"):
+        torch.load(path, weights_only=True)  # executes nothing, or fails
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_the_export_is_the_live_model(saved, folder, name, tmp_path):
+    export_checkpoint(folder / name, tmp_path / "hf", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    live = torch.load(folder / name / "live2.pt")
+    exported = dict(model.named_parameters())
+    assert exported.keys() == live.keys()
+    for each, value in exported.items():
+        expected = live[each]["weight"]
+        is_conv1d = ".c_" in each and value.ndim == 2 and CASES.CASES[name]["recipe"] != "bf16"
+        assert torch.equal(value, expected.t() if is_conv1d else expected), each  # a BitLinear is transposed

@@ -64,7 +64,15 @@ def test_all_ranks_raise_the_same_error_together(whole):
     assert "step-00000004 does not exist" in missing
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(whole):
+def test_a_defect_of_one_rank_ends_the_save_on_all(whole):
+    assert whole[1]["defect"] == "KeyError: 'gone'"
+    assert whole[0]["defect"].startswith(
+        "RuntimeError: checkpoint step-00000078 was not written: rank 1 failed"
+    )
+    assert "KeyError: 'gone'" in whole[0]["defect"]
+
+
+def test_a_full_disk_or_a_defect_leaves_the_old_checkpoint_and_nothing_else(whole):
     assert whole[0]["left"] == [
         "latest",
         "step-00000005",

@@ -5,8 +5,8 @@ from tensor_parallel_cases import CASES, STEPS
 
 WORLD = 2
 # where every operation but the order of sums is the same; what rounds at random or to bf16 differs more
-LOSS = {"gpt2 stochastic": 5e-3, "llama bf16": 5e-3}
-NORM = {"gpt2 stochastic": 0.1, "llama bf16": 0.1}
+LOSS = {"gpt2 stochastic": 5e-3, "llama bf16": 5e-3, "llama fp16": 5e-3}
+NORM = {"gpt2 stochastic": 0.1, "llama bf16": 0.1, "llama fp16": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,59 @@ def test_the_regularizer_is_that_of_whole_weights(seen, name):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_infinity_on_the_second_rank_skips_the_step_on_both(seen, stage):
     for rank in seen:
-        assert rank[f"spoiled {stage}"]["is_applied"] == [True, False, True, True]
-        assert rank[f"spoiled {stage}"]["do_copies_agree"]
+        found = rank[f"spoiled {stage}"]
+        assert found["is_applied"] == [True, False, True, True]
+        assert found["do_copies_agree"]
+        # the only data-parallel rank of its shard is named at every stage
+        assert found["where"] == ["model.layers.0.self_attn.q_proj.weight", 1]
+
+
+def test_fp16_takes_every_step(seen):
+    for rank in seen:
+        assert rank["cut"]["llama fp16"]["is_applied"] == [True] * STEPS
+
+
+def test_layers_that_are_kept_are_cut_all_the_same(seen):
+    for rank in seen:
+        assert rank["cut"]["llama, first block kept"]["layers"] == 7
+        assert rank["cut"]["gpt2, kept by name"]["layers"] == 3
+
+
+def test_a_precision_switch_changes_the_run(seen):
+    for rank in seen:
+        switched, plain = (rank["cut"][name]["losses"] for name in ("gpt2 switched", "gpt2"))
+        assert switched[2:] != plain[2:]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_elements_of_whole_weights_are_counted(seen, name):
+    for rank in seen:
+        assert rank["cut"][name]["numel"] == rank["whole"][name]["numel"]
+
+
+@pytest.mark.parametrize("name", ["cached", "non-reentrant", "reentrant", "cached, reentrant", "compiled"])
+def test_another_way_of_running_has_the_same_losses(seen, name):
+    """Stochastic rounding to other numbers anywhere would move them."""
+    for rank in seen:
+        assert rank["variants"][name]["losses"] == rank["variants"]["plain"]["losses"]
+        assert rank["variants"][name]["do_copies_agree"]
+
+
+@pytest.mark.parametrize("name", ["dropout", "dropout, other seeds"])
+def test_copies_stay_bit_equal_under_dropout(seen, name):
+    """Ranks seeded differently before the start draw alike from then on."""
+    for rank in seen:
+        assert rank["variants"][name]["do_copies_agree"]
+        assert len(set(rank["variants"][name]["losses"])) == 40
+    assert seen[0]["variants"][name]["losses"] == seen[1]["variants"][name]["losses"]
+
+
+def test_a_clients_optimizer_is_made_of_shards(seen):
+    for rank in seen:
+        assert "no longer" in rank["client"]["refusal"]
+        assert "pass a callable" in rank["client"]["refusal"]
+        assert rank["client"]["losses"] == pytest.approx(rank["client, whole"], rel=1e-5)
+        assert len(set(rank["client, whole"])) == 3
 
 
 def test_copies_of_the_model_and_restored_layers(seen):

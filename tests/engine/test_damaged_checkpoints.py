@@ -32,7 +32,7 @@ def shuffle(data, generator):
     return generator.randbytes(len(data))
 
 
-def remove(data, generator):  # noqa: ARG001
+def remove(data, generator):
     return None
 
 

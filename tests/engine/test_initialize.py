@@ -6,8 +6,7 @@ import torch
 
 from megalowbit.engine.config import read_deepspeed_config
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
-from megalowbit.engine.initialize import _draw_own_numbers, _warn_of_schedules, check_quantised, initialize
-from megalowbit.engine.process_grid import ProcessGrid
+from megalowbit.engine.initialize import _warn_of_schedules, initialize
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import recipe
 from megalowbit.layers.surgery import bit_layers, convert, random_stream
@@ -315,42 +314,3 @@ def test_the_configured_norm_is_the_one_that_is_reported(precision):
         norms[name] = (engine.get_global_grad_norm(), each)
     assert norms["sum_of_norms"][0] == pytest.approx(sum(norms["sum_of_norms"][1]), rel=1e-6)
     assert norms["global"][0] == pytest.approx(sum(n**2 for n in norms["global"][1]) ** 0.5, rel=1e-6)
-
-
-def test_low_bit_layers_that_got_lost_on_the_way_are_an_error():
-    with pytest.raises(UserError, match="'nvfp4' asks for low-bit layers but the model has none"):
-        check_quantised(model(), recipe("nvfp4"))
-
-
-def test_parameters_collected_before_the_conversion_are_refused_where_it_replaced_them():
-    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
-    parameters = [torch.nn.Parameter(p.detach().clone()) for p in net.parameters()]
-    with pytest.raises(UserError, match="convert the model first"):
-        initialize(model=net, config=quantised("nvfp4"), model_parameters=parameters)
-
-
-def test_an_unknown_recipe_is_named():
-    with pytest.raises(UserError, match="nvfp5"):
-        initialize(model=model(), config=quantised("nvfp5"))
-
-
-def test_a_model_converted_with_another_recipe_than_the_configured_one_is_refused():
-    net = model()
-    convert(net, recipe("nvfp4"))
-    asked = config(megalowbit={"precision": "bf16", "recipe": "bf16"})
-    with pytest.raises(UserError, match=r"recipe is 'bf16' but layer 0 was converted with 'nvfp4'"):
-        initialize(model=net, config=asked)
-
-
-def test_every_data_parallel_rank_rounds_with_its_own_numbers():
-    net = model()
-    convert(net, recipe("nvfp4"))
-    _draw_own_numbers(net, ProcessGrid(7, 8, tensor_size=2))
-    assert random_stream(net).rank == 3
-    _draw_own_numbers(net, ProcessGrid(0, 8, tensor_size=2))
-    assert random_stream(net).rank == 0
-
-
-def test_a_key_deep_in_a_block_is_named_with_its_block():
-    with pytest.raises(UserError, match=r"DeepSpeed rejects zero_optimization\.stagee = 0 .*: correct it"):
-        initialize(model=model(), config=config(zero_optimization={"stage": 0, "stagee": 0}))

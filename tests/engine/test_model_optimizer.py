@@ -3,7 +3,12 @@ import torch
 
 from megalowbit.engine.config import read_deepspeed_config
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
-from megalowbit.engine.model_optimizer import parameter_groups, wrap_optimizer
+from megalowbit.engine.model_optimizer import (
+    client_optimizer,
+    groups_to_train,
+    parameter_groups,
+    wrap_optimizer,
+)
 from megalowbit.errors import UserError
 from megalowbit.optim.fp32_modules import keep_fp32
 from megalowbit.optim.scale_strategies import MaxNormGradScaler
@@ -84,6 +89,51 @@ def test_parameters_that_are_not_the_models_are_refused(given, count):
     model = Model()
     with pytest.raises(UserError, match=f"holds {count} parameters that are not .* convert the model first"):
         parameter_groups(model, given(model), CONFIG)
+
+
+def test_an_optimizers_own_groups_are_trained_and_must_be_the_models():
+    model = Model()
+    optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    assert groups_to_train(model, optimizer, None, {}) is optimizer.param_groups
+    with pytest.raises(UserError, match=r"optimizer holds 4 parameters .* pass a callable"):
+        groups_to_train(Model(), optimizer, None, {})
+    model.layers.requires_grad_(False)
+    with pytest.raises(UserError, match="the model has no trainable parameter"):
+        groups_to_train(model, optimizer, None, {})
+
+
+def test_an_optimizer_with_moments_of_another_shape_is_refused():
+    model = Model()
+    optimizer = torch.optim.Adam(model.layers.parameters())
+    for parameter in model.layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert groups_to_train(model, optimizer, None, {}) is optimizer.param_groups
+    weight = model.layers[0].weight
+    weight.data = weight.data[:1]  # as a cut leaves it
+    with pytest.raises(UserError, match=r"optimizer has exp_avg of shape .* once cut: pass one without"):
+        groups_to_train(model, optimizer, None, {})
+
+
+def test_a_callable_is_given_what_is_trained():
+    model = Model()
+    model.embed.requires_grad_(False)
+    groups = groups_to_train(model, torch.optim.SGD, None, {})
+    assert ids(groups) == [[id(p) for p in model.parameters() if p.requires_grad]]
+    given = [{"params": list(model.layers.parameters()), "lr": 3.0}]
+    groups = groups_to_train(model, torch.optim.SGD, given, {})
+    optimizer = client_optimizer(model, torch.optim.SGD, groups)
+    assert optimizer.param_groups[0]["lr"] == 3.0
+    assert client_optimizer(model, optimizer, []) is optimizer
+    with pytest.raises(UserError, match="optimizer holds 4 parameters"):
+        client_optimizer(model, lambda _: torch.optim.SGD(Model().layers.parameters()), groups)
+
+
+def test_a_frozen_stage_is_named():
+    model = Model().requires_grad_(False)
+    model.stage_id = 2
+    with pytest.raises(UserError, match=r"stage 2 has no trainable parameter: .* pipeline.partition"):
+        groups_to_train(model, None, None, CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ SPLIT = {"base": {"base": "nvfp4", "parameter_split": {"warmup_steps": 1, "rank"
 @pytest.mark.parametrize(
     ("block", "more", "part"),
     [
-        ({}, {"zero_optimization": {"stage": 1}}, "zero_optimization.stage = 1"),
+        ({}, {"zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2"),
         ({"gradient_norm": "sum_of_norms"}, {}, "gradient_norm"),
         ({"layer_scaling": {"enabled": True}, "precision": "fp16"}, {}, "layer_scaling"),
         ({"recipe": "nvfp4", "regularizer": {"strength": 0.1}}, {}, "regularizer"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.random_state import (
+    is_cut_alike,
     random_state,
     restore_random_state,
     saved_rank_of,
@@ -49,6 +50,14 @@ def test_a_missing_rank_is_seeded_by_step_and_rank_alone():
 @pytest.mark.parametrize(("rank", "expected"), [(0, 0), (1, 1), (2, None)])
 def test_data_parallel_ranks_find_their_own_states(rank, expected):
     assert saved_rank_of(None, 2, ProcessGrid(rank, 3)) == expected
+
+
+def test_a_cut_is_alike_whatever_the_number_of_data_parallel_ranks():
+    saved = {"tensor_size": 1, "pipeline_size": 2}
+    assert is_cut_alike(saved, ProcessGrid(0, 4, 1, 2))
+    assert is_cut_alike(None, ProcessGrid(1, 3))
+    for other in (ProcessGrid(0, 2), ProcessGrid(0, 2, 2), ProcessGrid(0, 4, 1, 4)):
+        assert not is_cut_alike(saved, other)
 
 
 def test_ranks_of_another_grid_take_the_states_of_their_data():

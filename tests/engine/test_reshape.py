@@ -82,13 +82,6 @@ def test_another_model_or_rule_is_refused_in_one_line(saved, other, message):
     assert "\n" not in str(caught.value)
 
 
-def test_another_number_of_pipeline_stages_is_refused(saved):
-    store, _ = saved
-    contents = CheckpointContents(store.latest())
-    with pytest.raises(UserError, match=r"pipeline\.stages = 1, now it is 2"):
-        check_fits(contents, replace(contents.layout, pipeline_size=2))
-
-
 def test_a_parameter_of_another_name_is_refused(saved):
     store, _ = saved
     contents = CheckpointContents(store.latest())

@@ -63,13 +63,15 @@ def test_a_parameter_that_another_pipeline_stage_counts_is_only_checked(paramete
     assert measured(parameters, pieces)[1] > 0
 
 
-def test_an_overflow_is_named_by_the_last_parameter_and_by_no_rank(parameters):
+@pytest.mark.parametrize(("peers", "rank"), [((4, 5), None), ((3,), 3)])
+def test_an_overflow_is_named_by_the_last_parameter_and_by_a_rank_that_is_alone(parameters, peers, rank):
     pieces = pieces_of(parameters, torch.Generator().manual_seed(0))
     gradients = GradientPieces(
-        parameters, names=["a", "b", "c"], gradient_norm="global", copies=None, group=None
+        parameters, names=["a", "b", "c"], gradient_norm="global", copies=None, group=None, peers=peers
     )
     assert gradients.locate_overflow(pieces) is None
     for piece in pieces:
         piece.gradient[0] = math.nan
     found = gradients.locate_overflow(pieces)
-    assert (found.tensor, found.rank, found.num_tensors, found.num_gradients) == ("b", None, 2, 3)
+    assert (found.tensor, found.rank, found.num_tensors, found.num_gradients) == ("b", rank, 2, 3)
+    assert found.ranks == peers

@@ -7,11 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from launchers import metrics, run, write_config
+from megalowbit.checkpoints.contents import CheckpointContents
 
 KEYS = ("step", "loss", "lr", "grad_norm", "loss_scale", "tokens", "skipped_steps")
-BLOCK = {"precision": "fp32", "recipe": "nvfp4", "checkpoint": {"every": 3}}
+BLOCK = {"precision": "fp32", "recipe": {"base": "mxfp4", "gemm": "fp8"}, "checkpoint": {"every": 3}}
 # masks of dropout are drawn by stage
 MODEL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+PROJECTIONS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 STAGES = {"stages": 2, "activation_checkpoint_interval": 1}
 
 
@@ -31,7 +33,16 @@ def folders(tmp_path_factory):
     two = run("torchrun", *arguments, cwd=folder, processes=2)
     assert two.code == 0, two.output
     assert "data 1, stages 2" in two.output
+    assert line_of(one, "model ") == line_of(two, "model ")
+    # the first product of recomputed blocks runs twice
+    products = [line_of(each, "products ").partition(", ")[2] for each in (one, two)]
+    assert products[0] == products[1] != ""
     return folder
+
+
+def line_of(done, start):
+    (line,) = [line for line in done.output.splitlines() if line.startswith(start)]
+    return line
 
 
 def test_two_stages_record_what_one_process_does(folders):
@@ -41,6 +52,13 @@ def test_two_stages_record_what_one_process_does(folders):
         # low-bit rounding turns the last bits of other sums into steps of the format, later in the run
         assert found == pytest.approx(expected, rel=1e-3)
     assert two[0] == pytest.approx(one[0], rel=1e-5)
+
+
+def test_figures_by_role_are_those_of_all_stages(folders):
+    one, two = (metrics(folders / name)[0] for name in ("one", "two"))
+    of_roles = {name: value for name, value in one.items() if name.startswith("quantization/")}
+    assert len(of_roles) > 6
+    assert {name: two[name] for name in of_roles} == pytest.approx(of_roles, rel=1e-3, abs=1e-6)
 
 
 def test_the_export_is_the_whole_model(folders):
@@ -61,3 +79,44 @@ def test_a_resumed_pipeline_is_the_one_that_was_not_stopped(folders):
     assert done.code == 0, done.output
     assert "resumed after step 3" in done.output
     assert rows(stopped) == rows(folders / "two")
+
+
+def test_one_process_continues_what_two_stages_have_saved(folders):
+    whole = folders / "whole"
+    shutil.copytree(folders / "two", whole)
+    shutil.rmtree(whole / "hf")
+    shutil.rmtree(whole / "checkpoints" / "step-00000006")
+    arguments = ("--ds-config", folders / "tiny.json", "--run-dir", whole, "--resume", "auto")
+    done = run("python", *arguments, "--set", "pipeline.stages=1", cwd=folders)
+    assert done.code == 0, done.output
+    one_rank = "ZeRO 0 on 1 data-parallel rank"
+    assert f"checkpoint of {one_rank}, 2 pipeline stages continued on {one_rank}" in done.output
+    assert "pipeline.stages: 2 → 1" in done.output
+    found, expected = rows(whole), rows(folders / "two")
+    assert found[:3] == expected[:3]
+    for after, before in zip(found[3:], expected[3:], strict=True):
+        assert after == pytest.approx(before, rel=1e-3)
+    totals = [metrics(each)[-1]["gradient_overflow/total_elements"] for each in (whole, folders / "two")]
+    assert totals[0] == totals[1]
+
+
+@pytest.mark.slow
+def test_directions_of_all_stages_weights_are_saved_and_follow_their_layers(tmp_path):
+    recipe = {"base": "nvfp4", "split_weight": {"rank": 2, "refresh_every": 50}}
+    block = {**BLOCK, "recipe": recipe, "run": {"steps": 3}}
+    write_config(tmp_path, model=MODEL, block=block, pipeline={"stages": 2})
+    arguments = ("--ds-config", tmp_path / "tiny.json", "--run-dir", tmp_path / "run")
+    done = run("torchrun", *arguments, cwd=tmp_path, processes=2)
+    assert done.code == 0, done.output
+    steps = ("--set", "megalowbit.run.steps=6", "--set", "pipeline.stages=1")
+    done = run("python", *arguments, "--resume", "auto", *steps, cwd=tmp_path)
+    assert done.code == 0, done.output
+    before, after = (
+        CheckpointContents(tmp_path / "run" / "checkpoints" / f"step-{step:08d}").header["progress"]
+        for step in (3, 6)
+    )
+    layers = {f"transformer.h.{block}.{name}" for block in range(2) for name in PROJECTIONS}
+    assert before["weight_splits"].keys() == after["weight_splits"].keys() == layers
+    for name in layers:  # not found anew: as many cold starts as before
+        counts = [each["weight_splits"][name]["weight"]["counts"] for each in (before, after)]
+        assert counts[0]["cold"] == counts[1]["cold"] == 1, counts

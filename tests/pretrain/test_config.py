@@ -254,6 +254,6 @@ def test_a_first_split_before_the_last_step_is_none_or_in_time(write, recipe):
 
 
 def test_what_stages_cannot_do_is_refused_before_anything_is_imported(write):
-    overrides = ["pipeline.stages=2", "zero_optimization.stage=1"]
-    with pytest.raises(UserError, match=r"zero_optimization\.stage = 1 .* pipeline\.stages = 2"):
+    overrides = ["pipeline.stages=2", "zero_optimization.stage=2"]
+    with pytest.raises(UserError, match=r"zero_optimization\.stage = 2 .* pipeline\.stages = 2"):
         resolve(write(raw_config()), *overrides)

@@ -61,7 +61,7 @@ def test_directions_of_weights_are_saved_once_and_of_other_operands_for_each_ran
     saved = torch.load(own, weights_only=True)
     assert {role for states in saved.values() for role in states} == {"input"}
     store = again.store
-    store.rank_state = lambda path: None  # as on a rank that was not there
+    store.rank_state = lambda engine, path: None  # as on a rank that was not there
     caplog.clear()
     assert again.resume()
     assert "no split directions of this rank" in caplog.text
@@ -81,7 +81,11 @@ def test_what_an_exporter_reads_is_in_the_checkpoint(build_job, tmp_path):
     assert stored.hf_config["n_embd"] == 32
     assert stored.recipe.keep == ("transformer.h.0",)
     weight = job.engine.module.transformer.h[1].mlp.c_fc.weight
-    assert torch.equal(stored.state_dict["transformer.h.1.mlp.c_fc.weight"], weight)
+    name, master = "transformer.h.1.mlp.c_fc.weight", job.engine.optimizer.master_of(weight)
+    assert torch.equal(stored.half_state_dict[name], weight)  # what an export is made of by default
+    assert stored.state_dict[name].dtype == torch.float32
+    assert torch.equal(stored.state_dict[name], master)
+    assert not torch.equal(master, weight.float())  # bf16 has rounded it
 
 
 def test_dropout_and_rounding_depend_on_the_seed_of_the_run(build_job):

@@ -95,6 +95,17 @@ def test_all_files_go_through_the_checkpoint_engine():
     )
 
 
+def test_states_are_collected_in_two_methods_without_collectives():
+    for name in ("_save_checkpoint", "_save_zero_checkpoint"):
+        source = inspect.getsource(getattr(DeepSpeedEngine, name))
+        assert not any(word in source for word in ("barrier(", "all_reduce(", "broadcast(", "all_gather(")), (
+            f"{name} talks to other ranks: an error in it cannot be kept until all have written"
+        )
+    source = inspect.getsource(DeepSpeedEngine.save_checkpoint)
+    assert "self._save_checkpoint(" in source, "an error while states are collected is not kept any more"
+    assert "self._save_zero_checkpoint(" in source, "an error in ZeRO's states is not kept any more"
+
+
 def test_deepspeed_still_links_states_after_the_first_group_alone():
     source = inspect.getsource(type(make_engine(1).optimizer)._lazy_init_hp_params_optimizer_state)
     assert "_hp_optimizer_states_linked" in source, (

@@ -69,6 +69,8 @@ ENGINE = frozenset(
         "was_step_applied",
         "zero_optimization_stage",
         "_copy_recovery_script",
+        "_save_checkpoint",
+        "_save_zero_checkpoint",
     }
 )
 PIPELINE_ENGINE = frozenset(

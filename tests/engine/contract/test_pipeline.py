@@ -68,6 +68,26 @@ def test_gradients_are_reduced_where_our_optimizer_keeps_them(engine, monkeypatc
     assert asked == [True], "fp32 gradients would not be averaged once a step"
 
 
+def test_gradients_that_zero_is_about_to_reduce_can_be_written_before(monkeypatch):
+    config = GPT2Config(vocab_size=8, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+    module = pipeline_module(GPT2LMHeadModel(config), num_stages=1)
+    engine = initialize(model=module, config={**CONFIG, "zero_optimization": {"stage": 1}})[0]
+    trained = [p for p in engine.module.parameters() if p.requires_grad]
+    original, seen = PipelineEngine._exec_reduce_grads, []
+
+    def reduce(self):
+        gradients = [self.optimizer.get_gradient_for_reduction(each) for each in trained]
+        seen.extend(gradient.dtype for gradient in gradients)
+        for gradient in gradients:
+            gradient.zero_()
+        original(self)
+
+    monkeypatch.setattr(PipelineEngine, "_exec_reduce_grads", reduce)
+    engine.train_batch(batches())
+    assert seen == [torch.float32] * len(trained), "tied gradients would be summed in half precision"
+    assert engine.get_global_grad_norm() == 0, "tied gradients would be summed where nobody reads them"
+
+
 def test_a_step_takes_its_micro_batches_through_our_reader(engine):
     before = (engine.global_steps, engine.global_samples, engine.micro_steps)
     engine.train_batch(batches())

@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from megalowbit.engine.config import read_deepspeed_config
+from megalowbit.engine.initialize import initialize
+from megalowbit.engine.model_preparation import (
+    PreparedModel,
+    check_prepared,
+    check_quantised,
+    draw_own_numbers,
+    prepare_model,
+)
+from megalowbit.engine.process_grid import ProcessGrid
+from megalowbit.errors import UserError
+from megalowbit.layers.recipe import recipe
+from megalowbit.layers.surgery import bit_layers, convert, random_stream, restore
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+
+
+def config(recipe=None, **changes):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "megalowbit": {"precision": "bf16", "recipe": recipe},
+        **changes,
+    }
+
+
+def test_a_model_leaves_converted_and_knows_its_layers():
+    net, parts = model(), read_deepspeed_config(config("nvfp4"))
+    prepared = prepare_model(net, parts, ProcessGrid(0, 1), mpu=None, seed=5)
+    assert list(prepared.low_bit) == list(bit_layers(net)) == ["0", "2"]
+    assert prepared.recipe == recipe("nvfp4")
+    assert (prepared.mpu, prepared.groups) == (None, None)
+    assert random_stream(net).state_dict()["seed"] == 5
+
+
+def test_without_a_recipe_it_stays_as_it_is():
+    net, parts = model(), read_deepspeed_config(config())
+    prepared = prepare_model(net, parts, ProcessGrid(0, 1), mpu=None, seed=0)
+    assert prepared == PreparedModel(recipe=None, low_bit=prepared.low_bit, mpu=None, groups=None)
+    assert not prepared.low_bit
+    assert type(net[0]) is torch.nn.Linear
+
+
+def test_one_layer_that_got_lost_in_the_engine_is_named():
+    net = model()
+    engine, *_ = initialize(model=net, config=config("nvfp4"))
+    prepared = PreparedModel(recipe=recipe("nvfp4"), low_bit=["0", "2"], mpu=None, groups=None)
+    check_prepared(engine, prepared)
+    engine.module[2] = torch.nn.Linear(32, 1)
+    with pytest.raises(UserError, match="2"):
+        check_prepared(engine, prepared)
+    restore(net)
+    with pytest.raises(UserError, match="asks for low-bit layers but the model has none"):
+        check_prepared(engine, prepared)
+
+
+def test_low_bit_layers_that_got_lost_on_the_way_are_an_error():
+    with pytest.raises(UserError, match="'nvfp4' asks for low-bit layers but the model has none"):
+        check_quantised(model(), recipe("nvfp4"))
+
+
+def test_an_unknown_recipe_is_named():
+    with pytest.raises(UserError, match="nvfp5"):
+        initialize(model=model(), config=config("nvfp5"))
+
+
+def test_a_model_converted_with_another_recipe_than_the_configured_one_is_refused():
+    net = model()
+    convert(net, recipe("nvfp4"))
+    with pytest.raises(UserError, match=r"recipe is 'bf16' but layer 0 was converted with 'nvfp4'"):
+        initialize(model=net, config=config("bf16"))
+
+
+def test_every_data_parallel_rank_rounds_with_its_own_numbers():
+    net = model()
+    convert(net, recipe("nvfp4"))
+    draw_own_numbers(net, ProcessGrid(7, 8, tensor_size=2))
+    assert random_stream(net).rank == 3
+    draw_own_numbers(net, ProcessGrid(0, 8, tensor_size=2))
+    assert random_stream(net).rank == 0

@@ -1,0 +1,69 @@
+import pytest
+import torch
+import transformers
+
+from megalowbit.engine.initialize import initialize
+from megalowbit.errors import UserError
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+
+
+def config(recipe=None, **changes):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "megalowbit": {"precision": "bf16", "recipe": recipe},
+        **changes,
+    }
+
+
+def tiny_gpt2():
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 32, "n_positions": 8}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def test_parameters_collected_before_the_conversion_are_refused_where_it_replaced_them():
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    parameters = [torch.nn.Parameter(p.detach().clone()) for p in net.parameters()]
+    with pytest.raises(UserError, match="convert the model first"):
+        initialize(model=net, config=config("nvfp4"), model_parameters=parameters)
+
+
+def test_an_optimizer_over_weights_that_the_conversion_replaced_is_refused():
+    """A `Conv1D`'s weight is another parameter afterwards, and the old one would be trained for nothing."""
+    net = tiny_gpt2()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.raises(UserError, match=r"optimizer holds 4 parameters .* no longer.* pass a callable"):
+        initialize(model=net, config=config("nvfp4"), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_callable_gets_the_parameters_that_the_conversion_left(stage):
+    net, given = tiny_gpt2(), []
+    settings = {**config("nvfp4"), "zero_optimization": {"stage": stage}}
+    del settings["optimizer"]
+
+    def make(groups):
+        given.extend(id(each) for group in groups for each in group["params"])
+        return torch.optim.SGD(groups, lr=0.5)
+
+    engine, optimizer, _, _ = initialize(model=net, config=settings, optimizer=make)
+    assert given == [id(each) for each in engine.module.parameters()]
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    tokens = torch.arange(8).unsqueeze(0)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    still = [name for name, p in engine.module.named_parameters() if torch.equal(p, before[name])]
+    assert not [name for name in still if name.endswith("weight") and "h.0" in name and "ln" not in name]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_callable_that_makes_no_optimizer_is_one_clear_line():
+    with pytest.raises(UserError, match=r"optimizer returned a list: return a torch.optim.Optimizer"):
+        initialize(model=model(), config=config(), optimizer=lambda groups: list(groups))
+    with pytest.raises(UserError, match="optimizer is a str: pass a torch optimizer, or a callable"):
+        initialize(model=model(), config=config(), optimizer="AdamW")
