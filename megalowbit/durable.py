@@ -29,6 +29,7 @@ STEP = re.compile(r"step-([0-9]{8,})")
 DRAFT = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 DAMAGED = ".damaged"
 READ_SIZE = 2**22  # bytes
+PART = ".pt"  # of a checkpoint; other files beside them are the user's
 
 
 class FileFacts(NamedTuple):
@@ -141,6 +142,8 @@ def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
         raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} cannot be read; {remedy}") from error
     if written_format != FORMAT:
         raise UserError(f"checkpoint {folder} has format {written_format!r}, not {FORMAT}: use its version")
+    if not facts:
+        raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} names no file; {remedy}")
     return facts
 
 
@@ -172,7 +175,8 @@ def verify_folder(folder: Path, *, remedy: str, share: int = 0, shares: int = 1)
     """Compare a checkpoint's files with its manifest.
 
     Args:
-        folder: of one checkpoint; files the manifest does not name are ignored.
+        folder: of one checkpoint; what the manifest does not name is ignored unless it could be read as a
+            part of the checkpoint.
         remedy: what the user can do, closes the messages.
         share: which of `shares` parts of the files to look at, for processes that divide the work.
         shares: how many parts there are.
@@ -180,7 +184,14 @@ def verify_folder(folder: Path, *, remedy: str, share: int = 0, shares: int = 1)
     Raises:
         UserError: as `read_manifest`, or a file is missing or damaged: its name, what was expected and found.
     """
-    for name, size, sha256 in read_manifest(folder, remedy=remedy)[share::shares]:
+    facts = read_manifest(folder, remedy=remedy)
+    names = {entry.name for entry in facts}
+    for path in sorted(folder.glob("*" + PART)):
+        if path.name not in names:
+            raise UserError(
+                f"checkpoint {folder} is damaged: {path.name} is not named by {MANIFEST}; {remedy}"
+            )
+    for name, size, sha256 in facts[share::shares]:
         path, damaged = folder / name, f"checkpoint {folder} is damaged: {name}"
         if not path.is_file():
             raise UserError(f"{damaged} is missing; {remedy}")

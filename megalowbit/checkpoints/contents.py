@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY, NOWHERE, Layout, StoredParameter
-from megalowbit.checkpoints.shards import Shards, load_file, model_file
+from megalowbit.checkpoints.layout import ENGINE_KEY, FORMAT, LAYOUT_KEY, NOWHERE, Layout, StoredParameter
+from megalowbit.checkpoints.shards import Shards, files_of, load_file, model_file
 from megalowbit.durable import MANIFEST, read_manifest
 from megalowbit.errors import UserError
 
@@ -31,6 +31,25 @@ def header_file(folder: Path) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise UserError(f"checkpoint {folder} has neither {' nor '.join(FIRST_FILES)}: name another")
+
+
+def check_files(folder: Path, *, remedy: str) -> None:
+    """Whether the manifest of a verified checkpoint vouches for every file that its layout needs.
+
+    Raises:
+        UserError: it does not name one, which is damage.
+    """
+    names = {entry.name for entry in read_manifest(folder, remedy=remedy)}
+    header = header_file(folder)
+    needed = [header.name]
+    if header.name in names:
+        own = load_file(header).get(ENGINE_KEY)
+        saved = own.get(LAYOUT_KEY) if isinstance(own, dict) else None
+        if isinstance(saved, dict) and saved.get("format") == FORMAT:  # another version is no damage
+            needed += files_of(Layout.from_dict(saved, where=str(folder)))
+    for name in needed:
+        if name not in names:
+            raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} does not name {name}; {remedy}")
 
 
 class CheckpointContents:

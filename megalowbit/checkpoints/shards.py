@@ -28,6 +28,10 @@ INNER_KEYS = MappingProxyType(
 )
 MASTERS_KEY = "fp32_from_fp16_params"
 FROZEN_KEY = "frozen_param_fragments"
+FOREIGN = (
+    "it holds objects that only their own program can make ({}): it was not written by this version of "
+    "megalowbit; start from its weights instead"
+)
 
 
 def model_file(stage: int, slice_index: int, data_rank: int = 0) -> str:
@@ -41,20 +45,41 @@ def optimizer_file(slice_index: int, data_rank: int) -> str:
     return f"zero_pp_rank_{data_rank}_mp_rank_{slice_index:02d}_optim_states.pt"
 
 
-def load_file(path: Path) -> dict[str, Any]:
-    """Map one file into memory.
+def files_of(layout: Layout) -> list[str]:
+    """Names of all files that a checkpoint of this layout needs."""
+    names: dict[str, None] = {}
+    for index, part in enumerate(layout.slices):
+        for rank in range(layout.data_size):
+            names[model_file(layout.stage, index, rank)] = None
+            if layout.stage:
+                names[optimizer_file(index, rank)] = None
+        places = [stored.weight for stored in part.parameters if stored.weight is not None]
+        names |= dict.fromkeys(file for file, _ in [*places, *part.buffers.values()])
+    return list(names)
+
+
+def load_file(path: Path, *, is_mapped: bool = True) -> dict[str, Any]:
+    """Read one file, or map it into memory.
 
     Raises:
         UserError: it cannot be read, holds objects that only their program can make, or is no mapping.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except pickle.UnpicklingError as error:
+        raise foreign(path, error) from error
+    except (OSError, RuntimeError, EOFError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"{path} cannot be read ({reason}): use an older checkpoint") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint: name another")
     return content
+
+
+def foreign(path: str | Path, error: pickle.UnpicklingError) -> UserError:
+    """What is said of a file that is refused; torch's own message advises to execute it."""
+    kinds = str(error).split("GLOBAL ")[1].split()[0] if "GLOBAL " in str(error) else "pickled"
+    return UserError(f"checkpoint file {path} is not loaded: {FOREIGN.format(kinds)}")
 
 
 class Shards:

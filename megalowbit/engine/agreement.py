@@ -8,10 +8,13 @@ where it fails on one (`succeed_together`). Without a process group everything i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megalowbit import process_group
 from megalowbit.errors import UserError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -94,12 +97,12 @@ def _line(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def gather(mine: T) -> list[T]:
-    """What every rank has, by rank; collective. Small picklable values."""
-    if process_group.world_size() == 1:
+def gather(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank of a group has (None: of all), by rank; collective. Small picklable values."""
+    if process_group.world_size(group) == 1:
         return [mine]
     import torch.distributed as dist
 
-    found: list[Any] = [None] * process_group.world_size()
-    dist.all_gather_object(found, mine)
+    found: list[Any] = [None] * process_group.world_size(group)
+    dist.all_gather_object(found, mine, group=group)
     return found

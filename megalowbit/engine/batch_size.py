@@ -7,6 +7,7 @@ fails.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megalowbit.errors import UserError
@@ -45,6 +46,15 @@ def fill_batch_sizes(config: dict[str, Any], world_size: int) -> None:
             f"{micro * steps * world_size}: change one of them, or remove {TRAIN}"
         )
     config.update({TRAIN: train, MICRO: micro, STEPS: steps})
+
+
+def data_size_of(config: Mapping[str, Any]) -> int:
+    """Data-parallel processes that the three keys ask for; 1 where they leave it open or do not come out."""
+    sizes = [size for key in (TRAIN, MICRO, STEPS) if isinstance(size := config.get(key), int) and size > 0]
+    if len(sizes) < 3:
+        return 1
+    train, micro, steps = sizes
+    return 1 if train % (micro * steps) else int(train // (micro * steps))
 
 
 def _read(config: dict[str, Any], key: str) -> int | None:

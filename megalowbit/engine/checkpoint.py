@@ -12,20 +12,16 @@ checkpoint is not overwritten. `latest` is kept for DeepSpeed's own tools. Loadi
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megalowbit import process_group
-from megalowbit.checkpoints.contents import CheckpointContents, header_file
+from megalowbit.checkpoints.contents import check_files, header_file
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
 from megalowbit.checkpoints.shards import load_file
 from megalowbit.durable import (
     LATEST,
-    MANIFEST,
     FileFacts,
     atomic_file,
     complete_steps,
@@ -37,10 +33,17 @@ from megalowbit.durable import (
     verify_folder,
     write_manifest,
 )
-from megalowbit.engine.agreement import agree, gather, succeed_together
+from megalowbit.engine.agreement import agree, succeed_together
+from megalowbit.engine.checkpoint_io import (
+    begin_folder,
+    load_together,
+    remove_checkpoint,
+    verify_together,
+    write_error,
+    write_files,
+)
 from megalowbit.engine.random_state import (
     is_cut_alike,
-    random_state,
     restore_random_state,
     saved_rank_of,
     seed_missing_rank,
@@ -118,9 +121,7 @@ class CheckpointStore:
         return None
 
     def _verify_together(self, path: Path) -> None:
-        rank, size = process_group.rank(), process_group.world_size()
-        remedy = agree(lambda: self._remedy(path))
-        succeed_together(lambda: verify_folder(path, remedy=remedy, share=rank, shares=size))
+        verify_together(path, remedy=agree(lambda: self._remedy(path)))
         self._verified.add(path)
 
     def _set_aside(self, path: Path, reason: str) -> None:
@@ -154,19 +155,15 @@ class CheckpointStore:
                 "save between optimizer steps: gradients of a half-accumulated step are not saved"
             )
         path = self.path_of(step)
-        writer = engine.checkpoint_engine
-        agree(lambda: self._begin(path))
+        agree(lambda: begin_folder(path))
+        rank_file = (_rank_file(process_group.rank()), rank_state) if rank_state else None
         try:
-            state = {**client_state, ENGINE_KEY: self._engine_state(engine, step, client_state)}
-            if rank_state:
-                writer.save(dict(rank_state), str(path / _rank_file(process_group.rank())))
-            engine.save_checkpoint(str(self.folder), tag=path.name, client_state=state, save_latest=False)
-            facts = [entry for each in gather(writer.take_facts(path)) for entry in each]
+            facts = write_files(engine, path, client_state, step=step, rank_file=rank_file)
             agree(lambda: self._commit(path, facts))
         except Exception:  # goes on its way: a folder that is not complete is in nobody's
-            writer.take_facts(path)
+            engine.checkpoint_engine.take_facts(path)
             if process_group.rank() == 0:
-                _remove(path)
+                remove_checkpoint(path)
             raise
         self._verified.discard(path)
         return path
@@ -179,6 +176,7 @@ class CheckpointStore:
         """
         path = Path(path)
         verify_folder(path, remedy=self._remedy(path))
+        check_files(path, remedy=self._remedy(path))
 
     def load(self, engine: Any, path: str | Path) -> dict[str, Any]:
         """Verify a checkpoint and continue from it; every rank must call it.
@@ -194,38 +192,9 @@ class CheckpointStore:
         path = Path(path)
         if path not in self._verified:
             self._verify_together(path)
-        own, state = self._load(engine, path)
-        restore_scaler(engine, own)
-        self._restore_random(own, engine)
+        own, state = load_together(engine, path)
+        succeed_together(lambda: self._restore_random(own, engine))
         return {key: state[key] for key in own["client_keys"]}
-
-    def _load(self, engine: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The engine's own part of the client state, and the whole of it; the engine has taken the rest."""
-        from megalowbit.engine.checkpoint_layout import describe_layout
-        from megalowbit.engine.reshape import check_fits, load_reshaped
-
-        contents = succeed_together(lambda: CheckpointContents(path))
-        own = contents.header.get(ENGINE_KEY)
-        if not isinstance(own, dict):
-            raise UserError(f"checkpoint {path} is of another program: start from its weights instead")
-        if contents.layout is not None:
-            present = describe_layout(engine)
-            succeed_together(lambda: check_fits(contents, present))
-            if contents.layout != present:
-                if process_group.rank() == 0:
-                    logger.warning(
-                        "checkpoint of %s continued on %s", contents.layout.describe(), present.describe()
-                    )
-                load_reshaped(engine, contents, present)
-                return own, contents.header
-        try:
-            _, state = engine.load_checkpoint(str(path.parent), tag=path.name)
-        except (RuntimeError, KeyError, AssertionError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(
-                f"checkpoint {path} does not fit the model: {reason}; use the model it was saved with"
-            ) from error
-        return own, state
 
     def rank_state(self, engine: Any, path: str | Path) -> dict[str, Any] | None:
         """What this rank, or the one that had its place, saved as its own in a checkpoint that is verified.
@@ -236,42 +205,21 @@ class CheckpointStore:
 
         Returns:
             None if there is nothing, or if the model was cut over ranks in another way.
+
+        Raises:
+            UserError: it cannot be read on some rank; all ranks raise it.
         """
-        own = load_file(header_file(Path(path)))[ENGINE_KEY]
+        return succeed_together(lambda: self._rank_state(engine, Path(path)))
+
+    def _rank_state(self, engine: Any, path: Path) -> dict[str, Any] | None:
+        own = load_file(header_file(path))[ENGINE_KEY]
         layout, grid = own.get(LAYOUT_KEY), engine.process_grid
         if not is_cut_alike(layout, grid):
             return None
         rank = saved_rank_of(layout, len(own["random_states"]), grid)
-        if rank is None or not (file := Path(path) / _rank_file(rank)).is_file():
+        if rank is None or not (path / _rank_file(rank)).is_file():
             return None
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        return state
-
-    def _begin(self, path: Path) -> None:
-        if (path / MANIFEST).is_file():
-            raise UserError(
-                f"checkpoint {path} exists already and is not overwritten: remove it, or use another folder"
-            )
-        try:
-            if path.exists():
-                logger.warning("%s is incomplete (its save was interrupted): replaced", path)
-                shutil.rmtree(path)
-            path.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"checkpoint {_write_error(path, error)}") from error
-
-    def _engine_state(self, engine: Any, step: int, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        from megalowbit.engine.checkpoint_layout import describe_layout
-
-        scaler = engine.optimizer.grad_scaler
-        return {
-            "format": 1,
-            "step": step,
-            "client_keys": list(client_state),
-            "random_states": gather(random_state(engine.device)),
-            "grad_scaler": None if scaler is None else scaler.state_dict(),
-            LAYOUT_KEY: describe_layout(engine).to_dict(),
-        }
+        return load_file(path / _rank_file(rank), is_mapped=False)
 
     def _commit(self, path: Path, facts: Iterable[FileFacts]) -> None:
         """Rank 0, all files written: manifest, `latest`, removal of old checkpoints."""
@@ -280,7 +228,7 @@ class CheckpointStore:
             with atomic_file(self.folder / LATEST) as file:
                 file.write(path.name)
         except OSError as error:
-            raise UserError(f"checkpoint {_write_error(path, error)}") from error
+            raise UserError(f"checkpoint {write_error(path, error)}") from error
         self._prune()
 
     def _prune(self) -> None:
@@ -293,7 +241,7 @@ class CheckpointStore:
             if step in steps and step not in whole:
                 self._set_aside(self.path_of(step), f"checkpoint {self.path_of(step)} lacks files")
             elif step not in kept and step < steps[-1]:
-                _remove(self.path_of(step))
+                remove_checkpoint(self.path_of(step))
 
     def _remedy(self, path: Path) -> str:
         others = [self.path_of(step) for step in self.steps() if self.path_of(step).name != path.name]
@@ -316,31 +264,5 @@ class CheckpointStore:
         logger.warning("rank %d was not part of the saved run: its generators start from seed %d", rank, seed)
 
 
-def restore_scaler(engine: Any, own: Mapping[str, Any]) -> None:
-    """Give the scaler at work the state it was saved with; at every stage it is the same one.
-
-    Raises:
-        UserError: the state is of another strategy.
-    """
-    scaler, saved = engine.optimizer.grad_scaler, own.get("grad_scaler")
-    if scaler is not None and saved is not None:
-        scaler.load_state_dict(saved)
-
-
-def _write_error(path: Path, error: OSError) -> str:
-    from megalowbit.engine.checkpoint_engine import describe_write_error
-
-    return describe_write_error(path, error)
-
-
 def _rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint, its manifest first: an interrupted removal must not look like a checkpoint."""
-    try:
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path)
-    except OSError as error:
-        logger.warning("checkpoint %s could not be removed: %s", path, error)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,16 +22,13 @@ import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
+from megalowbit.checkpoints.shards import foreign
 from megalowbit.durable import FileFacts, HashingFile, atomic_file
 from megalowbit.engine.agreement import gather
 from megalowbit.errors import UserError
 
 LOSS_SCALER = "loss_scaler"  # DeepSpeed's key in the state of a ZeRO optimizer
 ATOMS = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
-FOREIGN = (
-    "it holds objects that only their own program can make ({}): it was not written by this version of "
-    "megalowbit; start from its weights instead"
-)
 
 
 class AtomicCheckpointEngine(TorchCheckpointEngine):
@@ -47,6 +44,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         self._failure: str | None = None  # to write: a mistake or misfortune of the user
         self._defect: Exception | None = None  # anything else
         self._facts: dict[str, FileFacts] = {}
+        self._read: dict[str, Any] = {}  # ahead
         if engine is not None:
             # rank 0 alone would copy it, in place; the others would wait for ever if its disk is full
             engine._copy_recovery_script = _copy_nothing
@@ -76,14 +74,27 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         Raises:
             UserError: the file cannot be read, or holds objects of a program, as stock DeepSpeed's do.
         """
+        if path in self._read:
+            return self._read[path]
         try:
             return torch.load(path, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
-            kinds = str(error).split("GLOBAL ")[1].split()[0] if "GLOBAL " in str(error) else "pickled"
-            raise UserError(f"checkpoint file {path} is not loaded: {FOREIGN.format(kinds)}") from error
+            raise foreign(path, error) from error
         except (OSError, RuntimeError, EOFError) as error:
             reason = str(error).strip().split("\n")[0]
             raise UserError(f"{path} cannot be read ({reason}): use an older checkpoint") from error
+
+    def read_ahead(self, paths: Iterable[str]) -> None:
+        """Read files now that `load` will be asked for, until `forget`.
+
+        Raises:
+            UserError: as `load`.
+        """
+        self._read = {path: self.load(path, map_location="cpu") for path in paths}
+
+    def forget(self) -> None:
+        """Let go of what was read ahead."""
+        self._read = {}
 
     def take_facts(self, folder: Path) -> list[FileFacts]:
         """Facts of the files that this rank has written below `folder` since the last call."""

@@ -30,7 +30,7 @@ from megalowbit.engine.deepspeed_values import check_parameter_split, check_valu
 from megalowbit.engine.optimizer_settings import fill_optimizer, fill_scheduler
 from megalowbit.engine.pipeline_values import fill_pipeline
 from megalowbit.engine.stock_precision import take_stock_precision
-from megalowbit.engine.zero_values import check_zero
+from megalowbit.engine.zero_values import check_zero, fill_zero
 from megalowbit.errors import UserError, invalid_settings, unknown_name
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.settings import RegularizerSettings
@@ -169,6 +169,7 @@ def read_deepspeed_config(
     fill_pipeline(raw)
     block = {**block, **take_stock_precision(raw, block)}
     settings = _read_settings(block)
+    fill_zero(raw)
     check_zero(raw, settings)
     fill_batch_sizes(raw, world_size)
     _fill_clipping(raw)

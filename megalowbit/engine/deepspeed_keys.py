@@ -109,6 +109,25 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         (f"tensor_parallel.{key}", _is_on, "GPT-2 and LLaMA are cut by a plan of our own: remove it")
         for key in ("partition_config", "preset_model", "vocab_parallel_lm_head", "tp_overlap_comm")
     ),
+    *(
+        (f"tensor_parallel.{key}", _is_on, "it is for inference and has no effect in training: remove it")
+        for key in (
+            "injection_policy_tuple",
+            "keep_module_on_host",
+            "kernel_inject",
+            "replace_with_kernel_inject",
+        )
+    ),
+    *(
+        (f"tensor_parallel.{key}", _is_on, "write the number of ranks as tensor_parallel.autotp_size only")
+        for key in ("tp", "tensor_parallel")
+    ),
+    ("tensor_parallel.dtype", _is_on, "use megalowbit.precision instead"),
+    (
+        "tensor_parallel.vocab_parallel_ce_backend",
+        lambda value: value not in (None, "torch"),
+        "the vocabulary is not cut: remove it",
+    ),
     ("sequence_parallel_size", _is_sharded, "sequence parallelism is not supported yet: remove it"),
     (
         "data_parallel_size",

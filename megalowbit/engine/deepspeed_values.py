@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from megalowbit.engine.zero_values import zero_stage
 from megalowbit.errors import UserError, unknown_name
 
 OBJECT_KEYS = frozenset(
@@ -112,9 +113,8 @@ def check_parameter_split(config: Mapping[str, Any], recipe: object) -> None:
     Raises:
         UserError: both are asked for.
     """
-    zero = config.get("zero_optimization")
-    stage = zero.get("stage") if isinstance(zero, Mapping) else int(zero is True)
-    if stage in (None, 0):
+    stage = zero_stage(config)
+    if stage == 0:
         return
     while isinstance(recipe, Mapping):
         if "parameter_split" in recipe:

@@ -26,7 +26,9 @@ from megalowbit.engine.model_preparation import check_prepared, prepare_model
 from megalowbit.engine.mpu import ModelParallelUnit, adapt_mpu, find_grid
 from megalowbit.engine.nested_blocks import QUIET, check_nested_blocks
 from megalowbit.engine.optimizer_start import OptimizerStart
-from megalowbit.engine.pipeline import attach_pipeline, check_stages, release_whole
+from megalowbit.engine.parameter_layout import lay_out_parameters
+from megalowbit.engine.pipeline import attach_pipeline, check_block, check_stages, release_whole
+from megalowbit.engine.pipeline_values import set_by_user
 from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.engine.run_checks import (
@@ -35,6 +37,8 @@ from megalowbit.engine.run_checks import (
     installation_facts,
     model_facts,
 )
+from megalowbit.engine.tensor_batch import check_first_batch
+from megalowbit.engine.zero_values import zero_stage
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.autocast import attach_autocast
@@ -90,6 +94,7 @@ def initialize(
     """
     start_process_group(timeout=timeout, dist_init_required=dist_init_required)
     deepspeed = import_deepspeed()
+    _forget_earlier_unit()
     unit = succeed_together(lambda: adapt_mpu(mpu))
     parts, grid = succeed_together(lambda: _read(config, model, unit, total_steps, optimizer))
     _check_ranks_agree(parts, grid, model, optimizer, seed, unit)
@@ -99,6 +104,7 @@ def initialize(
     succeed_together(
         lambda: check_arguments(model, parts.settings, optimizer, model_parameters, lr_scheduler)
     )
+    succeed_together(lambda: lay_out_parameters(model, stage=zero_stage(parts.deepspeed)))
     prepared = prepare_model(model, parts, grid, mpu=unit, seed=seed)
     if parts is not config:  # the pretraining loop, which keeps to schedules, has read it already
         _warn_of_schedules(parts, prepared.recipe)
@@ -122,17 +128,27 @@ def initialize(
     return engine, wrapped, dataloader, scheduler
 
 
+def _forget_earlier_unit() -> None:
+    """Let no engine ask the groups of one before it, which DeepSpeed keeps for the whole process."""
+    from deepspeed.utils import groups
+
+    groups.mpu = None
+
+
 def _finish(
     engine: Any, settings: EngineSettings, regularizer: DualRangeRegularizer | None, grid: ProcessGrid
 ) -> None:
     """Put into the engine what DeepSpeed has no argument for."""
     from megalowbit.engine.checkpoint_engine import AtomicCheckpointEngine
+    from megalowbit.engine.checkpoint_methods import attach_checkpoint_methods
 
     engine.clip_fp32_gradients = _leave_clipping_to_the_optimizer
     engine.checkpoint_engine = AtomicCheckpointEngine(engine)
     engine.regularizer = regularizer
     engine.process_grid = grid
     attach_pipeline(engine)
+    check_first_batch(engine)
+    attach_checkpoint_methods(engine)
     if settings.autocast.enabled:
         # hooks of the module, and not the engine's forward: evaluation and recomputation take the same casts
         classes = settings.autocast.op_classes()
@@ -147,12 +163,14 @@ def _read(
     optimizer: object,
 ) -> tuple[DeepSpeedConfigParts, ProcessGrid]:
     if isinstance(config, DeepSpeedConfigParts):
+        check_block(model, set_by_user(config.deepspeed))
         return config, find_grid(config.deepspeed, model=model, mpu=mpu)
     raw = config if isinstance(config, dict) else load_json(config)
     grid = find_grid(raw, model=model, mpu=mpu)
     parts = read_deepspeed_config(
         raw, world_size=grid.data_size, total_steps=total_steps, has_optimizer=optimizer is not None
     )
+    check_block(model, raw.get("pipeline"))
     return parts, grid
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -80,6 +81,12 @@ def _check_client(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
             f"optimizer holds {strangers} parameters that are not (or no longer) the model's, whose layers "
             "have been cut or converted: pass a callable from parameters to optimizer, such as "
             "lambda groups: AdamW(groups, lr=1e-4)"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} steps with a closure, which an engine has not: "
+            "use one that steps on gradients, such as AdamW"
         )
     for parameter, state in optimizer.state.items():
         for name, value in state.items():

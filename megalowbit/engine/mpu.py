@@ -167,6 +167,8 @@ def find_grid(
                 f"mpu and the configuration ({grid}) both cut the model: leave one of them out, "
                 f"{TENSOR_KEY} for an mpu of your own"
             )
+        if _num_stages(model) is not None:
+            raise UserError("mpu and a pipeline module both cut the job: leave mpu out, stages have groups")
         return _grid_of(mpu)
     stages = _num_stages(model)
     if stages is None or stages == grid.pipeline_size:
@@ -205,6 +207,12 @@ def _ask(mpu: Any, name: str) -> Any:
         return function()
     except AssertionError:  # how Megatron says that a group was not made
         return None
+    except Exception as error:  # whatever the user's code raises
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"mpu.{name}() raises {type(error).__name__}: {reason}; initialise Megatron's parallel state "
+            "before megalowbit.initialize"
+        ) from error
 
 
 def _group(mpu: Any, prefixes: tuple[str, ...]) -> Any:

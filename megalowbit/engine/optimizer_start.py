@@ -21,7 +21,8 @@ from megalowbit.engine.model_optimizer import (
 )
 from megalowbit.engine.mpu import ModelParallelUnit
 from megalowbit.engine.optimizer_settings import build_optimizer
-from megalowbit.engine.zero_start import ZERO_KEYS, ZeroStart, zero_stage
+from megalowbit.engine.zero_start import ZERO_KEYS, ZeroStart
+from megalowbit.engine.zero_values import zero_stage
 from megalowbit.layers.regularizer import build_regularizer
 
 

@@ -9,6 +9,7 @@ Not covered: ZeRO 2 and 3, tensor parallelism inside stages, models larger than 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,11 @@ import torch.distributed as dist
 from megalowbit import process_group
 from megalowbit.engine.config import DeepSpeedConfigParts
 from megalowbit.engine.mpu import GroupsOfRank
-from megalowbit.engine.pipeline_values import check_beside_stages, interval_of
+from megalowbit.engine.pipeline_batches import BatchReader
+from megalowbit.engine.pipeline_values import BEST, check_beside_stages, interval_of
 from megalowbit.engine.process_grid import PIPELINE_KEY, ProcessGrid
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.errors import UserError
-from megalowbit.hf.pipeline import as_inputs_and_labels
 from megalowbit.layers.surgery import bit_layers, plain_state_dict
 
 if TYPE_CHECKING:
@@ -111,6 +112,38 @@ def check_stages(model: torch.nn.Module, parts: DeepSpeedConfigParts, grid: Proc
     check_beside_stages(parts.deepspeed, parts.settings, grid.pipeline_size)
 
 
+def check_block(model: torch.nn.Module, block: Mapping[str, Any] | None) -> None:
+    """Refuse a configuration that says otherwise than `pipeline_module` was told.
+
+    Recomputation may be asked for in either place.
+
+    Args:
+        model: a stage; others may be anything.
+        block: `pipeline` of the configuration, with what the user has set only; None: nothing.
+
+    Raises:
+        UserError: names both values.
+    """
+    stage = stage_of(model)
+    if stage is None or not block:
+        return
+    interval = stage.activation_checkpoint_interval
+    truth = {
+        "stages": stage.num_stages,
+        "partition": "parameters" if stage.partition == BEST else stage.partition,
+    }
+    if interval:
+        truth["activation_checkpoint_interval"] = interval
+    for key, value in truth.items():
+        said = block.get(key, value)
+        if ("parameters" if said == BEST else said) != value:
+            argument = "num_stages" if key == "stages" else key
+            raise UserError(
+                f"pipeline.{key} = {said!r} but pipeline_module was called with {argument} = {value!r}: "
+                "let both be the same, or leave the key out"
+            )
+
+
 def whole_of(model: torch.nn.Module) -> torch.nn.Module:
     """The model in which layers are to be converted: of a stage, all of it."""
     stage = stage_of(model)
@@ -158,7 +191,7 @@ def check_recomputation(model: PipelinedModel, interval: int) -> None:
 
 
 def attach_pipeline(engine: Any) -> None:
-    """Let a new engine take batches as mappings, and sum tied gradients where ours are.
+    """Let a new engine read and check a step's batches first, and sum tied gradients where ours are.
 
     Nothing is done to engines of other models.
     """
@@ -166,7 +199,7 @@ def attach_pipeline(engine: Any) -> None:
         return
     from deepspeed.runtime.pipe import schedule
 
-    engine.set_batch_fn(as_inputs_and_labels)
+    BatchReader(engine)
     engine.optimizer.gradients.later_stages = engine.module.num_stages - 1 - engine.module.stage_id
     engine._INSTRUCTION_MAP = {
         **engine._INSTRUCTION_MAP,

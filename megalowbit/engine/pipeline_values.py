@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megalowbit.engine.zero_values import zero_stage
 from megalowbit.errors import UserError, shown, unknown_name
 
 if TYPE_CHECKING:
@@ -64,6 +65,12 @@ def fill_pipeline(config: dict[str, Any]) -> None:
     config["pipeline"] = {**DEFAULTS, **block, "use_reentrant": False}
 
 
+def set_by_user(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a filled configuration sets in the block to other values than the defaults."""
+    block = config.get("pipeline") or {}
+    return {key: value for key, value in block.items() if value != DEFAULTS[key]}
+
+
 def stages_of(config: Mapping[str, Any]) -> int:
     """Stages that a filled configuration asks for."""
     stages: int = (config.get("pipeline") or DEFAULTS)["stages"]
@@ -96,9 +103,8 @@ def check_beside_stages(config: Mapping[str, Any], settings: EngineSettings, sta
     if stages <= 1:
         return
     where = f"cannot be used with pipeline.stages = {stages}"
-    zero = config.get("zero_optimization")
-    stage = zero.get("stage") if isinstance(zero, Mapping) else int(zero is True)
-    if stage not in (None, 0, 1):
+    stage = zero_stage(config)
+    if stage > 1:
         raise UserError(f"zero_optimization.stage = {stage!r} {where}: set it to 1 or 0")
     if settings.gradient_norm != "global":
         raise UserError(f'megalowbit.gradient_norm = {settings.gradient_norm!r} {where}: set it to "global"')

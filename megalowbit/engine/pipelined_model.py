@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megalowbit import process_group
 from megalowbit.engine.mpu import GroupsOfRank
+from megalowbit.engine.stage_bounds import empty_stage
 from megalowbit.errors import UserError
 from megalowbit.hf.pipeline import (
     Block,
     BlockInputs,
     BlockOptions,
-    Inputs,
     Part,
     causal_loss,
     is_tied,
@@ -38,6 +38,7 @@ from megalowbit.hf.pipeline import (
     run_parts,
     tied_names,
 )
+from megalowbit.hf.pipeline_batches import Inputs
 from megalowbit.layers.surgery import AdvanceStream, random_stream
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class PipelinedModel(PipelineModule):
 
     Attributes:
         config: the model's.
+        partition: see above.
         num_parameters_of_all_stages: the model's; a tied weight counts once.
         whole: the model as it was given, until `release`: layers are converted in it.
 
@@ -67,6 +69,7 @@ class PipelinedModel(PipelineModule):
     """
 
     config: PretrainedConfig
+    partition: str
     whole: PreTrainedModel | None
 
     def __init__(
@@ -92,6 +95,7 @@ class PipelinedModel(PipelineModule):
             ) from None
         self._check_stages(len(parts))
         self.config = model.config
+        self.partition = partition
         self.num_parameters_of_all_stages = sum(each.numel() for each in model.parameters())
         self._block_inputs = BlockInputs(model)
         self._stand_under_own_names()
@@ -151,11 +155,7 @@ class PipelinedModel(PipelineModule):
     def _check_stages(self, num_parts: int) -> None:
         for stage in range(self.num_stages):
             if self.parts[stage] == self.parts[stage + 1]:
-                raise UserError(
-                    f"pipeline.stages = {self.num_stages} leaves stage {stage} without any of the model's "
-                    f"{num_parts} parts (embedding, blocks, head): lower it, or set pipeline.partition to "
-                    '"uniform"'
-                )
+                raise empty_stage(self.num_stages, stage, num_parts)
 
     def _stand_under_own_names(self) -> None:
         """Register the modules of the parts below this one, in place of the parts."""

@@ -46,11 +46,13 @@ class ProcessGrid:
                 f"{self.pipeline_size}: set one of them to 1"
             )
         for key, size in ((TENSOR_KEY, self.tensor_size), (PIPELINE_KEY, self.pipeline_size)):
-            if size < 1 or self.world_size % size:
+            if size < 1:
+                raise UserError(f"{key} = {size} must be a whole number ≥ 1")
+            if self.world_size % size:
                 raise UserError(
                     f"{key} = {size} does not divide the {self.world_size} "
                     f"process{'' if self.world_size == 1 else 'es'} of the job: "
-                    f"start a multiple of {max(size, 1)}, or set it to a divisor of {self.world_size}"
+                    f"start a multiple of {size}, or set it to a divisor of {self.world_size}"
                 )
 
     @classmethod
@@ -72,6 +74,17 @@ class ProcessGrid:
             tensor_size=_size(deepspeed_config, TENSOR_KEY, unset=(None, 0)),
             pipeline_size=_size(deepspeed_config, PIPELINE_KEY, unset=(None,)),
         )
+
+    @classmethod
+    def smallest(cls, deepspeed_config: Mapping[str, Any], data_size: int) -> ProcessGrid:
+        """Rank 0 of the smallest grid with `data_size` data-parallel ranks that the sizes fit.
+
+        Raises:
+            UserError: as `from_config`.
+        """
+        tensor_size = _size(deepspeed_config, TENSOR_KEY, unset=(None, 0))
+        stages = _size(deepspeed_config, PIPELINE_KEY, unset=(None,))
+        return cls.from_config(deepspeed_config, 0, tensor_size * stages * data_size)
 
     @property
     def data_size(self) -> int:
@@ -134,6 +147,8 @@ def _size(config: Mapping[str, Any], dotted: str, *, unset: tuple[object, ...]) 
     block_name, key = dotted.split(".")
     block = config.get(block_name)
     value = block.get(key) if isinstance(block, Mapping) else None
-    if isinstance(value, bool) or not (isinstance(value, int) or value is None):
+    if value in unset and not isinstance(value, bool):
+        return 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{dotted} = {shown(value)} must be a whole number ≥ 1, or left out")
-    return 1 if value in unset else int(value)  # type: ignore[arg-type]
+    return value

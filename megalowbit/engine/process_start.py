@@ -19,6 +19,8 @@ from megalowbit import process_group
 from megalowbit.errors import UserError
 from megalowbit.process_group import ProcessIdentity
 
+logger = logging.getLogger(__name__)
+
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
@@ -65,16 +67,35 @@ def start_process_group(
     return identity
 
 
-def stop_process_group() -> None:
+def stop_process_group(timeout: timedelta | None = None) -> None:
     """Leave the group together, at the end of a job that went well; every rank must call it.
 
     Without it the process that serves the group's store may exit while others still talk to it, and theirs
     then fail although all work is done.
+
+    Args:
+        timeout: for ranks that end with an error: after it, or where the barrier fails, this one leaves
+            nothing and returns, for the others may never come.
     """
-    if process_group.is_initialized():
-        if process_group.world_size() > 1:
+    if not process_group.is_initialized():
+        return
+    if process_group.world_size() > 1:
+        if timeout is None:
             dist.barrier()
-        dist.destroy_process_group()
+        elif not _all_come(timeout):
+            return
+    dist.destroy_process_group()
+
+
+def _all_come(timeout: timedelta) -> bool:
+    try:
+        arrival = dist.barrier(async_op=True)
+        if arrival is not None:
+            arrival.wait(timeout)
+    except RuntimeError as error:  # the error that ends the run has been printed and is the one to see
+        logger.debug("ranks did not leave together: %s", error)
+        return False
+    return True
 
 
 def import_deepspeed() -> Any:

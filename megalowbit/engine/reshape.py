@@ -25,8 +25,15 @@ from megalowbit.errors import UserError
 REMEDY = "resume with the model and settings it was saved with, or start from its weights"
 
 
-def check_fits(contents: CheckpointContents, present: Layout) -> None:
+def check_fits(
+    contents: CheckpointContents, present: Layout, *, recipes: tuple[str | None, str | None] = (None, None)
+) -> None:
     """Whether the checkpoint's parameters are those of an engine with layout `present`; changes nothing.
+
+    Args:
+        contents: of the checkpoint.
+        present: the engine's layout.
+        recipes: saved and present ones, if they are known; a recipe gives weights their orientation.
 
     Raises:
         UserError: a name or shape differs, or what is trained.
@@ -37,6 +44,11 @@ def check_fits(contents: CheckpointContents, present: Layout) -> None:
     before, now = _whole_shapes(saved), _whole_shapes(present)
     for name in [*before, *now]:
         if before.get(name) != now.get(name):
+            if None not in recipes and recipes[0] != recipes[1]:
+                raise UserError(
+                    f"{where} was saved with recipe {recipes[0]}, the model has {recipes[1]} (parameter "
+                    f"{name}: shape {before.get(name)} there, {now.get(name)} here); use the saved one"
+                )
             raise UserError(
                 f"{where} does not fit the model: parameter {name} has shape {before.get(name)} there and "
                 f"{now.get(name)} in the model; use the model it was saved with"

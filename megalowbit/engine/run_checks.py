@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import megalowbit
 from megalowbit import process_group
-from megalowbit.engine.agreement import raised_on_all_ranks
+from megalowbit.engine.agreement import gather, raised_on_all_ranks
 from megalowbit.engine.config import BLOCK, DeepSpeedConfigParts
 from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.errors import UserError, shown
@@ -121,9 +121,7 @@ def check_ranks_agree(
             of_parts[each[2 * DIGEST_BYTES :]].add(each[DIGEST_BYTES : 2 * DIGEST_BYTES])
         if all(len(found) == 1 for found in of_parts.values()):
             return
-    gathered: list[Any] = [None] * process_group.world_size()
-    dist.all_gather_object(gathered, own)
-    raise raised_on_all_ranks(_first_difference(gathered))
+    raise raised_on_all_ranks(_first_difference(gather(own)))
 
 
 def _gather_digests(mine: bytes) -> list[bytes]:

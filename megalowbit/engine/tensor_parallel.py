@@ -104,13 +104,13 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
     units = _groups(size)
     if getattr(model, IS_SHARDED, False):
         return units
-    plan = succeed_together(lambda: _plan_for(model, size))
+    plan = succeed_together(lambda: plan_for(model, size))
     _start_alike(model, units.tensor)
     _draw_alike(units.tensor)
-    transposed = _replace_conv1d(model)
-    sizes = _attention_sizes(model, plan)
+    transposed = replace_conv1d(model)
+    sizes = attention_sizes(model, plan)
     _apply_autotp(model, plan, size)
-    _restore_sizes(model, sizes, plan, size)
+    restore_sizes(model, sizes, plan, size)
     _exchange_layers(model, plan, TensorGroup(units.tensor), transposed)
     setattr(model, IS_SHARDED, True)
     return units
@@ -133,7 +133,12 @@ def _groups(size: int) -> GroupsOfRank:
     )
 
 
-def _plan_for(model: nn.Module, size: int) -> Plan:
+def plan_for(model: nn.Module, size: int) -> Plan:
+    """How `size` ranks cut a model.
+
+    Raises:
+        UserError: they cannot.
+    """
     config = getattr(model, "config", None)
     family = getattr(config, "model_type", None)
     plan = PLANS.get(family) if isinstance(family, str) else None
@@ -188,7 +193,7 @@ def _draw_alike(group: dist.ProcessGroup) -> None:
         generator.set_state(state.cpu())
 
 
-def _replace_conv1d(model: nn.Module) -> frozenset[str]:
+def replace_conv1d(model: nn.Module) -> frozenset[str]:
     """Put `nn.Linear` in the place of every transformers `Conv1D`, which AutoTP cannot cut; their names."""
     from transformers.pytorch_utils import Conv1D
 
@@ -238,7 +243,7 @@ def _apply_autotp(model: nn.Module, plan: Plan, size: int) -> None:
     autotp._replace_module(model)
 
 
-def _attention_sizes(model: nn.Module, plan: Plan) -> dict[str, dict[str, int]]:
+def attention_sizes(model: nn.Module, plan: Plan) -> dict[str, dict[str, int]]:
     """Sizes that modules keep for themselves, some of which AutoTP divides, by module name."""
     found = {
         module_name: {
@@ -249,7 +254,7 @@ def _attention_sizes(model: nn.Module, plan: Plan) -> dict[str, dict[str, int]]:
     return {name: sizes for name, sizes in found.items() if sizes}
 
 
-def _restore_sizes(model: nn.Module, sizes: dict[str, dict[str, int]], plan: Plan, size: int) -> None:
+def restore_sizes(model: nn.Module, sizes: dict[str, dict[str, int]], plan: Plan, size: int) -> None:
     """Divide what attention computes with, and nothing else; AutoTP divides by name, wherever it is."""
     modules = dict(model.named_modules())
     for module_name, values in sizes.items():

@@ -1,9 +1,8 @@
 """The weights of an engine's model as whole tensors on one rank, however they are partitioned.
 
-At ZeRO stage 3 a rank has a piece of each parameter, under tensor parallelism a shard, which is joined as its
-`cut` says. They are gathered one at a time, so that no rank ever
-holds more than one whole parameter on its device; rank 0 keeps copies on the host. Not covered: masters,
-which are in the checkpoints.
+At ZeRO stage 3 a rank has a piece of each parameter, under tensor parallelism a shard, which is joined as
+its `cut` says. They are gathered one at a time, so that no rank ever holds more than one whole parameter on
+its device; rank 0 keeps copies on the host. Not covered: masters, which are in the checkpoints.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from megalowbit import process_group
-from megalowbit.layers.tensor_parallel import TensorGroup
+from megalowbit.layers.tensor_parallel import TensorGroup, tensor_group_of
 
 
 def whole_state_dict(engine: Any) -> dict[str, torch.Tensor]:
@@ -27,9 +26,7 @@ def whole_state_dict(engine: Any) -> dict[str, torch.Tensor]:
     is_main = process_group.rank() == 0
     whole: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor | None] = {}
-    group = next(
-        (each.tensor_group for each in engine.module.modules() if hasattr(each, "tensor_group")), None
-    )
+    group = tensor_group_of(engine.module.modules())
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             continue

@@ -8,13 +8,14 @@ ranks hold alike, which are counted once. So squares just add up over all ranks,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megalowbit import process_group
+from megalowbit.engine.agreement import gather
 from megalowbit.optim.grad_norm import GradientNorm, is_counted_once, measure_gradients
 from megalowbit.optim.step_report import Overflow
 
@@ -127,10 +128,7 @@ class GradientPieces:
             if not (_is_copy(piece.parameter) or torch.isfinite(piece.gradient).all())
         }
         own = (self.later_stages, self._peers, mine, len(self._names))
-        gathered: list[Any] = [own]
-        if self.group is not None:
-            gathered = [None] * process_group.world_size(self.group)
-            dist.all_gather_object(gathered, own, group=self.group)
+        gathered = [own] if self.group is None else gather(own, self.group)
         hit = [each for each in gathered if each[2]]
         if not hit:
             return None

@@ -7,7 +7,7 @@ parameter once, and the scale changes only after the step that it belongs to. Th
 class; `adopt` then gives the object one of the two classes below, which override no more than they name.
 DeepSpeed leaves gradients of parameters that a step has not used in its buffers; they are cleared here, or
 they would be applied again. Not covered: where an overflow was before ranks were averaged.
-Everything used of DeepSpeed is held by tests/engine/contract/test_zero.py.
+What is used of DeepSpeed is listed, with what breaks without it, in tests/engine/contract/zero_internals.py.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class ZeroSurface:
     log_num_zeros_in_grad: bool
     overflow: bool
     param_groups: list[dict[str, Any]]
+    averaged_gradients: dict[int, Any]  # tensors of each group, or None
     _global_grad_norm: float | None
 
     def adopt(self, parts: ZeroParts, *, log_num_zeros_in_grad: bool) -> None:
@@ -192,9 +193,14 @@ class ZeroSurface:
         )
         return torch.tensor(torch.inf if flag else norm, dtype=torch.float64)
 
+    def _has_gradients(self) -> bool:
+        return any(each is not None for each in self.averaged_gradients.values())
+
     def _take_step(self, deepspeed_step: Callable[[], object], closure: object) -> StepReport:
         if closure is not None:
             raise TypeError("step takes no closure: call backward first")
+        if not self._has_gradients():
+            raise UserError("engine.step() before any backward: call engine.backward(loss) first")
         self.report = None
         with scaled_learning_rates(self.param_groups):
             deepspeed_step()
@@ -288,6 +294,10 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
     def step(self, closure: object = None) -> StepReport:
         """As `MegatronOptimizer.step`; collective over all ranks."""
         return self._take_step(lambda: DeepSpeedZeroOptimizer_Stage3.step(self), closure)
+
+    def _has_gradients(self) -> bool:
+        # offloaded ones are in the partitions' own .grad, zero before the first backward
+        return bool(self.offload_optimizer) or super()._has_gradients()
 
     def _get_norm_groups(self) -> list[Tensor]:
         return [self._measure()]

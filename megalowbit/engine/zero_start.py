@@ -32,11 +32,6 @@ logger = logging.getLogger(__name__)
 ZERO_KEYS = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
-def zero_stage(deepspeed_config: dict[str, Any]) -> int:
-    """0 to 3."""
-    return int(deepspeed_config.get("zero_optimization", {}).get("stage") or 0)
-
-
 class ZeroStart:
     """The two moments of a start at which ZeRO needs something done. Casts the model when it is made.
 

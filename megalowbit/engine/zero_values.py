@@ -32,9 +32,29 @@ REFUSED_VALUES: tuple[tuple[str, Any, str], ...] = (
     ("elastic_checkpoint", True, "checkpoints have one layout, that of the run: remove it"),
     ("legacy_stage1", True, "DeepSpeed has removed it: remove it"),
     ("compute_grad_norm", False, "overflows are found by the norm: remove it"),
+    ("round_robin_gradients", True, "gradients are measured in the order of the parameters: remove it"),
     ("load_from_fp32_weights", False, "masters would be loaded from rounded weights: remove it"),
 )
 OFFLOAD = ("offload_optimizer", "offload_param")
+
+
+def fill_zero(config: dict[str, Any]) -> None:
+    """Write DeepSpeed's old way to choose stage 0 in the new one, in place."""
+    if config.get(BLOCK) is False:
+        config[BLOCK] = {"stage": 0}
+
+
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """The ZeRO stage that a configuration asks for, in either of DeepSpeed's ways; none is stage 0.
+
+    Raises:
+        UserError: it is no stage.
+    """
+    block = config.get(BLOCK)
+    stage = (block.get("stage") or 0) if isinstance(block, Mapping) else int(block is True)
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise UserError(f"{BLOCK}.stage = {stage!r} is no stage: use 0, 1, 2 or 3")
+    return int(stage)
 
 
 def check_zero(config: Mapping[str, Any], settings: EngineSettings) -> None:
@@ -50,11 +70,12 @@ def check_zero(config: Mapping[str, Any], settings: EngineSettings) -> None:
     block = config.get(BLOCK)
     if not isinstance(block, Mapping):
         return
-    stage = block.get("stage", 0) or 0
-    if isinstance(stage, bool) or stage not in STAGES:
-        raise UserError(f"{BLOCK}.stage = {stage!r} is no stage: use 0, 1, 2 or 3")
+    stage = zero_stage(config)
     _check_offload(block, stage)
     _check_block(block)
+    bucket = block.get("allgather_bucket_size")
+    if stage in (1, 2) and isinstance(bucket, int) and bucket % 2:
+        raise UserError(f"{BLOCK}.allgather_bucket_size = {bucket} must be even: use {bucket + 1}")
     if stage:
         _check_settings(stage, settings)
         _check_config(config, stage)
@@ -92,6 +113,12 @@ def _check_block(block: Mapping[str, Any]) -> None:
             raise UserError(f"{BLOCK}.{key} = {value!r} cannot be used: {remedy}")
     if block.get("zenflow") not in (None, False, {}):
         raise UserError(f"{BLOCK}.zenflow applies gradients late and in part: remove it")
+    for key in ("stage3_module_granularity_threshold", "module_granularity_threshold"):
+        if block.get(key) not in (None, 0):
+            raise UserError(
+                f"{BLOCK}.{key} = {block[key]!r} fetches whole modules, and DeepSpeed's step then fails: "
+                'remove it, or name modules in "leaf_module"'
+            )
     for key in ("zero_hpz_partition_size", "mics_shard_size"):
         if block.get(key, 1) not in (None, -1, 0, 1):
             raise UserError(f"{BLOCK}.{key} = {block[key]!r} keeps further copies of weights: remove it")
@@ -102,6 +129,12 @@ def _check_settings(stage: int, settings: EngineSettings) -> None:
         raise UserError(
             f"megalowbit.layer_scaling cannot be used with {BLOCK}.stage {stage}, whose gradients of all "
             "blocks share one buffer in one scale: set layer_scaling.enabled to false, or stage to 0"
+        )
+    moved = (*settings.autocast.float32, *settings.autocast.promote)
+    if stage == 3 and settings.autocast.enabled and "linear" in moved:
+        raise UserError(
+            f"megalowbit.autocast cannot move linear with {BLOCK}.stage 3, where DeepSpeed puts a function "
+            "of its own in its place: leave it in float16, or set stage to 2"
         )
     if settings.fp32_norms:
         raise UserError(

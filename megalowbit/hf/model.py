@@ -18,7 +18,8 @@ from megalowbit.errors import UserError
 from megalowbit.hf.families import family
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.weight_files import stored_dtypes
-from megalowbit.layers.surgery import plain_state_dict
+from megalowbit.layers.split_parameters import holds_split
+from megalowbit.layers.surgery import bit_layers, plain_state_dict
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -121,6 +122,8 @@ def fill_weights(
     with torch.no_grad():
         for name, target in expected.items():
             target.copy_(state_dict[name])
+    for layer in bit_layers(model).values():  # as loading a state dict would have found out
+        layer.set_split(holds_split(layer))
 
 
 def save_hf(

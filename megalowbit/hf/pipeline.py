@@ -18,14 +18,11 @@ from torch import Tensor, nn
 
 from megalowbit.errors import UserError
 from megalowbit.hf.families import family
+from megalowbit.hf.pipeline_batches import IGNORED_LABEL, BatchLimits, Inputs, mask_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-IGNORED_LABEL = -100  # Hugging Face's, and torch's, for tokens that are not predicted
-EXTRAS = ("attention_mask", "position_ids")  # may follow `input_ids`, in this order
-
-Inputs = Tensor | tuple[Tensor, ...]
 BlockOptions = dict[str, Any]
 RunBlocks = Callable[[Sequence["Block"], Tensor, BlockOptions], Tensor]
 
@@ -184,7 +181,7 @@ def run_parts(
     Args:
         parts: some of `parts_of`.
         inputs: token ids if the embedding is among the parts, else hidden states; alone, or in a tuple with
-            the `EXTRAS`, integers of shape (batch, tokens).
+            mask and positions, as `as_inputs_and_labels` orders them.
         block_inputs: of the same model.
         run_blocks: runs the blocks; one after the other by default.
 
@@ -192,7 +189,7 @@ def run_parts(
         Logits if the head is among the parts, else what the next parts take.
     """
     values, *extras = inputs if isinstance(inputs, tuple) else (inputs,)
-    mask = extras[0] if extras else None
+    mask = mask_of(extras, values.shape[1])
     if len(extras) > 1:
         position_ids = extras[1]
     else:
@@ -220,29 +217,11 @@ def causal_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def as_inputs_and_labels(batch: Any) -> tuple[Inputs, Tensor]:
-    """A batch as pipelines take it: (inputs, labels), from such a pair or from a mapping as models take it.
-
-    Raises:
-        UserError: a mapping lacks `input_ids` or `labels`, or holds what no pipeline passes on.
-    """
-    if not isinstance(batch, Mapping):
-        inputs, labels = batch
-        return inputs, labels
-    for name in ("input_ids", "labels"):
-        if batch.get(name) is None:
-            raise UserError(f"a batch for a pipeline has no {name!r}, only {', '.join(batch)}: add it")
-    given = {name: value for name, value in batch.items() if value is not None}
-    unknown = given.keys() - {"input_ids", "labels", *EXTRAS}
-    if unknown:
-        raise UserError(f"a batch for a pipeline holds {min(unknown)!r}, which no stage takes: leave it out")
-    tokens: Tensor = given["input_ids"]
-    extras = []
-    if "attention_mask" in given or "position_ids" in given:
-        extras.append(given.get("attention_mask", torch.ones_like(tokens)).long())
-    if "position_ids" in given:
-        extras.append(given["position_ids"].long())
-    return ((tokens, *extras) if extras else tokens), given["labels"]
+def batch_limits(config: PretrainedConfig) -> BatchLimits:
+    """What the first and the last stage of a model have rows for."""
+    is_learned = _names_of(config).positions is not None
+    positions = config.max_position_embeddings if is_learned else None
+    return BatchLimits(vocabulary=config.vocab_size, positions=positions)
 
 
 def place(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -241,6 +241,7 @@ class BitLinear(nn.Linear):
             observe=observe if observer is not None and use.is_training else None,
             count=self._count,
             weights=None if self.is_split else self.weight_slot,  # a split weight is a new tensor each time
+            keeps_until_cleared=shards is not None or hasattr(self.weight, "ds_id"),  # ZeRO 3 gathers it anew
             is_replay=use.is_replay,
             needs_grad=needs_grad,
             step=use.step,

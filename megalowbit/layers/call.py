@@ -54,6 +54,7 @@ class Call:
         observe: takes (role, counts, error) of each quantised operand; `None` counts nothing.
         count: takes (product, what it ran in) of each product; `None` counts nothing.
         weights: where quantised weights are kept, or `None`.
+        keeps_until_cleared: see `WeightSlot.get`.
         is_replay: whether this forward repeats an earlier one, whose operands have been reported already.
         needs_grad: whether a graph is being recorded; without one nothing is prepared for backward.
         step: the micro-batch.
@@ -70,6 +71,7 @@ class Call:
     observe: Callable[[str, Tensor, Tensor], None] | None = None
     count: Callable[[str, str], None] | None = None
     weights: WeightSlot | None = None
+    keeps_until_cleared: bool = False
     is_replay: bool = False
     needs_grad: bool = True
     step: int = 0
@@ -189,14 +191,19 @@ class Call:
         if self.weights is None or quantizer(name).is_stochastic or quantizer(name).is_identity:
             return True
         is_counted = self._observer(role, name, None) is not None
-        return self.weights.find(weight, role, name, is_counted=is_counted) is None
+        found = self.weights.find(
+            weight, role, name, is_counted=is_counted, until_cleared=self.keeps_until_cleared
+        )
+        return found is None
 
     def weight(self, weight: Tensor, name: str, role: str, quantize: Callable[[], Factor]) -> Factor:
         """A weight's factor: out of the cache, where there is one and the quantiser may be cached."""
         if self.weights is None or quantizer(name).is_stochastic or quantizer(name).is_identity:
             return quantize()
         is_counted = self._observer(role, name, None) is not None
-        return self.weights.get(weight, role, name, quantize, is_counted=is_counted)
+        return self.weights.get(
+            weight, role, name, quantize, is_counted=is_counted, until_cleared=self.keeps_until_cleared
+        )
 
     def _key(self, name: str, role: str, x: Tensor) -> RandomKey | None:
         return self.random_key(role, x.device) if quantizer(name).is_stochastic and x.numel() else None

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.parallel_bitlinear import ParallelBitLinear
 from megalowbit.layers.settings import RegularizerSettings
 from megalowbit.layers.split_parameters import SPLIT_NAMES, has_split_parameters, parts_of
 from megalowbit.layers.surgery import bit_layers
-from megalowbit.layers.tensor_parallel import Cut
+from megalowbit.layers.tensor_parallel import Cut, tensor_group_of
 from megalowbit.spectral.weight_split import WeightParts, first_moments, whole_weight
 
 CHUNK = 2**22  # elements in fp32 at a time: 16 MiB each for W, its square and its gradient; more where split
@@ -84,10 +83,8 @@ class DualRangeRegularizer:
 
     def sum_over_shards(self, value: Tensor) -> Tensor:
         """R of all tensor-parallel ranks, from that of each; all layers are cut or none. Collective."""
-        groups = [
-            layer.tensor_group for layer in self.layers.values() if isinstance(layer, ParallelBitLinear)
-        ]
-        return groups[0].sum(value.clone()) if groups else value
+        group = tensor_group_of(self.layers.values())
+        return value if group is None else group.sum(value.clone())
 
     def weights(self) -> list[nn.Parameter]:
         """Weights that are one parameter; those in four parts are not among them."""

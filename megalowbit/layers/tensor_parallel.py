@@ -12,7 +12,7 @@ sequence parallelism, uneven shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,12 @@ class TensorGroup:
             "a tensor-parallel layer cannot be pickled, its process group belongs to this process: "
             "save model.state_dict() instead"
         )
+
+
+def tensor_group_of(modules: Iterable[nn.Module]) -> TensorGroup | None:
+    """The ranks that share the first sharded layer among some modules, and so all of them; None: none is."""
+    groups = (each.__dict__.get("tensor_group") for each in modules)
+    return next((group for group in groups if group is not None), None)
 
 
 class ColumnParallelLinear(nn.Linear):

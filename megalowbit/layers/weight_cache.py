@@ -4,9 +4,12 @@ A weight changes once a step, but is quantised at each use: by every micro-batch
 checkpointing repeats a forward. A slot on the layer keeps the packed codes (4.5 bits an element, and as
 much again where backward has its own) until whoever updates the weights calls `WeightCache.clear`. Entries
 also remember the weight's memory and version, but optimizers that write through `.data` change neither, so
-clearing is a duty, not a courtesy. Weights rounded stochastically are not kept: they must be drawn anew
-each micro-batch. What was quantised without counts (in evaluation) is quantised again for who wants them,
-and what was quantised in inference mode, which autograd may not save, is found in inference mode only.
+clearing is a duty, not a courtesy. It is all there is for weights that ZeRO 3 gathers anew for each use, and
+for shards: their memory and version are a rank's own affair, and tensor ranks exchange the largest magnitudes
+of what they are about to quantise, so each must find what the others find: their observers, too, are set on
+all or on none. Weights rounded stochastically are not kept: they must be drawn anew each micro-batch. What
+was quantised without counts (in evaluation) is quantised again for who wants them, and what was quantised in
+inference mode, which autograd may not save, is found in inference mode only.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class WeightSlot:
         quantize: Callable[[], Factor],
         *,
         is_counted: bool = False,
+        until_cleared: bool = False,
     ) -> Factor:
         """The factor kept for this role and quantiser, or a new one.
 
@@ -54,21 +58,32 @@ class WeightSlot:
             name: of the quantiser.
             quantize: makes the factor; what it returns may carry a ready operand, which is not kept.
             is_counted: whether `quantize` reports counts; a factor made without any will then not do.
+            until_cleared: whether a factor will do wherever the weight lies now; for weights that are
+                gathered anew, and for shards.
         """
-        found = self.find(weight, role, name, is_counted=is_counted)
+        found = self.find(weight, role, name, is_counted=is_counted, until_cleared=until_cleared)
         if found is not None:
             return found
         factor = quantize()
         is_inference = torch.is_inference_mode_enabled()
-        self._entries[role, name] = Entry(_key(weight), factor.packed(), is_counted, is_inference)
+        key = _key(weight, until_cleared=until_cleared)
+        self._entries[role, name] = Entry(key, factor.packed(), is_counted, is_inference)
         return factor
 
-    def find(self, weight: Tensor, role: str, name: str, *, is_counted: bool = False) -> Factor | None:
+    def find(
+        self,
+        weight: Tensor,
+        role: str,
+        name: str,
+        *,
+        is_counted: bool = False,
+        until_cleared: bool = False,
+    ) -> Factor | None:
         """The factor kept for this role and quantiser, if it will do."""
         entry = self._entries.get((role, name))
         if (
             entry is not None
-            and entry.key == _key(weight)
+            and entry.key == _key(weight, until_cleared=until_cleared)
             and (entry.is_counted or not is_counted)
             and (torch.is_inference_mode_enabled() or not entry.is_inference)
         ):
@@ -83,7 +98,9 @@ class WeightSlot:
         return len(self._entries)
 
 
-def _key(weight: Tensor) -> Key:
+def _key(weight: Tensor, *, until_cleared: bool) -> Key:
+    if until_cleared:
+        return weight.shape, weight.dtype
     version = None if weight.is_inference() else weight._version
     return weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype
 

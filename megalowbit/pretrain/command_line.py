@@ -67,6 +67,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="print the resolved configuration, the swapped layers, sizes and memory, and exit",
     )
     parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="with --dry-run: size the run for N processes (default: those started, or the fewest that fit)",
+    )
+    parser.add_argument(
         "--prepare-data",
         action="store_true",
         help="tokenise the corpus into the cache and exit: once, before a large corpus meets many processes",
@@ -97,13 +103,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     from megalowbit.pretrain.config import load_config
 
-    config = load_config(options.ds_config, options.overrides, world_size=identity.world_size)
+    config = load_config(options.ds_config, options.overrides, world_size=_world_size(options, identity))
     _share_cores()
     if options.dry_run:
         from megalowbit.pretrain.dry_run import describe
 
         if identity.is_main:
-            print(describe(config, world_size=identity.world_size))
+            print(describe(config))
         return
     if options.prepare_data:
         from megalowbit.data.loader import count_samples
@@ -120,6 +126,19 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
 
     pretrain(config, identity, run_dir=options.run_dir, is_resume=options.resume == "auto")
     stop_process_group()
+
+
+def _world_size(options: argparse.Namespace, identity: ProcessIdentity) -> int | None:
+    """Processes of the run; None where it is yet to be started, and any number that fits will do."""
+    if options.processes is not None:
+        if not options.dry_run or options.processes < 1:
+            raise UserError(
+                f"--processes {options.processes} sizes a run for --dry-run: add that, and give at least 1; "
+                "a run takes their number from its launcher"
+            )
+        return int(options.processes)
+    is_only_prepared = options.prepare_data or (options.dry_run and identity.world_size == 1)
+    return None if is_only_prepared else identity.world_size
 
 
 def _share_cores() -> None:
@@ -142,8 +161,17 @@ def _report(error: UserError, identity: ProcessIdentity) -> None:
     line = " ".join(str(error).split("\n"))
     if identity.is_main:
         print(f"error: {line}", file=sys.stderr, flush=True)
-    else:
+    if error.is_on_all_ranks:
+        _leave_together()
+    elif not identity.is_main:
         time.sleep(SECONDS_FOR_THE_MAIN_RANK)
-        if error.is_on_all_ranks:
-            return
         print(f"error on rank {identity.rank}: {line}", file=sys.stderr, flush=True)
+
+
+def _leave_together() -> None:
+    """End the process group on all ranks, so that none is aborted by the end of another; within seconds."""
+    from datetime import timedelta
+
+    from megalowbit.engine.process_start import stop_process_group
+
+    stop_process_group(timedelta(seconds=SECONDS_FOR_THE_MAIN_RANK))

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megalowbit.data.settings import DataSettings
+from megalowbit.engine.batch_size import data_size_of
 from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, load_json, read_deepspeed_config
 from megalowbit.engine.pipeline_values import check_beside_stages, stages_of
 from megalowbit.engine.process_grid import ProcessGrid
@@ -99,12 +100,16 @@ class PretrainConfig:
         parts: what DeepSpeed gets, and the engine's settings.
         settings: what the loop reads.
         monitors: what the sinks read.
+        grid: rank 0's place among the processes that it was resolved for.
+        is_sized_to_fit: their number was not given, and is the smallest that fits.
     """
 
     source: Path
     parts: DeepSpeedConfigParts
     settings: PretrainSettings
     monitors: Monitors
+    grid: ProcessGrid
+    is_sized_to_fit: bool = False
 
     @property
     def recipe(self) -> str | dict[str, Any]:
@@ -121,13 +126,14 @@ class PretrainConfig:
         return {**self.parts.deepspeed, **monitors, BLOCK: block}
 
 
-def load_config(path: Path, overrides: list[str], *, world_size: int) -> PretrainConfig:
+def load_config(path: Path, overrides: list[str], *, world_size: int | None) -> PretrainConfig:
     """Read, override, validate and resolve a configuration.
 
     Args:
         path: a DeepSpeed JSON file with a `"megalowbit"` block.
         overrides: `"dotted.key=value"`; values are JSON, or else plain strings.
-        world_size: number of processes; those that a model is cut over count as one in batch sizes.
+        world_size: number of processes; those that a model is cut over count as one in batch sizes. None: not
+            known yet, as where a run is prepared; the smallest number that fits.
 
     Raises:
         UserError: anything wrong with file, keys, values or their combination.
@@ -140,11 +146,21 @@ def load_config(path: Path, overrides: list[str], *, world_size: int) -> Pretrai
     monitors = _validate(Monitors, {name: raw.pop(name) for name in Monitors.model_fields if name in raw}, "")
     settings = _validate_block(raw[BLOCK], path.stem)
     raw[BLOCK].setdefault("recipe", DEFAULT_RECIPE)
-    data_size = ProcessGrid.from_config(raw, 0, world_size).data_size
-    parts = read_deepspeed_config(raw, world_size=data_size, total_steps=settings.run.steps)
+    if world_size is None:
+        grid = ProcessGrid.smallest(raw, data_size_of(raw))
+    else:
+        grid = ProcessGrid.from_config(raw, 0, world_size)
+    parts = read_deepspeed_config(raw, world_size=grid.data_size, total_steps=settings.run.steps)
     check_beside_stages(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
     check_retries(settings.run.overflow_retries, parts.settings)
-    return PretrainConfig(source=path, parts=parts, settings=settings, monitors=monitors)
+    return PretrainConfig(
+        source=path,
+        parts=parts,
+        settings=settings,
+        monitors=monitors,
+        grid=grid,
+        is_sized_to_fit=world_size is None,
+    )
 
 
 def _block(raw: dict[str, Any], path: Path) -> dict[str, Any]:

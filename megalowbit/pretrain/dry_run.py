@@ -1,7 +1,8 @@
 """What a run would do, without doing it: configuration, swapped layers, sizes, memory.
 
-The model is built on fake tensors, so a model that would not fit here is described all the same, and nothing
-is written or downloaded: no run folder, no cache, no data set.
+Processes are counted and not started: one is enough to size a run of many. The model is built on fake
+tensors, so a model that would not fit here is described all the same, and nothing is written or downloaded:
+no run folder, no cache, no data set.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalowbit.data.corpus import is_on_hub, open_corpus
 from megalowbit.data.tokenize import build_tokenizer
-from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits
 from megalowbit.layers.bitlinear import BitLinear
@@ -27,20 +27,21 @@ from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import check_nothing_missed
 from megalowbit.pretrain.kernels import this_device, why_not
 from megalowbit.pretrain.late_switch import check_switchable
-from megalowbit.pretrain.memory import ZeroSharing, estimate_memory
+from megalowbit.pretrain.memory import ModelCut, ZeroSharing, estimate_memory
+
+SIZED_TO_FIT = ", the fewest that fit this configuration: give --processes for another number"
 
 
-def describe(config: PretrainConfig, *, world_size: int) -> str:
+def describe(config: PretrainConfig) -> str:
     """The report `--dry-run` prints.
 
     Args:
         config: the resolved configuration.
-        world_size: number of processes the run is started with.
 
     Raises:
         UserError: model, recipe or corpus would fail in the real run.
     """
-    settings, engine = config.settings, config.parts.settings
+    settings, engine, grid = config.settings, config.parts.settings, config.grid
     recipe = recipe_of(config.recipe)
     check_switchable(settings.late_switch, recipe)
     is_hub = is_on_hub(settings.data)
@@ -71,18 +72,18 @@ def describe(config: PretrainConfig, *, world_size: int) -> str:
         has_momentum=bool(optimizer["params"].get("momentum")),
         micro_batch_size=micro_batch_size,
         sequence_length=settings.data.sequence_length,
-        sharing=ZeroSharing.from_config(
-            config.parts.deepspeed, ProcessGrid.from_config(config.parts.deepspeed, 0, world_size).data_size
-        ),
+        sharing=ZeroSharing.from_config(config.parts.deepspeed, grid.data_size),
+        cut=ModelCut.from_config(config.parts.deepspeed, grid),
     )
     memory = estimate(recipe=recipe)
     tokens = config.parts.deepspeed["train_batch_size"] * settings.data.sequence_length
     sections = {
+        "processes": f"{grid.world_size} ({grid}){SIZED_TO_FIT if config.is_sized_to_fit else ''}",
         "configuration": json.dumps(config.to_dict(), indent=2),
         "layers": "\n".join(layers),
         "products": why_not(recipe, this_device()) or f"{recipe.gemm} on {this_device()}",
         "parameters": f"{total:,}, of which {swapped:,} ({swapped / total:.1%}) in low-bit layers",
-        "data": f"{corpus}; {tokens:,} tokens a step on {world_size} process(es), "
+        "data": f"{corpus}; {tokens:,} tokens a step on {grid.world_size} process(es), "
         f"{tokens * settings.run.steps:,} in {settings.run.steps:,} steps",
         "memory of one process (estimate)": str(memory),
     }

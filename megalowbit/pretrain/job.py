@@ -73,7 +73,7 @@ class Job:
         recipe: how the layers quantise.
         store: the run's checkpoints.
         tracker: overflow counts; `None` where telemetry or quantisation is off.
-        weight_cache: quantised weights of the present step, where a step uses them more than once.
+        weight_cache: quantised weights of a step that uses them more than once; not at ZeRO 3.
         late_switch: when layers stop quantising; `None`: never.
         totals: what the run has done so far, resumed parts included.
     """
@@ -240,6 +240,8 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
     is_used_again = parts.deepspeed["gradient_accumulation_steps"] > 1 or getattr(
         engine.module, "is_activation_checkpointing", False
     )
+    # codes of whole weights on every rank are what stage 3 is chosen to do without
+    keeps_codes = is_used_again and report.swapped and engine.zero_optimization_stage() < 3
     return Job(
         config=config,
         folder=folder,
@@ -249,7 +251,7 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
         recipe=recipe,
         store=CheckpointStore(folder.checkpoints, keep=settings.checkpoint.keep),
         tracker=tracker,
-        weight_cache=cache_weights(engine.module) if is_used_again and report.swapped else None,
+        weight_cache=cache_weights(engine.module) if keeps_codes else None,
         late_switch=None
         if settings.late_switch is None
         else LateSwitch(

@@ -5,30 +5,74 @@ gradients, fp32 masters and the inner optimizer's moments, of which ZeRO's stage
 and may put it on the host. What is saved for backward is counted, not
 modelled: the real model runs forward under PyTorch's fake tensors and a hook adds up every storage autograd
 would keep, packed FP4 operands included. The device's own attention kernel may keep less than the fake one.
-Not covered: temporaries inside a kernel, fragmentation, communication buffers.
+Where processes divide the model, the shard is really made, and of a pipeline's stages the largest is told.
+Not covered: temporaries inside a kernel, fragmentation, padding, what stage 3 fetches ahead, communication
+buffers but those gradients are reduced in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megalowbit.engine.lone_shard import shard_alone
+from megalowbit.engine.pipeline_values import interval_of, partition_of, stages_of
+from megalowbit.engine.process_grid import ProcessGrid
+from megalowbit.engine.stage_bounds import stage_bounds
+from megalowbit.engine.zero_values import zero_stage
 from megalowbit.hf.checkpoint import build_model
+from megalowbit.hf.pipeline import parts_of
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.surgery import bit_layers, convert
 from megalowbit.optim.autocast import attach_autocast
 from megalowbit.optim.fp32_modules import is_kept_fp32, keep_fp32
 from megalowbit.optim.op_classes import OpClasses
+from megalowbit.pretrain.saved_tensors import saved_by_stage, saved_for_backward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MOMENTS_PER_PARAMETER = {"adamw": 2, "adam": 2}
+REDUCE_BUCKET_SIZE = 500_000_000  # DeepSpeed's default, in elements
 GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCut:
+    """How processes divide the model itself.
+
+    Attributes:
+        tensor_size: processes that share each projection; all else is whole in each of them.
+        num_stages: of a pipeline.
+        partition: how parts are dealt to stages.
+        interval: blocks per recomputed segment of a stage; 0 recomputes nothing.
+        micro_batches: of an optimizer step.
+    """
+
+    tensor_size: int = 1
+    num_stages: int = 1
+    partition: str = "parameters"
+    interval: int = 0
+    micro_batches: int = 1
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], grid: ProcessGrid) -> ModelCut:
+        """From a complete DeepSpeed configuration."""
+        return cls(
+            tensor_size=grid.tensor_size,
+            num_stages=grid.pipeline_size,
+            partition=partition_of(config),
+            interval=interval_of(config),
+            micro_batches=config["gradient_accumulation_steps"],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,30 +84,42 @@ class ZeroSharing:
         data_size: processes that share.
         is_optimizer_on_host: masters and moments are.
         are_parameters_on_host: the shares of half-precision parameters are.
+        bucket_elements: of the buffers gradients are reduced in, all together.
     """
 
     stage: int = 0
     data_size: int = 1
     is_optimizer_on_host: bool = False
     are_parameters_on_host: bool = False
+    bucket_elements: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], data_size: int) -> ZeroSharing:
         """From a complete DeepSpeed configuration."""
-        zero = config.get("zero_optimization") or {}
+        zero, stage = config.get("zero_optimization") or {}, zero_stage(config)
         on_host = [
             (zero.get(key) or {}).get("device") == "cpu" for key in ("offload_optimizer", "offload_param")
         ]
+        num_buckets = 0
+        if stage and zero.get("contiguous_gradients", True):
+            # with overlap there are two; a pipeline at stage 1 makes a second one in each step
+            is_pipeline = stages_of(config) > 1
+            num_buckets = 2 if is_pipeline or (stage < 3 and zero.get("overlap_comm")) else 1
         return cls(
-            stage=int(zero.get("stage") or 0),
+            stage=stage,
             data_size=data_size,
             is_optimizer_on_host=on_host[0],
             are_parameters_on_host=on_host[1],
+            bucket_elements=num_buckets * int(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)),
         )
 
     def share(self, size: int, *, from_stage: int) -> int:
         """Bytes of a process's share of what is divided from some stage on."""
         return -(-size // self.data_size) if self.stage >= from_stage else size
+
+    def reduction_buffers(self, precision: str) -> int:
+        """Bytes of the buffers gradients are reduced in; stage 2 alone has them in the model's precision."""
+        return self.bucket_elements * (2 if self.stage == 2 and precision in HALF_DTYPES else 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +131,7 @@ class MemoryEstimate:
     master_parameters: int
     optimizer_moments: int
     saved_for_backward: int
+    reduction_buffers: int = 0
     on_the_host: int = 0
 
     @property
@@ -102,8 +159,9 @@ def estimate_memory(
     micro_batch_size: int,
     sequence_length: int,
     sharing: ZeroSharing | None = None,
+    cut: ModelCut | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory of one process.
+    """Estimate the memory of one process; of a pipeline's, one of the stage that needs most.
 
     Args:
         model_settings: which model.
@@ -116,39 +174,82 @@ def estimate_memory(
         micro_batch_size: sequences per forward pass.
         sequence_length: tokens per sequence.
         sharing: what ZeRO does; None: stage 0.
+        cut: how the model is divided; None: not at all.
+
+    Raises:
+        UserError: the model cannot be divided so.
     """
+    cut, zero = cut or ModelCut(), sharing or ZeroSharing()
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
         model = build_model(model_settings, seed=0)
+        shard_alone(model, cut.tensor_size)
         convert(model, recipe)
         for layer in bit_layers(model).values():
             layer.is_split = recipe.parameter_split is not None  # the larger of the two states
         if fp32_norms:
             keep_fp32(model)
         half = HALF_DTYPES.get(precision)
-        halves = [] if half is None else [p for p in model.parameters() if not is_kept_fp32(p)]
-        for parameter in halves:
-            parameter.data = parameter.data.to(half)
+        for parameter in model.parameters():
+            if half is not None and not is_kept_fp32(parameter):
+                parameter.data = parameter.data.to(half)
         if op_classes is not None:
             attach_autocast(model, precision, "cpu", op_classes)
-        saved = saved_for_backward(model, micro_batch_size, sequence_length)
-    sizes = [(parameter.numel(), parameter.element_size()) for parameter in model.parameters()]
-    count = sum(numel for numel, _ in sizes)
+        stages = _stages(model, cut, micro_batch_size, sequence_length)
     moments = MOMENTS_PER_PARAMETER.get(optimizer_type.lower(), int(has_momentum))
-    return _shared(
-        sharing or ZeroSharing(),
-        parameters=sum(numel * size for numel, size in sizes),
-        gradients=count * 4,
+    estimates = []
+    for parameters, saved in stages:
+        count = sum(parameter.numel() for parameter in parameters)
         # ZeRO steps copies of fp32 parameters too
-        masters=(count if sharing and sharing.stage else sum(parameter.numel() for parameter in halves)) * 4,
-        moments=count * 4 * moments,
-        saved=saved,
-    )
+        with_masters = [p for p in parameters if zero.stage or p.dtype != torch.float32]
+        estimates.append(
+            _shared(
+                zero,
+                parameters=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+                gradients=count * 4,
+                masters=sum(parameter.numel() for parameter in with_masters) * 4,
+                moments=count * 4 * moments,
+                saved=saved,
+                buffers=zero.reduction_buffers(precision),
+            )
+        )
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def _stages(
+    model: PreTrainedModel, cut: ModelCut, micro_batch_size: int, sequence_length: int
+) -> list[tuple[list[nn.Parameter], int]]:
+    """Parameters of each stage, a tied one in each that has it, and bytes that it keeps for backward."""
+    if cut.num_stages == 1:
+        return [(list(model.parameters()), saved_for_backward(model, micro_batch_size, sequence_length))]
+    parts = parts_of(model)
+    bounds = stage_bounds(parts, cut.num_stages, cut.partition)
+    found = []
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        mine = parts[start:stop]
+        saved = saved_by_stage(
+            model,
+            mine,
+            micro_batch_size=micro_batch_size,
+            sequence_length=sequence_length,
+            interval=cut.interval,
+            # one forward, one backward in turn: the first stage waits longest
+            num_in_flight=min(cut.num_stages - stage, cut.micro_batches),
+        )
+        found.append((list(dict.fromkeys(p for part in mine for p in part.parameters())), saved))
+    return found
 
 
 def _shared(
-    zero: ZeroSharing, *, parameters: int, gradients: int, masters: int, moments: int, saved: int
+    zero: ZeroSharing,
+    *,
+    parameters: int,
+    gradients: int,
+    masters: int,
+    moments: int,
+    saved: int,
+    buffers: int,
 ) -> MemoryEstimate:
-    """The whole model's bytes, as one process has them."""
+    """The bytes of what a process would have without ZeRO, as it has them with it."""
     main_gradients = zero.share(gradients, from_stage=2)
     if zero.stage == 1:  # whole sums over micro-batches, and the share that a step works on
         main_gradients += zero.share(gradients, from_stage=1)
@@ -173,29 +274,6 @@ def _shared(
         main_gradients=main_gradients,
         **of_optimizer,
         saved_for_backward=saved,
+        reduction_buffers=buffers,
         on_the_host=on_the_host,
     )
-
-
-def saved_for_backward(model: nn.Module, micro_batch_size: int, sequence_length: int) -> int:
-    """Bytes autograd keeps between one forward and its backward, parameters not counted.
-
-    Args:
-        model: a causal language model that takes `input_ids` and `labels`; fake tensors serve as well.
-        micro_batch_size: sequences in the batch.
-        sequence_length: tokens per sequence.
-    """
-    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}  # holds the storages alive, so that no address comes twice
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            kept[storage._cdata] = storage
-        return tensor
-
-    tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=tokens, labels=tokens).loss
-    del loss
-    return sum(storage.nbytes() for storage in kept.values())

@@ -1,11 +1,13 @@
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from megalowbit.checkpoints.contents import CheckpointContents, StateDict
+from megalowbit.checkpoints.contents import CheckpointContents, StateDict, check_files
 from megalowbit.checkpoints.layout import Layout, Slice, StoredParameter
+from megalowbit.durable import verify_folder
 from megalowbit.errors import UserError
 
 WHOLE = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(5.0) + 100}  # what `stage_two` holds
@@ -66,8 +68,21 @@ def test_shards_that_do_not_fit_together_are_refused(write, shapes):
         CheckpointContents(tensor_parallel(write, [cut, cut], shapes))
 
 
+def test_a_file_that_the_layout_needs_must_be_in_the_manifest(stage_two):
+    check_files(stage_two, remedy="use another")
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    manifest = json.loads((stage_two / "manifest.json").read_text())
+    manifest["files"] = [entry for entry in manifest["files"] if entry["name"] != name]
+    (stage_two / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=f"does not name {name}; use another"):
+        check_files(stage_two, remedy="use another")
+    with pytest.raises(UserError, match=rf"{name} is not named by manifest\.json"):
+        verify_folder(stage_two, remedy="use another")
+
+
 def test_a_folder_without_weights_is_named(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"format": 1, "files": []}')
+    entry = '{"name": "x", "size": 0, "sha256": ""}'
+    (tmp_path / "manifest.json").write_text(f'{{"format": 1, "files": [{entry}]}}')
     with pytest.raises(UserError, match="has neither mp_rank_00_model_states"):
         CheckpointContents(tmp_path)
 

@@ -2,8 +2,25 @@
 
 import os
 import sys
+import time
+from datetime import timedelta
+from pathlib import Path
 
+import torch.distributed as dist
+
+from megalowbit.engine.process_start import stop_process_group
 from megalowbit.pretrain.command_line import main
 
-seed = f"megalowbit.run.seed={os.environ['RANK']}"
-sys.exit(main(["--ds-config", sys.argv[1], "--run-dir", "run", "--set", seed]))
+rank = int(os.environ["RANK"])
+code = main(["--ds-config", sys.argv[1], "--run-dir", "run", "--set", f"megalowbit.run.seed={rank}"])
+print("left the group:", not dist.is_initialized())
+# another group, which rank 1 does not leave: rank 0 must not wait for it
+dist.init_process_group("gloo", init_method=f"file://{Path.cwd()}/store", rank=rank, world_size=2)
+start = time.monotonic()
+if rank == 0:
+    stop_process_group(timedelta(seconds=1))
+    print("waited less than 3 s:", time.monotonic() - start < 3)
+else:
+    time.sleep(4)
+sys.stdout.flush()
+os._exit(code)

@@ -4,6 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from held_bytes import held_bytes
 from matrix_cells import (
     ACCUMULATIONS,
     BAD_PARAMETER,
@@ -48,6 +49,7 @@ def train(settings, bad_rank):
         seen["norms"].append(optimizer.report.grad_norm)
         seen["applied"].append(optimizer.report.is_applied)
         seen["scales"].append(optimizer.loss_scale)
+    seen["bytes"] = held_bytes(engine)
     seen["skipped_steps"] = engine.skipped_steps
     whole = whole_state_dict(engine)
     if rank == 0:
@@ -58,12 +60,14 @@ def train(settings, bad_rank):
 
 found = {}
 for index, cell in enumerate(CELLS):
-    found[key_of(*cell)] = train(config_of(*cell, tensor_size=tensor_size), bad_rank=index % 2)
+    # over stages and precisions each kind of cell has the bad gradient on either rank
+    bad_rank = (index + index // 4) % 2
+    found[key_of(*cell)] = train(config_of(*cell, tensor_size=tensor_size), bad_rank)
 for accumulation in ACCUMULATIONS:  # the optimizer on the CPU, and at stage 3 the parameters too
     for stage in (1, 2, 3):
         offload = ["offload_optimizer", *(["offload_param"] if stage == 3 else [])]
         cell = (stage, "bf16", accumulation, "plain")
         found[f"offload, {key_of(*cell)}"] = train(
-            config_of(*cell, tensor_size=tensor_size, offload=offload), bad_rank=0
+            config_of(*cell, tensor_size=tensor_size, offload=offload), bad_rank=(stage + accumulation) % 2
         )
 report(found)

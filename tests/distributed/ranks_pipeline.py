@@ -250,6 +250,16 @@ def refusals():
         "norm": beside(block={"gradient_norm": "sum_of_norms"}),
         "layers": beside(block={"layer_scaling": {"enabled": True}}),
         "replay": beside(recipe=split, pipeline={"stages": 2, "activation_checkpoint_interval": 1}),
+        "one stage": beside(pipeline={"stages": 1}),
+        "other partition": beside(pipeline={"partition": "uniform"}),
+        "other interval": message(
+            lambda: start(
+                "gpt2",
+                settings(pipeline={"activation_checkpoint_interval": 1}),
+                activation_checkpoint_interval=2,
+            )
+        ),
+        "same block": beside(pipeline={"stages": 2, "partition": "best"}),
         "frozen": message(lambda: start_frozen("gpt2", 0)),
         "others": message(lambda: start_with_whole_optimizer()),
         "foreign": message(
@@ -259,6 +269,69 @@ def refusals():
             )
         ),
     }
+
+
+def packed_batch(micro_batch):
+    """Two documents in a row, told apart by their positions alone."""
+    positions = torch.cat([torch.arange(5), torch.arange(TOKENS - 5)]).expand(BATCH, -1)
+    return {**batch(0, micro_batch), "position_ids": positions}
+
+
+def packed(kind):
+    engine = start(kind)
+    loss = engine.train_batch(packed_batch(each) for each in range(MICRO_BATCHES)).item()
+    return [loss, engine.get_global_grad_norm()]
+
+
+def reading():
+    """Messages of steps whose data are wrong on one rank or on both; then a step with the right ones."""
+    engine, fixed = start("gpt2"), start("gpt2", dynamic_shape=False)
+    is_first = engine.stage_id == 0
+    right = [batch(0, each) for each in range(MICRO_BATCHES)]
+    short = [{name: value[:, 1:] for name, value in each.items()} for each in right]
+    beyond = {**right[1], "input_ids": right[1]["input_ids"] + VOCABULARY}
+
+    def refused(batches, engine=engine):
+        return message(lambda: engine.train_batch(batches))
+
+    def broken():
+        yield right[0]
+        if is_first:
+            raise OSError("no such shard")
+        yield from right[1:]
+
+    found = {
+        "ended": refused(iter(right[:2])),
+        "ended in the last": refused(iter(right if is_first else right[:1])),
+        "ended in evaluation": message(lambda: engine.eval_batch(iter(right), num_micro_batches=4)),
+        "labels": refused({"input_ids": each["input_ids"]} for each in right),
+        "token": refused(iter([right[0], beyond, right[2]])),
+        "long": refused({name: value.repeat(1, 2) for name, value in each.items()} for each in right),
+        "list": refused(right),
+        "nothing": message(lambda: start("gpt2").train_batch()),
+        "shapes": refused(iter([*right[:2], short[2]]), fixed),
+        "forward": message(lambda: engine(**right[0])),
+        "backward": message(lambda: engine.backward(torch.ones(()))),
+        "step": message(lambda: engine.step()),
+    }
+    try:
+        engine.train_batch(broken())
+    except Exception as error:
+        found["broken"] = f"{type(error).__name__}: {error}"
+    found["losses"] = [each.train_batch(iter(right)).item() for each in (engine, fixed)]
+    found["shapes later"] = refused(iter(short), fixed)
+    fixed.reset_activation_shape()
+    found["shapes after a reset"] = refused(iter(short), fixed)
+    return found
+
+
+def plain_after_stages():
+    """Losses of a plain engine after those with stages; alone it has the same."""
+    engine, *_ = mlb.initialize(model=hf_model("gpt2"), config=settings(micro_batches=1))
+    loss = engine(**batch(0, 0)).loss
+    engine.backward(loss)
+    engine.step()
+    return [loss.item(), engine.get_global_grad_norm()]
 
 
 def whole_weights():
@@ -310,6 +383,9 @@ def two(folder):
         "evaluation": evaluation(),
         "resume": resume(folder),
         "refusals": refusals(),
+        "packed": {kind: packed(kind) for kind in ("gpt2", "llama")},
+        "reading": reading(),
+        "plain_after_stages": plain_after_stages(),
     }
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import checkpoint_cases
+import checkpoint_method_cases
 import torch
 from checkpoint_cases import live_tensors, same
 from tiny_training import rank_and_size, report
@@ -81,6 +82,7 @@ if mode == "save":
             torch.save(live, folder / f"live{stage}.pt")
         result[stage] = {"before": before, "after": train(engine, range(SAVED, STEPS))}
         engine.destroy()
+    result["methods"] = checkpoint_method_cases.run_all(folder, make_engine, train)
     result["cases"] = checkpoint_cases.save_all(folder)
 else:
     for saved_stage in STAGES:

@@ -14,6 +14,7 @@ from tiny_training import make, rank_and_size, report
 import megalowbit as mlb
 from megalowbit.engine.whole_weights import whole_numel, whole_state_dict
 from megalowbit.errors import UserError
+from megalowbit.layers.call import Prepared
 from megalowbit.layers.surgery import bit_layers, cache_weights, plain_state_dict, restore
 
 rank, world_size = rank_and_size()
@@ -24,7 +25,7 @@ size = int(sys.argv[1])
 def train(case, tensor_size, *, spoiled_step=None):
     settings = config_of(case, tensor_size)
     engine, optimizer, _, _ = make(make_model(case), settings)
-    seen = {"losses": [], "norms": [], "is_applied": [], "initial": None}
+    seen = {"losses": [], "norms": [], "is_applied": [], "zeros": [], "scales": []}
     if case.get("checkpointing"):
         engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     data_rank = engine.process_grid.data_rank if tensor_size > 1 else rank // size
@@ -43,8 +44,12 @@ def train(case, tensor_size, *, spoiled_step=None):
         seen["losses"].append(loss.item())
         seen["norms"].append(optimizer.report.grad_norm)
         seen["is_applied"].append(optimizer.report.is_applied)
+        seen["zeros"].append(optimizer.report.num_zeros)
+        seen["scales"].append(optimizer.loss_scale)
         if optimizer.report.overflow is not None:
             seen["where"] = [optimizer.report.overflow.tensor, optimizer.report.overflow.rank]
+    if "layer_scaling" in case.get("block", {}):
+        seen["factors"] = optimizer.layer_scaling.factors
     seen["numel"] = sum(map(whole_numel, engine.module.parameters()))
     seen["layers"] = len(bit_layers(engine.module))
     if tensor_size > 1:
@@ -85,6 +90,45 @@ def variant(*, steps=3, is_cached=False, checkpointing=None, backend=None, seed=
             cache.clear()
         losses.append(loss.item())
     found = {"losses": losses, "do_copies_agree": do_copies_agree(engine)}
+    engine.destroy()
+    return found
+
+
+def kept_codes():
+    """Losses at stage 3 without and with codes kept over micro-batches; ranks use memory unlike."""
+    case = {**CASES["llama"], "recipe": "nvfp4", "stage": 3, "accumulation": 3}
+    found = []
+    for is_cached in (False, True):
+        engine, *_ = make(make_model(case), config_of(case, size))
+        cache = cache_weights(engine.module) if is_cached else None
+        losses, taken, kept = [], [], 0
+        for micro_step in range(6):
+            if rank % 2:
+                taken.append(torch.empty(1000 + 977 * micro_step))
+            loss = engine(**batch(micro_step, engine.process_grid.data_rank)).loss
+            engine.backward(loss)
+            kept = max(kept, 0 if cache is None else len(cache))
+            engine.step()
+            if cache is not None and micro_step % 3 == 2:
+                cache.clear()
+            losses.append(loss.item())
+        found.append({"losses": losses, "kept": kept})
+        engine.destroy()
+    return found
+
+
+def numbers_drawn():
+    """What one tensor is rounded to as each operand of a column- and a row-parallel layer."""
+    engine, *_ = make(make_model(CASES["llama"]), config_of({**CASES["llama"], "recipe": "nvfp4"}, size))
+    layers = bit_layers(engine.module)
+    x = torch.linspace(-6.0, 6.0, 512).view(16, 32)
+    found = {}
+    for name in ("q_proj", "o_proj"):
+        layer = layers[f"model.layers.0.self_attn.{name}"]
+        call = layer.call(layer.begin_use(), compute_dtype=torch.float32, needs_grad=True)
+        for role in ("input", "weight", "grad_output"):
+            made = call.quantize(Prepared(x), "nvfp4e2m1b", role, is_reported=False)
+            found[f"{name} {role}"] = made.tensor.dequantize().flatten().tolist()
     engine.destroy()
     return found
 
@@ -181,6 +225,14 @@ def refusals():
         make(torch.nn.Sequential(torch.nn.Linear(16, 16)), config_of(CASES["llama"], size))
     except UserError as error:
         found["family"] = str(error)
+    engine, *_ = make(make_model(CASES["llama"]), config_of(CASES["llama"], size))
+    try:
+        engine(**{**batch(0, 0), "labels": batch(rank, 0)["labels"]})
+    except UserError as error:
+        found["data"] = str(error)
+    engine(**batch(0, 0))
+    engine(**batch(rank, 0))  # checked once only: a message per step would cost time
+    engine.destroy()
     return found
 
 
@@ -204,4 +256,7 @@ if "llama" in names and size == world_size:
     result["refusals"] = refusals()
     result["variants"] = variants()
     result["client"] = clients_optimizer()
+    result["drawn"] = numbers_drawn()
+if size < world_size:
+    result["kept codes"] = kept_codes()
 report(result)

@@ -317,6 +317,28 @@ def layers(stage):
     return run_of(settings, make_model=low_bit_model)
 
 
+class Uneven(torch.nn.Module):
+    """A low-bit layer of 15 weights, which two ranks cannot share evenly: the second has padding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(5, 3, bias=False)])
+
+    def forward(self, x):
+        return self.blocks[0](x[:, :5].to(self.blocks[0].weight.dtype)).float().square().mean()
+
+
+def uneven(stage):
+    """Zeros counted and the regulariser at work where pieces are padded."""
+    settings = staged(
+        config("fp16", scaler={"initial_scale": 64.0}), stage,
+        recipe={"base": "nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr", "keep": []},
+        regularizer={"strength": 1e-2, "epsilon": 1e-3}, log_num_zeros_in_grad=True,
+    )  # fmt: skip
+    return run_of(settings, steps=3, make_model=Uneven)
+
+
 def checkpointing(stage):
     """A GPT-2 with dropout that recomputes its blocks, low-bit weights kept over all uses in a step."""
     torch.manual_seed(0)
@@ -351,6 +373,7 @@ for stage in (*STAGES, *OFFLOADED):
         "resume": lambda: {p: resume(stage, p) for p in ("fp16", "bf16", "fp32")},  # noqa: B023
         "features": lambda: features(stage),  # noqa: B023
         "layers": lambda: layers(stage),  # noqa: B023
+        "uneven": lambda: uneven(stage),  # noqa: B023
         "checkpointing": lambda: checkpointing(stage),  # noqa: B023
         "retries": lambda: retries(stage),  # noqa: B023
     }

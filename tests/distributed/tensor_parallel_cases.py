@@ -1,5 +1,7 @@
 """The cases of test_tensor_parallel.py: small models, settings and data, for tests and launched ranks."""
 
+import os
+
 import torch
 
 STEPS = 4
@@ -21,7 +23,42 @@ CASES = {
     "llama fp16": {"family": "llama", "recipe": NEAREST, "precision": "fp16", "scale": 256.0},
     "gpt2 switched": {"family": "gpt2", "recipe": NEAREST, "switch_before": 2},
     "llama, first block kept": {"family": "llama", "recipe": {**NEAREST, "keep_first": 1}},
+    "gpt2, a model for each rank": {"family": "gpt2", "recipe": NEAREST, "is_seeded_by_rank": True},
+    "gpt2 norms and zeros": {
+        "family": "gpt2",
+        "recipe": "bf16",
+        "block": {"gradient_norm": "sum_of_norms", "log_num_zeros_in_grad": True},
+    },
+    "llama fp32 norms": {
+        "family": "llama",
+        "recipe": NEAREST,
+        "precision": "bf16",
+        "block": {"fp32_norms": True},
+    },
+    "gpt2 layer scaling": {
+        "family": "gpt2",
+        "recipe": "bf16",
+        "precision": "fp16",
+        "scale": 256.0,
+        "block": {"layer_scaling": {"enabled": True, "smoothing": 0.0}},
+    },
     "gpt2, kept by name": {"family": "gpt2", "recipe": {**NEAREST, "keep": ["*.mlp.*", "*.1.attn.c_proj"]}},
+}
+SCALERS = {
+    "constant": {"scale": 128.0},
+    "max_value": {"initial_scale": 64.0, "update_every": 1},
+    "norm_ratio": {"initial_scale": 2.0**-16, "min_scale": 2.0**-20, "update_every": 1, "probe_every": 1},
+    "max_norm": {"initial_scale": 64.0, "update_every": 1},
+    "controller": {"initial_scale": 64.0, "update_every": 1},
+}
+CASES |= {
+    f"llama, scaler {name}": {
+        "family": "llama",
+        "recipe": "bf16",
+        "precision": "fp16",
+        "block": {"grad_scaler": {"type": name, **arguments}},
+    }
+    for name, arguments in SCALERS.items()
 }
 STOCHASTIC = {"family": "gpt2", "recipe": "nvfp4"}
 
@@ -30,7 +67,7 @@ def make_model(case):
     import transformers
 
     transformers.logging.set_verbosity_error()
-    torch.manual_seed(0)
+    torch.manual_seed(int(os.environ["RANK"]) if case.get("is_seeded_by_rank") else 0)
     tied = {"tie_word_embeddings": case.get("is_tied", False), "bos_token_id": 0, "eos_token_id": 0}
     if case["family"] == "gpt2":
         sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 32}
@@ -56,12 +93,16 @@ def config_of(case, tensor_size):
         block["regularizer"] = {"strength": 1e-2}
     if case.get("scale"):
         block["grad_scaler"] = {"initial_scale": case["scale"]}
+    block |= case.get("block", {})
+    zero = {"stage": case.get("stage", 0)}
+    if zero["stage"] == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # or none is so large that it is partitioned
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": case.get("accumulation", 1),
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": case.get("stage", 0)},
+        "zero_optimization": zero,
         "megalowbit": block,
     }
     return {**settings, **({"tensor_parallel": {"autotp_size": tensor_size}} if tensor_size > 1 else {})}

@@ -254,6 +254,9 @@ def test_gathered_weights_are_the_models(seen, of_four):
         ("stages", ("pipeline.stages = 3", "2 processes")),
         ("partition", ("pipeline.partition = 'type:x'", '"uniform"')),
         ("zero", ("zero_optimization.stage = 2", "set it to 1 or 0")),
+        ("one stage", ("pipeline.stages = 1", "num_stages = 2", "let both be the same")),
+        ("other partition", ("pipeline.partition = 'uniform'", "partition = 'parameters'")),
+        ("other interval", ("activation_checkpoint_interval = 1 but", "activation_checkpoint_interval = 2")),
         ("frozen", ("rank 0: stage 0 has no trainable parameter", "requires_grad", "pipeline.partition")),
         ("others", ("optimizer holds", "pass a callable")),
         ("norm", ("gradient_norm = 'sum_of_norms'", '"global"')),
@@ -269,6 +272,71 @@ def test_what_stages_cannot_do_is_refused_in_one_line(seen, case, parts):
         assert "\n" not in message
         for part in parts:
             assert part in message
+
+
+def test_a_block_that_says_the_same_is_taken(seen):
+    assert [rank["refusals"]["same block"] for rank in seen] == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_packed_documents_are_kept_apart_in_all_stages(seen, program, kind):
+    model, total = program.hf_model(kind), 0.0
+    for each in range(program.MICRO_BATCHES):
+        loss = model(**program.packed_batch(each)).loss / program.MICRO_BATCHES
+        loss.backward()
+        total += loss.item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+    for rank in seen:
+        assert rank["packed"][kind] == pytest.approx([total, norm], rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("ended", ("engine.train_batch ended after 2 of the 3",)),
+        ("ended in the last", ("rank 1: the data iterator of engine.train_batch ended after 1 of the 3",)),
+        ("ended in evaluation", ("engine.eval_batch ended after 3 of the 4",)),
+        ("labels", ("no 'labels'",)),
+        ("token", ("in input_ids, which is not in the vocabulary", "0 … 39")),
+        ("long", ("24 tokens in a sequence", "16 positions")),
+        ("list", ("data of type list", "iter(…)")),
+        ("nothing", ("no data", "iter(…)")),
+        ("shapes", ("[(2, 11)] after [(2, 12)]", "dynamic_shape=True")),
+        ("shapes later", ("[(2, 11)] after [(2, 12)]", "dynamic_shape=True")),
+        ("forward", ("engine.train_batch(iterator)",)),
+        ("backward", ("engine.train_batch(iterator)",)),
+        ("step", ("engine.train_batch(iterator)",)),
+    ],
+)
+def test_wrong_data_end_all_ranks_with_the_same_line(seen, case, parts):
+    messages = {rank["reading"][case] for rank in seen}
+    assert len(messages) == 1
+    message = messages.pop()
+    assert message is not None
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_what_breaks_while_reading_on_one_rank_ends_the_others_too(seen):
+    assert seen[0]["reading"]["broken"] == "OSError: no such shard"
+    assert seen[1]["reading"]["broken"] == "RuntimeError: rank 0: OSError: no such shard"
+
+
+def test_refused_data_leave_no_trace(seen):
+    for rank in seen:
+        first = rank["gpt2"]["steps"][0]["loss"]
+        assert rank["reading"]["losses"] == [first, first]
+        assert rank["reading"]["shapes after a reset"] is None
+
+
+def test_a_plain_engine_does_not_ask_the_groups_of_earlier_stages(seen, program):
+    model = program.hf_model("gpt2")
+    loss = model(**program.batch(0, 0)).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+    for rank in seen:
+        assert rank["plain_after_stages"] == pytest.approx([loss.item(), norm], rel=2e-6)
 
 
 def test_a_stage_without_parts_is_refused(of_four):

@@ -135,6 +135,30 @@ def test_files_hold_plain_data_and_are_all_vouched_for(saved, folder, stage):
     assert sorted(path.name for path in step.parent.iterdir()) == ["latest", "step-00000003"]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_one_rank_cannot_read_is_raised_by_all(saved, stage):
+    lines = [rank["methods"][f"unreadable {stage}"] for rank in saved]
+    assert lines[0].startswith("rank 0: ")
+    assert "cannot be read ([Errno 5] Input/output error): use an older checkpoint" in lines[0]
+    assert lines == [lines[0]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_deepspeeds_own_save_and_load_continue_bitwise(saved, stage):
+    assert [rank["methods"][f"same {stage}"] for rank in saved] == [[{"note": stage}, True]] * 2
+    assert [rank["methods"]["another stage"] for rank in saved] == [{"note": 3}] * 2
+
+
+def test_deepspeeds_own_load_finds_damage_on_all_ranks(saved):
+    for name, line in (("swapped", "_optim_states.pt has "), ("truncated", "has 1000 bytes instead of")):
+        lines = [rank["methods"][name] for rank in saved]
+        assert "is damaged: zero_pp_rank_" in lines[0]
+        assert line in lines[0]
+        assert lines == [lines[0]] * 2
+    for rank in saved:
+        assert "would save to" in rank["methods"]["tags"]
+
+
 @pytest.mark.parametrize("name", CASES.CASES)
 def test_each_case_comes_back_bit_for_bit_on_one_rank_and_on_two(on_one, on_two, name):
     for rank in [*on_one, *on_two]:

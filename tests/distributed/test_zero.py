@@ -117,6 +117,17 @@ def test_low_bit_layers_with_regularizer_and_probe_train_as_at_stage_0(seen, sta
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_padding_is_neither_counted_nor_regularised(seen, stage):
+    expected = seen[0]["0"]["uneven"]
+    for rank in seen:
+        found = rank[stage]["uneven"]
+        assert [report[2] for report in found["reports"]] == [0, 0, 0]
+        assert largest_difference(found["reports"], expected["reports"]) < 1e-9
+        assert found["values"] == pytest.approx(expected["values"], rel=1e-12)
+    assert seen[0][stage]["uneven"]["weights"] == expected["weights"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_recomputed_blocks_with_dropout_and_kept_weights_train_as_at_stage_0(seen, stage):
     for rank in seen:
         found, expected = rank[stage]["checkpointing"], rank["0"]["checkpointing"]

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import logging
 import shutil
@@ -209,15 +210,23 @@ def test_a_damaged_newest_is_moved_aside_and_the_one_before_is_used(copied, capl
     assert (copied.folder / "step-00000002.damaged-2").is_dir()
 
 
-@pytest.mark.parametrize("loss", ["truncated", "missing", "manifest"])
+@pytest.mark.parametrize("loss", ["truncated", "missing", "manifest", "no files", "not named", "superfluous"])
 def test_every_kind_of_damage_falls_back(copied, loss):
     file = copied.path_of(2) / WEIGHTS
     if loss == "truncated":
         file.write_bytes(file.read_bytes()[:-1])
     elif loss == "missing":
         file.unlink()
+    elif loss == "superfluous":
+        shutil.copy(file, file.with_name("mp_rank_01_model_states.pt"))
     else:
-        (copied.path_of(2) / "manifest.json").write_text("{")
+        rest = [{"name": "x", "size": 0, "sha256": hashlib.sha256().hexdigest()}]
+        (file.parent / "x").touch()
+        text = {"manifest": "{", "no files": '{"format": 1, "files": []}'}
+        if loss == "not named":
+            file.rename(file.with_suffix(".away"))
+        rewritten = json.dumps({"format": 1, "files": rest})
+        (copied.path_of(2) / "manifest.json").write_text(text.get(loss, rewritten))
     assert copied.latest() == copied.path_of(1)
     assert (copied.folder / "step-00000002.damaged").is_dir()
 

@@ -11,6 +11,7 @@ from megalowbit.errors import UserError
         {"zero_optimization": {"stage": 0}},
         {"zero_optimization": False},
         {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
+        {"tensor_parallel": {"tp": {}, "vocab_parallel_ce_backend": "torch", "kernel_inject": False}},
         {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1},
         {"data_types": {"grad_accum_dtype": "fp32"}, "torch_autocast": {"enabled": False}},
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
@@ -26,6 +27,17 @@ def test_what_says_nothing_out_of_reach_passes(config):
     [
         ({"zero_optimization": True}, "zero_optimization = true is an old name of stage 1"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size = 2"),
+        ({"tensor_parallel": {"tp": {"tp_size": 4}}}, "tensor_parallel.tp = {'tp_size': 4}"),
+        ({"tensor_parallel": {"tensor_parallel": {"tp_size": 4}}}, "tensor_parallel.tensor_parallel = "),
+        (
+            {"tensor_parallel": {"replace_with_kernel_inject": True}},
+            "tensor_parallel.replace_with_kernel_inject = True",
+        ),
+        ({"tensor_parallel": {"dtype": "fp16"}}, "tensor_parallel.dtype = 'fp16'"),
+        (
+            {"tensor_parallel": {"vocab_parallel_ce_backend": "liger"}},
+            "tensor_parallel.vocab_parallel_ce_backend = 'liger'",
+        ),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled = True"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled = True"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype = 'bf16'"),

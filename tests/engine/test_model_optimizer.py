@@ -218,3 +218,13 @@ def test_a_regularizer_adds_its_gradients_at_each_step():
 def test_a_model_that_lacks_what_the_settings_ask_for_is_refused(block, message):
     with pytest.raises(UserError, match=message):
         wrap(torch.nn.LayerNorm(3), **block)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    model = Model()
+    message = "^optimizer LBFGS steps with a closure"
+    with pytest.raises(UserError, match=message):
+        groups_to_train(model, torch.optim.LBFGS(model.parameters()), None, CONFIG)
+    with pytest.raises(UserError, match=message):
+        client_optimizer(model, torch.optim.LBFGS, list(model.parameters()))
+    client_optimizer(model, torch.optim.SGD, list(model.parameters()))

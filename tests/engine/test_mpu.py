@@ -65,3 +65,14 @@ def test_ranks_and_sizes_that_the_groups_contradict_are_refused(group):
         UserError, match=r"get_model_parallel_world_size\(\) = 2 on rank 0 but its group says 1"
     ):
         adapt_mpu(unit)
+
+
+def test_an_mpu_that_raises_is_one_line(group):
+    def fails():
+        raise RuntimeError("parallel state\nis not set")
+
+    unit = types.SimpleNamespace(get_data_parallel_group=fails, get_model_parallel_group=lambda: group)
+    with pytest.raises(
+        UserError, match=r"^mpu.get_data_parallel_group\(\) raises RuntimeError: parallel state; initialise"
+    ):
+        adapt_mpu(unit)

@@ -74,8 +74,12 @@ def test_sizes_are_read_from_the_configuration(config, sizes):
             {"pipeline": {"stages": 8}},
             "pipeline.stages = 8 does not divide the 4 processes of the job: start",
         ),
-        ({"pipeline": {"stages": 0}}, "pipeline.stages = 0 does not divide"),
-        ({"tensor_parallel": {"autotp_size": -2}}, "tensor_parallel.autotp_size = -2 does not divide"),
+        ({"pipeline": {"stages": -1}}, "pipeline.stages = -1 must be a whole number ≥ 1"),
+        ({"pipeline": {"stages": 0}}, "pipeline.stages = 0 must be a whole number ≥ 1, or left out"),
+        (
+            {"tensor_parallel": {"autotp_size": -2}},
+            "tensor_parallel.autotp_size = -2 must be a whole number ≥ 1",
+        ),
         (
             {"tensor_parallel": {"autotp_size": "2"}},
             "tensor_parallel.autotp_size = '2' must be a whole number",
@@ -92,6 +96,11 @@ def test_sizes_that_cannot_be_are_refused_in_one_line(config, said):
         ProcessGrid.from_config(config, 0, 4)
     assert str(error.value).startswith(said)
     assert "\n" not in str(error.value)
+
+
+def test_a_size_below_one_is_named():
+    with pytest.raises(UserError, match=r"pipeline\.stages = 0 must be a whole number ≥ 1"):
+        ProcessGrid(0, 4, pipeline_size=0)
 
 
 @pytest.mark.parametrize("rank", [-1, 4])

@@ -95,3 +95,14 @@ def test_rates_are_scaled_inside_only_also_after_an_error():
 def test_an_optimizer_of_another_kind_is_not_adopted():
     with pytest.raises(UserError, match="asks for DeepSpeed's SGD, which is not supported"):
         adopt(torch.optim.SGD([torch.zeros(1)]), None, log_num_zeros_in_grad=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_without_a_backward_is_refused_and_leaves_the_run_alone(stage):
+    engine = start(stage)
+    with pytest.raises(UserError, match=r"^engine.step\(\) before any backward: call engine.backward"):
+        engine.step()
+    step(engine)
+    assert engine.optimizer.report.is_applied
+    with pytest.raises(UserError, match="before any backward"):
+        engine.step()

@@ -3,7 +3,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.zero_start import zero_stage
+from megalowbit.engine.zero_values import zero_stage
 from megalowbit.errors import UserError
 
 

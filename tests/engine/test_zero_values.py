@@ -26,6 +26,7 @@ def read(zero, *, block=None, **keys):
         {"stage": 2, "reduce_bucket_size": 1000, "overlap_comm": True},
         {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, "stage3_max_live_parameters": 10},
         {"stage": 0, "offload_param": {"device": "none"}, "cpu_offload": False},
+        {"stage": 3, "stage3_module_granularity_threshold": 0, "allgather_bucket_size": 3},
         {"stage": 3, "zero_hpz_partition_size": 1, "zenflow": None, "compute_grad_norm": True},
     ],
 )
@@ -59,6 +60,16 @@ def test_what_leaves_the_arithmetic_alone_passes(zero):
         ({"stage": 3, "zero_quantized_weights": True}, "zero_optimization.zero_quantized_weights = True"),
         ({"stage": 3, "zero_quantized_gradients": True}, "zero_optimization.zero_quantized_gradients = True"),
         ({"stage": 1, "elastic_checkpoint": True}, "zero_optimization.elastic_checkpoint = True"),
+        ({"stage": 1, "round_robin_gradients": True}, "zero_optimization.round_robin_gradients = True"),
+        (
+            {"stage": 3, "stage3_module_granularity_threshold": 100_000},
+            "zero_optimization.stage3_module_granularity_threshold = 100000",
+        ),
+        (
+            {"stage": 3, "module_granularity_threshold": 1},
+            "zero_optimization.module_granularity_threshold = 1",
+        ),
+        ({"stage": 2, "allgather_bucket_size": 3}, "zero_optimization.allgather_bucket_size = 3"),
         ({"stage": 1, "compute_grad_norm": False}, "zero_optimization.compute_grad_norm = False"),
         ({"stage": 1, "load_from_fp32_weights": False}, "zero_optimization.load_from_fp32_weights = False"),
     ],
@@ -70,6 +81,10 @@ def test_what_changes_results_or_cannot_be_saved_is_refused(zero, key):
     assert message.startswith(key)
     assert ": " in message
     assert "\n" not in message
+
+
+def test_deepspeeds_old_way_to_say_stage_0_is_taken():
+    assert read(False).deepspeed["zero_optimization"] == {"stage": 0}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -96,3 +111,11 @@ def test_prescaling_is_for_stages_0_and_1(stage, is_refused):
         return
     with pytest.raises(UserError, match="prescale_gradients and gradient_predivide_factor need"):
         read({"stage": stage}, prescale_gradients=True)
+
+
+@pytest.mark.parametrize("moved", [{"float32": ["linear"]}, {"promote": ["linear"]}])
+def test_at_stage_3_linear_stays_in_its_class(moved):
+    read({"stage": 2}, block={"autocast": moved})
+    read({"stage": 3}, block={"autocast": {"float32": ["gelu"]}})
+    with pytest.raises(UserError, match=r"autocast cannot move linear with zero_optimization\.stage 3"):
+        read({"stage": 3}, block={"autocast": moved})

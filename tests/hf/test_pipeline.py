@@ -8,7 +8,7 @@ from megalowbit.errors import UserError
 from megalowbit.hf.pipeline import (
     Block,
     BlockInputs,
-    as_inputs_and_labels,
+    batch_limits,
     causal_loss,
     is_tied,
     parts_of,
@@ -16,6 +16,7 @@ from megalowbit.hf.pipeline import (
     run_parts,
     tied_names,
 )
+from megalowbit.hf.pipeline_batches import BatchLimits, as_inputs_and_labels
 
 TOKENS = torch.arange(20).reshape(2, 10) * 7 % 50
 MASK = torch.ones_like(TOKENS).index_fill(1, torch.tensor([0, 1]), 0)
@@ -60,6 +61,31 @@ def test_parts_in_stages_compute_what_the_model_does(kind, cuts, names, extras):
     assert found.equal(expected)
 
 
+PACKED = torch.cat([torch.arange(6), torch.arange(4)]).expand(2, -1)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("positions", [PACKED, PACKED[:1], PACKED + 3, PACKED.flip(1)])
+@pytest.mark.parametrize("mask", [None, MASK, MASK.bool(), MASK * 0.5, torch.ones_like(MASK)])
+def test_stages_attend_within_packed_documents_where_the_model_does(kind, attention, positions, mask):
+    model = make(kind, attn_implementation=attention)
+    extras = {"position_ids": positions, "attention_mask": mask}
+    with torch.no_grad():
+        expected = model(TOKENS, **extras, use_cache=False).logits
+        across = model(TOKENS, position_ids=positions, attention_mask=torch.ones_like(MASK), use_cache=False)
+    inputs, _ = as_inputs_and_labels({"input_ids": TOKENS, "labels": TOKENS, **extras})
+    for cuts in ((), (1, 2, 4)):
+        assert run_stages(model, inputs, cuts).equal(expected)
+    # the mask matters: positions alone keep documents apart, a mask of ones does not
+    assert across.logits.allclose(expected, atol=1e-3) == (mask is not None and bool(mask.all()))
+
+
+def test_limits_are_those_of_the_embeddings():
+    assert batch_limits(make("gpt2").config) == BatchLimits(vocabulary=50, positions=16)
+    assert batch_limits(make("llama").config) == BatchLimits(vocabulary=50, positions=None)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_keys_of_all_parts_are_those_of_the_model(kind):
     model = make(kind)
@@ -97,32 +123,6 @@ def test_the_loss_is_the_models_own_in_fp32(dtype):
               if labels[row, at + 1] != -100]  # fmt: skip
     torch.testing.assert_close(loss.double(), torch.stack(picked).mean(), rtol=1e-5, atol=0)
     torch.testing.assert_close(loss, expected.loss.float(), rtol=1e-6, atol=0)
-
-
-def test_batches_may_be_mappings_or_pairs():
-    inputs, labels = as_inputs_and_labels({"input_ids": TOKENS, "labels": TOKENS, "attention_mask": None})
-    assert inputs is TOKENS
-    assert labels is TOKENS
-    inputs, _ = as_inputs_and_labels({"input_ids": TOKENS, "labels": TOKENS, "position_ids": POSITIONS})
-    assert [each.tolist() for each in inputs] == [
-        TOKENS.tolist(), torch.ones_like(TOKENS).tolist(), POSITIONS.tolist()
-    ]  # fmt: skip
-    inputs, _ = as_inputs_and_labels({"input_ids": TOKENS, "labels": TOKENS, "attention_mask": MASK.bool()})
-    assert inputs[1].dtype == torch.int64
-    assert as_inputs_and_labels(((TOKENS, MASK), TOKENS))[0][1] is MASK
-
-
-@pytest.mark.parametrize(
-    ("batch", "named"),
-    [
-        ({"input_ids": TOKENS}, "'labels'"),
-        ({"labels": TOKENS}, "'input_ids'"),
-        ({"input_ids": TOKENS, "labels": TOKENS, "token_type_ids": TOKENS}, "'token_type_ids'"),
-    ],
-)
-def test_a_batch_that_stages_cannot_take_is_refused(batch, named):
-    with pytest.raises(UserError, match=named):
-        as_inputs_and_labels(batch)
 
 
 def test_a_model_that_recomputes_by_itself_is_refused():

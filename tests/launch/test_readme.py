@@ -69,7 +69,7 @@ def test_the_configuration_shown_is_valid(tmp_path):
     path = tmp_path / "shown.json"
     path.write_text(json.dumps(raw))
     config = load_config(path, [], world_size=2)
-    assert "swapped 16 layers" in describe(config, world_size=2)
+    assert "swapped 16 layers" in describe(config)
 
 
 def test_the_recipe_shown_is_valid_for_the_model_shown(tmp_path):
@@ -78,7 +78,7 @@ def test_the_recipe_shown_is_valid_for_the_model_shown(tmp_path):
     configuration["megalowbit"]["recipe"] = recipe
     path = tmp_path / "shown.json"
     path.write_text(json.dumps(configuration))
-    described = describe(load_config(path, [], world_size=1), world_size=1)
+    described = describe(load_config(path, [], world_size=1))
     assert "swapped 12 layers" in described  # block 0 is kept
     assert "tile16" in described
 

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.recipe import recipe
-from megalowbit.layers.weight_cache import WeightSlot
 from megalowbit.quantize import backends
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
@@ -386,16 +385,3 @@ def test_the_streams_hadamard_signs_reach_the_codes(seed):
     assert not torch.equal(saved[0], plain.codes)
     expected = q_g.dequantize().double() @ q_x.dequantize().double().t()
     assert (layer.weight.grad - expected).norm() <= 1e-6 * expected.norm()
-
-
-def test_another_recipe_takes_no_kept_weights_of_the_one_before():
-    # Equal quantisers, of an unlike axis: only the layouts differ.
-    nearest = {"base": "nvfp4", "q_forward_weight": "fp32", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
-    other = recipe({**nearest, "layout": "per_gemm"})
-    layer, x = layer_and_input(recipe=nearest)
-    layer.weight_slot = WeightSlot()
-    grads_of(layer, x)
-    layer.recipe = other
-    assert len(layer.weight_slot) == 0
-    fresh, _ = layer_and_input(recipe=other)
-    assert all_equal(grads_of(layer, x), grads_of(fresh, x))

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.factor import Factor
+from megalowbit.layers.recipe import recipe
 from megalowbit.layers.surgery import bit_layers, cache_weights, convert
 from megalowbit.layers.weight_cache import WeightSlot
 from megalowbit.quantize.names import quantizer
@@ -185,3 +187,50 @@ def test_weights_kept_in_training_are_used_in_inference_mode():
         with torch.inference_mode(is_inference):
             slot.get(weight, "weight", "nvfp4e2m1bnosr", quantize)
     assert made == [True, False]
+
+
+def test_another_recipe_takes_no_kept_weights_of_the_one_before():
+    # Equal quantisers, of an unlike axis: only the layouts differ.
+    nearest = {"base": "nvfp4", "q_forward_weight": "fp32", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
+    other = recipe({**nearest, "layout": "per_gemm"})
+    x, gradients = torch.randn(20, 48, requires_grad=True), []
+    torch.manual_seed(0)
+    layer = BitLinear(48, 32, recipe=nearest)
+    layer.weight_slot = WeightSlot()
+    for chosen, slot in ((nearest, layer.weight_slot), (other, layer.weight_slot), (other, WeightSlot())):
+        layer.recipe, layer.weight_slot = chosen, slot
+        assert len(slot) == 0
+        gradients.append(torch.autograd.grad(layer(x).square().sum(), x)[0])
+        assert len(slot) > 0
+    assert torch.equal(gradients[1], gradients[2])
+    assert not torch.equal(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("until_cleared", [False, True])
+def test_a_gathered_weight_is_found_wherever_it_lies_until_the_slot_is_cleared(until_cleared):
+    slot, name, weight = WeightSlot(), "nvfp4e2m1bnosr", torch.ones(4, 16)
+    slot.get(
+        weight, "weight", name, lambda: Factor(quantizer(name).quantize(weight)), until_cleared=until_cleared
+    )
+    moved = weight.clone().add_(0)  # other memory, another version
+    found = slot.find(moved, "weight", name, until_cleared=until_cleared)
+    assert (found is not None) == until_cleared
+    assert slot.find(moved[:2], "weight", name, until_cleared=until_cleared) is None
+    slot.clear()
+    assert slot.find(weight, "weight", name, until_cleared=until_cleared) is None
+
+
+def test_a_partitioned_weights_codes_are_kept_though_it_moves():
+    model, data = model_and_data()
+    cache_weights(model)
+    expected = model(data[0])
+    model[0].weight.ds_id = 0  # as ZeRO 3 marks it
+    recorded = Recorded()
+    for layer in bit_layers(model).values():
+        layer.weight_slot.clear()
+        layer.observer = recorded
+    for _ in range(2):
+        assert torch.equal(model(data[0]), expected)
+        for layer in (model[0], model[2]):
+            layer.weight.data = layer.weight.data.clone()
+    assert recorded.roles.count("weight") == 3

@@ -76,3 +76,43 @@ def test_data_can_be_prepared_in_advance(tmp_path, capsys):
     assert main(["--ds-config", config, "--prepare-data"]) == 0
     assert "sequences of 32 tokens are ready in" in capsys.readouterr().out
     assert list((tmp_path / "cache").rglob("*.npy"))
+
+
+FOR_FOUR = ["--set", "tensor_parallel.autotp_size=4"]
+
+
+def test_data_of_a_run_on_many_processes_is_prepared_by_one(tmp_path, capsys):
+    assert main(["--ds-config", str(write_config(tmp_path)), "--prepare-data", *FOR_FOUR]) == 0
+    assert "are ready in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "== processes\n4 (1 × 4: data 1, tensor 4), the fewest that fit this configuration"),
+        (["--processes", "8"], "== processes\n8 (2 × 4: data 2, tensor 4)\n"),
+        (
+            ["--set", "gradient_accumulation_steps=16", "--set", "train_micro_batch_size_per_gpu=2"],
+            "== processes\n16 (4 × 4: data 4, tensor 4), the fewest",
+        ),
+    ],
+)
+def test_one_process_sizes_a_run_of_many(more, said, capsys, tmp_path):
+    config = write_config(tmp_path)
+    batch = ["--set", "train_batch_size=128"]
+    model = ["--set", "megalowbit.model.overrides.n_head=4", "--set", "megalowbit.model.overrides.n_embd=64"]
+    batch += ["--set", "gradient_accumulation_steps=auto"]
+    assert main(["--ds-config", str(config), "--dry-run", *FOR_FOUR, *batch, *model, *more]) == 0
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [["--processes", "0", "--dry-run"], ["--processes", "4"]])
+def test_a_number_of_processes_is_for_a_dry_run(more, capsys, tmp_path):
+    assert main(["--ds-config", str(write_config(tmp_path)), *more]) == 2
+    assert "sizes a run for --dry-run" in capsys.readouterr().err
+
+
+def test_a_number_of_processes_that_does_not_fit_is_said(capsys, tmp_path):
+    arguments = ["--ds-config", str(write_config(tmp_path)), "--dry-run", "--processes", "6", *FOR_FOUR]
+    assert main(arguments) == 2
+    assert "does not divide the 6 processes" in capsys.readouterr().err

@@ -13,7 +13,7 @@ def sections(text):
 
 def test_the_report_has_configuration_layers_sizes_and_memory(resolve):
     config = resolve()
-    parts = sections(describe(config, world_size=1))
+    parts = sections(describe(config))
     assert json.loads(parts["configuration"]) == config.to_dict()
     assert "swapped 8 layers" in parts["layers"]
     # embeddings (256 + 64)·32, two blocks of 12·32² + 13·32, final norm 2·32; projections 12·32² each block
@@ -28,13 +28,13 @@ def test_the_report_has_configuration_layers_sizes_and_memory(resolve):
 def test_a_model_that_would_not_fit_here_is_described_all_the_same(resolve):
     overrides = {"n_embd": 8192, "n_layer": 4, "n_head": 64, "vocab_size": 50304}
     config = resolve(*(f"megalowbit.model.overrides.{key}={value}" for key, value in overrides.items()))
-    parts = sections(describe(config, world_size=1))
+    parts = sections(describe(config))
     assert "3,634," in parts["parameters"]
 
 
 def test_a_gemm_this_machine_lacks_is_said_since_the_run_may_be_for_another(resolve):
     recipe = '{"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"}'
-    parts = sections(describe(resolve(f"megalowbit.recipe={recipe}"), world_size=1))
+    parts = sections(describe(resolve(f"megalowbit.recipe={recipe}")))
     assert "cannot run on cpu" in parts["products"] or parts["products"].startswith("fp4 on cuda")
 
 
@@ -44,13 +44,13 @@ def test_ranks_of_splits_are_given_as_a_range_over_the_layers(resolve):
         "split_grad_output": {"rank": 0.05},  # of 32, 32·0.05 rounded up
         "parameter_split": {"rank": 1.0},
     }
-    report = describe(resolve(f"megalowbit.recipe={json.dumps({'base': 'nvfp4', **splits})}"), world_size=1)
+    report = describe(resolve(f"megalowbit.recipe={json.dumps({'base': 'nvfp4', **splits})}"))
     assert sections(report)["layers"].splitlines()[-3:] == [
         "split_input: rank 1 in all layers",
         "split_grad_output: rank 2 in all layers",
         "parameter_split: rank 32 in all layers",
     ]
-    assert ": rank" not in sections(describe(resolve(), world_size=1))["layers"]
+    assert ": rank" not in sections(describe(resolve()))["layers"]
 
 
 def test_a_range_of_ranks_names_sizes_at_either_end():
@@ -70,4 +70,4 @@ def test_a_range_of_ranks_names_sizes_at_either_end():
 )
 def test_what_would_fail_in_the_run_fails_here(resolve, override, message):
     with pytest.raises(UserError, match=message):
-        describe(resolve(override), world_size=1)
+        describe(resolve(override))

@@ -180,7 +180,7 @@ def test_a_run_switched_to_high_precision_has_nothing_left_to_count(resolve, tmp
     assert rows[1]["gradient_overflow/element_overflow_rate"] is None
 
 
-@pytest.mark.parametrize("start", [run, lambda config, folder: describe(config, world_size=1)])
+@pytest.mark.parametrize("start", [run, lambda config, folder: describe(config)])
 def test_a_recipe_with_nothing_to_switch_is_refused_and_leaves_no_folder(resolve, tmp_path, start):
     config = resolve("megalowbit.recipe=bf16", f"{AT}=2")
     with pytest.raises(UserError, match=r"^megalowbit\.late_switch: .*'bf16' quantises nothing there: leave"):
@@ -189,7 +189,7 @@ def test_a_recipe_with_nothing_to_switch_is_refused_and_leaves_no_folder(resolve
 
 
 def test_a_dry_run_says_what_comes_later_and_what_it_takes(resolve):
-    text = describe(resolve('megalowbit.late_switch={"at": 2, "scope": "all"}'), world_size=1)
+    text = describe(resolve('megalowbit.late_switch={"at": 2, "scope": "all"}'))
     parts = dict(part.split("\n", 1) for part in text.removeprefix("== ").split("\n\n== "))
     assert parts["late switch"].startswith("after step 2: nvfp4, all in high precision (forward: input fp32")
     kept = [

@@ -157,7 +157,10 @@ def test_a_new_run_starts_from_the_merged_weights_of_a_checkpoint(finished, step
     assert found.weight.dtype == torch.float32
     w, u, s, v = (module[f"{WEIGHT}.{part}"].double() for part in ("weight", *SPLIT_NAMES))
     assert bool(u.any()) is (step == 6)
-    torch.testing.assert_close(found.weight.double(), (w + u @ torch.diag(s) @ v).t(), rtol=0, atol=1e-7)
+    merged = (w + u @ torch.diag(s) @ v).t()
+    # the fp32 masters of the parts, which the checkpoint's own weights are rounded from
+    torch.testing.assert_close(found.weight.double(), merged, rtol=2**-8, atol=3e-4)
+    assert not torch.equal(found.weight.double(), merged)
 
 
 @pytest.mark.parametrize("step", [2, 6])
@@ -167,7 +170,9 @@ def test_the_converter_takes_checkpoints_of_before_and_after_a_split(finished, c
     assert converter.main(["to-hf", str(source), str(tmp_path / "out")]) == 0
     exported, module = load_file(tmp_path / "out" / "model.safetensors"), checkpoint(folder, step)["module"]
     assert not [name for name in exported if "split" in name]
-    assert torch.equal(exported[f"{WEIGHT}.weight"], whole(module, WEIGHT))
+    assert exported[f"{WEIGHT}.weight"].dtype == torch.bfloat16
+    # merged from fp32 masters, and then rounded once
+    torch.testing.assert_close(exported[f"{WEIGHT}.weight"], whole(module, WEIGHT), rtol=2**-7, atol=3e-4)
 
 
 def test_before_its_split_a_run_is_bitwise_one_without(resolve, tmp_path):
@@ -209,4 +214,4 @@ def test_memory_and_dry_run_count_the_factors(resolve):
     assert split.optimizer_moments - plain.optimizer_moments == 8 * factors
     assert split.saved_for_backward > plain.saved_for_backward
     swapped = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128) + factors
-    assert f"of which {swapped:,} (" in describe(config, world_size=1)
+    assert f"of which {swapped:,} (" in describe(config)

@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -5,13 +8,18 @@ from megalowbit.hf.checkpoint import build_model
 from megalowbit.layers.recipe import recipe
 from megalowbit.layers.surgery import convert
 from megalowbit.optim.op_classes import OpClasses
+from megalowbit.pretrain.config import load_config
+from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.memory import (
     GIB,
     MemoryEstimate,
+    ModelCut,
     ZeroSharing,
     estimate_memory,
-    saved_for_backward,
 )
+from megalowbit.pretrain.saved_tensors import saved_for_backward
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def estimate(config, **changes):
@@ -31,8 +39,6 @@ def bytes_of(tensors):
 
 
 def test_weights_gradients_masters_and_moments_are_what_an_optimizer_really_holds(build_job, resolve):
-    from megalowbit.pretrain.loop import train_step
-
     job = build_job()
     train_step(job)
     optimizer = job.engine.optimizer
@@ -139,13 +145,86 @@ def test_zero_leaves_each_process_its_share(resolve):
 
 
 def test_what_is_offloaded_is_on_the_host_and_not_in_the_total(resolve):
-    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    config = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}
+    }
     there = estimate(resolve(), sharing=ZeroSharing.from_config(config, 2))
     config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     both = estimate(resolve(), sharing=ZeroSharing.from_config(config, 2))
     plain = estimate(resolve(), sharing=ZeroSharing(stage=3, data_size=2))
-    assert there.total == plain.parameters + plain.saved_for_backward
-    assert both.total == plain.saved_for_backward
+    buffer = 1000 * 4
+    assert there.total == plain.parameters + plain.saved_for_backward + buffer
+    assert both.total == plain.saved_for_backward + buffer
     assert there.on_the_host == plain.master_parameters + plain.optimizer_moments + plain.main_gradients
     assert both.on_the_host == there.on_the_host + plain.parameters
     assert str(both).splitlines()[-1].startswith("  on the host")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "zero", [{"stage": 1}, {"stage": 2}, {"stage": 2, "overlap_comm": True}, {"stage": 3}]
+)
+def test_buffers_gradients_are_reduced_in_are_those_that_deepspeed_makes(build_job, zero, precision):
+    config = {"zero_optimization": {**zero, "reduce_bucket_size": 70_000}}
+    job = build_job(
+        f"zero_optimization={json.dumps(config['zero_optimization'])}", f"megalowbit.precision={precision}"
+    )
+    optimizer, largest = job.engine.optimizer, [0]
+
+    def look(_):
+        buffers = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
+        now = [each for found in buffers for each in (found if isinstance(found, list) else [found])]
+        largest[0] = max(largest[0], bytes_of(each for each in now if each is not None))
+
+    next(job.engine.module.parameters()).register_hook(look)  # the embedding's gradient is the last
+    train_step(job)
+    assert ZeroSharing.from_config(config, 1).reduction_buffers(precision) == largest[0] > 0
+
+
+HIDDEN, WIDTH, KEYS, LAYERS, VOCABULARY = 4096, 14336, 1024, 32, 128256
+PROJECTIONS = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * WIDTH)
+WHOLE = 2 * VOCABULARY * HIDDEN + LAYERS * 2 * HIDDEN + HIDDEN  # embedding, head, norms
+
+
+def llama3_8b(*overrides, world_size):
+    config = load_config(CONFIGS / "llama3_8b_fp4.json", list(overrides), world_size=world_size)
+    deepspeed, optimizer = config.parts.deepspeed, config.parts.deepspeed["optimizer"]
+    return estimate(
+        config,
+        optimizer_type=optimizer["type"],
+        micro_batch_size=1,
+        sequence_length=128,
+        sharing=ZeroSharing.from_config(deepspeed, config.grid.data_size),
+        cut=ModelCut.from_config(deepspeed, config.grid),
+    )
+
+
+def test_llama3_8b_on_eight_processes_is_what_a_pencil_says():
+    found = llama3_8b(world_size=8)  # tensor 4, data 2, ZeRO 1
+    count = PROJECTIONS // 4 + WHOLE
+    assert count == 2_795_769_856
+    assert found.parameters == 2 * count
+    assert found.master_parameters == 4 * count // 2
+    assert found.optimizer_moments == 8 * count // 2
+    assert found.main_gradients == 4 * count + 4 * count // 2
+    assert found.reduction_buffers == 500_000_000 * 4
+
+
+def test_llama3_8b_in_four_stages_is_sized_by_its_largest():
+    changes = ("tensor_parallel.autotp_size=1", 'pipeline={"stages": 4, "partition": "uniform"}')
+    found = llama3_8b(*changes, world_size=8)
+    # 34 parts: 9, 9, 8, 8. The first has the embedding and 8 blocks, the last 7 blocks, a norm and the head,
+    # and of four micro-batches the first keeps the most
+    count = 8 * (PROJECTIONS // LAYERS + 2 * HIDDEN) + VOCABULARY * HIDDEN
+    assert found.parameters == 2 * count
+    assert found.master_parameters == 4 * count // 2
+    assert found.reduction_buffers == 2 * 500_000_000 * 4
+
+
+def test_a_stage_keeps_less_where_it_recomputes_and_fewer_micro_batches_late_in_the_pipeline(resolve):
+    stages = {"num_stages": 2, "partition": "uniform", "micro_batches": 4}
+    plain = estimate(resolve(), cut=ModelCut(**stages))
+    recomputed = estimate(resolve(), cut=ModelCut(**stages, interval=1))
+    assert recomputed.saved_for_backward < plain.saved_for_backward
+    alone = estimate(resolve(), cut=ModelCut(**{**stages, "micro_batches": 1}))
+    assert plain.saved_for_backward > alone.saved_for_backward

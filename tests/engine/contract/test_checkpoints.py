@@ -111,3 +111,14 @@ def test_deepspeed_still_links_states_after_the_first_group_alone():
     assert "_hp_optimizer_states_linked" in source, (
         "states are linked otherwise: engine.reshape need not (or cannot) link them itself any more"
     )
+
+
+def test_a_load_at_stage_three_opens_the_files_that_are_read_ahead(tmp_path):
+    engine = make_engine(3)
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    opened = []
+    engine.checkpoint_engine.read_ahead = opened.extend
+    engine.load_checkpoint(str(tmp_path), tag="t")
+    written = sorted(str(path) for path in (tmp_path / "t").glob("*.pt"))
+    assert sorted(opened) == written, "a file that one rank cannot read would leave the others waiting"
+    assert opened == [engine._get_ckpt_name(tmp_path, "t"), engine._get_zero_ckpt_name(tmp_path, "t")]

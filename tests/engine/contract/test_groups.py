@@ -1,5 +1,6 @@
 """Who shares what: DeepSpeed's orders of ranks, and what it asks of an mpu."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -7,8 +8,11 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from deepspeed.utils import groups
 
+from megalowbit.engine.initialize import initialize
 from megalowbit.engine.mpu import GroupsOfRank, adapt_mpu, find_grid
 from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.process_start import start_process_group
@@ -66,6 +70,16 @@ def test_ranks_count_in_the_order_of_our_grid(stages, tensor, data):
         grid = ProcessGrid(rank, stages * tensor * data, tensor_size=tensor, pipeline_size=stages)
         found = theirs.get_coord(rank)._asdict()
         assert {axis: coordinates(grid)[axis] for axis in found} == found, "ranks would read others' data"
+
+
+def test_groups_of_an_earlier_engine_stand_in_the_module_until_forgotten():
+    source = inspect.getsource(DeepSpeedEngine)
+    assert "groups.mpu = self.mpu" in source, "no longer set: initialize need not forget it"
+    groups.mpu = object()
+    config = {"train_micro_batch_size_per_gpu": 1, "megalowbit": {"precision": "fp32"}}
+    optimizer = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    initialize(model=torch.nn.Linear(2, 2), config={**config, **optimizer})
+    assert groups.mpu is None, "a plain engine would ask the groups of one before it"
 
 
 def test_a_pipeline_module_says_its_stages_and_its_groups():

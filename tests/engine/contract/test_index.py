@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from zero_internals import INTERNALS, used
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[2] / "megalowbit"
@@ -43,6 +44,7 @@ IMPORTS = {
     # pipelines
     "deepspeed.runtime.activation_checkpointing.checkpointing.non_reentrant_checkpoint": "recomputed stages",
     "deepspeed.runtime.pipe.schedule": "the instruction that reduces gradients",
+    "deepspeed.runtime.utils": "a dry run deals layers to stages as a pipeline does",
 }
 # attributes of the engine that we read, call or replace
 ENGINE = frozenset(
@@ -58,6 +60,7 @@ ENGINE = frozenset(
         "load_checkpoint",
         "lr_scheduler",
         "micro_steps",
+        "mpu",
         "module",
         "mp_world_size",
         "optimizer",
@@ -69,12 +72,30 @@ ENGINE = frozenset(
         "was_step_applied",
         "zero_optimization_stage",
         "_copy_recovery_script",
+        "_get_ckpt_name",
+        "_get_zero_ckpt_name",
         "_save_checkpoint",
         "_save_zero_checkpoint",
     }
 )
 PIPELINE_ENGINE = frozenset(
-    {"_INSTRUCTION_MAP", "_exec_reduce_grads", "dp_group_loss", "set_batch_fn", "train_batch"}
+    {
+        "_INSTRUCTION_MAP",
+        "_exec_reduce_grads",
+        "batch_fn",
+        "data_iterator",
+        "dp_group_loss",
+        "dynamic_shape",
+        "eval_batch",
+        "first_output_send",
+        "is_first_stage",
+        "is_last_stage",
+        "micro_batches",
+        "num_stages",
+        "pipe_recv_buf",
+        "set_dataiterator",
+        "train_batch",
+    }
 )
 OURS = frozenset({"process_grid", "regularizer"})  # put there by us
 NOT_AN_ENGINE = {"config.py", "dry_run.py"}  # there `engine` is a section of settings
@@ -118,6 +139,16 @@ def test_every_attribute_of_the_engine_is_in_the_table():
     known = ENGINE | PIPELINE_ENGINE
     assert touched() - known == set(), "a new DeepSpeed may break it: add it here and a test of it"
     assert known - touched() == set(), "no longer used: remove it here"
+
+
+def test_every_internal_of_zero_and_pipelines_is_in_the_table():
+    known = {name for names in INTERNALS.values() for name in names}
+    found = used()
+    new = {name: sorted(files) for name, files in found.items() if name not in known}
+    assert new == {}, (
+        "a new DeepSpeed may break it: add it to zero_internals.INTERNALS, with what breaks without it"
+    )
+    assert known - found.keys() == set(), "no longer used: remove it from zero_internals.INTERNALS"
 
 
 @pytest.mark.parametrize("name", IMPORTS)

@@ -96,6 +96,22 @@ def test_a_step_takes_its_micro_batches_through_our_reader(engine):
     assert engine.micro_steps == before[2], "a checkpoint would be refused as in the middle of a step"
 
 
+def test_our_reader_stands_in_for_the_engines(engine):
+    for name in ("train_batch", "eval_batch"):
+        theirs = list(inspect.signature(getattr(PipelineEngine, name)).parameters.items())[1:]
+        ours = list(inspect.signature(getattr(engine, name)).parameters.items())
+        assert [(key, each.default) for key, each in ours] == [(key, each.default) for key, each in theirs], (
+            f"{name} would lose an argument"
+        )
+    assert "next(self.data_iterator)" in inspect.getsource(PipelineEngine._next_batch)
+    assert inspect.getsource(PipelineEngine).count("self._next_batch()") == 1, "data would be read unchecked"
+    source = inspect.getsource(PipelineEngine._exec_load_micro_batch)
+    assert "is_first_stage" in source, "other stages read too, and would find nothing"
+    reset = inspect.getsource(PipelineEngine.reset_activation_shape)
+    for line in ("self.first_output_send = True", "self.pipe_recv_buf = None"):
+        assert line in reset, "other shapes would be refused after a reset"
+
+
 def test_the_loss_of_a_step_is_kept_by_data_parallel_rank(engine):
     mean = engine.train_batch(batches())
     assert engine.dp_group_loss.item() == pytest.approx(mean.item()), "the loop records this loss"

@@ -70,7 +70,9 @@ def test_checkpoints_go_through_the_checkpoint_engine(engine, tmp_path, monkeypa
         monkeypatch.setattr(engine.checkpoint_engine, name, record)
     engine.save_checkpoint(str(tmp_path), tag="t", client_state={"mine": 1}, save_latest=False)
     assert calls == ["makedirs", "makedirs", "save", "commit"], "writes would not be atomic"
-    assert [p.name for p in (tmp_path / "t").iterdir()] == ["mp_rank_00_model_states.pt"]
+    assert sorted(p.name for p in (tmp_path / "t").iterdir()) == [
+        "manifest.json", "mp_rank_00_model_states.pt"
+    ]  # fmt: skip
     assert not (tmp_path / "latest").exists(), "`latest` would name a checkpoint that is not complete yet"
     _, state = engine.load_checkpoint(str(tmp_path), tag="t")
     assert state["mine"] == 1

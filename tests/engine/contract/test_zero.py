@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO optimizers: what our two subclasses override, read, and rely on being called."""
 
 import inspect
+import re
 
 import deepspeed
 import pytest
@@ -15,6 +16,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
+from zero_internals import DEEPSPEED, DEFINING, INTERNALS
 
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.zero_optimizer import ZeroOptimizer, ZeroOptimizerStage3
@@ -164,3 +166,40 @@ def test_attributes_that_ours_replace_are_still_deepspeeds(stage):
         )
         assert get_accelerator().current_stream is not None
     assert "optimizer = basic_optimizer" in inspect.getsource(DeepSpeedEngine._configure_optimizer)
+
+
+OFFLOADS = (None, {"offload_optimizer": {"device": "cpu"}})
+
+
+@pytest.mark.parametrize("offload", OFFLOADS, ids=["device", "offload"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizers_have_the_internals_that_we_use(stage, offload):
+    engine = start(stage, zero_optimization={"stage": stage, **(offload or {})})
+    weight, seen = engine.module.weight, set()
+
+    def look(_):
+        objects = {"optimizer": engine.optimizer, "parameter": weight}
+        if stage < 3:
+            objects["address"] = weight._hp_mapping
+            objects["bucket"] = next(iter(engine.optimizer.ipg_buckets.values()))
+        for owner, subject in objects.items():
+            seen.update((owner, name) for name in INTERNALS[owner] if hasattr(subject, name))
+
+    handle = weight.register_hook(look)
+    step(engine)
+    handle.remove()
+    look(None)
+    for owner in ("optimizer", "parameter", "address", "bucket"):
+        for name, (stages, breaks) in INTERNALS[owner].items():
+            assert stage not in stages or (owner, name) in seen, (
+                f"DeepSpeed's {owner} has no {name} at ZeRO stage {stage} now; on it depends: {breaks}"
+            )
+
+
+@pytest.mark.parametrize("name", [*INTERNALS["pipeline"], *INTERNALS["source"]])
+def test_sources_still_name_what_we_use_of_them(name):
+    _, breaks = {**INTERNALS["pipeline"], **INTERNALS["source"]}[name]
+    sources = "".join(
+        (DEEPSPEED / path).read_text(encoding="utf-8") for path in (*DEFINING, "runtime/pipe/engine.py")
+    )
+    assert re.search(rf"\b{name}\b", sources), f"DeepSpeed has no {name} now; on it depends: {breaks}"

@@ -1,0 +1,261 @@
+"""One checkpoint in and out of an engine, on all ranks together: for the store and for DeepSpeed's methods.
+
+What fails on one rank is raised by all, so that none goes on alone into the next collective. DeepSpeed's own
+loader is run only on files that are verified, of a model, update rule and layout that have been compared; at
+stage 3, where it communicates, its files are read before it starts. Not covered: a rank that runs out of
+memory inside that loader.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megalowbit import process_group
+from megalowbit.checkpoints.contents import CheckpointContents, check_files
+from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
+from megalowbit.durable import DRAFT, MANIFEST, FileFacts, verify_folder
+from megalowbit.engine.agreement import gather, succeed_together
+from megalowbit.engine.random_state import random_state
+from megalowbit.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+ADAMS = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+WHOLE: Mapping[str, Any] = MappingProxyType({})  # options of a load that takes everything
+
+
+def begin_folder(path: Path, *, is_named_by_user: bool = False) -> None:
+    """Make the folder of a checkpoint; rank 0, before anything is written.
+
+    Args:
+        path: of the checkpoint.
+        is_named_by_user: a folder of this name may hold anything, and is replaced only if it does not.
+
+    Raises:
+        UserError: there is a complete checkpoint, or something else, or it cannot be made.
+    """
+    if (path / MANIFEST).is_file():
+        raise UserError(
+            f"checkpoint {path} exists already and is not overwritten: remove it, or use another folder"
+        )
+    if is_named_by_user and path.exists() and not _holds_a_rest(path):
+        raise UserError(f"{path} is there already and is no checkpoint: use another tag, or remove it")
+    try:
+        if path.exists():
+            logger.warning("%s is incomplete (its save was interrupted): replaced", path)
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"checkpoint {write_error(path, error)}") from error
+
+
+def write_files(
+    engine: Any,
+    path: Path,
+    client_state: Mapping[str, Any],
+    *,
+    step: int,
+    rank_file: tuple[str, Mapping[str, Any]] | None = None,
+) -> list[FileFacts]:
+    """Write what a checkpoint holds, all but its manifest; every rank must call it.
+
+    Args:
+        engine: from `initialize`.
+        path: of the checkpoint, a folder that `begin_folder` has made.
+        client_state: rank 0's is saved.
+        step: it is of.
+        rank_file: name and content of a file of this rank's own.
+
+    Returns:
+        What the manifest will say of the files of all ranks.
+
+    Raises:
+        UserError: some rank could not write; all ranks raise it.
+    """
+    writer = engine.checkpoint_engine
+    writer.take_facts(path)
+    state = {**client_state, ENGINE_KEY: _engine_state(engine, step, client_state)}
+    if rank_file is not None:
+        writer.save(dict(rank_file[1]), str(path / rank_file[0]))
+    save = type(engine).save_checkpoint  # and not the method of the object, which leads here
+    save(engine, str(path.parent), tag=path.name, client_state=state, save_latest=False)
+    return [entry for each in gather(writer.take_facts(path)) for entry in each]
+
+
+def verify_together(path: Path, *, remedy: str) -> None:
+    """Compare a checkpoint's files with manifest and layout; the ranks share the reading.
+
+    Raises:
+        UserError: a file is missing or damaged; all ranks raise it.
+    """
+    rank, size = process_group.rank(), process_group.world_size()
+    succeed_together(lambda: verify_folder(path, remedy=remedy, share=rank, shares=size))
+    succeed_together(lambda: check_files(path, remedy=remedy))
+
+
+def load_together(
+    engine: Any, path: Path, options: Mapping[str, Any] = WHOLE
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Continue from a verified checkpoint; every rank must call it.
+
+    Args:
+        engine: from `initialize`.
+        path: of the checkpoint.
+        options: arguments of DeepSpeed's `load_checkpoint` that are not its defaults.
+
+    Returns:
+        The engine's own part of the client state, and the whole of it.
+
+    Raises:
+        UserError: it is of another model, update rule or program; all ranks raise it.
+    """
+    from megalowbit.engine.checkpoint_layout import describe_layout
+    from megalowbit.engine.reshape import check_fits, load_reshaped
+
+    contents = succeed_together(lambda: CheckpointContents(path))
+    own = contents.header.get(ENGINE_KEY)
+    if not isinstance(own, dict):
+        raise UserError(f"checkpoint {path} is of another program: start from its weights instead")
+    takes_states = options.get("load_optimizer_states", True) and not options.get("load_module_only")
+    if takes_states:
+        succeed_together(lambda: _check_update_rule(path, own, engine))
+    state = contents.header
+    present = None if contents.layout is None else describe_layout(engine)
+    if contents.layout is not None and present is not None:
+        succeed_together(
+            lambda: check_fits(contents, present, recipes=(own.get("recipe"), recipes_of(engine)))
+        )
+    if contents.layout is None or contents.layout == present:
+        state = _load_as_saved(engine, path, options)
+    else:
+        assert present is not None
+        how = f"checkpoint of {contents.layout.describe()} continued on {present.describe()}"
+        if options:
+            raise UserError(f"{how}: not with {', '.join(options)}; leave it away, or use the same layout")
+        if process_group.rank() == 0:
+            logger.warning("%s", how)
+        load_reshaped(engine, contents, present)
+    if takes_states:
+        succeed_together(lambda: restore_scaler(engine, own))
+    return own, state
+
+
+def restore_scaler(engine: Any, own: Mapping[str, Any]) -> None:
+    """Give the scaler at work the state it was saved with; at every stage it is the same one.
+
+    Raises:
+        UserError: the state is of another strategy.
+    """
+    scaler, saved = engine.optimizer.grad_scaler, own.get("grad_scaler")
+    if scaler is not None and saved is not None:
+        scaler.load_state_dict(saved)
+
+
+def update_rule(engine: Any) -> str:
+    """What steps the parameters: `AdamW`, `SGD`; implementations of one rule have one name."""
+    inner = engine.optimizer.optimizer
+    name = type(inner).__name__
+    if name not in ADAMS:
+        return name
+    is_decoupled = inner.param_groups[0].get(
+        "decoupled_weight_decay", getattr(inner, "adam_w_mode", name == "AdamW")
+    )
+    return "AdamW" if is_decoupled else "Adam"
+
+
+def recipes_of(engine: Any) -> str:
+    """Names of the recipes at work in this rank's layers."""
+    from megalowbit.layers.bitlinear import BitLinear
+
+    layers = [module for module in engine.module.modules() if isinstance(module, BitLinear)]
+    return ", ".join(sorted({layer.recipe.name for layer in layers})) or "none"
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, its manifest first: an interrupted removal must not look like a checkpoint."""
+    try:
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("checkpoint %s could not be removed: %s", path, error)
+
+
+def write_error(path: Path, error: OSError) -> str:
+    """One line: which file, why, what to do."""
+    from megalowbit.engine.checkpoint_engine import describe_write_error
+
+    return describe_write_error(path, error)
+
+
+def _load_as_saved(engine: Any, path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """By DeepSpeed's own loader, into an engine cut as the saved one was."""
+    parent, tag = str(path.parent), path.name
+
+    def load() -> dict[str, Any]:
+        try:  # the class's, and not the method of the object, which leads here
+            _, state = type(engine).load_checkpoint(engine, parent, tag=tag, **options)
+        except (RuntimeError, KeyError, AssertionError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(
+                f"checkpoint {path} does not fit the model: {reason}; use the model it was saved with"
+            ) from error
+        if engine.zero_optimization_stage() == 0 and _leaves_masters(options):
+            engine.optimizer.reload_model_params()  # or the next step would undo the load
+        return dict(state)
+
+    if engine.zero_optimization_stage() < 3:
+        return succeed_together(load)
+    if _leaves_masters(options):
+        raise UserError(
+            f"{', '.join(options)}: ZeRO 3 has its weights in the optimizer's files only; load all of "
+            f"{path}, or export it and start from that"
+        )
+    # loading is collective: what can fail on one rank alone must have happened before
+    files = [engine._get_ckpt_name(parent, tag), engine._get_zero_ckpt_name(parent, tag)]
+    reader = engine.checkpoint_engine
+    succeed_together(lambda: reader.read_ahead(files))
+    try:
+        return load()
+    finally:
+        reader.forget()
+
+
+def _leaves_masters(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("load_module_only")) or not options.get("load_optimizer_states", True)
+
+
+def _check_update_rule(path: Path, own: Mapping[str, Any], engine: Any) -> None:
+    saved, present = own.get("optimizer"), update_rule(engine)
+    if saved not in (None, present):
+        raise UserError(
+            f"checkpoint {path} has the state of optimizer {saved}, the engine has {present}: use {saved}, "
+            "or start from its weights"
+        )
+
+
+def _engine_state(engine: Any, step: int, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    from megalowbit.engine.checkpoint_layout import describe_layout
+
+    scaler = engine.optimizer.grad_scaler
+    return {
+        "format": 1,
+        "step": step,
+        "client_keys": list(client_state),
+        "random_states": gather(random_state(engine.device)),
+        "grad_scaler": None if scaler is None else scaler.state_dict(),
+        "optimizer": update_rule(engine),
+        "recipe": recipes_of(engine),
+        LAYOUT_KEY: describe_layout(engine).to_dict(),
+    }
+
+
+def _holds_a_rest(path: Path) -> bool:
+    """Whether a folder holds what an interrupted save leaves, and nothing else."""
+    return path.is_dir() and all(
+        each.is_file() and (each.suffix == ".pt" or DRAFT.fullmatch(each.name)) for each in path.iterdir()
+    )

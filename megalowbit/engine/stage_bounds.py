@@ -1,0 +1,59 @@
+"""Which of a model's parts a pipeline's stages get, before there is a pipeline.
+
+DeepSpeed's own arithmetic, called with what its `PipelineModule` would call it with; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from megalowbit.errors import UserError
+from megalowbit.hf.pipeline import Block
+
+
+def stage_bounds(parts: Sequence[nn.Module], num_stages: int, partition: str) -> list[int]:
+    """Where stages begin in the parts of a model, and the end of the last.
+
+    Args:
+        parts: as of `hf.pipeline.parts_of`.
+        num_stages: of the pipeline.
+        partition: `"parameters"`, `"uniform"` or `"type:block"`.
+
+    Returns:
+        `num_stages` + 1 places.
+
+    Raises:
+        UserError: a stage would be empty.
+    """
+    from megalowbit.engine.process_start import import_deepspeed
+
+    import_deepspeed()
+    from deepspeed.runtime import utils
+
+    if partition == "uniform":
+        bounds = utils.partition_uniform(num_items=len(parts), num_parts=num_stages)
+    else:
+        weights = [
+            int(isinstance(part, Block))
+            if partition == "type:block"
+            else sum(each.numel() for each in part.parameters() if each.requires_grad)
+            for part in parts
+        ]
+        bounds = utils.partition_balanced(weights=weights, num_parts=num_stages)
+    found = [int(bound) for bound in bounds]
+    for stage, (start, stop) in enumerate(pairwise(found)):
+        if start == stop:
+            raise empty_stage(num_stages, stage, len(parts))
+    return found
+
+
+def empty_stage(num_stages: int, stage: int, num_parts: int) -> UserError:
+    """A stage that gets nothing of the model."""
+    return UserError(
+        f"pipeline.stages = {num_stages} leaves stage {stage} without any of the model's "
+        f"{num_parts} parts (embedding, blocks, head): lower it, or set pipeline.partition to "
+        '"uniform"'
+    )

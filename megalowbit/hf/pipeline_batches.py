@@ -1,0 +1,146 @@
+"""Batches as stages take them: token ids with what may come along, and labels, checked before they are sent.
+
+A model that stands in one process takes more, and finds out by itself what does not fit. Between stages only
+three integer tensors travel, in a fixed order; whatever else a batch holds is refused and never dropped.
+A mask that is not there must stay so: without one, transformers tells packed documents by their positions.
+Values are looked at on the CPU only, since elsewhere that would wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalowbit.errors import UserError, shown
+
+IGNORED_LABEL = -100  # Hugging Face's, and torch's, for tokens that are not predicted
+EXTRAS = ("attention_mask", "position_ids")  # may follow `input_ids`, in this order
+WHERE = "a batch for a pipeline"
+
+Inputs = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """What a model has rows for.
+
+    Attributes:
+        vocabulary: tokens.
+        positions: of learned position embeddings; None: positions are not looked up.
+    """
+
+    vocabulary: int
+    positions: int | None
+
+
+def as_inputs_and_labels(batch: Any) -> tuple[Inputs, Tensor]:
+    """A batch as pipelines take it: (inputs, labels), from such a pair or from a mapping as models take it.
+
+    Args:
+        batch: mapping with `input_ids` and `labels`, (batch, tokens) integers, perhaps `attention_mask` of
+            that shape and `position_ids` of that shape or (1, tokens); or (inputs, labels), where inputs are
+            token ids, alone or followed by mask and positions.
+
+    Returns:
+        Token ids, alone or with the `EXTRAS`, and labels. Positions without a mask follow one of shape
+        (batch, 1), which stands for none (see `mask_of`).
+
+    Raises:
+        UserError: something is missing, is of another shape or type, or no stage passes it on.
+    """
+    given = dict(batch) if isinstance(batch, Mapping) else _named(batch)
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in ("input_ids", "labels"):
+        if name not in given:
+            raise UserError(f"{WHERE} has no {name!r}, only {', '.join(map(str, given))}: add it")
+    unknown = given.keys() - {"input_ids", "labels", *EXTRAS}
+    if unknown:
+        raise UserError(f"{WHERE} holds {min(map(str, unknown))!r}, which no stage takes: leave it out")
+    _check_tensors(given)
+    tokens: Tensor = given["input_ids"].long()
+    extras = []
+    if "attention_mask" in given:
+        extras.append(given["attention_mask"].bool().long())
+    if "position_ids" in given:
+        extras = extras or [torch.ones_like(tokens[:, :1])]
+        extras.append(given["position_ids"].long())
+    return ((tokens, *extras) if extras else tokens), given["labels"].long()
+
+
+def mask_of(extras: list[Tensor], num_tokens: int) -> Tensor | None:
+    """The attention mask, (batch, tokens), among what came with the tokens; None if there is none."""
+    if not extras or extras[0].shape[1] != num_tokens:
+        return None
+    return extras[0]
+
+
+def check_values(inputs: Inputs, labels: Tensor, limits: BatchLimits) -> None:
+    """Refuse tokens and positions that a model has no row for.
+
+    Args:
+        inputs: of `as_inputs_and_labels`.
+        labels: of the same.
+        limits: of the model.
+
+    Raises:
+        UserError: names the tensor and the value.
+    """
+    tokens, *extras = inputs if isinstance(inputs, tuple) else (inputs,)
+    _check_range("input_ids", tokens, limits.vocabulary, "the vocabulary")
+    _check_range("labels", labels[labels != IGNORED_LABEL], limits.vocabulary, "the vocabulary and -100")
+    if limits.positions is None:
+        return
+    if len(extras) > 1:
+        _check_range("position_ids", extras[1], limits.positions, "the learned positions")
+    elif tokens.shape[1] > limits.positions:
+        raise UserError(
+            f"{WHERE} has {tokens.shape[1]} tokens in a sequence, and the model has {limits.positions} "
+            "positions: cut the sequences"
+        )
+
+
+def _named(pair: Any) -> dict[str, Any]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise UserError(
+            f"{WHERE} = {shown(pair)} is neither a mapping nor (inputs, labels): "
+            'give {"input_ids": …, "labels": …}'
+        )
+    inputs, labels = pair
+    values = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+    names = ("input_ids", *EXTRAS)
+    if len(values) > len(names):
+        raise UserError(
+            f"{WHERE} has {len(values)} inputs, and stages take {', '.join(names)}: leave out others"
+        )
+    return {**dict(zip(names, values, strict=False)), "labels": labels}
+
+
+def _check_tensors(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"{WHERE} has {name} = {shown(value)}: make it a tensor")
+        if name != "attention_mask" and (value.is_floating_point() or value.is_complex()):
+            raise UserError(f"{WHERE} has {name} of type {value.dtype}: it must be of integers")
+    shape = tuple(given["input_ids"].shape)
+    if len(shape) != 2:
+        raise UserError(f"{WHERE} has input_ids of shape {shape}: it must be (batch, tokens)")
+    for name, value in given.items():
+        fitting = {shape, (1, shape[1])} if name == "position_ids" else {shape}
+        if tuple(value.shape) not in fitting:
+            raise UserError(
+                f"{WHERE} has {name} of shape {tuple(value.shape)}: it must be that of input_ids, {shape}"
+            )
+
+
+def _check_range(name: str, values: Tensor, size: int, what: str) -> None:
+    if values.device.type != "cpu" or not values.numel():
+        return
+    for value in (int(values.min()), int(values.max())):
+        if not 0 <= value < size:
+            raise UserError(
+                f"{WHERE} has {value} in {name}, which is not in {what}: it must be 0 … {size - 1}"
+            )

@@ -1,0 +1,98 @@
+"""What autograd keeps between forward and backward: counted on a model or on one stage of a pipeline.
+
+The forward is run for its hooks alone, as a rule under PyTorch's fake tensors, and each storage counts once.
+Not covered: what kernels allocate for a moment, and what a device's own attention does not keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from megalowbit.hf.pipeline import Block, BlockInputs, BlockOptions, Embedding, Head, causal_loss, run_parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class _Kept:
+    """Storages that autograd would keep; they stay alive here, so that no address comes twice."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._not_counted = {parameter.untyped_storage()._cdata for parameter in parameters}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._not_counted:
+            self._storages[storage._cdata] = storage
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+
+def saved_for_backward(model: nn.Module, micro_batch_size: int, sequence_length: int) -> int:
+    """Bytes autograd keeps between one forward and its backward, parameters not counted.
+
+    Args:
+        model: a causal language model that takes `input_ids` and `labels`; fake tensors serve as well.
+        micro_batch_size: sequences in the batch.
+        sequence_length: tokens per sequence.
+    """
+    kept = _Kept(model.parameters())
+    tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    del loss
+    return kept.nbytes
+
+
+def saved_by_stage(
+    model: PreTrainedModel,
+    parts: Sequence[nn.Module],
+    *,
+    micro_batch_size: int,
+    sequence_length: int,
+    interval: int,
+    num_in_flight: int,
+) -> int:
+    """Bytes a pipeline's stage keeps when it is fullest.
+
+    Args:
+        model: whose parts they are.
+        parts: of this stage.
+        micro_batch_size: sequences in a micro-batch.
+        sequence_length: tokens per sequence.
+        interval: blocks per recomputed segment; 0 recomputes nothing.
+        num_in_flight: micro-batches whose backward is still to come.
+    """
+    kept, recomputed = _Kept(model.parameters()), [0]
+
+    def run_blocks(blocks: Sequence[Block], hidden: torch.Tensor, options: BlockOptions) -> torch.Tensor:
+        for start in range(0, len(blocks), interval or len(blocks)):
+            segment = _Kept(model.parameters()) if interval else kept
+            kept.add(hidden)
+            with torch.autograd.graph.saved_tensors_hooks(segment.add, lambda tensor: tensor):
+                for block in blocks[start : start + (interval or len(blocks))]:
+                    hidden = block(hidden, options)
+            recomputed[0] = max(recomputed[0], segment.nbytes if interval else 0)
+        return hidden
+
+    tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
+    inputs = tokens
+    if not isinstance(parts[0], Embedding):
+        shape = (*tokens.shape, model.config.hidden_size)
+        inputs = torch.zeros(shape, dtype=next(model.parameters()).dtype, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor):
+        output = run_parts(parts, inputs, BlockInputs(model), run_blocks)
+        assert isinstance(output, torch.Tensor)
+        if isinstance(parts[-1], Head):
+            causal_loss(output, tokens)
+        else:
+            kept.add(output)  # it waits for its gradient
+    return kept.nbytes * num_in_flight + recomputed[0]

@@ -1,0 +1,149 @@
+"""DeepSpeed's own `engine.save_checkpoint` and `engine.load_checkpoint`; two ranks: tests/distributed."""
+
+import json
+
+import pytest
+import torch
+
+from megalowbit.engine.initialize import initialize
+from megalowbit.errors import UserError
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+
+
+def make_engine(stage=0, *, optimizer=ADAMW, width=16, seed=0, **block):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, 16))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": stage},
+        "megalowbit": {"precision": "bf16", **block},
+    }
+    return initialize(model=model, config=config)[0]
+
+
+def step(engine, seed):
+    x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    loss = engine(x).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def trained(stage=0, **settings):
+    engine = make_engine(stage, **settings)
+    step(engine, 0)
+    step(engine, 1)
+    return engine
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_saved_is_complete_and_continues_bitwise(tmp_path, stage):
+    engine = trained(stage)
+    assert engine.save_checkpoint(str(tmp_path), client_state={"epoch": 3})
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    names = {path.name for path in (tmp_path / "global_step2").iterdir()}
+    manifest = json.loads((tmp_path / "global_step2" / "manifest.json").read_text())
+    assert {entry["name"] for entry in manifest["files"]} == names - {"manifest.json"}
+    expected = [step(engine, number) for number in (2, 3)]
+    again = make_engine(stage, seed=1)
+    path, state = again.load_checkpoint(str(tmp_path))
+    assert path.startswith(str(tmp_path / "global_step2"))
+    assert state == {"epoch": 3}
+    assert again.global_steps == 2
+    assert [step(again, number) for number in (2, 3)] == expected
+
+
+@pytest.mark.parametrize(("saved", "present"), [(0, 2), (1, 3), (3, 0)])
+def test_another_stage_is_cut_anew(tmp_path, saved, present):
+    engine = trained(saved)
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    again = make_engine(present, seed=1)
+    again.load_checkpoint(str(tmp_path), "t")
+    assert step(again, 2) == step(engine, 2)
+    assert step(again, 3) == pytest.approx(step(engine, 3), rel=0.02)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_damage_is_found_before_anything_is_loaded(tmp_path, stage):
+    trained(stage).save_checkpoint(str(tmp_path), tag="t")
+    file = max((tmp_path / "t").glob("*.pt"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    engine = make_engine(stage)
+    with pytest.raises(UserError, match=f"is damaged: {file.name} has SHA-256"):
+        engine.load_checkpoint(str(tmp_path), tag="t")
+    assert engine.global_steps == 0
+
+
+def test_a_folder_without_manifest_is_refused(tmp_path):
+    trained().save_checkpoint(str(tmp_path), tag="t")
+    (tmp_path / "t" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"has no manifest\.json: its save was interrupted"):
+        make_engine().load_checkpoint(str(tmp_path))
+
+
+def test_without_latest_nothing_is_loaded(tmp_path):
+    assert make_engine().load_checkpoint(str(tmp_path)) == (None, None)
+    with pytest.raises(UserError, match="does not exist: use another checkpoint"):
+        make_engine().load_checkpoint(str(tmp_path), tag="t")
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "a\0b"])
+def test_a_tag_that_is_no_folder_name_is_refused(tmp_path, tag):
+    with pytest.raises(UserError, match="must be the name of a folder"):
+        make_engine().save_checkpoint(str(tmp_path), tag=tag)
+
+
+def test_nothing_that_is_there_is_overwritten_but_what_a_killed_save_left(tmp_path):
+    engine = trained()
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    with pytest.raises(UserError, match="exists already and is not overwritten"):
+        engine.save_checkpoint(str(tmp_path), tag="t")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="is no checkpoint: use another tag"):
+        engine.save_checkpoint(str(tmp_path), tag="mine")
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+    (tmp_path / "t" / "manifest.json").unlink()
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    make_engine().load_checkpoint(str(tmp_path), tag="t")
+
+
+def test_a_save_that_fails_leaves_no_folder_and_latest_as_it_was(tmp_path):
+    engine = trained()
+    engine.save_checkpoint(str(tmp_path), tag="one")
+    with pytest.raises(UserError, match="could only be pickled"):
+        engine.save_checkpoint(str(tmp_path), tag="two", client_state={"x": object()})
+    assert not (tmp_path / "two").exists()
+    assert (tmp_path / "latest").read_text() == "one"
+
+
+@pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}])
+@pytest.mark.parametrize("stage", range(4))
+def test_weights_alone_stay_after_the_next_step_or_are_refused(tmp_path, stage, options):
+    engine = trained(stage)
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    again = make_engine(stage, seed=1)
+    if stage == 3:
+        with pytest.raises(UserError, match="ZeRO 3 has its weights in the optimizer's files only"):
+            again.load_checkpoint(str(tmp_path), tag="t", **options)
+        return
+    again.load_checkpoint(str(tmp_path), tag="t", **options)
+    expected = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    for group in again.optimizer.param_groups:
+        group["lr"] = 0.0
+    step(again, 2)
+    for parameter, value in zip(again.module.parameters(), expected, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def test_options_are_refused_where_the_layout_is_another(tmp_path):
+    trained(1).save_checkpoint(str(tmp_path), tag="t")
+    with pytest.raises(UserError, match="not with load_module_only; leave it away"):
+        make_engine(2).load_checkpoint(str(tmp_path), tag="t", load_module_only=True)
+    with pytest.raises(UserError, match="exclude_frozen_parameters is not supported"):
+        make_engine().save_checkpoint(str(tmp_path), tag="u", exclude_frozen_parameters=True)
