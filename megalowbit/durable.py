@@ -229,6 +229,12 @@ def set_aside(folder: Path) -> Path:
     return target
 
 
+def damaged_in(folder: Path) -> list[str]:
+    """Names of the checkpoints in `folder` that were moved aside, oldest step first."""
+    found = [path.name for path in folder.glob(f"step-*{DAMAGED}*") if path.is_dir()]
+    return sorted(name for name in found if is_step_name(name.partition(DAMAGED)[0]))
+
+
 def remove_drafts(folder: Path) -> None:
     """Remove what writers that were killed have left of files in `folder`; nobody may be writing there."""
     for draft in folder.glob(".*.tmp"):

@@ -161,9 +161,9 @@ class CheckpointContents:
             raise UserError(f"checkpoint {self.folder} has no parameter {name}: use the model it is of")
         return self._places[name]
 
-    @staticmethod
-    def _needed(places: list[tuple[int, StoredParameter]]) -> list[tuple[int, StoredParameter]]:
+    def _needed(self, places: list[tuple[int, StoredParameter]]) -> list[tuple[int, StoredParameter]]:
         """All shards of a cut parameter; of a copied one, the first copy."""
+        self._files.layout.check_cut(places[0][1], f"checkpoint {self.folder}")
         return places if places[0][1].cut is not None else places[:1]
 
     def _check_slices(self) -> None:

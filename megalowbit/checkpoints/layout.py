@@ -57,6 +57,8 @@ class StoredParameter:
         is_transposed: whether what is stored is the transpose of the plain module's parameter, as of a Conv1D
             that was made a linear layer to be sharded.
         cut: of what is stored, `{"dim": 0, "parts": [8, 8]}` of a tensor-parallel shard, else None.
+        is_marked: whether the user's program says that it is a shard (`tensor_model_parallel`). It is no
+            place, so layouts that differ in it are equal.
     """
 
     name: str
@@ -70,6 +72,7 @@ class StoredParameter:
     weight: tuple[str, str] | None = None
     cut: Mapping[str, Any] | None = None
     is_transposed: bool = False
+    is_marked: bool = field(default=False, compare=False)
 
     @property
     def numel(self) -> int:
@@ -149,6 +152,15 @@ class Layout:
         if self.pipeline_size > 1:
             parts.append(f"{self.pipeline_size} pipeline stages")
         return ", ".join(parts)
+
+    def check_cut(self, stored: StoredParameter, where: str) -> None:
+        """Raise a `UserError` where it is not known how shards make a whole: none is read as a copy."""
+        if self.tensor_size > 1 and stored.is_marked and stored.cut is None:
+            raise UserError(
+                f"{where}: parameter {stored.name} is marked tensor_model_parallel and has no cut, so how "
+                f"its {self.tensor_size} shards make a whole is not known: continue at the ZeRO stage and on "
+                "the ranks it was saved with, or set .cut (megalowbit.layers.tensor_parallel.Cut) to save it"
+            )
 
     def check(self, where: str) -> None:
         """Raise a `UserError` where parameters overlap, or do not fit where they should lie."""

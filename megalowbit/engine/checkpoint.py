@@ -25,6 +25,7 @@ from megalowbit.durable import (
     FileFacts,
     atomic_file,
     complete_steps,
+    damaged_in,
     looks_whole,
     remove_drafts,
     set_aside,
@@ -83,20 +84,18 @@ class CheckpointStore:
         reading that this takes.
 
         Raises:
-            UserError: there are checkpoints, and all of them are damaged.
+            UserError: there were checkpoints, and all of them are damaged, also if that was found before.
         """
         agree(self._warn_of_incomplete)
-        damaged: list[str] = []
-        while (path := agree(self._newest)) is not None and path.name not in damaged:
+        while (path := agree(self._newest)) is not None:
             reason = self._damage_of(path)
             if reason is None:
                 return path
-            damaged.append(path.name)
             agree(lambda path=path, reason=reason: self._set_aside(path, reason))  # type: ignore[misc]
-        if damaged:
+        if aside := agree(lambda: damaged_in(self.folder)):
             raise UserError(
-                f"all {len(damaged)} checkpoints in {self.folder} are damaged (newest: {damaged[0]}): start "
-                "anew in another folder, or repair them"
+                f"all {len(aside)} checkpoints in {self.folder} are damaged (newest: {aside[-1]}): start "
+                "anew in another folder, or repair one and take .damaged off its name"
             )
         return None
 
@@ -229,14 +228,18 @@ class CheckpointStore:
                 file.write(path.name)
         except OSError as error:
             raise UserError(f"checkpoint {write_error(path, error)}") from error
-        self._prune()
+        self._prune(path)
 
-    def _prune(self) -> None:
-        """Remove what is older than the newest `keep` whole ones; damaged ones count as little as drafts."""
+    def _prune(self, saved: Path) -> None:
+        """Remove all but the newest `keep` whole ones and the one just saved, maybe of an earlier step.
+
+        Damaged ones count as little as drafts.
+        """
         remove_drafts(self.folder)
         steps = self.steps()
         whole = [step for step in steps if looks_whole(self.path_of(step))]
         kept = set(whole if self.keep is None else whole[-self.keep :])
+        kept |= {step for step in whole if self.path_of(step) == saved}
         for step in steps_in(self.folder):
             if step in steps and step not in whole:
                 self._set_aside(self.path_of(step), f"checkpoint {self.path_of(step)} lacks files")

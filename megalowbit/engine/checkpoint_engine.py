@@ -183,7 +183,13 @@ def describe_write_error(path: str | Path, error: Exception) -> str:
     """One line: which file, why, what to do."""
     lines = str(error).splitlines() or [type(error).__name__]
     reason = getattr(error, "strerror", None) or lines[0]
-    return f"{path}: {reason}; free space or choose another folder (earlier checkpoints are untouched)"
+    is_of_disk = isinstance(error, (OSError, MemoryError)) or type(error) is RuntimeError  # torch's own
+    remedy = (
+        "free space or choose another folder"
+        if is_of_disk
+        else "leave it out of what is saved, or save its numbers, texts and tensors"
+    )
+    return f"{path}: {reason}; {remedy} (earlier checkpoints are untouched)"
 
 
 def _plain_scaler(scaler: Any, where: str) -> Any:

@@ -79,12 +79,14 @@ def write_files(
     """
     writer = engine.checkpoint_engine
     writer.take_facts(path)
-    state = {**client_state, ENGINE_KEY: _engine_state(engine, step, client_state)}
+    own = _engine_state(engine, step, client_state)
+    state = {**client_state, ENGINE_KEY: own}
     if rank_file is not None:
         writer.save(dict(rank_file[1]), str(path / rank_file[0]))
     save = type(engine).save_checkpoint  # and not the method of the object, which leads here
     save(engine, str(path.parent), tag=path.name, client_state=state, save_latest=False)
-    return [entry for each in gather(writer.take_facts(path)) for entry in each]
+    facts = succeed_together(lambda: writer.take_facts(path))
+    return [entry for each in gather(facts) for entry in each]
 
 
 def verify_together(path: Path, *, remedy: str) -> None:
@@ -112,10 +114,12 @@ def load_together(
         The engine's own part of the client state, and the whole of it.
 
     Raises:
-        UserError: it is of another model, update rule or program; all ranks raise it.
+        UserError: it is of another model, update rule or program, or has replaced the scaler; all ranks
+            raise it.
     """
     from megalowbit.engine.checkpoint_layout import describe_layout
     from megalowbit.engine.reshape import check_fits, load_reshaped
+    from megalowbit.engine.run_checks import check_scaler
 
     contents = succeed_together(lambda: CheckpointContents(path))
     own = contents.header.get(ENGINE_KEY)
@@ -142,6 +146,7 @@ def load_together(
         load_reshaped(engine, contents, present)
     if takes_states:
         succeed_together(lambda: restore_scaler(engine, own))
+    succeed_together(lambda: check_scaler(engine))
     return own, state
 
 
@@ -241,17 +246,21 @@ def _check_update_rule(path: Path, own: Mapping[str, Any], engine: Any) -> None:
 def _engine_state(engine: Any, step: int, client_state: Mapping[str, Any]) -> dict[str, Any]:
     from megalowbit.engine.checkpoint_layout import describe_layout
 
-    scaler = engine.optimizer.grad_scaler
-    return {
-        "format": 1,
-        "step": step,
-        "client_keys": list(client_state),
-        "random_states": gather(random_state(engine.device)),
-        "grad_scaler": None if scaler is None else scaler.state_dict(),
-        "optimizer": update_rule(engine),
-        "recipe": recipes_of(engine),
-        LAYOUT_KEY: describe_layout(engine).to_dict(),
-    }
+    def of_this_rank() -> dict[str, Any]:
+        scaler = engine.optimizer.grad_scaler
+        return {
+            "format": 1,
+            "step": step,
+            "client_keys": list(dict(client_state)),
+            "random_states": random_state(engine.device),
+            "grad_scaler": None if scaler is None else scaler.state_dict(),
+            "optimizer": update_rule(engine),
+            "recipe": recipes_of(engine),
+        }
+
+    own = succeed_together(of_this_rank)  # before any rank waits for the others' generators
+    states = gather(own["random_states"])
+    return {**own, "random_states": states, LAYOUT_KEY: describe_layout(engine).to_dict()}
 
 
 def _holds_a_rest(path: Path) -> bool:

@@ -125,6 +125,7 @@ def own_slice(engine: Any) -> Slice:
                 weight=files.get(id(parameter)),
                 cut=None if cut is None else {"dim": cut.dim, "parts": list(cut.parts)},
                 is_transposed=id(parameter) in transposed,
+                is_marked=bool(getattr(parameter, "tensor_model_parallel", False)),
             )
         )
     buffers = {name: place for name, place in _buffer_files(engine, stage).items() if place is not None}

@@ -17,7 +17,7 @@ from typing import Any
 from megalowbit import process_group
 from megalowbit.checkpoints.contents import header_file
 from megalowbit.durable import LATEST, MANIFEST, FileFacts, atomic_file, write_manifest
-from megalowbit.engine.agreement import agree, gather
+from megalowbit.engine.agreement import agree, gather, raised_on_all_ranks, succeed_together
 from megalowbit.engine.checkpoint_io import (
     begin_folder,
     load_together,
@@ -63,10 +63,7 @@ class CheckpointMethods:
         if exclude_frozen_parameters:
             raise UserError("exclude_frozen_parameters is not supported: save them all, leave it away")
         engine = self._engine
-        path = _path(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
-        for rank, other in enumerate(gather(str(path))):
-            if other != str(path):
-                raise UserError(f"rank {rank} would save to {other}, another rank to {path}: use one tag")
+        path = _agreed_path(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
         agree(lambda: begin_folder(path, is_named_by_user=True))
         try:
             facts = write_files(engine, path, client_state or {}, step=engine.global_steps)
@@ -97,11 +94,11 @@ class CheckpointMethods:
         Raises:
             UserError: it is damaged, incomplete, or does not fit; all ranks raise it.
         """
-        if tag is None:
+        if all(gather(tag is None)):
             tag = agree(lambda: _latest(Path(load_dir)))
             if tag is None:
                 return None, None
-        path = _path(load_dir, tag)
+        path = _agreed_path(load_dir, tag)
         defaults = (
             ("load_module_strict", load_module_strict, True),
             ("load_optimizer_states", load_optimizer_states, True),
@@ -123,6 +120,18 @@ def _path(folder: str | Path, tag: object) -> Path:
     if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
         raise UserError(f"the tag of a checkpoint is {shown(name)}: it must be the name of a folder")
     return Path(folder) / name
+
+
+def _agreed_path(folder: str | Path, tag: object) -> Path:
+    """`_path`, which must be the same on every rank; collective."""
+    path = succeed_together(lambda: _path(folder, tag))
+    everyone = gather(str(path))
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise raised_on_all_ranks(
+                f"rank {rank} names checkpoint {other}, rank 0 {everyone[0]}: use one folder and tag"
+            )
+    return path
 
 
 def _latest(folder: Path) -> str | None:

@@ -36,11 +36,15 @@ def check_fits(
         recipes: saved and present ones, if they are known; a recipe gives weights their orientation.
 
     Raises:
-        UserError: a name or shape differs, or what is trained.
+        UserError: a name or shape differs, or what is trained; or shards of unknown cut would be cut anew.
     """
     saved = contents.layout
     assert saved is not None
     where = f"checkpoint {contents.folder}"
+    if saved != present:
+        for layout in (saved, present):
+            for stored in _first_places(layout).values():
+                layout.check_cut(stored, where)
     before, now = _whole_shapes(saved), _whole_shapes(present)
     for name in [*before, *now]:
         if before.get(name) != now.get(name):

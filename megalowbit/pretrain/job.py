@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megalowbit.data.loader import ShardedLoader, build_loader
-from megalowbit.engine.agreement import gather
+from megalowbit.engine.agreement import gather, succeed_together
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.parameter_split import WeightSplitReport, split_weights
@@ -22,7 +22,6 @@ from megalowbit.engine.pipeline import groups_of, pipeline_module
 from megalowbit.engine.pipeline_values import interval_of, partition_of
 from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.random_state import seed_generators
-from megalowbit.engine.run_checks import check_scaler
 from megalowbit.engine.tensor_parallel import shard_model
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model
@@ -126,7 +125,15 @@ class Job:
 
     def save(self) -> None:
         """Write a checkpoint of this step. Every rank must call it."""
-        state = {
+        weight_splits = self._weight_splits()
+        state, own = succeed_together(
+            lambda: (self._state(weight_splits), split_state_dict(self.engine.module, OWN_ROLES))
+        )
+        self.store.save(self.engine, self.step, state, own)
+
+    def _state(self, weight_splits: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint holds besides the engine's own."""
+        return {
             "megalowbit": {
                 "format": CHECKPOINT_FORMAT,
                 "step": self.step,
@@ -140,10 +147,9 @@ class Job:
                 "random_stream": _state_of(random_stream(self.engine.module)),
                 "tracker": _state_of(self.tracker),
                 "late_switch": _state_of(self.late_switch),
-                "weight_splits": self._weight_splits(),
+                "weight_splits": weight_splits,
             },
         }
-        self.store.save(self.engine, self.step, state, split_state_dict(self.engine.module, OWN_ROLES))
 
     def resume(self) -> bool:
         """Continue from the newest complete checkpoint, if there is one. Every rank must call it."""
@@ -151,8 +157,13 @@ class Job:
         if path is None:
             return False
         state = self.store.load(self.engine, path)
-        check_scaler(self.engine)
         self.weights_have_changed()
+        own = self.store.rank_state(self.engine, path)
+        succeed_together(lambda: self._continue_from(path, state, own))
+        return True
+
+    def _continue_from(self, path: Path, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Take over what `_state` has saved, and this rank's own; the engine has its part."""
         check_same_model(state["megalowbit"]["hf_config"], self.engine.module.config.to_dict())
         progress = state.get("progress")
         if progress is None:
@@ -172,18 +183,19 @@ class Job:
             self.tracker.load_state_dict(progress["tracker"])
         if self.late_switch is not None and progress.get("late_switch") is not None:
             self.late_switch.load_state_dict(progress["late_switch"])
-        self._resume_splits(path, progress.get("weight_splits", {}))
-        return True
+        self._resume_splits(path, progress.get("weight_splits", {}), own)
 
     def _weight_splits(self) -> dict[str, Any]:
         """Of all layers, on every rank; collective where stages have some each."""
-        own = split_state_dict(self.engine.module, SHARED_ROLES)
+        own = succeed_together(lambda: split_state_dict(self.engine.module, SHARED_ROLES))
         if not (self.is_pipeline and self.recipe.split_weight is not None):
             return own
         return {name: state for stage in gather(own) for name, state in stage.items()}
 
-    def _resume_splits(self, path: Path, weight_splits: Mapping[str, Any]) -> None:
-        model, own = self.engine.module, self.store.rank_state(self.engine, path)
+    def _resume_splits(
+        self, path: Path, weight_splits: Mapping[str, Any], own: Mapping[str, Any] | None
+    ) -> None:
+        model = self.engine.module
         mine = {name: weight_splits[name] for name in bit_layers(model) if name in weight_splits}
         load_split_state_dict(model, mine if self.is_pipeline else weight_splits, SHARED_ROLES)
         load_split_state_dict(model, own or {}, OWN_ROLES)

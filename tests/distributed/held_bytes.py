@@ -7,7 +7,9 @@ def held_bytes(engine):
     parameters = list(engine.module.parameters())
     if stage == 0:
         own = {id(parameter) for parameter in parameters}
-        masters = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
+        masters = [
+            each for group in optimizer.param_groups for each in group["params"] if id(each) not in own
+        ]
     elif stage < 3:
         masters = optimizer.single_partition_of_fp32_groups
     else:
@@ -16,7 +18,9 @@ def held_bytes(engine):
     return {
         "parameters": size_of(getattr(each, "ds_tensor", each) for each in parameters),
         "master_parameters": size_of(masters),
-        "optimizer_moments": size_of(s[name] for s in states for name in ("exp_avg", "exp_avg_sq") if name in s),
+        "optimizer_moments": size_of(
+            s[name] for s in states for name in ("exp_avg", "exp_avg_sq") if name in s
+        ),
     }
 
 

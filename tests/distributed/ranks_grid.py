@@ -1,16 +1,21 @@
 """Four ranks, 2 × 2: grids beside DeepSpeed's own, and a Megatron-style model; see test_grid.py."""
 
+import os
 import types
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tiny_training import BATCH, HIDDEN, WIDTH, TinyModel, config, data, rank_and_size, report
 
+from megalowbit.checkpoints.contents import CheckpointContents
+from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.mpu import adapt_mpu, find_grid
 from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
+from megalowbit.layers.tensor_parallel import Cut
 
 RANK, WORLD = rank_and_size()
 STEPS = 4
@@ -189,6 +194,45 @@ def train(precision, *, spoilt=None, stage=0):
     return steps
 
 
+def checkpoints():
+    """What becomes of shards that only their mark tells from copies, and of those with a `.cut`."""
+    seen, state = {}, megatron()
+    for name in ("marked", "cut"):
+        engine = shards(state, is_cut=name == "cut")
+        engine.backward(engine(data(0, 0, engine.process_grid.data_rank, 2)))
+        engine.step()
+        store = CheckpointStore(Path(os.environ["RESULTS"]) / name)
+        path = store.save(engine, 1, {})
+        parameters = dict(engine.module.named_parameters())
+        saved = {key: parameter.tolist() for key, parameter in parameters.items()}
+        whole = {key: attempt(CheckpointContents(path).weight, key) for key in ("column", "row", "bias")}
+        seen[name] = {"shapes": {k: v if isinstance(v, str) else list(v.shape) for k, v in whole.items()}}
+        for stage in (0, 1):
+            again = shards(state, is_cut=name == "cut", stage=stage, shift=1.0)
+            line = attempt(store.load, again, path)
+            found = {key: parameter.tolist() for key, parameter in again.module.named_parameters()}
+            seen[name][str(stage)] = [line, found == saved]
+    return seen
+
+
+def shards(state, *, is_cut, stage=0, shift=0.0):
+    model = MegatronModel(state.get_tensor_model_parallel_group())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += shift
+    if is_cut:
+        model.column.cut, model.row.cut = Cut(0, (WIDTH,)), Cut(1, (WIDTH,))
+    settings = {**config("fp32"), "zero_optimization": {"stage": stage}}
+    return initialize(model=model, config=settings, mpu=state)[0]
+
+
+def attempt(work, *its_arguments):
+    try:
+        return work(*its_arguments)
+    except UserError as error:
+        return str(error)
+
+
 def refusals():
     """What is said of groups that do not fit; the same on every rank."""
     wrong = {
@@ -232,6 +276,7 @@ report(
         "fp32": train("fp32"),
         "zero1": train("fp32", stage=1),
         "overflow": train("fp16", spoilt=1),
+        "checkpoints": checkpoints(),
         "refusals": refusals(),
     }
 )

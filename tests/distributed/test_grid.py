@@ -87,6 +87,28 @@ def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all(seen):
         assert before == after
 
 
+def test_shards_known_by_their_mark_alone_are_not_cut_anew_nor_exported(seen):
+    for rank in seen:
+        case = rank["checkpoints"]["marked"]
+        assert case["0"] == [{}, True]
+        line, is_loaded = case["1"]
+        assert not is_loaded
+        assert "parameter column is marked tensor_model_parallel and has no cut, so how its 2 shards" in line
+        assert line == seen[0]["checkpoints"]["marked"]["1"][0]
+        for name in ("column", "row"):
+            assert f"parameter {name} is marked tensor_model_parallel" in case["shapes"][name]
+        assert case["shapes"]["bias"] == [1]
+
+
+def test_shards_with_a_cut_are_cut_anew_and_joined(seen, tiny):
+    for rank in seen:
+        assert rank["checkpoints"]["cut"] == {
+            "shapes": {"column": [tiny.WIDTH, tiny.HIDDEN], "row": [1, tiny.WIDTH], "bias": [1]},
+            "0": [{}, True],
+            "1": [{}, True],
+        }
+
+
 SAID = {
     "no_data": "mpu has no get_data_parallel_group(): initialise",
     "not_made": "mpu has no get_data_parallel_group(): initialise",

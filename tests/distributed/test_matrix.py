@@ -5,6 +5,7 @@ one norm, torch's AdamW on fp32 masters; the scale is halved and the step left o
 infinite.
 """
 
+import json
 import math
 from functools import cache
 
@@ -30,6 +31,9 @@ from matrix_cells import (
 )
 
 import megalowbit as mlb
+from megalowbit.hf.settings import ModelSettings
+from megalowbit.layers.recipe import recipe
+from megalowbit.pretrain.memory import ModelCut, ZeroSharing, estimate_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # relative, of losses and norms: sums in another order, and what half precision makes of that
@@ -133,6 +137,28 @@ def test_with_cpu_offload_too(ran, stage, accumulation):
     cell = f"offload, {key_of(stage, 'bf16', accumulation, 'plain')}"
     expected = reference("bf16", accumulation, "plain", 2 // tensor_size)
     check([rank[cell] for rank in seen], expected, TOLERANCES["bf16"])
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_dry_run_estimates_what_ranks_really_hold(ran, stage, precision, layers, tmp_path):
+    tensor_size, seen = ran
+    (tmp_path / "config.json").write_text(json.dumps(make_model().config.to_dict()))
+    estimated = estimate_memory(
+        ModelSettings(config=tmp_path / "config.json"),
+        recipe(LOW_BIT if layers == "low-bit" else "bf16"),
+        precision=precision,
+        optimizer_type="AdamW",
+        has_momentum=False,
+        micro_batch_size=1,
+        sequence_length=16,
+        sharing=ZeroSharing(stage=stage, data_size=2 // tensor_size),
+        cut=ModelCut(tensor_size=tensor_size),
+    )
+    for rank in seen:
+        for name, held in rank[key_of(stage, precision, 1, layers)]["bytes"].items():
+            assert getattr(estimated, name) == pytest.approx(held, rel=2e-3), name  # flat buffers are padded
 
 
 def test_every_cell_has_run(ran):

@@ -234,9 +234,36 @@ def test_every_kind_of_damage_falls_back(copied, loss):
 def test_all_damaged_is_an_error_and_not_a_new_run(copied):
     damage(copied, 1)
     damage(copied, 2)
-    with pytest.raises(UserError, match=r"all 2 checkpoints in .* are damaged") as caught:
-        copied.latest()
-    assert "\n" not in str(caught.value)
+    for store in (copied, copied, CheckpointStore(copied.folder)):  # nor when it is started once more
+        with pytest.raises(
+            UserError, match=r"all 2 checkpoints in .* are damaged \(newest: step-00000002\.dam"
+        ):
+            store.latest()
+    aside = copied.folder / "step-00000001.damaged"
+    aside.rename(copied.path_of(1))
+    damage(copied, 1)  # the same bit again
+    assert copied.latest() == copied.path_of(1)
+
+
+def test_going_on_from_an_earlier_step_keeps_what_it_saves(tmp_path):
+    store, engine = CheckpointStore(tmp_path), make_engine()
+    for number in (10, 20, 30):
+        store.save(engine, number, {})
+    store.load(engine, store.path_of(10))
+    store = CheckpointStore(tmp_path, keep=2)
+    store.verify(store.save(engine, 15, {}))
+    assert store.steps() == [15, 20, 30]
+    store.save(engine, 40, {})
+    assert store.steps() == [30, 40]
+
+
+def test_a_load_that_brings_another_scaler_is_refused(saved):
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    engine = make_engine()
+    engine.optimizer.loss_scaler = LossScaler(scale=1)
+    with pytest.raises(UserError, match=r"loss scaler is a deepspeed.*LossScaler and not the one of"):
+        saved.load(engine, saved.path_of(2))
 
 
 def test_pruning_counts_whole_checkpoints_and_removes_no_damaged_one(tmp_path):
@@ -254,6 +281,9 @@ def test_pruning_counts_whole_checkpoints_and_removes_no_damaged_one(tmp_path):
 
 def test_what_could_only_be_pickled_is_refused_at_the_save(tmp_path):
     store = CheckpointStore(tmp_path)
-    with pytest.raises(UserError, match=r"note is a builtins\.object, which could only be pickled"):
+    with pytest.raises(
+        UserError, match=r"note is a builtins\.object, which could only be pickled; leave it out"
+    ) as caught:
         store.save(make_engine(), 1, {"note": object()})
+    assert "free space" not in str(caught.value)
     assert store.latest() is None

@@ -1,9 +1,13 @@
 """What a load refuses before it changes anything."""
 
+import errno
+import os
+
 import pytest
 import torch
 
 from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.engine.checkpoint_io import remove_checkpoint
 from megalowbit.engine.initialize import initialize
 from megalowbit.errors import UserError
 
@@ -57,3 +61,27 @@ def test_another_recipe_is_named_before_the_shape(tmp_path):
         store.load(make_engine(recipe="bf16", width=32), path)
     with pytest.raises(UserError, match=r"does not fit the model: parameter 0\.weight has shape"):
         store.load(make_engine(recipe="nvfp4", width=32), path)
+
+
+def test_an_interrupted_removal_does_not_look_like_a_checkpoint(tmp_path, monkeypatch):
+    store, names, unlink = CheckpointStore(tmp_path), [], os.unlink
+    path = store.save(trained(), 1, {})
+    manifest = (path / "manifest.json").read_bytes()
+    (path / "manifest.json").unlink()
+    for number in range(60):  # its place among them is neither first nor last in any order of a folder
+        (path / f"file{number}").touch()
+        if number == 30:
+            (path / "manifest.json").write_bytes(manifest)
+    assert store.steps() == [1]
+
+    def unlink_one(name, **place):
+        names.append(name)
+        if len(names) > 1:
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(name, **place)
+
+    monkeypatch.setattr(os, "unlink", unlink_one)
+    remove_checkpoint(path)
+    assert len(names) == 2
+    assert len(list(path.iterdir())) == 61
+    assert store.steps() == []

@@ -124,6 +124,7 @@ def test_quantised_weights_are_kept_only_where_a_step_uses_them_again(build_job)
         "train_batch_size=2", "train_micro_batch_size_per_gpu=2", "gradient_accumulation_steps=1"
     )
     assert single.weight_cache is None
+    assert build_job("zero_optimization.stage=3").weight_cache is None  # on every rank they would be whole
 
 
 def test_a_run_with_kept_weights_has_the_losses_of_one_without(build_job):

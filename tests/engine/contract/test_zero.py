@@ -179,6 +179,8 @@ def test_optimizers_have_the_internals_that_we_use(stage, offload):
 
     def look(_):
         objects = {"optimizer": engine.optimizer, "parameter": weight}
+        if offload is not None:
+            objects["offloaded"] = engine.optimizer
         if stage < 3:
             objects["address"] = weight._hp_mapping
             objects["bucket"] = next(iter(engine.optimizer.ipg_buckets.values()))
@@ -189,7 +191,7 @@ def test_optimizers_have_the_internals_that_we_use(stage, offload):
     step(engine)
     handle.remove()
     look(None)
-    for owner in ("optimizer", "parameter", "address", "bucket"):
+    for owner in ("optimizer", "parameter", "address", "bucket", *(["offloaded"] if offload else [])):
         for name, (stages, breaks) in INTERNALS[owner].items():
             assert stage not in stages or (owner, name) in seen, (
                 f"DeepSpeed's {owner} has no {name} at ZeRO stage {stage} now; on it depends: {breaks}"
