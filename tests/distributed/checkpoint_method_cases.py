@@ -42,8 +42,15 @@ def run_all(folder, make_engine, train):
         found[name] = failure(None, engine.load_checkpoint, str(folder / f"methods{stage}"), "t")
         engine.destroy()
     engine = make_engine(0, seed=2)
-    tag = f"t{dist.get_rank()}"
-    found["tags"] = failure(None, engine.save_checkpoint, str(folder / "tags"), tag)
+    found["tags"] = failure(None, engine.save_checkpoint, str(folder / "tags"), f"t{dist.get_rank()}")
+    found["load tags"] = failure(
+        None, engine.load_checkpoint, str(folder / "methods0"), ["t", "u"][dist.get_rank()]
+    )
+    found["no tag"] = failure(None, engine.save_checkpoint, str(folder / "tags"), ["t", ""][dist.get_rank()])
+    state = [{"note": 1}, 7][dist.get_rank()]
+    found["no state"] = failure(None, CheckpointStore(folder / "tags").save, engine, 1, state)
+    dist.barrier()  # rank 0 has removed what was begun
+    found["left"] = sorted(path.name for path in (folder / "tags").iterdir())
     engine.destroy()
     return found
 
@@ -61,7 +68,7 @@ def failure(unreadable_stage, work, *its_arguments):
         torch.load = load
     try:
         work(*its_arguments)
-    except UserError as error:
+    except (UserError, TypeError, RuntimeError) as error:
         return str(error)
     finally:
         torch.load = real

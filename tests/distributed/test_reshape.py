@@ -157,6 +157,14 @@ def test_deepspeeds_own_load_finds_damage_on_all_ranks(saved):
         assert lines == [lines[0]] * 2
     for rank in saved:
         assert rank["methods"]["tags"].startswith("rank 1 names checkpoint ")
+        assert rank["methods"]["load tags"].startswith("rank 1 names checkpoint ")
+
+
+def test_what_one_rank_alone_passes_wrongly_leaves_none_waiting(saved):
+    for rank in saved:
+        assert rank["methods"]["no tag"].startswith("rank 1: the tag of a checkpoint is ''")
+        assert "'int' object is not iterable" in rank["methods"]["no state"]
+        assert rank["methods"]["left"] == []
 
 
 @pytest.mark.parametrize("name", CASES.CASES)
