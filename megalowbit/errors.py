@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 LONGEST_VALUE = 80  # characters of a value that a message repeats
+LONG_LIST = 30  # names beyond which the nearest one is told without the others
 
 
 class UserError(ValueError):
@@ -39,7 +40,7 @@ def shown(value: object) -> str:
 
 
 def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
-    """Build the error for a name that is not in `known`, naming the nearest one.
+    """Build the error for a name that is not in `known`, naming the nearest one and, of short lists, all.
 
     Args:
         what: what is being named, as the user would call it (`"recipe"`).
@@ -48,6 +49,8 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
     """
     names = list(known)
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    if near and len(names) > LONG_LIST:
+        return UserError(f"unknown {what} {shown(value)}: did you mean {near[0]!r}?")
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"unknown {what} {shown(value)}: {hint}known: {', '.join(names)}")
 

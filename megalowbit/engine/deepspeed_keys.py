@@ -69,6 +69,66 @@ KNOWN_KEYS = frozenset(
     }
 )
 
+# Of the blocks that size a run: DeepSpeed's models know them too, but only once it is imported, and a dry run
+# that takes a misspelt stage for none sizes another run.
+ZERO_KEYS = frozenset(
+    {
+        "allgather_bucket_size",
+        "allgather_partitions",
+        "allgather_sequential",
+        "compute_grad_norm",
+        "contiguous_gradients",
+        "cpu_offload",
+        "cpu_offload_param",
+        "cpu_offload_use_pin_memory",
+        "elastic_checkpoint",
+        "enable_sanity_checks",
+        "gather_16bit_weights_on_model_save",
+        "ignore_unused_parameters",
+        "leaf_module",
+        "legacy_stage1",
+        "load_from_fp32_weights",
+        "log_trace_cache_warnings",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "memory_efficient_linear",
+        "model_persistence_threshold",
+        "module_granularity_threshold",
+        "offload_optimizer",
+        "offload_param",
+        "overlap_comm",
+        "override_module_apply",
+        "param_persistence_threshold",
+        "parameter_alignment",
+        "pipeline_loading_checkpoint",
+        "prefetch_bucket_size",
+        "reduce_bucket_size",
+        "reduce_scatter",
+        "round_robin_gradients",
+        "save_muon_momentum_buffer_in_memory",
+        "stage",
+        "stage3_allgather_sequential",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_model_persistence_threshold",
+        "stage3_module_granularity_threshold",
+        "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size",
+        "stage3_use_all_reduce_for_fetch_params",
+        "sub_group_size",
+        "use_all_reduce_for_fetch_params",
+        "use_multi_rank_bucket_allreduce",
+        "zenflow",
+        "zero_hpz_partition_size",
+        "zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_weights",
+    }
+)
+NESTED_KEYS = {"zero_optimization": ZERO_KEYS, "tensor_parallel": frozenset({"autotp_size"})}
+
 # DeepSpeed 0.19.8 raises on these itself, after seconds of imports.
 REMOVED_KEYS = frozenset(
     {
@@ -183,6 +243,17 @@ def check_keys(config: Mapping[str, Any]) -> None:
         value = _lookup(config, dotted)
         if value != "auto" and is_refused(value):
             raise UserError(f"{dotted} = {value!r} cannot be used: {remedy}")
+    for block, known in NESTED_KEYS.items():
+        _check_nested(block, config.get(block), known)
+
+
+def _check_nested(block: str, values: Any, known: frozenset[str]) -> None:
+    if not isinstance(values, Mapping):  # a wrong type is found where types are checked
+        return
+    refused = {dotted.removeprefix(f"{block}.") for dotted, _, _ in REFUSED}
+    for key in values:
+        if key not in known and key not in refused:
+            raise unknown_name("key", f"{block}.{key}", [f"{block}.{name}" for name in sorted(known)])
 
 
 def check_no_auto_left(config: Mapping[str, Any], prefix: str = "") -> None:

@@ -75,3 +75,23 @@ def test_an_auto_that_nothing_fills_is_refused_by_its_path():
 
 def test_deepspeeds_own_auto_stays():
     check_no_auto_left({"data_types": {"keep_in_fp32_modules": "auto"}})
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (
+            {"zero_optimization": {"stge": 2}},
+            "unknown key 'zero_optimization.stge': did you mean 'zero_optimization.stage'?",
+        ),
+        (
+            {"tensor_parallel": {"autotp_sise": 2}},
+            "unknown key 'tensor_parallel.autotp_sise': did you mean 'tensor_parallel.autotp_size'? "
+            "known: tensor_parallel.autotp_size",
+        ),
+    ],
+)
+def test_a_misspelt_key_of_a_block_that_sizes_the_run_names_the_nearest(config, line):
+    with pytest.raises(UserError) as caught:
+        check_keys(config)
+    assert str(caught.value) == line

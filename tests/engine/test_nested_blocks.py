@@ -20,5 +20,5 @@ def config(recipe=None, **changes):
 
 
 def test_a_key_deep_in_a_block_is_named_with_its_block():
-    with pytest.raises(UserError, match=r"DeepSpeed rejects zero_optimization\.stagee = 0 .*: correct it"):
-        initialize(model=model(), config=config(zero_optimization={"stage": 0, "stagee": 0}))
+    with pytest.raises(UserError, match=r"DeepSpeed rejects csv_monitor\.enabledd = False .*: correct it"):
+        initialize(model=model(), config=config(csv_monitor={"enabled": False, "enabledd": False}))

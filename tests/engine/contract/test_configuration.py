@@ -14,6 +14,7 @@ from deepspeed.runtime.config import (
 )
 from deepspeed.runtime.constants import GRADIENT_ALLREDUCE_OP_SUPPORTED, GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.logging import log_levels
 
 from megalowbit.engine import deepspeed_keys, deepspeed_values, stock_precision
@@ -112,3 +113,9 @@ def test_the_size_of_the_job_comes_from_the_mpu_alone(engine):
     )
     with pytest.raises((AssertionError, DeepSpeedConfigError)):
         DeepSpeedConfig({**settings, "train_batch_size": 4}, asked)
+
+
+def test_the_keys_of_zero_optimization_are_the_ones_we_know():
+    fields = DeepSpeedZeroConfig.model_fields
+    known = fields.keys() | {field.alias for field in fields.values() if field.alias}
+    assert known == deepspeed_keys.ZERO_KEYS, "zero_values must say what each new key does, or refuse it"
