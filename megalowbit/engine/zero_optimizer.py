@@ -238,6 +238,10 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
         """As `MegatronOptimizer.step`; collective over all ranks."""
         return self._take_step(lambda: DeepSpeedZeroOptimizer.step(self), closure)
 
+    def _has_gradients(self) -> bool:
+        # with offload they are in buffers on the host, which are always there
+        return bool(self.cpu_offload) or super()._has_gradients()
+
     def scaled_global_norm(self, norm_type: float = 2) -> Tensor:  # noqa: ARG002
         """Called by DeepSpeed's step, which skips where it is infinite and clips by it otherwise."""
         return self._measure()
