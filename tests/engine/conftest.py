@@ -1,6 +1,8 @@
 """One process, one group: engine tests leave the environment of the test session as they found it."""
 
+import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -23,3 +25,15 @@ def _linear_as_before():
     before = torch.nn.functional.linear
     yield
     torch.nn.functional.linear = before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _engines_are_let_go():
+    """A ZeRO engine reserves gigabytes of addresses for its buckets; enough of them, and no process can fork."""
+    yield
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None:
+        for each in gc.get_objects():
+            if isinstance(each, deepspeed.DeepSpeedEngine):
+                each.destroy()
+        gc.collect()
