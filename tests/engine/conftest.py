@@ -29,7 +29,7 @@ def _linear_as_before():
 
 @pytest.fixture(autouse=True, scope="module")
 def _engines_are_let_go():
-    """A ZeRO engine reserves gigabytes of addresses for its buckets; enough of them, and no process can fork."""
+    """A ZeRO engine reserves gigabytes of addresses for its buckets, until no process can fork."""
     yield
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None:
