@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tiny_training import TinyModel, config, facts, make, rank_and_size, report, train_step, weights
 
 from megalowbit.engine.checkpoint import CheckpointStore
@@ -131,7 +132,8 @@ for step in range(first, STEPS):
             message_of(lambda: store.load(engine, folder / "step-00000004")),
         ]
         result["defect"] = save_with_a_defect(engine, store)
-        result["left"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+        dist.barrier()  # rank 0 removes what the failed save has left
+    result["left"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 result["weights"] = weights(engine)
 result["splits"] = split_counts(engine.module)
 result["directions"] = directions(engine, "grad_output")
