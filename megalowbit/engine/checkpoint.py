@@ -12,7 +12,7 @@ checkpoint is not overwritten. `latest` is kept for DeepSpeed's own tools. Loadi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,6 @@ from megalowbit.checkpoints.contents import check_files, header_file
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
 from megalowbit.checkpoints.shards import load_file
 from megalowbit.durable import (
-    LATEST,
-    FileFacts,
-    atomic_file,
     complete_steps,
     damaged_in,
     looks_whole,
@@ -32,16 +29,13 @@ from megalowbit.durable import (
     step_name,
     steps_in,
     verify_folder,
-    write_manifest,
 )
 from megalowbit.engine.agreement import agree, succeed_together
 from megalowbit.engine.checkpoint_io import (
-    begin_folder,
     load_together,
     remove_checkpoint,
+    save_together,
     verify_together,
-    write_error,
-    write_files,
 )
 from megalowbit.engine.random_state import (
     is_cut_alike,
@@ -149,21 +143,10 @@ class CheckpointStore:
             UserError: the step has a complete checkpoint, or it could not be written; all ranks raise it and
                 earlier checkpoints are as they were.
         """
-        if engine.micro_steps % engine.gradient_accumulation_steps():
-            raise UserError(
-                "save between optimizer steps: gradients of a half-accumulated step are not saved"
-            )
         path = self.path_of(step)
-        agree(lambda: begin_folder(path))
         rank_file = (_rank_file(process_group.rank()), rank_state) if rank_state else None
-        try:
-            facts = write_files(engine, path, client_state, step=step, rank_file=rank_file)
-            agree(lambda: self._commit(path, facts))
-        except Exception:  # goes on its way: a folder that is not complete is in nobody's
-            engine.checkpoint_engine.take_facts(path)
-            if process_group.rank() == 0:
-                remove_checkpoint(path)
-            raise
+        save_together(engine, path, client_state, step=step, rank_file=rank_file)
+        agree(lambda: self._prune(path))
         self._verified.discard(path)
         return path
 
@@ -219,16 +202,6 @@ class CheckpointStore:
         if rank is None or not (path / _rank_file(rank)).is_file():
             return None
         return load_file(path / _rank_file(rank), is_mapped=False)
-
-    def _commit(self, path: Path, facts: Iterable[FileFacts]) -> None:
-        """Rank 0, all files written: manifest, `latest`, removal of old checkpoints."""
-        try:
-            write_manifest(path, facts)
-            with atomic_file(self.folder / LATEST) as file:
-                file.write(path.name)
-        except OSError as error:
-            raise UserError(f"checkpoint {write_error(path, error)}") from error
-        self._prune(path)
 
     def _prune(self, saved: Path) -> None:
         """Remove all but the newest `keep` whole ones and the one just saved, maybe of an earlier step.

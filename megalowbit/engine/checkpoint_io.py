@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,8 +18,16 @@ from typing import Any
 from megalowbit import process_group
 from megalowbit.checkpoints.contents import CheckpointContents, check_files
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
-from megalowbit.durable import DRAFT, MANIFEST, FileFacts, verify_folder
-from megalowbit.engine.agreement import gather, succeed_together
+from megalowbit.durable import (
+    DRAFT,
+    LATEST,
+    MANIFEST,
+    FileFacts,
+    atomic_file,
+    verify_folder,
+    write_manifest,
+)
+from megalowbit.engine.agreement import agree, gather, succeed_together
 from megalowbit.engine.random_state import random_state
 from megalowbit.errors import UserError
 
@@ -51,32 +59,66 @@ def begin_folder(path: Path, *, is_named_by_user: bool = False) -> None:
             shutil.rmtree(path)
         path.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"checkpoint {write_error(path, error)}") from error
+        raise UserError(f"checkpoint {_write_error(path, error)}") from error
 
 
-def write_files(
+def save_together(
     engine: Any,
     path: Path,
     client_state: Mapping[str, Any],
     *,
     step: int,
     rank_file: tuple[str, Mapping[str, Any]] | None = None,
-) -> list[FileFacts]:
-    """Write what a checkpoint holds, all but its manifest; every rank must call it.
+    is_latest: bool = True,
+    is_named_by_user: bool = False,
+) -> None:
+    """Write a checkpoint, or leave nothing; every rank must call it, between optimizer steps.
 
     Args:
         engine: from `initialize`.
-        path: of the checkpoint, a folder that `begin_folder` has made.
+        path: of the checkpoint.
         client_state: rank 0's is saved.
         step: it is of.
         rank_file: name and content of a file of this rank's own.
-
-    Returns:
-        What the manifest will say of the files of all ranks.
+        is_latest: whether `latest` beside it shall name it.
+        is_named_by_user: see `begin_folder`.
 
     Raises:
-        UserError: some rank could not write; all ranks raise it.
+        UserError: there is one already, or some rank could not write; all ranks raise it.
     """
+    if engine.micro_steps % engine.gradient_accumulation_steps():
+        raise UserError("save between optimizer steps: gradients of a half-accumulated step are not saved")
+    agree(lambda: begin_folder(path, is_named_by_user=is_named_by_user))
+    try:
+        facts = _write_files(engine, path, client_state, step=step, rank_file=rank_file)
+        agree(lambda: _commit(path, facts, is_latest=is_latest))
+    except Exception:  # goes on its way: a folder that is not complete is in nobody's
+        engine.checkpoint_engine.take_facts(path)
+        if process_group.rank() == 0:
+            remove_checkpoint(path)
+        raise
+
+
+def _commit(path: Path, facts: Iterable[FileFacts], *, is_latest: bool) -> None:
+    """Rank 0, all files written: the manifest, then `latest`."""
+    try:
+        write_manifest(path, facts)
+        if is_latest:
+            with atomic_file(path.parent / LATEST) as file:
+                file.write(path.name)
+    except OSError as error:
+        raise UserError(f"checkpoint {_write_error(path, error)}") from error
+
+
+def _write_files(
+    engine: Any,
+    path: Path,
+    client_state: Mapping[str, Any],
+    *,
+    step: int,
+    rank_file: tuple[str, Mapping[str, Any]] | None,
+) -> list[FileFacts]:
+    """All but the manifest; what that will say of the files of all ranks."""
     writer = engine.checkpoint_engine
     writer.take_facts(path)
     own = _engine_state(engine, step, client_state)
@@ -190,7 +232,7 @@ def remove_checkpoint(path: Path) -> None:
         logger.warning("checkpoint %s could not be removed: %s", path, error)
 
 
-def write_error(path: Path, error: OSError) -> str:
+def _write_error(path: Path, error: OSError) -> str:
     """One line: which file, why, what to do."""
     from megalowbit.engine.checkpoint_engine import describe_write_error
 

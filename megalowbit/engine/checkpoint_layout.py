@@ -80,7 +80,7 @@ def tied_names(engine: Any) -> dict[str, str]:
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     if hasattr(engine.module, "parameter_names"):
-        return dict(getattr(engine.module, "tied_names", lambda: {})())
+        return dict(engine.module.tied_names())
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
             tied[name] = first[id(parameter)]

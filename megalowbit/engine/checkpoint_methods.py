@@ -14,18 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megalowbit import process_group
 from megalowbit.checkpoints.contents import header_file
-from megalowbit.durable import LATEST, MANIFEST, FileFacts, atomic_file, write_manifest
+from megalowbit.durable import LATEST, MANIFEST
 from megalowbit.engine.agreement import agree, gather, raised_on_all_ranks, succeed_together
-from megalowbit.engine.checkpoint_io import (
-    begin_folder,
-    load_together,
-    remove_checkpoint,
-    verify_together,
-    write_error,
-    write_files,
-)
+from megalowbit.engine.checkpoint_io import load_together, save_together, verify_together
 from megalowbit.errors import UserError, shown
 
 logger = logging.getLogger(__name__)
@@ -64,15 +56,14 @@ class CheckpointMethods:
             raise UserError("exclude_frozen_parameters is not supported: save them all, leave it away")
         engine = self._engine
         path = _agreed_path(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
-        agree(lambda: begin_folder(path, is_named_by_user=True))
-        try:
-            facts = write_files(engine, path, client_state or {}, step=engine.global_steps)
-            agree(lambda: _commit(path, facts, save_latest))
-        except Exception:  # goes on its way: a folder that is not complete is in nobody's
-            engine.checkpoint_engine.take_facts(path)
-            if process_group.rank() == 0:
-                remove_checkpoint(path)
-            raise
+        save_together(
+            engine,
+            path,
+            client_state or {},
+            step=engine.global_steps,
+            is_latest=save_latest,
+            is_named_by_user=True,
+        )
         return True
 
     def load(
@@ -150,14 +141,3 @@ def _check_complete(path: Path) -> None:
             f"checkpoint {path} has no {MANIFEST}: its save was interrupted, or it was written by another "
             "program; use another"
         )
-
-
-def _commit(path: Path, facts: list[FileFacts], is_latest: bool) -> None:
-    """Rank 0, all files written."""
-    try:
-        write_manifest(path, facts)
-        if is_latest:
-            with atomic_file(path.parent / LATEST) as file:
-                file.write(path.name)
-    except OSError as error:
-        raise UserError(f"checkpoint {write_error(path, error)}") from error

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megalowbit import process_group
+from megalowbit.engine.agreement import succeed_together
 from megalowbit.engine.config import DeepSpeedConfigParts
 from megalowbit.engine.mpu import ModelParallelUnit
 from megalowbit.engine.pipeline import begin_stage, groups_of, has_low_bit_layers_elsewhere, whole_of
@@ -68,12 +69,20 @@ def prepare_model(
         UserError: the model does not fit the configuration.
     """
     mpu = shard_model(model, parts) or mpu
+    recipe = succeed_together(lambda: _prepare_part(model, parts, grid, seed))
+    return PreparedModel(recipe=recipe, low_bit=low_bit_names(model), mpu=mpu, groups=groups_of(model) or mpu)
+
+
+def _prepare_part(
+    model: torch.nn.Module, parts: DeepSpeedConfigParts, grid: ProcessGrid, seed: int
+) -> Recipe | None:
+    """What every rank does to its own part of the model."""
     recipe = _convert_if_asked(whole_of(model), parts.settings.recipe, seed)
     begin_stage(model, parts)
     draw_own_numbers(model, grid)
     if parts.settings.fp32_norms:
-        keep_fp32(model)
-    return PreparedModel(recipe=recipe, low_bit=low_bit_names(model), mpu=mpu, groups=groups_of(model) or mpu)
+        keep_fp32(whole_of(model))  # a stage may have no norm of its own
+    return recipe
 
 
 def check_prepared(engine: Any, prepared: PreparedModel) -> None:

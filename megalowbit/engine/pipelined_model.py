@@ -35,6 +35,7 @@ from megalowbit.hf.pipeline import (
     is_tied,
     parts_of,
     place,
+    run_blocks,
     run_parts,
     tied_names,
 )
@@ -189,11 +190,11 @@ class PipelinedModel(PipelineModule):
     def _run_blocks(self, blocks: Sequence[Block], hidden: Tensor, options: BlockOptions) -> Tensor:
         interval = self.activation_checkpoint_interval if torch.is_grad_enabled() else 0
         if not interval:
-            return _run(blocks, hidden, options)
+            return run_blocks(blocks, hidden, options)
         for start in range(0, len(blocks), interval):
             segment = blocks[start : start + interval]
             hidden = checkpoint(
-                _run, segment, hidden, options, use_reentrant=False, context_fn=self._contexts
+                run_blocks, segment, hidden, options, use_reentrant=False, context_fn=self._contexts
             )
         return hidden
 
@@ -201,9 +202,3 @@ class PipelinedModel(PipelineModule):
         """Around a segment, and around its recomputation: there the stream stands where it stands now."""
         stream = random_stream(self)
         return nullcontext(), nullcontext() if stream is None else stream.at(stream.step)
-
-
-def _run(blocks: Sequence[Block], hidden: Tensor, options: BlockOptions) -> Tensor:
-    for block in blocks:
-        hidden = block(hidden, options)
-    return hidden

@@ -1,8 +1,8 @@
 """From an fp32 model to a ZeRO optimizer with exact masters.
 
 DeepSpeed makes masters from what the model holds, so a model that was cast has masters of half precision.
-Here the fp32 values stay where they were, on the host as a rule, until the engine stands; then one parameter
-after the other is sent from the first rank of its data-parallel group and each rank keeps what it owns.
+Here the first rank of each data-parallel group keeps the fp32 values where they were, on the host as a rule,
+until the engine stands; then it sends one parameter after the other and each rank keeps what it owns.
 Not covered: models built under `deepspeed.zero.Init`, whose values are in pieces from the beginning.
 """
 
@@ -58,7 +58,9 @@ class ZeroStart:
         self._grad_scaler = build_grad_scaler(parts.settings.grad_scaler, parts.settings.precision)
         self._instruments: Instruments | None = None
         self._regularizer = None if regularizer is None else PieceRegularizer(regularizer)
-        self._exact: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        data = None if mpu is None else mpu.get_data_parallel_group()
+        self._is_source = process_group.rank(data) == 0
+        self._exact: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "ds_id"):
                 raise UserError(
@@ -73,7 +75,8 @@ class ZeroStart:
             if parameter.dtype != torch.float32 or is_kept_fp32(parameter):
                 continue
             if parameter.requires_grad:
-                self._exact.append((parameter, parameter.data))
+                # the others get them from the source
+                self._exact.append((parameter, parameter.data if self._is_source else None))
             parameter.data = parameter.data.to(dtype)
 
     def inner(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -137,12 +140,13 @@ class ZeroStart:
         from deepspeed.utils import groups
 
         source, group = groups._get_broadcast_src_rank(), engine.seq_data_parallel_group
-        is_source = process_group.rank() == source
+        assert self._is_source == (process_group.rank() == source)
         self._exact.reverse()
         while self._exact:
             parameter, values = self._exact.pop()
-            whole = torch.empty(values.shape, dtype=torch.float32, device=engine.device)
-            if is_source:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # stage 3 leaves an empty parameter
+            whole = torch.empty(shape, dtype=torch.float32, device=engine.device)
+            if values is not None:
                 whole.copy_(values)
             if process_group.world_size(group) > 1:
                 dist.broadcast(whole, source, group=group)

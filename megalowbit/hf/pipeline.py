@@ -174,7 +174,7 @@ def tied_names(config: PretrainedConfig) -> tuple[str, str]:
 
 
 def run_parts(
-    parts: Sequence[nn.Module], inputs: Inputs, block_inputs: BlockInputs, run_blocks: RunBlocks | None = None
+    parts: Sequence[nn.Module], inputs: Inputs, block_inputs: BlockInputs, run: RunBlocks | None = None
 ) -> Inputs:
     """Run consecutive parts of one model.
 
@@ -183,7 +183,7 @@ def run_parts(
         inputs: token ids if the embedding is among the parts, else hidden states; alone, or in a tuple with
             mask and positions, as `as_inputs_and_labels` orders them.
         block_inputs: of the same model.
-        run_blocks: runs the blocks; one after the other by default.
+        run: runs the blocks; `run_blocks` by default.
 
     Returns:
         Logits if the head is among the parts, else what the next parts take.
@@ -199,7 +199,7 @@ def run_parts(
     blocks = [part for part in parts if isinstance(part, Block)]
     if blocks:
         options = block_inputs.options(values, mask, position_ids)
-        values = (run_blocks or _one_by_one)(blocks, values, options)
+        values = (run or run_blocks)(blocks, values, options)
     if isinstance(parts[-1], Head):
         logits: Tensor = parts[-1](values)
         return logits
@@ -234,7 +234,8 @@ def place(root: nn.Module, name: str, module: nn.Module) -> None:
     root.add_module(last, module)
 
 
-def _one_by_one(blocks: Sequence[Block], hidden: Tensor, options: BlockOptions) -> Tensor:
+def run_blocks(blocks: Sequence[Block], hidden: Tensor, options: BlockOptions) -> Tensor:
+    """Run blocks one after the other."""
     for block in blocks:
         hidden = block(hidden, options)
     return hidden
