@@ -102,15 +102,22 @@ def trajectory(
     steps=3,
     micro_batches=MICRO_BATCHES,
     zero=None,
+    block=None,
     **arguments,
 ):
     scaler = {"initial_scale": 1024.0} if precision == "fp16" else None
     more = {} if zero is None else {"zero_optimization": zero}
     config = settings(precision, recipe=recipe, scaler=scaler, micro_batches=micro_batches, **more)
+    config["megalowbit"].update(block or {})
     engine = start(kind, config, **arguments)
     torch.manual_seed(11 + engine.stage_id)
-    seen = [train(engine, step, is_padded=is_padded) for step in range(steps)]
-    return {"steps": seen, "weights": weights(engine), "names": engine.module.parameter_names()}
+    seen = [
+        {**train(engine, step, is_padded=is_padded), "zeros": engine.optimizer.report[2]}
+        for step in range(steps)
+    ]
+    dtypes = {name: str(p.dtype) for name, p in engine.module.named_parameters()}
+    names = engine.module.parameter_names()
+    return {"steps": seen, "weights": weights(engine), "names": names, "dtypes": dtypes}
 
 
 def overflow(precision, stage=0):
@@ -376,6 +383,10 @@ def two(folder):
         "recomputed": trajectory("gpt2", "fp32", recipe=STOCHASTIC, activation_checkpoint_interval=1),
         "dropout": trajectory("gpt2", "fp32", dropout=0.2),
         "dropout_recomputed": trajectory("gpt2", "fp32", dropout=0.2, activation_checkpoint_interval=2),
+        "zeros": trajectory("gpt2", "fp32", block={"log_num_zeros_in_grad": True}),
+        "fp32_norms": trajectory("gpt2", "bf16", block={"fp32_norms": True}),
+        "autocast": trajectory("gpt2", "bf16", block={"autocast": {"enabled": True}}),
+        "autocast_off": trajectory("gpt2", "bf16"),
         "one_micro_batch": trajectory("gpt2", "fp32", micro_batches=1),
         "callable": by_callable(),
         "whole": whole_weights(),

@@ -105,6 +105,33 @@ def test_half_precision_stays_near_fp32(seen, program, case, kind, tolerance):
         check(rank[case], expected, tolerance)
 
 
+def test_zeros_of_all_stages_are_counted(seen, program):
+    model = program.hf_model("gpt2")
+    for each in range(program.MICRO_BATCHES):
+        model(**program.batch(0, each)).loss.backward()
+    expected = sum((p.grad == 0).sum().item() for p in model.parameters())
+    assert expected >= (16 - program.TOKENS) * 32  # positions that no token has
+    for rank in seen:
+        assert rank["zeros"]["steps"][0]["zeros"] == pytest.approx(expected, abs=16)  # biases of keys: zero, but for rounding
+        assert rank["gpt2"]["steps"][0]["zeros"] is None
+
+
+def test_norms_stay_fp32_in_every_stage(seen, program):
+    expected, _ = one_process(program, "gpt2")
+    for rank in seen:
+        check(rank["fp32_norms"], expected, 3e-2)
+        for name, dtype in rank["fp32_norms"]["dtypes"].items():
+            assert dtype == ("torch.float32" if "ln_" in name else "torch.bfloat16"), name
+
+
+def test_autocast_acts_in_every_stage(seen, program):
+    expected, _ = one_process(program, "gpt2")
+    for rank in seen:
+        check(rank["autocast"], expected, 3e-2)
+        plain = rank["autocast_off"]["steps"]
+        assert rank["autocast"]["steps"] != plain  # norms and softmax were computed in fp32
+
+
 def test_low_bit_stages_draw_the_numbers_of_one_process(seen, program):
     """Stochastic forward and backward: other numbers anywhere would move loss and norm by 1e-3."""
     expected, _ = one_process(program, "gpt2", recipe=program.STOCHASTIC)
