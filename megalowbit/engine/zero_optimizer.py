@@ -31,7 +31,7 @@ from megalowbit.errors import UserError
 from megalowbit.optim.grad_scaler import GradScaler
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.layer_scaling import LayerScaling
-from megalowbit.optim.step_report import StepReport
+from megalowbit.optim.step_report import LastStep, StepReport
 from megalowbit.optim.timers import StepTimers, timed
 
 
@@ -77,7 +77,7 @@ class PhaseTimers:
         return self.ours.milliseconds() if self.ours is not None else {}
 
 
-class ZeroSurface:
+class ZeroSurface(LastStep):
     """What both classes share: the same names as our optimizer at stage 0 has them.
 
     Attributes:
@@ -148,16 +148,6 @@ class ZeroSurface:
     @timers.setter
     def timers(self, timers: StepTimers | None) -> None:
         self._timers.ours = timers
-
-    @property
-    def found_inf(self) -> bool:
-        """Whether the last step was skipped because gradients were infinite or NaN."""
-        return self.report is not None and not self.report.is_applied
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Norm of the last step's gradients, unscaled and before clipping; None after a skip."""
-        return self.report.grad_norm if self.report is not None else None
 
     def needs_scaler(self) -> bool:
         """Whether a backward without `scale_if_loss` would give wrong gradients."""

@@ -28,7 +28,7 @@ from megalowbit.optim.layer_scaling import LayerScaling
 from megalowbit.optim.optimizer_state import check_inner_state, check_masters, copy_masters, find_key
 from megalowbit.optim.step_gradients import StepGradients
 from megalowbit.optim.step_options import BeforeStep, NamedParameters, check_step_options
-from megalowbit.optim.step_report import StepReport
+from megalowbit.optim.step_report import LastStep, StepReport
 from megalowbit.optim.take_step import take_step
 from megalowbit.optim.timers import StepTimers
 
@@ -48,7 +48,7 @@ def not_copied(optimizer: torch.optim.Optimizer) -> UserError:
     )
 
 
-class MegatronOptimizer(torch.optim.Optimizer):
+class MegatronOptimizer(LastStep, torch.optim.Optimizer):
     """What both optimizers share; a torch `Optimizer`, so that any learning-rate scheduler takes it.
 
     `param_groups` and `state` are those of the inner optimizer. A group may hold `lr_scale`, by which its
@@ -151,16 +151,6 @@ class MegatronOptimizer(torch.optim.Optimizer):
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply the loss by S, in fp32: S itself may not exist in half precision."""
         return loss.float() * self.loss_scale
-
-    @property
-    def found_inf(self) -> bool:
-        """Whether the last step was skipped because gradients were infinite or NaN."""
-        return self.report is not None and not self.report.is_applied
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Norm of the last step's gradients, unscaled and before clipping; None after a skip."""
-        return self.report.grad_norm if self.report is not None else None
 
     @property
     def layer_scaling(self) -> LayerScaling | None:

@@ -107,6 +107,26 @@ class StepReport(tuple[bool, "float | None", "int | None"]):
         )
 
 
+class LastStep:
+    """What optimizers tell of their last step.
+
+    Attributes:
+        report: of that step; None before the first.
+    """
+
+    report: StepReport | None
+
+    @property
+    def found_inf(self) -> bool:
+        """Whether the last step was skipped because gradients were infinite or NaN."""
+        return self.report is not None and not self.report.is_applied
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the last step's gradients, unscaled and before clipping; None after a skip."""
+        return self.report.grad_norm if self.report is not None else None
+
+
 def _scale_text(scale: float) -> str:
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 and abs(exponent) > 8 else f"{scale:g}"

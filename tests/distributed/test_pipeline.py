@@ -112,7 +112,8 @@ def test_zeros_of_all_stages_are_counted(seen, program):
     expected = sum((p.grad == 0).sum().item() for p in model.parameters())
     assert expected >= (16 - program.TOKENS) * 32  # positions that no token has
     for rank in seen:
-        assert rank["zeros"]["steps"][0]["zeros"] == pytest.approx(expected, abs=16)  # biases of keys: zero, but for rounding
+        # biases of keys: zero, but for rounding
+        assert rank["zeros"]["steps"][0]["zeros"] == pytest.approx(expected, abs=16)
         assert rank["gpt2"]["steps"][0]["zeros"] is None
 
 
