@@ -3,8 +3,9 @@
     python benchmarks/quantize.py --device cpu --threads 2
     pip install -c constraints.txt -e '.[bench]' && python benchmarks/quantize.py
 
-Everything runs interleaved on one bf16 matrix. The peer is `x.clone()`, a copy into memory of its own, as the
-quantisers' results are; the ratio is the median over rounds of candidate / clone. GB/s counts the bytes read.
+Everything runs interleaved on one matrix, bf16 unless asked otherwise. The peer is `x.clone()`, a copy into
+memory of its own, as the quantisers' results are; the ratio is the median over rounds of candidate / clone.
+GB/s counts the bytes read.
 """
 
 from __future__ import annotations
@@ -26,16 +27,30 @@ NAMES = (
     "nvfp4e2m1bnosr:tile16",
     "mxfp4e2m1bnosr",
     "mxfp4e2m1b",
+    "int8",
+    "int8:sr",
+    "int8b",
+    "int4",
+    "fp6e3m2",
+    "fp8e4m3",
+    "fp8e4m3:sr",
+    "fp8e5m2",
+    "fp8e5m2:sr",
+    "int8e5m2b",
+    "int8e5m2b:sr",
 )
+DECODED = (NAMES[0], "int8", "fp8e4m3", "int8b", "int8e5m2b")
+PLAIN = ("int8", "fp8e4m3", "int8e5m2b")  # quantisers that are timed without their kernel as well
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--size", type=positive, default=4096, help="rows and columns of the matrix")
+    arguments.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    x = torch.randn(options.size, options.size, device=options.device).bfloat16()
+    x = torch.randn(options.size, options.size, device=options.device).to(getattr(torch, options.dtype))
     print(f"torch {torch.__version__}, {options.device}, {options.threads} threads, {options.rounds} rounds")
 
     candidates: dict[str, Callable[[], object]] = {"clone": x.clone}
@@ -47,19 +62,27 @@ def main() -> None:
     candidates[f"{NAMES[0]} + counts"] = lambda: with_operand.quantize(x, with_counts=True)
     candidates[f"{NAMES[0]} of the transpose"] = lambda: with_operand.quantize(x.t())
     candidates[f"{NAMES[0]}, Hadamard"] = lambda: with_operand.quantize_transposed(x.t(), signs=0xA5C3)
-    packed = with_operand.quantize(x)
-    candidates["decode to bf16"] = packed.operand
+    int8, amax = mlb.quantizer("int8"), x.abs().amax()
+    candidates["int8, maximum given"] = lambda: int8.quantize(x, tensor_amax=amax)
+    candidates["int8 + counts"] = lambda: int8.quantize(x, with_counts=True)
+    candidates["int8 of the transpose"] = lambda: int8.quantize(x.t())
     times = interleaved(candidates, options.rounds, options.device)
-    print_table(f"quantise {options.size} × {options.size}, bf16", times, "clone", x.nbytes)
+    print_table(f"quantise {options.size} × {options.size}, {x.dtype}", times, "clone", x.nbytes)
 
-    slow: dict[str, Callable[[], object]] = {NAMES[0]: candidates[NAMES[0]], NAMES[1]: candidates[NAMES[1]]}
-    encoding = with_operand.encoding
-    slow["plain torch, nearest"] = lambda: reference.encode(x, encoding)
+    decoded: dict[str, Callable[[], object]] = {"clone": x.clone}
+    for name in DECODED:
+        packed = mlb.quantizer(name).quantize(x)
+        decoded[f"{name} to bf16"] = packed.operand
+        decoded[f"{name} to bf16, transposed"] = functools.partial(packed.operand, transpose=True)
+    times = interleaved(decoded, options.rounds, options.device)
+    print_table("decode", times, "clone", x.nbytes)
+
+    slow = {name: candidates[name] for name in (*NAMES[:2], *PLAIN)}
+    for name in (NAMES[0], *PLAIN):
+        encoding = mlb.quantizer(name).encoding
+        slow[f"plain torch, {name}"] = functools.partial(reference.encode, x, encoding)
     slow |= torchao_casts(x)
-    without_kernels = (
-        name for name in mlb.quantizer_names() if not name.startswith(("nvfp4", "mxfp4", "fp32"))
-    )
-    slow |= {name: functools.partial(mlb.quantizer(name).quantize, x) for name in without_kernels}
+    slow["1p58bit"] = functools.partial(mlb.quantizer("1p58bit").quantize, x)
     times = interleaved(slow, max(3, options.rounds // 3), options.device)
     print_table("plain torch and peers", times, NAMES[0], x.nbytes)
 

@@ -1,13 +1,15 @@
 """Block formats: which elements share a scale, and what kind of number that scale is.
 
-| scale   | stored as     | one number of the tensor besides | decoded element              |
-|---------|---------------|----------------------------------|------------------------------|
-| `e4m3`  | float8_e4m3fn | fp32 tensor scale                | value · scale · tensor scale |
-| `e8m0`  | float8_e8m0fnu| none                             | value · scale                |
-| `fp32`  | float32       | none; a block of `None`: only it | value · scale                |
+| scale         | stored as      | one number of the tensor besides | decoded element              |
+|---------------|----------------|----------------------------------|------------------------------|
+| `e4m3`        | float8_e4m3fn  | fp32 tensor scale                | value · scale · tensor scale |
+| `e8m0`        | float8_e8m0fnu | none                             | value · scale                |
+| `fp32`        | float32        | none; a block of `None`: only it | value · scale                |
+| `signed_fp32` | float32        | none                             | value · |scale|              |
 
-A block of `None` is the whole tensor. What is needed to choose the codes (rounding, which scale fits a
-block) is not part of a format: any decoder reads any encoder's output.
+Under a signed scale the block's codes are E5M2 where the sign bit is set and INT8 where it is not
+(`INT8_E5M2`, blocks of one row). A block of `None` is the whole tensor. What is needed to choose the codes
+(rounding, which scale fits a block) is not part of a format: any decoder reads any encoder's output.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from typing import Literal
 
 import torch
 
-from megalowbit.formats.element import E2M1, ElementFormat
+from megalowbit.formats.element import E2M1, INT8_E5M2, ElementFormat
 
-ScaleKind = Literal["e4m3", "e8m0", "fp32"]
+ScaleKind = Literal["e4m3", "e8m0", "fp32", "signed_fp32"]
 SCALE_DTYPES: dict[ScaleKind, torch.dtype] = {
     "e4m3": torch.float8_e4m3fn,
     "e8m0": torch.float8_e8m0fnu,
     "fp32": torch.float32,
+    "signed_fp32": torch.float32,
 }
 GROUP = 16  # elements that share a random draw and a Hadamard transform; rows are padded to it at least
 
@@ -41,6 +44,11 @@ class BlockFormat:
     element: ElementFormat
     block: tuple[int, int] | None
     scale: ScaleKind
+
+    def __post_init__(self) -> None:
+        is_mixed = self.scale == "signed_fp32"
+        assert is_mixed == (self.element == INT8_E5M2), (self.scale, self.element)
+        assert not is_mixed or (self.block is not None and self.block[0] == 1), self.block
 
     def __str__(self) -> str:
         if self.block is None:
@@ -69,10 +77,11 @@ class BlockFormat:
         """Codes and block scales, without padding: 4.5 for NVFP4."""
         if self.block is None:
             return float(self.element.bits)
-        scale_bits = 32 if self.scale == "fp32" else 8
+        scale_bits = 8 * SCALE_DTYPES[self.scale].itemsize
         return self.element.bits + scale_bits / (self.block[0] * self.block[1])
 
 
 NVFP4 = BlockFormat(element=E2M1, block=(1, 16), scale="e4m3")
 NVFP4_TILED = BlockFormat(element=E2M1, block=(16, 16), scale="e4m3")
 MXFP4 = BlockFormat(element=E2M1, block=(1, 32), scale="e8m0")
+MIXED_INT8 = BlockFormat(element=INT8_E5M2, block=(1, 128), scale="signed_fp32")

@@ -6,6 +6,9 @@ sign-magnitude format is one line here. Integers are sign-magnitude too: they ha
 
 E2M1, E3M2, E4M3 and E5M2 are the elements of the OCP Microscaling specification 1.0 (E4M3 without its NaN,
 E5M2 without its infinity and NaNs); ternary is that of BitNet b1.58 (arXiv:2402.17764).
+
+`INT8_E5M2` is one of two formats for a whole block, INT8 or E5M2, as the sign of the block's scale says: its
+`grid` is that of INT8, and whoever meets it under a `signed_fp32` scale must ask for the sign.
 """
 
 from __future__ import annotations
@@ -78,6 +81,7 @@ E4M3 = ElementFormat(name="e4m3", bits=8, grid=_float_grid(4, 3, 127))
 E5M2 = ElementFormat(name="e5m2", bits=8, grid=_float_grid(5, 2, 124))
 INT8 = ElementFormat(name="int8", bits=8, grid=tuple(float(i) for i in range(128)))
 INT4 = ElementFormat(name="int4", bits=4, grid=tuple(float(i) for i in range(8)))
+INT8_E5M2 = ElementFormat(name="int8_e5m2", bits=8, grid=INT8.grid)
 TERNARY = ElementFormat(name="ternary", bits=2, grid=(0.0, 1.0))
 
-ELEMENTS = {each.name: each for each in (E2M1, E3M2, E4M3, E5M2, INT8, INT4, TERNARY)}
+ELEMENTS = {each.name: each for each in (E2M1, E3M2, E4M3, E5M2, INT8, INT8_E5M2, INT4, TERNARY)}

@@ -1,13 +1,15 @@
 """Matrix products of low-precision operands.
 
 Operands carry codes × block scale, which bf16 holds exactly (fp32, whatever the layer computes in, for fp32
-scales of blocks); tensor scales multiply the product, in fp32. The layer's compute dtype decides the GEMM:
+scales of blocks); tensor scales multiply the product, in fp32. Operands whose `exact_dtype` is fp16 have the
+range of the tensor itself and are rounded to what the GEMM takes. The layer's compute dtype decides the GEMM:
 
 - bf16: bf16 operands, fp32 accumulation. The result is rounded once, after scale and bias: on CUDA the
   product comes out in fp32, a CPU GEMM applies both to its sums. Where the output is to be fp32 while a CPU
   multiplies in bf16 (autocast), and where a bias is fp32, the product is rounded to bf16 before.
 - fp16, fp32: operands reach 2688, so a product overflows fp16; it is formed in fp32 (fp32 operands on a
-  CPU; bf16 operands with fp32 output on CUDA), scaled, then cast.
+  CPU; bf16 operands with fp32 output on CUDA), scaled, then cast. On CUDA operands with their tensor's own
+  range stay fp16 in an fp16 layer, beside one that is not quantised too; in an fp32 layer they are fp32.
 - fp64: fp64 throughout. An operand that is not quantised enters in the GEMM's dtype with scale 1.
 
 One operand is beyond all of these: MXFP4 with scales rounded up takes numbers from 3.5 · 2¹²⁶ on, next to
@@ -153,7 +155,11 @@ def gemm_dtype(
         return torch.promote_types(compute_dtype, torch.float32)
     if compute_dtype == torch.bfloat16:
         return compute_dtype
-    return torch.bfloat16 if None not in exact and _has_wide_output(device) else torch.float32
+    if not _has_wide_output(device):
+        return torch.float32
+    if torch.float16 in exact and (compute_dtype == torch.float32 or torch.bfloat16 not in exact):
+        return compute_dtype
+    return torch.bfloat16 if None not in exact else torch.float32
 
 
 def _device(operand: Operand) -> torch.device:
@@ -161,12 +167,12 @@ def _device(operand: Operand) -> torch.device:
 
 
 def _has_wide_output(device: torch.device) -> bool:
-    """Whether `torch.mm` multiplies bf16 matrices into an fp32 one there."""
+    """Whether `torch.mm` multiplies matrices of half precision into an fp32 one there."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype == torch.bfloat16 and _has_wide_output(a.device):
+    if a.dtype in (torch.bfloat16, torch.float16) and _has_wide_output(a.device):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
 

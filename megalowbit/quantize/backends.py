@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.formats.block_format import BlockFormat
-from megalowbit.quantize import kernels_cpu, launch_triton, reference
+from megalowbit.quantize import kernels_cpu, kernels_cpu_8bit, launch_triton, reference
 from megalowbit.quantize.encoding import Encoded, Encoding, check_parts
 from megalowbit.quantize.philox import NO_KEY, RandomKey
 
@@ -40,7 +40,7 @@ def encode(
     with_counts: bool = False,
 ) -> Encoded:
     """Quantise a matrix with the device's backend; as `reference.encode`."""
-    kernels = _kernels(backend_of(x, tensor_amax))
+    kernels = _kernels(backend_of(x, tensor_amax), encoding.format)
     covers = kernels is not None and kernels.supports(x.dtype, encoding, operand_dtype)
     if kernels is not None and not covers:
         _say_uncovered(x.device, "quantising", encoding.format, x.dtype)
@@ -72,7 +72,7 @@ def decode(
         UserError: codes or scales are not those of such a matrix.
     """
     check_parts(codes, scales, format, rows, cols)
-    kernels = _kernels(backend_of(codes, scales))
+    kernels = _kernels(backend_of(codes, scales), format)
     covers = kernels is not None and codes.numel() > 0 and kernels.supports_decoding(format, dtype)
     if kernels is not None and not covers and codes.numel() > 0:
         _say_uncovered(codes.device, "decoding", format, dtype)
@@ -146,8 +146,20 @@ def _say_not_plain(kind: type[Tensor]) -> None:
     logger.info("%s that is traced or not plain memory: quantised with plain torch operations", kind.__name__)
 
 
-def _kernels(backend: str) -> ModuleType | None:
+def _kernels(backend: str, format: BlockFormat) -> ModuleType | None:
+    if backend == "c" and kernels_cpu_8bit.is_for(format):
+        return _kernels_8bit(os.environ.get(BACKEND_VARIABLE, ""))
     return {"c": kernels_cpu, "triton": launch_triton}.get(backend)
+
+
+@functools.lru_cache(maxsize=8)
+def _kernels_8bit(forced: str) -> ModuleType | None:
+    reason = kernels_cpu_8bit.why_unavailable()
+    if reason and forced:
+        raise UserError(f"{BACKEND_VARIABLE}={forced} cannot be used for 8-bit formats: {reason}")
+    if reason:
+        logger.warning("8-bit formats use plain torch operations on CPUs, which is slow: %s", reason)
+    return None if reason else kernels_cpu_8bit
 
 
 def _why_not(backend: str, device: torch.device) -> str | None:

@@ -5,7 +5,7 @@
 - underflow: x ≠ 0, and its code or its block's scale is 0.
 - nonfinite: x is an infinity or a NaN. Finite neighbours are lost with it, yet count nowhere else.
 - saturated_scales: E4M3 scales above 448 before the clamp (same slack): only where the tensor's maximum came
-  from elsewhere. zero_blocks: blocks whose scale is 0 (E8M0 has no 0: whose elements all are).
+  from elsewhere. zero_blocks: blocks whose scale is 0 (E8M0 and signed scales have no 0: whose elements are).
 - squared_error Σ(x - q)² and squared_norm Σx² leave out spoiled blocks, so they stay finite.
 
 Padding is no element, and a block of padding alone does not exist. Nothing here waits for the device.
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megalowbit.formats.block_scale import SLACK, BlockScales
-from megalowbit.formats.element import ElementFormat
 
 COUNT_NAMES = (
     "elements",
@@ -41,7 +40,7 @@ def no_counts(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def count_errors(
-    x: Tensor, scaled: Tensor, decoded: Tensor, scales: BlockScales, amax: Tensor, element: ElementFormat
+    x: Tensor, scaled: Tensor, decoded: Tensor, scales: BlockScales, amax: Tensor, largest: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """Compare a matrix with what its codes decode to.
 
@@ -51,14 +50,15 @@ def count_errors(
         decoded: fp32, same shape: codes × block scale, NaN throughout spoiled blocks.
         scales: of the blocks.
         amax: fp32, the blocks' largest magnitudes, same shape as the scales.
-        element: format of the codes.
+        largest: M, the largest element of the format; of each element, (rows, cols), where formats differ.
 
     Returns:
         int64 (8,) in the order of `COUNT_NAMES` and float64 (2,) in the order of `ERROR_NAMES`.
     """
     magnitude = scaled.abs()
+    has_no_zero = isinstance(largest, Tensor) or scales.codes.dtype == torch.float8_e8m0fnu
     values = decoded if scales.tensor_scale is None else decoded * scales.tensor_scale
-    if scales.codes.dtype == torch.float8_e8m0fnu:
+    if has_no_zero:
         is_zero_scale = amax == 0
     elif scales.codes.dtype == torch.float8_e4m3fn:
         is_zero_scale = scales.decoded == 0
@@ -67,8 +67,8 @@ def count_errors(
     counts = torch.stack(
         [
             torch.full((), x.numel(), dtype=torch.int64, device=x.device),
-            (magnitude > element.max * SLACK).sum(),
-            (magnitude > element.max / 2 * SLACK).sum(),
+            (magnitude > largest * SLACK).sum(),
+            (magnitude > largest / 2 * SLACK).sum(),
             ((x != 0) & (decoded == 0) & ~values.isnan()).sum(),
             (~x.isfinite()).sum(),
             torch.full((), scales.decoded.numel(), dtype=torch.int64, device=x.device),

@@ -14,7 +14,12 @@ from megalowbit.formats.block_format import SCALE_DTYPES, BlockFormat
 from megalowbit.formats.block_scale import ScaleRounding
 
 SMALLEST_NORMAL = 2.0**-126  # of fp32
-_FITTING = {"e4m3": ("nearest", "up"), "e8m0": ("down", "up"), "fp32": ("nearest",)}
+_FITTING = {
+    "e4m3": ("nearest", "up"),
+    "e8m0": ("down", "up"),
+    "fp32": ("nearest",),
+    "signed_fp32": ("nearest",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,10 @@ class Encoding:
         if not SMALLEST_NORMAL <= ctypes.c_float(self.q_scalar).value < float("inf"):
             raise UserError(
                 f"q_scalar must be a normal fp32 number above 0 (1.2e-38 to 3.4e38), not {self.q_scalar!r}"
+            )
+        if self.format.scale == "signed_fp32" and (self.q_scalar != 1 or self.scale_from != "amax"):
+            raise UserError(
+                "blocks of INT8 or E5M2 take their scale from their own maximum: leave q_scalar out"
             )
         if self.four_over_six and (self.format.scale != "e4m3" or self.format.block != (1, 16)):
             raise UserError("four-over-six needs NVFP4 blocks of 1 × 16: leave out tile16, or use nvfp4")

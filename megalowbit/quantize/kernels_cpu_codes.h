@@ -6,14 +6,15 @@
 enum { GROUPS = 16, SEGMENT = GROUP * GROUPS, STRIP = 32, BATCH = 4 };
 enum { PITCH = SEGMENT + GROUP }; /* of buffered rows: not a power of two, which would share cache sets */
 enum { AHEAD = 32 }; /* columns that a transposing load asks for early */
-enum { E4M3 = 0, E8M0 = 1 };
+enum { E4M3 = 0, E8M0 = 1, ONE_FP32 = 2, FP32_BLOCKS = 3, SIGNED_BLOCKS = 4 }; /* kinds of scales */
 #define E4M3_MAX 448.0f
 #define SLACK (1.0f + 0x1p-20f)
 
-typedef struct { /* mirrored field by field in kernels_cpu.py; every field has 8 bytes */
+typedef struct { /* mirrored field by field in kernels_cpu_job.py; every field has 8 bytes */
     const void *x;
     int64_t dtype, rows, cols, row_stride, col_stride;
-    int64_t block_rows, block_cols, scale_kind, is_up, is_stochastic, four_over_six, has_signs, signs;
+    int64_t block_rows, block_cols, scale_kind, element; /* block_cols: 16 to 128 */
+    int64_t is_up, is_stochastic, four_over_six, has_signs, signs;
     uint64_t key, step;
     double q_scalar;
     const float *tensor_amax;
@@ -62,11 +63,13 @@ static inline const char *address(const Job *job, int64_t row, int64_t col) {
     return (const char *)job->x + place * (job->dtype == FP32 ? 4 : 2);
 }
 
-/* Blocks in a number of rows or columns: sizes are 1, 16 or 32, and dividing takes long. */
-static inline int64_t block_row(const Job *job, int64_t row) { return row >> (job->block_rows == 1 ? 0 : 4); }
+/* Blocks in a number of rows or columns: sizes are powers of two, and dividing takes long. */
+static inline int64_t block_row(const Job *job, int64_t row) {
+    return row >> __builtin_ctzll((uint64_t)job->block_rows);
+}
 
 static inline int64_t block_col(const Job *job, int64_t col) {
-    return col >> (job->block_cols == GROUP ? 4 : 5);
+    return col >> __builtin_ctzll((uint64_t)job->block_cols);
 }
 
 static inline int64_t blocks_across(const Job *job, int64_t cols) {
@@ -154,7 +157,9 @@ SPECIALISED Lanes magnitudes(const float *v, int64_t rows, int64_t groups) {
 /* Each group's block maximum times q_scalar, NaN where the block is spoiled. */
 static void block_maxima(const Job *job, const float *v, int64_t rows, int64_t groups, float *a) {
     Lanes amax = groups == GROUPS ? magnitudes(v, rows, GROUPS) : magnitudes(v, rows, groups);
-    if (job->block_cols == 2 * GROUP) amax = larger(amax, SWAPPED(amax, 1));
+    if (job->block_cols >= 2 * GROUP) amax = larger(amax, SWAPPED(amax, 1));
+    if (job->block_cols >= 4 * GROUP) amax = larger(amax, SWAPPED(amax, 2));
+    if (job->block_cols >= 8 * GROUP) amax = larger(amax, SWAPPED(amax, 4));
     const Lanes scaled = (Lanes)((Floats)amax * (float)job->q_scalar);
     const Lanes is_sound = is_less(scaled, (Lanes){0} + INFINITY_BITS);
     const Lanes result = chosen(is_sound, scaled, (Lanes){0} + NAN_BITS);

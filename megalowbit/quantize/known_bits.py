@@ -15,7 +15,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, SCALE_DTYPES
+from megalowbit.formats.block_format import (
+    MIXED_INT8,
+    MXFP4,
+    NVFP4,
+    NVFP4_TILED,
+    SCALE_DTYPES,
+    BlockFormat,
+)
+from megalowbit.formats.element import E2M1, E3M2, E4M3, E5M2, INT4, INT8
 from megalowbit.quantize.encoding import Encoded, Encoding
 from megalowbit.quantize.philox import RandomKey
 
@@ -76,6 +84,66 @@ KNOWN_BITS: dict[str, int] = {
     "scaling torch.float16 to torch.float16 with bias": 0x860234DC,
 }
 
+FORMATS_8BIT: dict[str, BlockFormat] = {
+    **{
+        each.name: BlockFormat(element=each, block=None, scale="fp32")
+        for each in (INT8, INT4, E2M1, E3M2, E4M3, E5M2)
+    },
+    "blocks": BlockFormat(element=E4M3, block=(1, 32), scale="fp32"),
+    "tiles": BlockFormat(element=INT4, block=(16, 16), scale="fp32"),
+    "mixed blocks": MIXED_INT8,
+}
+KNOWN_BITS_8BIT: dict[str, int] = {
+    "int8, nearest": 0x74E098F4,
+    "decoding int8, nearest": 0xBDCAF24C,
+    "int8, stochastic": 0x529EA7C4,
+    "decoding int8, stochastic": 0xD49F83DB,
+    "int4, nearest": 0x93357B95,
+    "decoding int4, nearest": 0xA9F1DC7C,
+    "int4, stochastic": 0xDCEEC3C1,
+    "decoding int4, stochastic": 0x9A16542B,
+    "e2m1, nearest": 0x3D6363D8,
+    "decoding e2m1, nearest": 0x2EEB9B93,
+    "e2m1, stochastic": 0x9CB06B06,
+    "decoding e2m1, stochastic": 0x6285AF4F,
+    "e3m2, nearest": 0x8D5D5980,
+    "decoding e3m2, nearest": 0x1C6CA187,
+    "e3m2, stochastic": 0xD3D1ACC8,
+    "decoding e3m2, stochastic": 0xCDDB4F88,
+    "e4m3, nearest": 0xA03F19DA,
+    "decoding e4m3, nearest": 0x51A9A02D,
+    "e4m3, stochastic": 0xA49BB6AF,
+    "decoding e4m3, stochastic": 0xFBB1911C,
+    "e5m2, nearest": 0x86C83A59,
+    "decoding e5m2, nearest": 0xB865A706,
+    "e5m2, stochastic": 0x1440B37B,
+    "decoding e5m2, stochastic": 0x64E24BB9,
+    "blocks, nearest": 0xC63D4D23,
+    "decoding blocks, nearest": 0xB029DD94,
+    "blocks, stochastic": 0x1EBAF7E0,
+    "decoding blocks, stochastic": 0xE9108151,
+    "tiles, nearest": 0x4033F4F0,
+    "decoding tiles, nearest": 0xE4B7F8C8,
+    "tiles, stochastic": 0xD02F8D90,
+    "decoding tiles, stochastic": 0x662162F9,
+    "mixed blocks, nearest": 0xDDA6AD04,
+    "decoding mixed blocks, nearest": 0xF15BF985,
+    "mixed blocks, stochastic": 0xEE552E1A,
+    "decoding mixed blocks, stochastic": 0x00CD45AA,
+    "torch.float32 by rows": 0x8F1C2552,
+    "torch.float32 by neither": 0x8F1C2552,
+    "torch.float32 by rows with a given maximum": 0x701E1DCF,
+    "torch.float32 by neither with a given maximum": 0x701E1DCF,
+    "torch.bfloat16 by rows": 0x8F1C2552,
+    "torch.bfloat16 by neither": 0x8F1C2552,
+    "torch.bfloat16 by rows with a given maximum": 0x701E1DCF,
+    "torch.bfloat16 by neither with a given maximum": 0x701E1DCF,
+    "torch.float16 by rows": 0x8F1C2552,
+    "torch.float16 by neither": 0x8F1C2552,
+    "torch.float16 by rows with a given maximum": 0x701E1DCF,
+    "torch.float16 by neither with a given maximum": 0x701E1DCF,
+}
+
 
 def answers(
     encode: Callable[..., Encoded],
@@ -115,6 +183,31 @@ def answers(
             out = torch.empty(product.shape, dtype=out_dtype, device="cpu")
             name = f"scaling {dtype} to {out_dtype}" + (" with bias" if with_bias else "")
             found[name] = _checksum(scale_and_bias(product, 0.3, wide[0] if with_bias else None, out))
+    return found
+
+
+def answers_8bit(encode: Callable[..., Encoded], decode: Callable[..., Tensor]) -> dict[str, int]:
+    """As `answers`, of functions with the signatures of `kernels_cpu_8bit`."""
+    found = {}
+    wide, short = _wide_numbers(), _short_numbers().repeat(1, 3)
+    for (name, format), is_stochastic in itertools.product(FORMATS_8BIT.items(), (False, True)):
+        encoding = Encoding(format=format, is_stochastic=is_stochastic)
+        x, signs = (wide.t().contiguous().t(), 0x5AC3) if is_stochastic else (short, None)
+        encoded = encode(
+            x, encoding, random_key=KEY, signs=signs, operand_dtype=torch.bfloat16, with_counts=True
+        )
+        rounding = "stochastic" if is_stochastic else "nearest"
+        found[f"{name}, {rounding}"] = _of_encoded(encoded)
+        parts = encoded.codes, encoded.scales, format, *x.shape
+        wanted = itertools.product(DTYPES, (False, True))
+        decoded = [decode(*parts, dtype, transpose=transpose) for dtype, transpose in wanted]
+        found[f"decoding {name}, {rounding}"] = _checksum(*decoded)
+    for dtype, amax in itertools.product(DTYPES, (None, 0.75)):
+        numbers = short.to(dtype)
+        given = None if amax is None else torch.full((), amax, dtype=torch.float32, device="cpu")
+        for order, x in (("rows", numbers), ("neither", numbers.repeat_interleave(2, 1)[:, ::2])):
+            encoded = encode(x, Encoding(format=FORMATS_8BIT["int8"]), tensor_amax=given)
+            found[f"{dtype} by {order}" + (" with a given maximum" if amax else "")] = _of_encoded(encoded)
     return found
 
 

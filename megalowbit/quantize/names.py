@@ -6,6 +6,7 @@
 | `fp4e2m1b`, `nvfp4e2m1b`, `mxfp4e2m1b`          | E2M1, scales for 1 × 16, 1 × 16, 1 × 32    | stochastic |
 | these three with `nosr`                         |                                            | nearest    |
 | `fp6e3m2`, `fp8e4m3`, `fp8e5m2`, `int8`, `int4` | one fp32 scale; with `b` one for 1 × 16    | nearest    |
+| `int8e5m2b`                                     | 1 × 128 in INT8 or E5M2, with fp32 scales  | nearest    |
 | `1p58bit`                                       | -1, 0, 1 times the mean magnitude (BitNet) | nearest    |
 | `fp32`                                          | not quantised                              |            |
 
@@ -18,7 +19,7 @@ import functools
 from dataclasses import replace
 
 from megalowbit.errors import UserError, shown, unknown_name
-from megalowbit.formats.block_format import MXFP4, NVFP4, BlockFormat
+from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, BlockFormat
 from megalowbit.formats.block_scale import ScaleRounding
 from megalowbit.formats.element import E2M1, E3M2, E4M3, E5M2, INT4, INT8, TERNARY, ElementFormat
 from megalowbit.quantize.encoding import Encoding
@@ -54,6 +55,7 @@ def _bases() -> dict[str, Encoding | None]:
     ):
         bases[name] = _fp32_scaled(element, None)
         bases[name + "b"] = _fp32_scaled(element, (1, 16))
+    bases["int8e5m2b"] = Encoding(format=MIXED_INT8)
     bases["1p58bit"] = replace(_fp32_scaled(TERNARY, None), scale_from="mean")
     bases["fp32"] = None
     return bases
@@ -142,13 +144,14 @@ def _seed_compat(name: str, base: str, options: list[str]) -> Quantizer:
 
 def _with_option(encoding: Encoding, option: str) -> Encoding:
     format = encoding.format
+    has_fp32_scales = format.scale in ("fp32", "signed_fp32")
     key, _, value = option.partition("=")
     if key == "q_scalar":
         return replace(encoding, q_scalar=_number(value))
     if key == "sr":
         return replace(encoding, is_stochastic=True)
     if key == "unbiased":
-        rounding: ScaleRounding = "nearest" if format.scale == "fp32" else "up"
+        rounding: ScaleRounding = "nearest" if has_fp32_scales else "up"
         return replace(encoding, is_stochastic=True, scale_rounding=rounding)
     if key == "4over6":
         return replace(encoding, four_over_six=True)
@@ -156,7 +159,8 @@ def _with_option(encoding: Encoding, option: str) -> Encoding:
         if format.scale != "e8m0":
             raise UserError("floor is a choice of MXFP4's scale, use mxfp4e2m1b…")
         return replace(encoding, scale_rounding="down")
-    if format.block is None or format.scale == "e8m0" or (key == "block32" and format.scale != "fp32"):
+    fits = has_fp32_scales if key == "block32" else format.scale in ("fp32", "e4m3")
+    if format.block is None or not fits:
         raise UserError(f"{key} does not fit the blocks of this format, leave it out")
     block = (16, 16) if key == "tile16" else (1, 32)
     return replace(encoding, format=replace(format, block=block))

@@ -25,7 +25,7 @@ from torch import Tensor
 from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError, shown
 from megalowbit.formats.block_format import SCALE_DTYPES, BlockFormat, ScaleKind
-from megalowbit.formats.element import E2M1, ELEMENTS
+from megalowbit.formats.element import E2M1, ELEMENTS, INT8_E5M2
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
 
 METADATA_KEY = "megalowbit"
@@ -36,7 +36,8 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bf
 PAIRS: dict[ScaleKind, tuple[str, ...]] = {
     "e4m3": (E2M1.name,),
     "e8m0": (E2M1.name,),
-    "fp32": tuple(ELEMENTS),
+    "fp32": tuple(name for name in ELEMENTS if name != INT8_E5M2.name),
+    "signed_fp32": (INT8_E5M2.name,),
 }
 LARGEST_SIZE = 2**63 - 1  # of a dimension, and of all elements together
 
@@ -244,6 +245,7 @@ def _format(path: Path, name: str, entry: Any) -> tuple[BlockFormat, torch.Size,
         is_sound = is_sound and scale == "fp32"
     else:
         is_sound = is_sound and _are_sizes(block) and len(block) == 2 and all(map(_is_power_of_two, block))
+        is_sound = is_sound and (scale != "signed_fp32" or block[0] == 1)
         block = tuple(block) if is_sound else None
     if not is_sound:
         raise _unreadable(path, name, entry)

@@ -4,7 +4,9 @@ A GEMM takes `operand()`: element codes times block scale, without the tensor's 
 scales such a product has at most six significant bits between 2⁻¹⁰ and 2688, under E8M0 scales two, so bf16
 holds it exactly (but what an MXFP4 scale rounded up to 2¹²⁶ makes of numbers from 3.5 · 2¹²⁶ on: 2¹²⁸ is
 infinite) and a bf16 GEMM computes what FP4 tensor cores would; the product of the two tensor scales is
-applied to the result, in fp32. Only formats with fp32 block scales need fp32 operands (`exact_dtype`).
+applied to the result, in fp32. Only formats with fp32 block scales need fp32 operands (`exact_dtype`), but
+for blocks of INT8 or E5M2: their operand has the range of the tensor itself, and rounding it to half
+precision adds at most a tenth to its squared error (bf16; fp16 a thousandth), so any will do.
 
 For backward a tensor is kept as its parts (4.5 bits an element): `to_parts` and `from_parts`, tensors on
 one side, because autograd must hold them, and the rest on the other.
@@ -42,7 +44,11 @@ class Operand(Protocol):
 
     @property
     def exact_dtype(self) -> torch.dtype | None:
-        """The narrowest dtype that holds the operand exactly; `None`: it is not quantised."""
+        """The narrowest dtype that holds the operand exactly; `None`: it is not quantised.
+
+        fp16 stands for an operand with the range of the tensor it was made from, which any half precision
+        holds well enough.
+        """
 
     def operand(self, dtype: torch.dtype = ..., *, transpose: bool = ...) -> Tensor:
         """The 2-D matrix to multiply, without `tensor_scale`."""
@@ -85,12 +91,17 @@ class QuantizedTensor:
 
     @property
     def exact_dtype(self) -> torch.dtype:
-        """The narrowest dtype that holds the operand exactly."""
+        """The narrowest dtype that holds the operand exactly, or fp16, see `Operand`."""
+        if self.format.scale == "signed_fp32":
+            return torch.float16
         has_wide_scales = self.format.scale == "fp32" and self.format.block is not None
         return torch.float32 if has_wide_scales else torch.bfloat16
 
     def operand(self, dtype: torch.dtype = torch.bfloat16, *, transpose: bool = False) -> Tensor:
-        """Codes × block scale, (rows, cols), exact in `exact_dtype` and wider; (cols, rows) transposed."""
+        """Codes × block scale, (rows, cols), exact in `exact_dtype` and wider; (cols, rows) transposed.
+
+        Of blocks of INT8 or E5M2 rounded once, to `dtype`.
+        """
         if self.ready_operand is not None and self.ready_operand.dtype == dtype:
             return self.ready_operand.t() if transpose else self.ready_operand
         rows, cols = matrix_shape(self.shape)

@@ -22,6 +22,7 @@ from megalowbit.formats.rounding import code_values, nearest_codes, stochastic_c
 from megalowbit.quantize.counts import count_errors
 from megalowbit.quantize.encoding import Encoded, Encoding
 from megalowbit.quantize.hadamard import hadamard
+from megalowbit.quantize.mixed_blocks import largest_elements, mixed_scales_and_codes, mixed_values
 from megalowbit.quantize.philox import NO_KEY, RandomKey, random_bytes
 
 FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room for 256 · 6/4 = 384 < 448
@@ -56,18 +57,22 @@ def encode(
         matrix = hadamard(matrix, signs)  # before the padding, whose zeros would get signs
     matrix = torch.nn.functional.pad(matrix, (0, padded_cols - cols, 0, padded_rows - rows))
     amax = _magnitudes(matrix, encoding, rows * cols)
-    if encoding.four_over_six:
+    if format.scale == "signed_fp32":
+        random = _random_bytes(matrix, random_key) if encoding.is_stochastic else None
+        scales, codes = mixed_scales_and_codes(matrix, amax, cols, random)
+    elif encoding.four_over_six:
         scales, codes = _four_over_six(matrix, amax, encoding, tensor_amax)
     else:
         scales = block_scales(amax, format, encoding.scale_rounding, tensor_amax)
         codes = _codes(matrix, scales, encoding, random_key)
     codes, matrix = codes[:rows], matrix[:rows, :cols]
-    decoded = code_values(codes, format.element) * _expand(scales.decoded, format, codes)
+    decoded = _values(codes, scales.codes, format) * _expand(scales.decoded, format, codes)
     operand = None if operand_dtype is None else decoded[:, :cols].to(operand_dtype).contiguous()
     counts = error = None
     if with_counts:
         scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
-        counts, error = count_errors(matrix, scaled, decoded[:, :cols], scales, amax, format.element)
+        largest = _largest(scales.codes, format, matrix)
+        counts, error = count_errors(matrix, scaled, decoded[:, :cols], scales, amax, largest)
     stored = (
         scales.codes.view(format.scales_shape(rows, cols)) if format.block else scales.codes.new_empty(0, 0)
     )
@@ -97,9 +102,11 @@ def decode(
         dtype: of the result.
         transpose: return (cols, rows) instead of (rows, cols).
     """
-    values = code_values(unpack_codes(codes, format.element.bits), format.element)
+    values = _values(unpack_codes(codes, format.element.bits), scales, format)
     if format.block is not None:
-        values = values * _expand(decode_scales(scales), format, values)
+        decoded = decode_scales(scales)
+        decoded = decoded.abs() if format.scale == "signed_fp32" else decoded
+        values = values * _expand(decoded, format, values)
     values = values[:rows, :cols].to(dtype)
     return (values.t() if transpose else values).contiguous()
 
@@ -124,6 +131,24 @@ def _magnitudes(matrix: Tensor, encoding: Encoding, num_elements: int) -> Tensor
     return torch.where(amax.isfinite(), amax, torch.nan)
 
 
+def _random_bytes(matrix: Tensor, random_key: RandomKey) -> Tensor:
+    return random_bytes(matrix.numel() // GROUP, random_key, matrix.device).view(matrix.shape)
+
+
+def _values(codes: Tensor, stored_scales: Tensor, format: BlockFormat) -> Tensor:
+    """The numbers that codes stand for, whose block scales are as stored."""
+    if format.scale == "signed_fp32":
+        return mixed_values(codes, _expand(torch.signbit(stored_scales), format, codes))
+    return code_values(codes, format.element)
+
+
+def _largest(stored_scales: Tensor, format: BlockFormat, like: Tensor) -> Tensor | float:
+    """The largest element of the format that each element is in."""
+    if format.scale == "signed_fp32":
+        return _expand(largest_elements(torch.signbit(stored_scales)), format, like)
+    return format.element.max
+
+
 def _expand(per_block: Tensor, format: BlockFormat, like: Tensor) -> Tensor:
     """One number for each element: (block rows, block columns) → at most the rows and columns of `like`."""
     if format.block is None:
@@ -134,7 +159,7 @@ def _expand(per_block: Tensor, format: BlockFormat, like: Tensor) -> Tensor:
 
 def _scaled(matrix: Tensor, encode_scale: Tensor, format: BlockFormat) -> Tensor:
     """What is rounded to codes; zeros under a scale of 0."""
-    if format.scale != "fp32":
+    if format.scale in ("e4m3", "e8m0"):
         return matrix * encode_scale
     return torch.where(encode_scale == 0, matrix * 0, matrix / encode_scale)
 
@@ -144,8 +169,7 @@ def _codes(matrix: Tensor, scales: BlockScales, encoding: Encoding, random_key: 
     format = encoding.format
     scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
     if encoding.is_stochastic:
-        random = random_bytes(matrix.numel() // GROUP, random_key, matrix.device).view(matrix.shape)
-        codes = stochastic_codes(scaled, random, format.element)
+        codes = stochastic_codes(scaled, _random_bytes(matrix, random_key), format.element)
     else:
         codes = nearest_codes(scaled, format.element)
     is_spoiled = _expand(scales.decoded.isnan(), format, matrix)

@@ -1,6 +1,6 @@
 import pytest
 
-from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, BlockFormat
+from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, NVFP4_TILED, BlockFormat
 from megalowbit.formats.element import E2M1, E3M2, INT8, TERNARY
 
 
@@ -18,6 +18,7 @@ def fp32_scaled(element, block):
         (fp32_scaled(E2M1, None), 4),
         (fp32_scaled(E3M2, (1, 16)), 8),
         (fp32_scaled(TERNARY, None), 2),
+        (MIXED_INT8, 8.25),
     ],
 )
 def test_bits_per_element_are_code_and_share_of_the_scale(format, bits):
@@ -33,6 +34,7 @@ def test_bits_per_element_are_code_and_share_of_the_scale(format, bits):
         (fp32_scaled(INT8, None), (3, 32), (0, 0), (3, 32)),
         (fp32_scaled(E3M2, (1, 32)), (3, 32), (3, 1), (3, 24)),
         (fp32_scaled(TERNARY, None), (3, 32), (0, 0), (3, 8)),
+        (MIXED_INT8, (3, 128), (3, 1), (3, 128)),
     ],
 )
 def test_a_matrix_of_3_by_17_is_padded_to_whole_blocks_and_groups_of_16(format, padded, scales, codes):

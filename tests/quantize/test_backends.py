@@ -9,9 +9,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalowbit.errors import UserError
-from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, BlockFormat
-from megalowbit.formats.element import E3M2
-from megalowbit.quantize import backends, reference
+from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, NVFP4_TILED, BlockFormat
+from megalowbit.formats.element import INT8, TERNARY
+from megalowbit.quantize import backends, kernels_cpu_8bit, reference
 from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.philox import RandomKey
 
@@ -21,8 +21,11 @@ ENCODINGS = [
     Encoding(format=NVFP4_TILED, is_stochastic=True),
     Encoding(format=MXFP4, scale_rounding="down"),
     Encoding(format=NVFP4, four_over_six=True),
+    Encoding(format=BlockFormat(element=INT8, block=None, scale="fp32"), is_stochastic=True),
+    Encoding(format=MIXED_INT8),
 ]
-ENCODING_NAMES = ["nearest", "stochastic", "tiled", "mxfp4", "four_over_six"]
+ENCODING_NAMES = ["nearest", "stochastic", "tiled", "mxfp4", "four_over_six", "int8", "int8 or e5m2"]
+TERNARY_BLOCKS = BlockFormat(element=TERNARY, block=(1, 16), scale="fp32")
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +50,7 @@ def bits(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8).tolist()
 
 
-@pytest.mark.parametrize(
-    "encoding", ENCODINGS, ids=["nearest", "stochastic", "tiled", "mxfp4", "four_over_six"]
-)
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=ENCODING_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_device_s_backend_gives_the_bits_of_the_reference(encoding, dtype):
     x = matrix().to(dtype)
@@ -75,7 +76,7 @@ def test_the_device_s_backend_gives_the_bits_of_the_reference(encoding, dtype):
 
 
 def test_a_format_without_a_fast_path_goes_through_plain_torch():
-    encoding = Encoding(format=BlockFormat(element=E3M2, block=(1, 16), scale="fp32"))
+    encoding = Encoding(format=TERNARY_BLOCKS)
     x = matrix()
     assert torch.equal(backends.encode(x, encoding).codes, reference.encode(x, encoding).codes)
 
@@ -83,19 +84,18 @@ def test_a_format_without_a_fast_path_goes_through_plain_torch():
 def test_what_no_kernel_covers_is_said_once_for_each_format_and_dtype(caplog):
     if backends.backend_of(matrix()) == "torch":
         pytest.skip("no kernel here")
-    wide = BlockFormat(element=E3M2, block=(1, 16), scale="fp32")
     backends._say_uncovered.cache_clear()
     with caplog.at_level(logging.INFO, logger="megalowbit"):
         for _ in range(3):
-            encoded = backends.encode(matrix(), Encoding(format=wide))
-            backends.decode(encoded.codes, encoded.scales, wide, 37, 75, torch.float32)
+            encoded = backends.encode(matrix(), Encoding(format=TERNARY_BLOCKS))
+            backends.decode(encoded.codes, encoded.scales, TERNARY_BLOCKS, 37, 75, torch.float32)
             backends.encode(matrix().double(), Encoding(format=NVFP4))
             backends.encode(matrix(), Encoding(format=NVFP4))
     said = [record for record in caplog.records if "no kernel covers it" in record.getMessage()]
     assert {record.levelname for record in said} == {"INFO"}
     assert [record.getMessage().partition(" on cpu")[0] for record in said] == [
-        "quantising e3m2 under fp32 scales for 1 × 16, torch.float32",
-        "decoding e3m2 under fp32 scales for 1 × 16, torch.float32",
+        "quantising ternary under fp32 scales for 1 × 16, torch.float32",
+        "decoding ternary under fp32 scales for 1 × 16, torch.float32",
         "quantising e2m1 under e4m3 scales for 1 × 16, torch.float64",
     ]
 
@@ -132,6 +132,34 @@ def test_a_forced_backend_that_cannot_be_had_is_an_error_not_a_fallback(monkeypa
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UserError, match="MEGALOWBIT_BACKEND=triton cannot be used on cpu: it runs on CUDA"):
         backends.backend_of(matrix())
+
+
+@pytest.fixture
+def no_8bit_library(monkeypatch):
+    backends._kernels_8bit.cache_clear()
+    monkeypatch.setattr(kernels_cpu_8bit, "_loaded", lambda: (None, "it fails its self-check: set CC"))
+    yield
+    backends._kernels_8bit.cache_clear()
+
+
+def test_formats_whose_library_cannot_be_had_go_through_plain_torch_which_is_said_once(
+    no_8bit_library, caplog
+):
+    if backends.backend_of(matrix()) != "c":
+        pytest.skip("no C compiler")
+    encoding = ENCODINGS[ENCODING_NAMES.index("int8")]
+    with caplog.at_level(logging.WARNING, logger="megalowbit"):
+        for _ in range(2):
+            codes = backends.encode(matrix(), encoding).codes
+    assert torch.equal(codes, reference.encode(matrix(), encoding).codes)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("which is slow: it fails its self-check: set CC")
+
+
+def test_formats_whose_library_cannot_be_had_are_an_error_where_it_is_forced(no_8bit_library, monkeypatch):
+    monkeypatch.setenv(backends.BACKEND_VARIABLE, "c")
+    with pytest.raises(UserError, match="MEGALOWBIT_BACKEND=c cannot be used for 8-bit formats: it fails"):
+        backends.encode(matrix(), ENCODINGS[ENCODING_NAMES.index("int8")])
 
 
 SCRIPT = """

@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from kernel_operands import gaussian, same_numbers
 
 from megalowbit.formats.block_format import NVFP4
 from megalowbit.quantize import kernels_cpu
@@ -12,22 +13,6 @@ pytestmark = pytest.mark.skipif(
     not kernels_cpu.is_available(), reason=f"no CPU kernel: {kernels_cpu.why_unavailable()}"
 )
 F = np.float32
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
-
-
-def same_numbers(a, b):
-    """Equal bits, but for the payloads of NaN."""
-    is_nan = a.isnan()
-    return torch.equal(is_nan, b.isnan()) and torch.equal(
-        bits(torch.where(is_nan, 0, a)), bits(torch.where(is_nan, 0, b))
-    )
-
-
-def gaussian(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -22,9 +22,25 @@ def test_the_known_bits_are_those_of_plain_torch():
     assert known_bits.answers(*PLAIN) == known_bits.KNOWN_BITS
 
 
+def test_the_known_bits_of_8_bit_formats_are_those_of_plain_torch():
+    assert known_bits.answers_8bit(reference.encode, reference.decode) == known_bits.KNOWN_BITS_8BIT
+
+
+def test_every_8_bit_format_and_rounding_has_bits_of_its_own():
+    answers = known_bits.KNOWN_BITS_8BIT
+    assert {name for name in answers if "decoding" in name} == {
+        f"decoding {name}, {rounding}"
+        for name in known_bits.FORMATS_8BIT
+        for rounding in ("nearest", "stochastic")
+    }
+    assert len({answers[name] for name in answers if " by " not in name}) == 4 * len(known_bits.FORMATS_8BIT)
+
+
 def test_all_orders_in_memory_and_all_dtypes_have_one_answer():
     answers = known_bits.KNOWN_BITS
     assert len({answers[name] for name in answers if " by " in name}) == 1
+    of_8_bits = known_bits.KNOWN_BITS_8BIT
+    assert len({of_8_bits[name] for name in of_8_bits if " by " in name}) == 2  # with and without a maximum
 
 
 def test_one_wrong_bit_shows():

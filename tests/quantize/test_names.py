@@ -7,7 +7,7 @@ from megalowbit.quantize.seed_compat import SEED_COMPAT
 
 
 def test_every_listed_name_gives_a_quantizer_of_that_name():
-    assert len(quantizer_names()) == 19
+    assert len(quantizer_names()) == 20
     for name in (*quantizer_names(), *(f"{base}:seed_compat" for base in SEED_COMPAT)):
         assert quantizer(name).name == name
         assert quantizer(name) is quantizer(name)
@@ -32,6 +32,10 @@ def test_the_suffix_nosr_means_nearest_even():
         ("nvfp4e2m1bnosr:4over6", "four_over_six", True),
         ("int8:q_scalar=1.25", "q_scalar", 1.25),
         ("1p58bit", "scale_from", "mean"),
+        ("int8e5m2b", "is_stochastic", False),
+        ("int8e5m2b:sr", "is_stochastic", True),
+        ("int8e5m2b:unbiased", "scale_rounding", "nearest"),
+        ("int8e5m2b:q_scalar=1", "q_scalar", 1.0),
     ],
 )
 def test_options_change_the_encoding(name, field, value):
@@ -47,6 +51,8 @@ def test_options_change_the_encoding(name, field, value):
         ("mxfp4e2m1b", (1, 32)),
         ("fp8e5m2b", (1, 16)),
         ("fp8e5m2", None),
+        ("int8e5m2b", (1, 128)),
+        ("int8e5m2b:block32", (1, 32)),
     ],
 )
 def test_blocks_are_those_of_name_and_options(name, block):
@@ -115,6 +121,8 @@ def test_representations_are_one_short_line():
     x = torch.zeros(64, 32, dtype=torch.bfloat16)
     described = "(64, 32), bfloat16, e2m1 under e4m3 scales for 1 × 16, 4.5 bits an element"
     assert repr(quantizer("nvfp4e2m1b").quantize(x)) == f"QuantizedTensor({described})"
+    described = "(64, 32), bfloat16, int8_e5m2 under signed_fp32 scales for 1 × 128, 8.25 bits an element"
+    assert repr(quantizer("int8e5m2b").quantize(x)) == f"QuantizedTensor({described})"
     assert repr(quantizer("fp32").quantize(x)) == "UnquantizedTensor((64, 32), bfloat16)"
     assert len(repr(quantizer("fp8e4m3b").encoding)) < 250
 

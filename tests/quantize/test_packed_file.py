@@ -62,7 +62,7 @@ def test_every_format_comes_back_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (0, 16), (4, 0), (2, 3, 4, 5)])
-@pytest.mark.parametrize("name", ["nvfp4e2m1b", "mxfp4e2m1bnosr", "int8", "fp6e3m2b"])
+@pytest.mark.parametrize("name", ["nvfp4e2m1b", "mxfp4e2m1bnosr", "int8", "fp6e3m2b", "int8e5m2b:sr"])
 def test_any_shape_comes_back(tmp_path, shape, name):
     tensor = quantizer(name).quantize(gaussian(*shape) if shape else torch.tensor(0.5))
     save_quantized({"": tensor}, tmp_path / "x")
@@ -170,6 +170,25 @@ def test_a_description_that_makes_no_sense_is_refused(saved, key, value):
     rewrite(saved, lambda tensors, content: content["tensors"]["a"].update({key: value}))
     with pytest.raises(UserError, match="damaged"):
         load_quantized(saved)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"element": "int8"},
+        {"element": "e5m2"},
+        {"scale": "fp32"},
+        {"scale": "fp32", "block": None},
+        {"block": None},
+        {"block": [2, 64]},
+    ],
+)
+def test_signed_scales_go_with_rows_of_their_own_elements(tmp_path, changes):
+    path = tmp_path / "x"
+    save_quantized({"a": quantizer("int8e5m2b").quantize(gaussian(4, 128))}, path)
+    rewrite(path, lambda tensors, content: content["tensors"]["a"].update(changes))
+    with pytest.raises(UserError, match="damaged: 'a' is described as"):
+        load_quantized(path)
 
 
 def test_other_metadata_is_refused(saved):
