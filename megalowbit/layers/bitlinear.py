@@ -3,8 +3,9 @@
 Parameters, their names, shapes and dtypes are those of `nn.Linear`, so checkpoints pass both ways. It
 computes in its input's dtype, or in autocast's where that is on; the weight is quantised from the dtype it
 is kept in. Slots, filled by `megalowbit.convert` and its callers: the layer's name, a random stream shared
-by the model, an observer. Without a stream the layer makes its own at its first forward, seeded from torch's
-default CPU generator.
+by the model, an observer, a chooser. Without a stream the layer makes its own at its first forward, seeded
+from torch's default CPU generator. With a chooser, a compiled model runs the layer as it is, behind a graph
+break: what it multiplies with may change from step to step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from megalowbit.errors import UserError
 from megalowbit.layers.call import WEIGHT_ROLES, Call
+from megalowbit.layers.chooser import Chooser, Probe
 from megalowbit.layers.lowbit_matmul import lowbit_linear
 from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import opaque_linear, register
@@ -58,6 +60,8 @@ class BitLinear(nn.Linear):
         recipe: the quantisers; may be set, as the argument, between a backward and the next forward.
         layer_name: its name in the model; part of the key of its random numbers.
         observer: takes counts in training mode, or `None`.
+        chooser: says what the products run with, from step to step, and may look at them; `None`: they run
+            with `recipe`. Copies and pickles have none.
         random_stream: shared by the model's layers; whoever attaches it advances it. `None`: the layer's own.
         weight_slot: where quantised weights are kept between micro-batches, or `None`.
         split_states: of split operands, by role: directions from which the next factorisation starts.
@@ -99,6 +103,9 @@ class BitLinear(nn.Linear):
         self.recipe = recipe
         self.is_transposed = is_transposed
         self.observer: Observer | None = None
+        self.chooser: Chooser | None = None
+        self._chosen: Recipe | None = None  # the chooser's last recipe, which fits the layer
+        self._waiting: tuple[int, Probe] | None = None  # of a micro-batch, until its forward is repeated
         self.random_stream: RandomStream | None = None
         self._own_stream: RandomStream | None = None
         self._seeded_at: tuple[int, int] | None = None  # micro-batch and use that drew the stream's seed
@@ -158,10 +165,39 @@ class BitLinear(nn.Linear):
         return self._multiply(input, self.weight, self.bias, dtype)
 
     def _multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            return self._multiply_now(input, weight, bias, dtype)
+        if self.chooser is None:
             return opaque_linear(self, input, weight, bias, dtype)
-        call = self.call(self.begin_use(), compute_dtype=dtype, needs_grad=torch.is_grad_enabled())
+        outside_the_graph = torch.compiler.disable(self._multiply_now)
+        result: Tensor = outside_the_graph(input, weight, bias, dtype)
+        return result
+
+    def _multiply_now(self, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        use, needs_grad, recipe, probe = self.begin_use(), torch.is_grad_enabled(), None, None
+        if self.chooser is not None:
+            recipe, probe = self._choose(self.chooser, use, needs_grad=needs_grad)
+        call = self.call(use, compute_dtype=dtype, needs_grad=needs_grad, recipe=recipe, probe=probe)
         return lowbit_linear(input, weight, bias, call)
+
+    def _choose(self, chooser: Chooser, use: Use, *, needs_grad: bool) -> tuple[Recipe, Probe | None]:
+        """What the chooser has for this use of the layer."""
+        assert not self.is_split  # its products are others; choosers refuse recipes that split parameters
+        recipe = chooser.recipe(self.layer_name, self.recipe)
+        if recipe is not self._recipe and recipe is not self._chosen:
+            self.check_recipe(recipe)
+            self._chosen = recipe
+        if not use.is_training:
+            return recipe, None
+        if use.is_replay:
+            is_first = self._waiting is not None and self._waiting[0] == use.step and use.number == 0
+            return recipe, self._waiting[1] if self._waiting is not None and is_first else None
+        probe = chooser.probe(self.layer_name, use)
+        if probe is not None and not needs_grad and use.number == 0 and self.random_stream is not None:
+            self._waiting = use.step, probe
+        elif use.number and self._waiting is not None and self._waiting[0] == use.step:
+            self._waiting = None  # which of the uses a forward repeats cannot be told
+        return recipe, probe
 
     def _check_input(self, input: object) -> None:
         if not isinstance(input, Tensor) or input.layout != torch.strided:
@@ -206,14 +242,25 @@ class BitLinear(nn.Linear):
             self._keep_torchs_generator_in_step(step, number, is_replay=is_replay)
         return Use(step, number, is_replay, self.training)
 
-    def call(self, use: Use, *, compute_dtype: torch.dtype, needs_grad: bool) -> Call:
+    def call(
+        self,
+        use: Use,
+        *,
+        compute_dtype: torch.dtype,
+        needs_grad: bool,
+        recipe: Recipe | None = None,
+        probe: Probe | None = None,
+    ) -> Call:
         """What the products of one use need beside their tensors; forward and backward may both ask.
 
         Args:
             use: as `begin_use` returned it.
             compute_dtype: of the GEMMs and the output.
             needs_grad: whether a graph is being recorded.
+            recipe: of this use; by default the layer's.
+            probe: who looks at it, or `None`.
         """
+        recipe = self.recipe if recipe is None else recipe
         found = self.random_stream or self._own_stream
         assert found is not None  # begin_use has made one
         stream: RandomStream = found
@@ -234,10 +281,10 @@ class BitLinear(nn.Linear):
             return state if use.is_training else state.copy()  # an evaluation leaves no trace
 
         return Call(
-            recipe=self.recipe,
+            recipe=recipe,
             compute_dtype=compute_dtype,
             random_key=random_key,
-            hadamard_signs=stream.hadamard_signs() if self.recipe.hadamard else 0,
+            hadamard_signs=stream.hadamard_signs() if recipe.hadamard else 0,
             observe=observe if observer is not None and use.is_training else None,
             count=self._count,
             weights=None if self.is_split else self.weight_slot,  # a split weight is a new tensor each time
@@ -248,6 +295,7 @@ class BitLinear(nn.Linear):
             sizes=self.sizes,
             split_state=split_state,
             shards=shards,
+            probe=probe,
         )
 
     def _count(self, product: str, path: str) -> None:
@@ -296,6 +344,10 @@ class BitLinear(nn.Linear):
         add_missing_factors(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self.set_split(holds_split(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: not the chooser, which knows the original's layers alone."""
+        return {**self.__dict__, "chooser": None, "_chosen": None, "_waiting": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a copied or unpickled state; handle and weight cache are those of the original."""

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalowbit.layers.chooser import Probe
 from megalowbit.layers.factor import Factor, LowRankPart, OperandTensor, serves_both_axes, transposed_values
+from megalowbit.layers.gemms import no_autocast
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.sharded_operands import Asked, ShardedOperands
 from megalowbit.layers.weight_cache import WeightSlot
@@ -22,6 +24,15 @@ from megalowbit.spectral.state import SplitState
 
 REPORTED_ROLES = frozenset({"input", "weight", "grad_output"})
 WEIGHT_ROLES = frozenset({"weight", "backward_weight", "weight_split"})
+OPERANDS = {  # role of a quantisation → what it quantises
+    "input": "input",
+    "backward_input": "input",
+    "weight": "weight",
+    "backward_weight": "weight",
+    "grad_output": "grad_output",
+    "grad_output_transposed": "grad_output",
+    "grad_output_for_weight": "grad_output",
+}
 
 
 class Prepared(NamedTuple):
@@ -62,6 +73,8 @@ class Call:
         split_state: role → what the split of that operand keeps from use to use.
         shards: which operands are shards of a tensor-parallel layer; `None`: none is.
         maxima: role → largest magnitude of the whole operand, of which this rank has a shard; see `agree_on`.
+        probe: looks at operands and products, or `None`; see `chooser`.
+        looked: operand → its largest magnitude, where the probe has found it.
     """
 
     recipe: Recipe
@@ -79,11 +92,30 @@ class Call:
     split_state: Callable[[str], SplitState] | None = None
     shards: ShardedOperands | None = None
     maxima: dict[str, Tensor] = field(default_factory=dict)
+    probe: Probe | None = None
+    looked: dict[str, Tensor] = field(default_factory=dict)
 
     def agree_on(self, asked: Callable[[], list[Asked]]) -> None:
         """Learn from other ranks how large sharded operands are, before they are quantised; collective."""
         if self.shards is not None:
             self.maxima.update(self.shards.maxima(asked()))
+
+    def look(self, **operands: Tensor) -> None:
+        """Show the probe what will be multiplied, in this order, before any of it is quantised."""
+        if self.probe is None or (self.is_replay and "grad_output" not in operands):
+            return
+        for role, operand in operands.items():
+            with no_autocast(operand.device.type):
+                largest = self.probe.look(role, operand.detach())
+            if largest is not None:
+                self.looked[role] = largest
+
+    def show(self, product: str, left: Factor, right: Factor, result: Tensor, bias: Tensor | None) -> None:
+        """Show the probe a product; see `Probe.product`."""
+        if self.probe is None or (self.is_replay and product == "output"):
+            return
+        with no_autocast(result.device.type):
+            self.probe.product(product, left, right, result, None if bias is None else bias.detach())
 
     def prepare(self, x: Tensor, role: str) -> Prepared:
         """Split an operand as the recipe says.
@@ -120,6 +152,7 @@ class Call:
         *,
         operand_dtype: torch.dtype | None = None,
         is_reported: bool | None = None,
+        reported_as: str | None = None,
     ) -> Factor:
         """Quantise one operand in blocks along its last axis.
 
@@ -129,20 +162,21 @@ class Call:
             role: part of the random key; repeated quantisations of a tensor have roles of their own.
             operand_dtype: make the GEMM's operand on the way, in this dtype.
             is_reported: whether the observer hears of it; by default as the role says.
+            reported_as: the role the observer hears of it as, where that is not its own.
         """
         operand = operand.for_quantizer(name)
         chosen, x = quantizer(name), operand.tensor
-        observe = self._observer(role, name, is_reported)
+        observe = self._observer(reported_as or role, name, is_reported)
         key = self._key(name, role, x)
         result = chosen.quantize(
             x,
             random_key=key,
             with_counts=observe is not None,
             operand_dtype=operand_dtype,
-            tensor_amax=self.maxima.get(role),
+            tensor_amax=self._maximum(operand, name, role),
         )
         if observe is not None:
-            _report(observe, role, result, operand.whole)
+            _report(observe, reported_as or role, result, operand.whole)
         return Factor(result, low_rank=operand.low_rank)
 
     def quantize_transposed(
@@ -167,10 +201,10 @@ class Call:
         chosen, x = quantizer(name), operand.tensor
         key = self._key(name, role, x)
         observe = None if reported_as is None else self._observer(reported_as, name, True)
-        with_counts, amax = observe is not None, self.maxima.get(role)
+        signs = self.signs if is_transformed else None
+        with_counts, amax = observe is not None, self._maximum(operand, name, role, signs)
         result: OperandTensor
         if isinstance(chosen, BlockQuantizer):
-            signs = self.signs if is_transformed else None
             result = chosen.quantize_transposed(
                 x, signs=signs, random_key=key, with_counts=with_counts, tensor_amax=amax
             )
@@ -205,6 +239,16 @@ class Call:
             weight, role, name, quantize, is_counted=is_counted, until_cleared=self.keeps_until_cleared
         )
 
+    def _maximum(self, operand: Prepared, name: str, role: str, signs: int | None = None) -> Tensor | None:
+        """The operand's largest magnitude, where other ranks or the probe have told it and it is of use."""
+        if role in self.maxima or not self.looked:
+            return self.maxima.get(role)
+        largest = self.looked.get(OPERANDS[role])
+        is_shard = self.shards is not None and self.shards.holds(role)
+        if largest is None or is_shard or signs is not None or operand.low_rank is not None:
+            return None
+        return largest if _is_maximum_of(name, largest) else None
+
     def _key(self, name: str, role: str, x: Tensor) -> RandomKey | None:
         return self.random_key(role, x.device) if quantizer(name).is_stochastic and x.numel() else None
 
@@ -214,6 +258,21 @@ class Call:
         if is_reported is None:
             is_reported = role == "grad_output" or (role in REPORTED_ROLES and not self.is_replay)
         return self.observe if is_reported and not quantizer(name).is_identity else None
+
+
+def _is_maximum_of(name: str, largest: Tensor) -> bool:
+    """Whether a quantiser, left alone, would find this largest magnitude and choose its scale by it."""
+    chosen = quantizer(name)
+    if not isinstance(chosen, BlockQuantizer):
+        return False
+    encoding = chosen.encoding
+    if encoding.q_scalar != 1 or encoding.scale_from == "mean":
+        return False
+    if encoding.format.block is None:
+        return True
+    # Under two levels a block with an infinity does not count, so only a finite number is what it would
+    # find; to ask is free on a CPU alone.
+    return encoding.format.scale == "e4m3" and largest.device.type == "cpu" and bool(largest.isfinite())
 
 
 def _report(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,6 +124,34 @@ class Factor:
         """Without what only the present product needs: counts, and the operand made on the way."""
         parts, rest = self.to_parts()
         return rest.from_parts(parts)
+
+
+def save_factors(ctx: Any, *factors: Factor | None) -> None:
+    """Keep factors, or `None`, in an autograd context until backward."""
+    tensors: list[Tensor] = []
+    ctx.factors = []  # one (rest, number of tensors) or None for each factor
+    for factor in factors:
+        if factor is None:
+            ctx.factors.append(None)
+            continue
+        parts, rest = factor.to_parts()
+        tensors += parts
+        ctx.factors.append((rest, len(parts)))
+    ctx.save_for_backward(*tensors)
+
+
+def restore_factors(ctx: Any) -> list[Factor | None]:
+    """Inverse of `save_factors`, in backward."""
+    tensors = list(ctx.saved_tensors)
+    restored: list[Factor | None] = []
+    for entry in ctx.factors:
+        if entry is None:
+            restored.append(None)
+            continue
+        rest, count = entry
+        parts, tensors = tensors[:count], tensors[count:]
+        restored.append(rest.from_parts(tuple(parts)))
+    return restored
 
 
 def is_block_quantizer(name: str) -> bool:

@@ -20,11 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from megalowbit.layers import fp8_product, native_fp4
 from megalowbit.layers.call import Call, Prepared, keeps_weight_codes
-from megalowbit.layers.factor import Factor, exact_dtype
+from megalowbit.layers.factor import Factor, exact_dtype, restore_factors, save_factors
 from megalowbit.layers.gemms import column_sums, gemm_dtype, multiply
-from megalowbit.layers.recipe_checks import PRODUCTS
+from megalowbit.layers.recipe_checks import operand_quantizers
 from megalowbit.layers.sharded_operands import Asked
 from megalowbit.layers.split_product import Side, multiply_split
+from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
 
 
@@ -60,6 +61,7 @@ def forward_products(
     prepared = call.prepare(input, "input")
     prepare_weight = functools.lru_cache(maxsize=1)(lambda: call.prepare(weight, "weight"))  # once, if at all
     call.agree_on(lambda: _asked_forward(call, input, weight, keeps_input, keeps_weight))
+    call.look(input=input, weight=weight)
     x = call.quantize(prepared, recipe.q_forward_input, "input", operand_dtype=ready)
     w = call.weight(
         weight,
@@ -94,12 +96,15 @@ def _asked_forward(
     return asked + [each for each in weights if call.needs_weight(weight, each.name, each.role)]
 
 
-def _asked_backward(call: Call, grad_output: Tensor, has_grad: bool, has_transposed: bool) -> list[Asked]:
+def _asked_backward(call: Call, grad_output: Tensor, has_grad: bool, has_own: bool) -> list[Asked]:
     """What backward will quantise."""
-    name = call.recipe.q_backward_outputgrad
-    asked = [Asked("grad_output", grad_output, name)] if has_grad else []
-    if has_transposed:
+    recipe = call.recipe
+    asked = [Asked("grad_output", grad_output, recipe.q_backward_outputgrad)] if has_grad else []
+    if has_own and recipe.layout == "per_gemm":
+        name = recipe.q_backward_outputgrad
         asked.append(Asked("grad_output_transposed", grad_output, name, True, call.signs))
+    elif has_own:
+        asked.append(Asked("grad_output_for_weight", grad_output, recipe.outputgrad_for_weight))
     return asked
 
 
@@ -157,27 +162,9 @@ def backward_products(
         dtypes: of the gradients.
         needs_bias: whether the bias's gradient is asked for.
     """
-    recipe, grad_input, grad_weight, grad_bias = call.recipe, None, None, None
-    name, has_own_copy = recipe.q_backward_outputgrad, recipe.layout == "per_gemm"
-    grad: Factor | None = None
-    grad_t: Factor | None = None
-    prepared = Prepared(grad_output)
-    if weight is not None or input is not None:
-        prepared = call.prepare(grad_output, "grad_output")
-    has_grad = weight is not None or (input is not None and not has_own_copy)
-    has_transposed = input is not None and has_own_copy
-    call.agree_on(lambda: _asked_backward(call, grad_output, has_grad, has_transposed))
-    if has_grad:
-        ready = _ready_dtype(call, "grad_input", grad_output.device)
-        grad = call.quantize(prepared, name, "grad_output", operand_dtype=ready)
-    if has_transposed:
-        reported = "grad_output" if grad is None else None
-        grad_t = call.quantize_transposed(
-            prepared, name, "grad_output_transposed", is_transformed=True, reported_as=reported
-        )
-    else:
-        grad_t = grad
-    if recipe.gemm == "fp8" and call.compute_dtype != torch.float64:  # one host read for both products
+    grad_input = grad_weight = grad_bias = None
+    grad, grad_t = _quantised_gradient(call, grad_output, weight is not None, input is not None)
+    if call.recipe.gemm == "fp8" and call.compute_dtype != torch.float64:  # one host read for both products
         fp8_product.measure_products((grad, weight), (grad_t, input))
     if weight is not None:
         assert grad is not None  # made above
@@ -196,13 +183,42 @@ def backward_products(
     return grad_input, grad_weight, grad_bias
 
 
+def _quantised_gradient(
+    call: Call, grad_output: Tensor, has_weight: bool, has_input: bool
+) -> tuple[Factor | None, Factor | None]:
+    """The output gradient as grad_input and as grad_weight multiply it, as far as they are asked for."""
+    recipe = call.recipe
+    name, own_name = recipe.q_backward_outputgrad, recipe.outputgrad_for_weight
+    if not has_weight and not has_input:
+        return None, None
+    prepared = call.prepare(grad_output, "grad_output")
+    has_own = has_input and (recipe.layout == "per_gemm" or own_name != name)
+    has_grad = has_weight or not has_own
+    call.agree_on(lambda: _asked_backward(call, grad_output, has_grad, has_own))
+    call.look(grad_output=grad_output)
+    grad: Factor | None = None
+    if has_grad:
+        ready = _ready_dtype(call, "grad_input", grad_output.device)
+        grad = call.quantize(prepared, name, "grad_output", operand_dtype=ready)
+    if not has_own:
+        return grad, grad
+    # The observer hears of it once, and never of what is left as it is.
+    reported = "grad_output" if grad is None or quantizer(name).is_identity else None
+    if recipe.layout == "per_gemm":
+        return grad, call.quantize_transposed(
+            prepared, name, "grad_output_transposed", is_transformed=True, reported_as=reported
+        )
+    ready = _ready_dtype(call, "grad_weight", grad_output.device)
+    role = "grad_output_for_weight"
+    return grad, call.quantize(prepared, own_name, role, operand_dtype=ready, reported_as=reported)
+
+
 def _ready_dtype(call: Call, product: str, device: torch.device) -> torch.dtype | None:
     """The dtype a product's operands are needed in: quantisers make them on the way. `None`: packed."""
     if call.recipe.gemm != "bf16":
         return None
-    return gemm_dtype(
-        [exact_dtype(getattr(call.recipe, field)) for field in PRODUCTS[product]], call.compute_dtype, device
-    )
+    exact = [exact_dtype(name) for name in operand_quantizers(call.recipe, product)]
+    return gemm_dtype(exact, call.compute_dtype, device)
 
 
 def _product(
@@ -221,18 +237,21 @@ def _product(
         _gemm, call, product, transpose_left=transpose_left, transpose_right=transpose_right
     )
     if left.low_rank is None and right.low_rank is None:
-        return gemm(left, right, out_dtype=out_dtype, bias=bias)
-    left, right = _decoded(call, left, right)
-    is_transformed = product == "grad_weight" and call.recipe.hadamard
-    return multiply_split(
-        lambda wide_dtype, bias: gemm(left, right, out_dtype=wide_dtype, bias=bias),
-        Side(left, transpose_left),
-        Side(right, transpose_right),
-        compute_dtype=call.compute_dtype,
-        out_dtype=out_dtype,
-        bias=bias,
-        signs=call.hadamard_signs if is_transformed else None,
-    )
+        result = gemm(left, right, out_dtype=out_dtype, bias=bias)
+    else:
+        left, right = _decoded(call, left, right)
+        is_transformed = product == "grad_weight" and call.recipe.hadamard
+        result = multiply_split(
+            lambda wide_dtype, bias: gemm(left, right, out_dtype=wide_dtype, bias=bias),
+            Side(left, transpose_left),
+            Side(right, transpose_right),
+            compute_dtype=call.compute_dtype,
+            out_dtype=out_dtype,
+            bias=bias,
+            signs=call.hadamard_signs if is_transformed else None,
+        )
+    call.show(product, left, right, result, bias)
+    return result
 
 
 def _decoded(call: Call, left: Factor, right: Factor) -> tuple[Factor, Factor]:
@@ -319,7 +338,7 @@ class LowbitLinear(torch.autograd.Function):
             keeps_weight=call.needs_grad and needs_input,
         )
         if call.needs_grad:
-            _save(ctx, result.input, result.weight)
+            save_factors(ctx, result.input, result.weight)
             ctx.call, ctx.in_features = call, weight.shape[1]
             ctx.dtypes = Dtypes(input.dtype, weight.dtype, None if bias is None else bias.dtype)
         return result.output
@@ -328,7 +347,7 @@ class LowbitLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, weight and bias, from grad_output (…, out_features)."""
-        saved_input, saved_weight = _restore(ctx)
+        saved_input, saved_weight = restore_factors(ctx)
         gradients = backward_products(
             ctx.call,
             grad_output,
@@ -339,32 +358,6 @@ class LowbitLinear(torch.autograd.Function):
             needs_bias=ctx.needs_input_grad[2],
         )
         return *gradients, None
-
-
-def _save(ctx: Any, *factors: Factor | None) -> None:
-    tensors: list[Tensor] = []
-    ctx.factors = []  # one (rest, number of tensors) or None for each factor
-    for factor in factors:
-        if factor is None:
-            ctx.factors.append(None)
-            continue
-        parts, rest = factor.to_parts()
-        tensors += parts
-        ctx.factors.append((rest, len(parts)))
-    ctx.save_for_backward(*tensors)
-
-
-def _restore(ctx: Any) -> list[Factor | None]:
-    tensors = list(ctx.saved_tensors)
-    restored: list[Factor | None] = []
-    for entry in ctx.factors:
-        if entry is None:
-            restored.append(None)
-            continue
-        rest, count = entry
-        parts, tensors = tensors[:count], tensors[count:]
-        restored.append(rest.from_parts(tuple(parts)))
-    return restored
 
 
 def lowbit_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:

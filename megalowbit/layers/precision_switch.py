@@ -20,7 +20,7 @@ from torch import nn
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.recipe import Recipe
-from megalowbit.layers.recipe_checks import OPERAND_FIELDS
+from megalowbit.layers.recipe_checks import OPERAND_FIELDS, OWN_GRADIENT
 from megalowbit.quantize.names import quantizer
 
 Scope = Literal["forward", "all"]
@@ -76,12 +76,14 @@ def switched(recipe: Recipe, scope: Scope) -> Recipe:
         )
     fields, title = SCOPES[scope]
     changes: dict[str, Any] = dict.fromkeys(fields, IDENTITY)
-    names = {field: changes.get(field, getattr(recipe, field)) for field in OPERAND_FIELDS}
+    if scope == "all":
+        changes[OWN_GRADIENT] = None
+    names = {field: changes.get(field, getattr(recipe, field)) for field in (*OPERAND_FIELDS, OWN_GRADIENT)}
     if _is_identity(names["q_backward_input"]):
         changes["split_input"] = None
     if _is_identity(names["q_backward_weight"]):
         changes["split_weight"] = None
-    if all(map(_is_identity, names.values())):
+    if all(name is None or _is_identity(name) for name in names.values()):
         # These say how quantised operands are made and multiplied, and a recipe without any refuses them.
         changes.update(layout="single_copy", hadamard=False, gemm="bf16", parameter_split=None)
         changes.update(split_grad_output=None)
@@ -91,6 +93,8 @@ def switched(recipe: Recipe, scope: Scope) -> Recipe:
 
 def quantizes_in(recipe: Recipe, scope: Scope) -> bool:
     """Whether a recipe quantises anything that a switch of this scope would stop."""
+    if scope == "all":
+        return recipe.quantizes
     return not all(_is_identity(getattr(recipe, field)) for field in SCOPES[scope][0])
 
 

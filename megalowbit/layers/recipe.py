@@ -10,8 +10,9 @@ tensor a second time. `per_gemm`: each GEMM gets operands in blocks along the ax
 cores demand; `hadamard` then transforms both operands of grad_weight along the tokens first.
 
 An operand may be split first: a low-rank part, whose factors are quantised, and the residual, which the
-operand's own quantiser rounds. Quantiser field names are those of the Metis configuration. What a recipe's
-GEMMs run in is `gemm`.
+operand's own quantiser rounds. Quantiser field names are those of the Metis configuration, but for
+`q_backward_outputgrad_for_weight`: with it, grad_weight has a quantised output gradient of its own in
+`single_copy` too. What a recipe's GEMMs run in is `gemm`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Recipe:
         q_backward_input: see above.
         q_backward_weight: see above.
         q_backward_outputgrad: see above.
+        q_backward_outputgrad_for_weight: grad_weight's own quantiser of the output gradient; `None`, or the
+            name above: it is quantised once for both. With "single_copy" and gemm "bf16" only.
         keep: patterns (`*`, `?`, `[…]`) of module names left in high precision, with all below them.
         layout: "single_copy" or "per_gemm", see above.
         hadamard: random Hadamard transform of grad_weight's operands; with "per_gemm" only.
@@ -66,6 +69,7 @@ class Recipe:
     q_backward_input: str
     q_backward_weight: str
     q_backward_outputgrad: str
+    q_backward_outputgrad_for_weight: str | None = None
     keep: tuple[str, ...] = ()
     layout: Literal["single_copy", "per_gemm"] = "single_copy"
     hadamard: bool = False
@@ -88,6 +92,7 @@ class Recipe:
         object.__setattr__(self, "keep", recipe_checks.patterns(self.name, self.keep))
         for field, kind in SPLIT_FIELDS.items():
             object.__setattr__(self, field, settings_from(kind, getattr(self, field), field))
+        recipe_checks.check_own_gradient(self)
         recipe_checks.check_choices(self)
         recipe_checks.check_hadamard(self)
         recipe_checks.check_blocks(self)
@@ -100,7 +105,13 @@ class Recipe:
     @property
     def quantizes(self) -> bool:
         """Whether any operand is quantised at all."""
-        return not all(quantizer(getattr(self, field)).is_identity for field in OPERAND_FIELDS)
+        names = [*(getattr(self, field) for field in OPERAND_FIELDS), self.outputgrad_for_weight]
+        return not all(quantizer(name).is_identity for name in names)
+
+    @property
+    def outputgrad_for_weight(self) -> str:
+        """Quantiser of the output gradient in grad_weight: its own, or that of both products."""
+        return self.q_backward_outputgrad_for_weight or self.q_backward_outputgrad
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recipe:
@@ -142,6 +153,8 @@ class Recipe:
             f"input {self.q_backward_input}, weight {self.q_backward_weight}, "
             f"grad_output {self.q_backward_outputgrad}"
         )
+        if self.outputgrad_for_weight != self.q_backward_outputgrad:
+            backward += f", grad_output for weight {self.outputgrad_for_weight}"
         extra = "".join(
             f"; {_described(field, getattr(self, field))}" for field in SPLIT_FIELDS if getattr(self, field)
         )
@@ -192,17 +205,18 @@ def _uniform(name: str, operand: str, *, outputgrad: str | None = None) -> Recip
 def recipes() -> dict[str, Recipe]:
     """The named recipes.
 
-    | name           |                                                                                       |
-    |----------------|---------------------------------------------------------------------------------------|
-    | `nvfp4`        | NVFP4, nearest even; output gradients stochastic                                      |
-    | `mxfp4`        | the same in MXFP4                                                                     |
-    | `nvidia-nvfp4` | one copy for each product, 16 × 16 weight tiles, Hadamard, last blocks kept in bf16   |
-    |                | (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149)                             |
-    | `metis-nvfp4`  | `nvfp4` with the mean over tokens split from inputs: of all splits the best in        |
-    |                | docs/experiments.md, and the cheapest                                                 |
-    | `metis-seed`   | what the GPT-2 script of the Metis repository sets, with its arithmetic               |
-    | `fp8`          | E4M3, output gradients E5M2, one scale a tensor                                       |
-    | `bf16`         | quantises nothing                                                                     |
+    | name               |                                                                                |
+    |--------------------|--------------------------------------------------------------------------------|
+    | `nvfp4`            | NVFP4, nearest even; output gradients stochastic                               |
+    | `mxfp4`            | the same in MXFP4                                                              |
+    | `nvidia-nvfp4`     | one copy for each product, 16 × 16 weight tiles, Hadamard, last blocks in bf16 |
+    |                    | (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149)                      |
+    | `metis-nvfp4`      | `nvfp4` with the mean over tokens split from inputs: of all splits the best in |
+    |                    | docs/experiments.md, and the cheapest                                          |
+    | `metis-seed`       | what the GPT-2 script of the Metis repository sets, with its arithmetic        |
+    | `fp8`              | E4M3, output gradients E5M2, one scale a tensor                                |
+    | `speculative-int8` | blocks of 128 in INT8, or E5M2 where outliers are; output gradients stochastic |
+    | `bf16`             | quantises nothing                                                              |
     """
     nvfp4 = _uniform("nvfp4", "nvfp4e2m1bnosr", outputgrad="nvfp4e2m1b")
     seed_quantizer = "fp4e2m1b:seed_compat"
@@ -227,6 +241,7 @@ def recipes() -> dict[str, Recipe]:
             ),
         ),
         _uniform("fp8", "fp8e4m3", outputgrad="fp8e5m2"),
+        _uniform("speculative-int8", "int8e5m2b", outputgrad="int8e5m2b:sr"),
         _uniform("bf16", "fp32"),
     ]
     return {each.name: each for each in named}

@@ -19,7 +19,7 @@ GEMMS = ("bf16", "fp8", "fp4")
 PRODUCTS = {
     "output": ("q_forward_input", "q_forward_weight"),
     "grad_input": ("q_backward_outputgrad", "q_backward_weight"),
-    "grad_weight": ("q_backward_outputgrad", "q_backward_input"),
+    "grad_weight": ("q_backward_outputgrad_for_weight", "q_backward_input"),
 }
 OPERAND_FIELDS = (
     "q_forward_input",
@@ -28,7 +28,33 @@ OPERAND_FIELDS = (
     "q_backward_weight",
     "q_backward_outputgrad",
 )
+OWN_GRADIENT = "q_backward_outputgrad_for_weight"  # optional: without it, grad_weight takes grad_input's
 _NATIVE_FORMATS: tuple[tuple[str, tuple[int, int] | None], ...] = (("e4m3", (1, 16)), ("e8m0", (1, 32)))
+
+
+def operand_quantizers(recipe: Recipe, product: str) -> tuple[str, str]:
+    """Names of the quantisers of a product's operands, left and right."""
+    left, right = (getattr(recipe, field) for field in PRODUCTS[product])
+    return left or recipe.q_backward_outputgrad, right  # grad_weight's own may be left out
+
+
+def check_own_gradient(recipe: Recipe) -> None:
+    """Refuse a quantiser of grad_weight's own for the output gradient where it is no name, or has no use."""
+    value = recipe.q_backward_outputgrad_for_weight
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise UserError(
+            f"recipe {recipe.name!r}: {OWN_GRADIENT} must be a quantizer name or null, not {value!r}"
+        )
+    quantizer(value)
+    for field, needed in (("layout", "single_copy"), ("gemm", "bf16")):
+        chosen = getattr(recipe, field)
+        if chosen != needed:
+            raise UserError(
+                f'recipe {recipe.name!r}: {OWN_GRADIENT} goes with {field} "{needed}", not "{chosen}": '
+                f'set it to null, or {field} to "{needed}"'
+            )
 
 
 def check_choices(recipe: Recipe) -> None:
@@ -60,7 +86,7 @@ def check_hadamard(recipe: Recipe) -> None:
             f"recipe {recipe.name!r}: hadamard transforms operands of grad_weight alone, which needs copies "
             'of their own: set layout to "per_gemm"'
         )
-    for field in PRODUCTS["grad_weight"]:
+    for field in ("q_backward_outputgrad", "q_backward_input"):
         if _encoding(getattr(recipe, field)) is None:
             raise UserError(
                 f"recipe {recipe.name!r}: hadamard needs a quantizer with blocks for {field}, not "
@@ -88,8 +114,8 @@ def check_fp4(recipe: Recipe) -> None:
             f'recipe {recipe.name!r}: gemm "fp4" needs blocks along the axis summed over: '
             'set layout to "per_gemm"'
         )
-    for product, operands in PRODUCTS.items():
-        names = [getattr(recipe, field) for field in operands]
+    for product in PRODUCTS:
+        names = operand_quantizers(recipe, product)
         if all(quantizer(name).is_identity for name in names):
             continue
         formats = [None if encoding is None else encoding.format for encoding in map(_encoding, names)]
@@ -132,15 +158,16 @@ def check_splits(recipe: Recipe) -> None:
     for field, quantizers in (
         ("split_input", ("q_forward_input", "q_backward_input")),
         ("split_weight", ("q_forward_weight", "q_backward_weight")),
-        ("split_grad_output", ("q_backward_outputgrad",)),
+        ("split_grad_output", ("q_backward_outputgrad", OWN_GRADIENT)),
     ):
         split = getattr(recipe, field)
         if split is None:
             continue
-        if all(quantizer(getattr(recipe, name)).is_identity for name in quantizers):
+        names = [name for name in quantizers if getattr(recipe, name) is not None]
+        if all(quantizer(getattr(recipe, name)).is_identity for name in names):
             raise UserError(
                 f"recipe {recipe.name!r}: {field} splits what is not quantised: name a quantizer for "
-                f"{' or '.join(quantizers)}, or set {field} to null"
+                f"{' or '.join(names)}, or set {field} to null"
             )
         if field == "split_weight" and split.broadcast_dim is not None:
             raise UserError(f"recipe {recipe.name!r}: split_weight has no slices: set broadcast_dim to null")

@@ -28,7 +28,7 @@ from megalowbit.quantize.tensor_maximum import needs_maximum, tensor_maximum
 
 WEIGHT_ROLES = frozenset({"weight", "backward_weight"})
 INPUT_ROLES = frozenset({"input", "backward_input"})
-GRADIENT_ROLES = frozenset({"grad_output", "grad_output_transposed"})
+GRADIENT_ROLES = frozenset({"grad_output", "grad_output_transposed", "grad_output_for_weight"})
 SPLITS = ("split_input", "split_weight", "split_grad_output", "parameter_split")
 
 
@@ -147,6 +147,6 @@ def _cut_operands(recipe: Recipe, is_row: bool) -> list[tuple[str, bool, bool]]:
     if is_row:
         found += [(recipe.q_forward_input, False, False), (recipe.q_backward_input, is_per_gemm, False)]
     else:
-        name = recipe.q_backward_outputgrad
-        found += [(name, False, False)] + ([(name, True, False)] if is_per_gemm else [])
+        found.append((recipe.q_backward_outputgrad, False, False))
+        found.append((recipe.outputgrad_for_weight, is_per_gemm, False))
     return found

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.blocks import reasons_to_keep_blocks
+from megalowbit.layers.chooser import Chooser
 from megalowbit.layers.conversion_report import ConversionReport, KeptLayer, SwappedLayer
 from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import advance
@@ -43,6 +44,9 @@ _BITLINEAR_SLOTS = (
     "layer_name",
     "is_transposed",
     "observer",
+    "chooser",
+    "_chosen",
+    "_waiting",
     "random_stream",
     "_own_stream",
     "_seeded_at",
@@ -184,6 +188,21 @@ def set_observer(model: nn.Module, observer: Observer | None) -> None:
     """Attach an observer to every BitLinear of a model, or detach it with `None`."""
     for layer in bit_layers(model).values():
         layer.observer = observer
+
+
+def set_chooser(model: nn.Module, chooser: Chooser | None) -> None:
+    """Let a chooser say what the BitLinear layers of a model run with, or take it off again with `None`.
+
+    Raises:
+        UserError: there is a chooser, but the model has no BitLinear.
+    """
+    layers = bit_layers(model).values()
+    if chooser is not None and not layers:
+        raise UserError(
+            f"{type(model).__name__} has no BitLinear layer whose precision could be chosen: convert it first"
+        )
+    for layer in layers:
+        layer.chooser, layer._waiting = chooser, None
 
 
 def random_stream(model: nn.Module) -> RandomStream | None:

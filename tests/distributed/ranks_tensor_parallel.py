@@ -8,18 +8,54 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tensor_parallel_cases import CASES, STEPS, STOCHASTIC, batch, config_of, make_model
+from tensor_parallel_cases import CASES, CHOSEN, STEPS, STOCHASTIC, batch, config_of, make_model
 from tiny_training import make, rank_and_size, report
 
 import megalowbit as mlb
 from megalowbit.engine.whole_weights import whole_numel, whole_state_dict
 from megalowbit.errors import UserError
 from megalowbit.layers.call import Prepared
-from megalowbit.layers.surgery import bit_layers, cache_weights, plain_state_dict, restore
+from megalowbit.layers.recipe import recipe
+from megalowbit.layers.surgery import bit_layers, cache_weights, plain_state_dict, restore, set_chooser
 
 rank, world_size = rank_and_size()
 names = sys.argv[2:] or list(CASES)
 size = int(sys.argv[1])
+
+
+class Choosing:
+    """Gives layers recipes in turn, and answers each operand with the largest magnitude on this rank."""
+
+    def __init__(self, base, names):
+        made = [recipe({"base": base, **changes}) for changes in CHOSEN]
+        self.recipes = {name: made[number % len(made)] for number, name in enumerate(names)}
+        self.events, self.worst = [], 0.0
+
+    def recipe(self, layer, base):
+        return self.recipes[layer]
+
+    def probe(self, layer, use):
+        return self
+
+    def look(self, role, operand):
+        self.events.append([role, operand.numel()])
+        return operand.float().abs().amax()
+
+    def product(self, product, left, right, result, bias):
+        """How far the result is from this rank's own product, in float64."""
+        left, right = (value(factor.tensor) for factor in (left, right))
+        if product == "output":
+            own = left @ right.T
+        else:
+            own = left @ right if product == "grad_input" else left.T @ right
+        own = own if bias is None else own + bias.double()
+        self.events.append([product, result.numel()])
+        self.worst = max(self.worst, ((result.double() - own).norm() / own.norm()).item())
+
+
+def value(tensor):
+    made = tensor.dequantize() if hasattr(tensor, "dequantize") else tensor.operand()
+    return made.double().flatten(0, -2)
 
 
 def train(case, tensor_size, *, spoiled_step=None):
@@ -29,6 +65,9 @@ def train(case, tensor_size, *, spoiled_step=None):
     if case.get("checkpointing"):
         engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     data_rank = engine.process_grid.data_rank if tensor_size > 1 else rank // size
+    if case.get("has_chooser"):
+        chooser = Choosing(case["recipe"], bit_layers(engine.module))
+        set_chooser(engine.module, chooser)
     for step in range(STEPS):
         if step == case.get("switch_before"):
             mlb.switch_precision(engine.module)
@@ -48,6 +87,8 @@ def train(case, tensor_size, *, spoiled_step=None):
         seen["scales"].append(optimizer.loss_scale)
         if optimizer.report.overflow is not None:
             seen["where"] = [optimizer.report.overflow.tensor, optimizer.report.overflow.rank]
+    if case.get("has_chooser"):
+        seen["events"], seen["worst"] = chooser.events, chooser.worst
     if "layer_scaling" in case.get("block", {}):
         seen["factors"] = optimizer.layer_scaling.factors
     seen["numel"] = sum(map(whole_numel, engine.module.parameters()))

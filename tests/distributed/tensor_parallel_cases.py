@@ -7,6 +7,11 @@ import torch
 STEPS = 4
 NEAREST = {"base": "nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
 MX = {"base": "mxfp4", "q_backward_outputgrad": "mxfp4e2m1bnosr"}
+MIXED = {
+    **dict.fromkeys(("q_forward_input", "q_forward_weight"), "int8e5m2b:block32"),
+    **dict.fromkeys(("q_backward_input", "q_backward_weight"), "int8e5m2b:block32"),
+    "q_backward_outputgrad": "int8e5m2b:block32",
+}
 PER_GEMM = {"base": "nvidia-nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr", "keep_last": 0}
 # family, recipe, precision, ZeRO stage and so on; what is left out has the defaults of `config_of`
 CASES = {
@@ -18,6 +23,7 @@ CASES = {
     "gpt2 tied": {"family": "gpt2", "recipe": NEAREST, "is_tied": True, "checkpointing": True},
     "gpt2 mxfp4": {"family": "gpt2", "recipe": MX, "stage": 1, "regularizer": True},
     "gpt2 fp8": {"family": "gpt2", "recipe": "fp8", "stage": 2},
+    "gpt2 int8 or e5m2": {"family": "gpt2", "recipe": MIXED, "stage": 2},
     "gpt2 stochastic": {"family": "gpt2", "recipe": "nvfp4"},
     "llama bf16": {"family": "llama", "recipe": NEAREST, "precision": "bf16"},
     "llama fp16": {"family": "llama", "recipe": NEAREST, "precision": "fp16", "scale": 256.0},
@@ -42,6 +48,8 @@ CASES = {
         "scale": 256.0,
         "block": {"layer_scaling": {"enabled": True, "smoothing": 0.0}},
     },
+    "gpt2 chosen": {"family": "gpt2", "recipe": "fp8", "has_chooser": True},
+    "llama chosen, stage 3": {"family": "llama", "recipe": "fp8", "has_chooser": True, "stage": 3},
     "gpt2, kept by name": {"family": "gpt2", "recipe": {**NEAREST, "keep": ["*.mlp.*", "*.1.attn.c_proj"]}},
 }
 SCALERS = {
@@ -61,6 +69,18 @@ CASES |= {
     for name, arguments in SCALERS.items()
 }
 STOCHASTIC = {"family": "gpt2", "recipe": "nvfp4"}
+# what a chooser makes of the layers in turn: products at unlike precisions, and a step later all alike
+CHOSEN = (
+    {
+        "q_forward_input": "int8",
+        "q_forward_weight": "int8",
+        "q_backward_weight": "nvfp4e2m1bnosr",
+        "q_backward_outputgrad": "nvfp4e2m1bnosr",
+        "q_backward_input": "fp8e4m3",
+        "q_backward_outputgrad_for_weight": "int8",
+    },
+    {"q_backward_outputgrad_for_weight": "fp32", "q_backward_input": "fp32"},
+)
 
 
 def make_model(case):

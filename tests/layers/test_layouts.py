@@ -14,6 +14,7 @@ NAMES = {
     "mxfp4": "mxfp4e2m1bnosr",
     "fp32-scaled": "int8b",
     "tiled": "nvfp4e2m1bnosr:tile16",
+    "int8 or e5m2": "int8e5m2b",
 }
 SHAPES = [(32, 48, 64), (13, 33, 21), (1, 1, 1), (50, 16, 5)]
 

@@ -289,3 +289,25 @@ def test_what_cannot_be_switched_is_refused():
         switch_precision(model, "forward")
     with pytest.raises(UserError, match="recipe 'bf16' quantises nothing there"):
         switched(recipe("bf16"), "all")
+
+
+def test_a_gradient_quantised_for_grad_weight_alone_is_switched_off_with_the_rest():
+    own = recipe({"base": "nvfp4", "q_backward_outputgrad_for_weight": "int8:sr"})
+    forward = switched(own, "forward")
+    assert forward.q_forward_input == forward.q_forward_weight == "fp32"
+    assert forward.outputgrad_for_weight == "int8:sr"
+    assert not switched(forward, "all").quantizes
+    alone = recipe({"base": "bf16", "q_forward_input": "int8", "q_backward_outputgrad_for_weight": "int8"})
+    left = switched(alone, "forward")  # still quantises one operand, and so keeps what says how
+    assert left.quantizes
+    assert left.outputgrad_for_weight == "int8"
+    assert not switched(left, "all").quantizes
+    with pytest.raises(UserError, match="quantises nothing there"):
+        switched(switched(left, "all"), "all")
+
+
+def test_a_split_of_the_gradient_stays_while_grad_weight_quantises_it():
+    block = {"base": "bf16", "q_forward_input": "int8", "q_backward_outputgrad_for_weight": "int8"}
+    split = recipe({**block, "split_grad_output": {"rank": 4}})
+    assert switched(split, "forward").split_grad_output == split.split_grad_output
+    assert switched(split, "all").split_grad_output is None

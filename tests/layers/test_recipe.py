@@ -4,6 +4,7 @@ import pytest
 
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import OPERAND_FIELDS, Recipe, recipe, recipes
+from megalowbit.layers.recipe_checks import operand_quantizers
 from megalowbit.spectral.settings import OperandSplit
 
 
@@ -14,11 +15,17 @@ def test_named_recipes_are_what_they_say():
     assert nvfp4.quantizes
     assert not bf16.quantizes
     assert set(recipes()) == {
-        "nvfp4", "mxfp4", "nvidia-nvfp4", "metis-nvfp4", "metis-seed", "fp8", "bf16"
+        "nvfp4", "mxfp4", "nvidia-nvfp4", "metis-nvfp4", "metis-seed", "fp8", "speculative-int8", "bf16"
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "bf16"])
+def test_the_speculative_int8_recipe_rounds_only_gradients_stochastically():
+    mixed = recipe("speculative-int8")
+    assert mixed.q_backward_outputgrad == "int8e5m2b:sr"
+    assert {getattr(mixed, field) for field in OPERAND_FIELDS[:4]} == {"int8e5m2b"}
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "bf16", "speculative-int8"])
 def test_a_recipe_survives_its_dictionary(name):
     assert Recipe.from_dict(recipe(name).to_dict()) == recipe(name)
 
@@ -59,6 +66,11 @@ def test_a_split_over_its_base_drops_what_its_own_method_does_not_read():
         ({"base": "nvfp4", "keep": [3]}, "keep holds 3"),
         ({"base": "nvfp4", "name": ""}, "name must be a non-empty string"),
         ({"q_forward_input": "fp32"}, "lacks q_forward_weight"),
+        (
+            {"base": "nvfp4", "q_backward_outputgrad_for_weight": 8},
+            "q_backward_outputgrad_for_weight must be a quantizer name or null, not 8",
+        ),
+        ({"base": "nvfp4", "q_backward_outputgrad_for_weight": "int9"}, "unknown quantizer 'int9'"),
     ],
 )
 def test_wrong_recipes_are_refused_in_one_line(value, message):
@@ -94,6 +106,8 @@ def test_the_mxfp4_recipe_rounds_gradients_stochastically():
         {**MXFP4_BLOCK, "q_forward_input": "mxfp4e2m1bnosr:floor"},
         {"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"},
         {"base": "mxfp4", "layout": "per_gemm", "gemm": "fp4", "hadamard": True},
+        {"base": "nvfp4", "q_backward_outputgrad_for_weight": "int8:sr"},
+        {"base": "bf16", "q_backward_outputgrad_for_weight": "int8:sr"},
         {
             "base": "nvfp4",
             "layout": "per_gemm",
@@ -112,6 +126,25 @@ def test_what_a_recipe_does_beyond_its_quantisers_is_printed():
     text = str(recipe({"base": "mxfp4", "layout": "per_gemm", "hadamard": True, "gemm": "fp8"}))
     assert "one copy for each GEMM; Hadamard transform before grad_weight; GEMMs in fp8" in text
     assert ";" not in str(recipe("nvfp4")).replace("; backward", "")
+
+
+def test_an_output_gradient_may_be_quantised_for_grad_weight_alone():
+    plain = recipe("nvfp4")
+    assert plain.outputgrad_for_weight == plain.q_backward_outputgrad == "nvfp4e2m1b"
+    own = recipe({"base": "nvfp4", "q_backward_outputgrad_for_weight": "int8:sr"})
+    assert own.name == "nvfp4 with own q_backward_outputgrad_for_weight"
+    assert own.outputgrad_for_weight == "int8:sr"
+    assert "grad_output nvfp4e2m1b, grad_output for weight int8:sr)" in str(own)
+    same = recipe({"base": "nvfp4", "q_backward_outputgrad_for_weight": "nvfp4e2m1b"})
+    assert "for weight" not in str(same) + str(plain)
+    assert (
+        recipe({"base": own, "q_backward_outputgrad_for_weight": None}).outputgrad_for_weight == "nvfp4e2m1b"
+    )
+    alone = recipe({"base": "bf16", "q_backward_outputgrad_for_weight": "int8"})
+    assert alone.quantizes
+    assert operand_quantizers(alone, "grad_weight") == ("int8", "fp32")
+    assert operand_quantizers(alone, "grad_input") == operand_quantizers(alone, "output") == ("fp32", "fp32")
+    assert operand_quantizers(plain, "grad_weight") == ("nvfp4e2m1b", "nvfp4e2m1bnosr")
 
 
 @pytest.mark.parametrize(
@@ -153,9 +186,23 @@ def test_a_split_is_printed_with_what_it_reads(field, block, expected):
         ),
         ({"gemm": "fp8"}, "q_forward_input is 'nvfp4e2m1bnosr': use an mxfp4 quantizer"),
         ({"base": "mxfp4", "gemm": "fp8", "q_forward_weight": "int8b"}, "q_forward_weight is 'int8b'"),
+        ({"base": "speculative-int8", "gemm": "fp8"}, "q_forward_input is 'int8e5m2b': use an mxfp4"),
+        (
+            {"base": "speculative-int8", "gemm": "fp4", "layout": "per_gemm"},
+            "output has 'int8e5m2b' and 'int8e5m2b'",
+        ),
+        ({"base": "speculative-int8", "hadamard": True}, 'set layout to "per_gemm"'),
         ({"base": "bf16", "gemm": "fp8"}, 'gemm "fp8" .* quantises nothing: .*gemm "bf16"'),
         ({"base": "bf16", "gemm": "fp4", "layout": "per_gemm"}, 'gemm "fp4" .* quantises nothing'),
         ({"gemm": "fp4"}, 'set layout to "per_gemm"'),
+        (
+            {"layout": "per_gemm", "q_backward_outputgrad_for_weight": "int8"},
+            'q_backward_outputgrad_for_weight goes with layout "single_copy", not "per_gemm": set it to null',
+        ),
+        (
+            {"base": "mxfp4", "gemm": "fp8", "q_backward_outputgrad_for_weight": "mxfp4e2m1b"},
+            'q_backward_outputgrad_for_weight goes with gemm "bf16", not "fp8": set it to null, or gemm to',
+        ),
         (
             {"gemm": "fp4", "layout": "per_gemm", "q_forward_weight": "nvfp4e2m1bnosr:tile16"},
             "output has 'nvfp4e2m1bnosr' and 'nvfp4e2m1bnosr:tile16'",

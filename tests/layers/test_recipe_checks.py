@@ -11,6 +11,14 @@ WRONG = {
         {"q_backward_outputgrad": "fp32", "split_grad_output": {"rank": 4}},
         "split_grad_output splits what is not quantised",
     ),
+    "a split of what neither product quantises": (
+        {
+            "q_backward_outputgrad": "fp32",
+            "q_backward_outputgrad_for_weight": "fp32",
+            "split_grad_output": {"rank": 4},
+        },
+        "q_backward_outputgrad or q_backward_outputgrad_for_weight, or set split_grad_output to null",
+    ),
     "two splits of the weight": (
         {"split_weight": {"rank": 4}, "parameter_split": {"rank": 4}},
         "both split the weight",
@@ -33,6 +41,11 @@ def test_fields_that_do_not_fit_are_refused_by_name(changes, message):
         recipe({"base": "nvfp4", **changes})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_gradient_that_one_product_quantises_may_be_split():
+    block = {"q_backward_outputgrad": "fp32", "q_backward_outputgrad_for_weight": "int8"}
+    assert recipe({"base": "nvfp4", **block, "split_grad_output": {"rank": 4}}).split_grad_output.rank == 4
 
 
 def test_a_recipe_that_quantises_nothing_cannot_split_parameters():

@@ -26,6 +26,8 @@ RECIPES = {
     "nvfp4": {"base": "nvfp4"},
     "mxfp4 per product": {"base": "mxfp4", "layout": "per_gemm"},
     "transformed": {"base": "nvfp4", "layout": "per_gemm", "hadamard": True},
+    "int8 or e5m2": {"base": "speculative-int8"},
+    "int8 or e5m2, transformed": {"base": "speculative-int8", "layout": "per_gemm", "hadamard": True},
     "unquantised backward": {"base": "nvfp4", "q_backward_input": "fp32"},
 }
 
