@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     )
     from megalowbit.quantize.names import quantizer, quantizer_names
     from megalowbit.quantize.packed_file import load_quantized, save_quantized
+    from megalowbit.speculation.controller import PrecisionController
     from megalowbit.telemetry.overflow import GradientOverflowTracker
 
 __version__ = "0.1.0"
@@ -69,6 +70,7 @@ _HOMES = {
     "NormRatioGradScaler": "optim.scale_strategies",
     "OpClasses": "optim.op_classes",
     "OptimizerConfig": "optim.megatron",
+    "PrecisionController": "speculation.controller",
     "Recipe": "layers.recipe",
     "RegularizerSettings": "layers.settings",
     "UserError": "errors",
@@ -113,6 +115,7 @@ __all__ = [
     "NormRatioGradScaler",
     "OpClasses",
     "OptimizerConfig",
+    "PrecisionController",
     "Recipe",
     "RegularizerSettings",
     "UserError",

@@ -25,11 +25,22 @@ ALLOWED = {
     "layers": {"quantize", "spectral"},
     "optim": {"process_group"},
     "telemetry": {"process_group"},
+    "speculation": {"quantize", "layers", "telemetry", "process_group"},
     "hf": {"quantize", "layers", "checkpoints"},
     "checkpoints": {"layers"},
     "data": {"process_group"},
     "engine": {"process_group", "optim", "layers", "telemetry", "checkpoints", "hf"},
-    "pretrain": {"process_group", "quantize", "layers", "optim", "telemetry", "hf", "data", "engine"},
+    "pretrain": {
+        "process_group",
+        "quantize",
+        "layers",
+        "optim",
+        "telemetry",
+        "speculation",
+        "hf",
+        "data",
+        "engine",
+    },
 }
 MAX_LINES = 400
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,114 @@
+"""What a PrecisionController costs a layer: forward + backward without one, between looks, and in looks.
+
+    python benchmarks/speculation.py --threads 2
+    python benchmarks/speculation.py --device cuda --shape 8192x4096x4096 --verify-size 128
+
+The layer runs at INT8 throughout, so that candidates differ in looking alone. A look also makes `end_step`
+read its table and decide, here for one layer, in a model once for all of them. The last line is what a step
+costs on average at the default intervals. Candidates run interleaved; the ratio is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from linear import shape
+from timing import interleaved, keep_freed_memory, parser, positive, print_table, ratio
+
+import megalowbit as mlb
+from megalowbit.speculation.precisions import recipe_with
+from megalowbit.speculation.settings import SpeculationSettings
+
+PEER = "no controller"
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--shape", type=shape, default=(4096, 768, 3072), help="tokens x in x out features")
+    options.add_argument("--verify-size", type=positive, default=SpeculationSettings().verify_size)
+    chosen = options.parse_args()
+    torch.set_num_threads(chosen.threads)
+    print(f"torch {torch.__version__}, {chosen.device}, {chosen.threads} threads, {chosen.rounds} rounds")
+    tokens, inputs, outputs = chosen.shape
+    x = torch.randn(tokens, inputs, device=chosen.device, dtype=torch.bfloat16)
+    grad = torch.randn(tokens, outputs, device=chosen.device, dtype=torch.bfloat16)
+    runs = {
+        PEER: step_without(model_of(chosen), x, grad),
+        "between looks": step_with(chosen, x, grad, every=1_000_000, verify_every=0),
+        "look": step_with(chosen, x, grad, every=1, verify_every=0),
+        "verified look": step_with(chosen, x, grad, every=1, verify_every=1),
+    }
+    times = interleaved(runs, chosen.rounds, chosen.device)
+    print_table(f"forward + backward at INT8, {tokens} tokens × {inputs}→{outputs}, bf16", times, PEER)
+    print_average(times)
+
+
+def model_of(options: argparse.Namespace) -> torch.nn.Module:
+    """One layer, in a model that names it."""
+    _, inputs, outputs = options.shape
+    layer = torch.nn.Linear(inputs, outputs, device=options.device, dtype=torch.bfloat16)
+    model = torch.nn.Sequential(layer)
+    mlb.convert(model, "fp8")
+    return model
+
+
+def training_step(model: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]:
+    x = x.clone().requires_grad_()
+
+    def step() -> None:
+        model.zero_grad()
+        x.grad = None
+        model(x).backward(grad)
+
+    return step
+
+
+def step_without(model: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]:
+    for layer in mlb.bit_layers(model).values():
+        layer.recipe = recipe_with(layer.recipe, ["int8"] * 3)
+    return training_step(model, x, grad)
+
+
+def step_with(
+    options: argparse.Namespace, x: torch.Tensor, grad: torch.Tensor, *, every: int, verify_every: int
+) -> Callable[[], None]:
+    """A step under a controller that has chosen INT8 at its first look."""
+    model = model_of(options)
+    settings = {
+        "ladder": ["int8", "bf16"],
+        "threshold_db": 0,
+        "every": every,
+        "lookahead": 0,
+        "verify_every": verify_every,
+        "verify_size": options.verify_size,
+    }
+    controller = mlb.PrecisionController(model, settings)
+    inner = training_step(model, x, grad)
+
+    def step() -> None:
+        controller.begin_step()
+        inner()
+        controller.end_step()
+
+    step()
+    assert controller.precision("0", "output") == "int8"
+    return step
+
+
+def print_average(times: dict[str, list[float]]) -> None:
+    settings = SpeculationSettings()
+    idle, look, verified = (ratio(times, name, PEER) for name in ("between looks", "look", "verified look"))
+    share = 1 / settings.every
+    looks = look + (verified - look) / settings.verify_every
+    average = idle * (1 - share) + looks * share
+    print(
+        f"  on average {average:.3f} × {PEER} "
+        f"(a look every {settings.every} steps, every {settings.verify_every}th verified)"
+    )
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    main()

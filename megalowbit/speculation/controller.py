@@ -1,0 +1,367 @@
+"""`PrecisionController`: each product of a model at the cheapest precision that is foreseen to be safe.
+
+    controller = mlb.PrecisionController(model, {"ladder": ["int8", "fp8", "bf16"], "threshold_db": 15})
+    for batch in batches:
+        controller.begin_step()
+        ...                              # forward and backward, as many as a step has; optimizer
+        report = controller.end_step()   # of a step that was looked at, otherwise None
+
+Every `every` steps is a look: of the first training use of each layer in the step, operands are described on
+the device, and every `verify_every`-th look also compares products with high-precision ones (`probe`).
+`end_step` pools that over all ranks (`exchange`), reads it once, foretells what each precision would do
+(`noise`) and decides (`policy`). Decisions hold until the next look; in between a layer costs one search of a
+dictionary. A layer that does not run in a step that is looked at keeps its precision.
+
+Recipes with splits, Hadamard transforms or a copy for each product are refused. A layer used several times in
+a step is judged by its first use. Each rank knows the decisions of all layers, also of other pipeline stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import nn
+
+from megalowbit.errors import UserError, invalid_settings, shown
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.chooser import Probe
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe_checks import operand_quantizers
+from megalowbit.layers.surgery import bit_layers, set_chooser
+from megalowbit.layers.use_counter import Use
+from megalowbit.quantize.names import quantizer
+from megalowbit.speculation.exchange import Exchange, Findings
+from megalowbit.speculation.noise import predict_snr_db
+from megalowbit.speculation.policy import Policy
+from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, check_base, quantizers_of, recipe_with
+from megalowbit.speculation.probe import Look, LookSheet, ProductProbe
+from megalowbit.speculation.report import Change, GemmRow, SpeculationReport, SpeculationTotals
+from megalowbit.speculation.settings import SpeculationSettings
+from megalowbit.speculation.statistics import OperandStatistics
+from megalowbit.speculation.tally import Tally
+
+Gemm = tuple[str, str]  # layer, product
+IDENTITY = "fp32"
+
+
+class PrecisionController:
+    """Chooses precisions of a model's products between optimizer steps; the layers' `Chooser`.
+
+    Args:
+        model: converted with a recipe that `precisions.check_base` accepts; a pipeline stage may have none.
+        settings: of speculation, or a mapping of them.
+        group: ranks that decide together; `None`: all. Making a controller is collective over it.
+
+    Attributes:
+        settings: validated.
+        step: optimizer steps finished.
+
+    Raises:
+        UserError: settings, a recipe or a layer do not allow it; on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: SpeculationSettings | Mapping[str, Any],
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.settings = _validated(settings)
+        self.step = 0
+        self._model = model
+        self._policy = Policy(self.settings)
+        self._layers = {layer.layer_name: layer for layer in bit_layers(model).values()}
+        self._exchange = Exchange(
+            list(self._layers),
+            self.settings.model_dump(),
+            group,
+            problem=_problem(model, self.settings),
+        )
+        self._looks = 0
+        self._states = {(name, product): self._policy.start() for name in self.layers for product in PRODUCTS}
+        self._has_run: set[Gemm] = set()
+        self._tally = Tally()
+        self._recipes: dict[str, tuple[Recipe, Recipe]] = {}  # layer → its own recipe, what it runs with
+        self._is_in_step = False
+        self._look: Look | None = None
+        self._looked: set[str] = set()
+        if self._layers:
+            set_chooser(model, self)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers of all ranks."""
+        return self._exchange.layers
+
+    def precision(self, layer: str, product: str) -> str:
+        """What a product of a layer runs at now."""
+        return self._states[layer, product].precision
+
+    def recipe(self, layer: str, base: Recipe) -> Recipe:
+        """See `layers.chooser.Chooser.recipe`."""
+        known = self._recipes.get(layer)
+        if known is None or known[0] is not base:
+            choice = [self.precision(layer, product) for product in PRODUCTS]
+            known = self._recipes[layer] = (base, recipe_with(base, choice))
+        return known[1]
+
+    def probe(self, layer: str, use: Use) -> Probe | None:
+        """See `layers.chooser.Chooser.probe`: looks at the first training use of each layer in a step."""
+        if self._look is None or layer in self._looked or use.is_replay or not use.is_training:
+            return None
+        self._looked.add(layer)
+        return ProductProbe(self._look, layer)
+
+    def begin_step(self) -> None:
+        """Call before the first forward of an optimizer step; once more where the step is begun anew."""
+        self._is_in_step = True
+        self._looked.clear()
+        self._look = None
+        if self.step % self.settings.every == 0:
+            verify_every = self.settings.verify_every
+            is_verified = verify_every > 0 and self._looks % verify_every == 0
+            self._look = Look(
+                step=self.step,
+                estimator=self.settings.estimator,
+                signal=self.settings.signal,
+                verify_size=self.settings.verify_size if is_verified else 0,
+                sheet=LookSheet(),
+            )
+
+    def end_step(self) -> SpeculationReport | None:
+        """Call after the last backward of a step; collective in steps that are looked at.
+
+        Returns:
+            What was found and decided; `None` in steps without a look.
+
+        Raises:
+            UserError: no step was begun.
+        """
+        if not self._is_in_step:
+            raise UserError(
+                "end_step ends a step that was not begun: call begin_step before its first forward"
+            )
+        look, self._look, self._is_in_step = self._look, None, False
+        report = None
+        if look is None:
+            self._tally.count_step(Counter(self._states[gemm].precision for gemm in self._has_run))
+        else:
+            report = self._decide(look, self._pool(look))
+            self._looks += 1
+        self.step += 1
+        return report
+
+    def totals(self) -> SpeculationTotals:
+        """All steps so far; the same on all ranks."""
+        return self._tally.totals(self.settings.ladder)
+
+    def detach(self) -> None:
+        """Let the layers run with their own recipes again."""
+        if self._layers:
+            set_chooser(self._model, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All decisions rest on, as plain JSON values; the same on all ranks, to be loaded by any number."""
+        return {
+            "step": self.step,
+            "looks": self._looks,
+            "layers": {
+                layer: {product: self._states[layer, product].to_dict() for product in PRODUCTS}
+                for layer in self.layers
+            },
+            "has_run": [list(gemm) for gemm in self._states if gemm in self._has_run],
+            "totals": self._tally.to_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue between two steps where `state_dict` was taken.
+
+        Raises:
+            UserError: it is of other layers, of another ladder, or was not written by `state_dict`.
+        """
+        try:
+            layers = state["layers"]
+            self._check_names(layers)
+            states = {
+                (layer, product): self._policy.restore(layers[layer][product])
+                for layer in self.layers
+                for product in PRODUCTS
+            }
+            has_run = {(str(layer), str(product)) for layer, product in state["has_run"]}
+            tally = Tally.from_dict(state["totals"])
+            step, looks = int(state["step"]), int(state["looks"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"the saved state of speculation is not readable ({error!r}): "
+                "load one written by PrecisionController.state_dict, or start decisions anew"
+            ) from error
+        self.step, self._looks, self._states = step, looks, states
+        self._has_run, self._tally = has_run & states.keys(), tally
+        self._recipes.clear()
+        self._is_in_step, self._look = False, None
+
+    def _check_names(self, saved: Mapping[str, Any]) -> None:
+        missing = [name for name in self.layers if name not in saved]
+        foreign = [name for name in saved if name not in self.layers]
+        if not missing and not foreign:
+            return
+        found = f"it lacks {shown(missing[0])}" if missing else f"it has {shown(foreign[0])}"
+        more = len(missing) + len(foreign) - 1
+        raise UserError(
+            f"the saved state of speculation is of other layers: {found}"
+            + (f" and {more} more differ" if more else "")
+            + "; load the state of this model, or start decisions anew"
+        )
+
+    def _pool(self, look: Look) -> Findings:
+        unquantized = {
+            (name, product): _sides_left_alone(layer.recipe, product)
+            for name, layer in self._layers.items()
+            for product in PRODUCTS
+        }
+        seen = next(iter(look.sheet.statistics.values()), None)
+        device = torch.device("cpu") if seen is None else seen.device
+        decisions = [state.precision for state in self._states.values()]
+        return self._exchange.pool(look.sheet, unquantized, decisions, device)
+
+    def _decide(self, look: Look, findings: Findings) -> SpeculationReport:
+        rows, changes = [], []
+        for gemm in self._states:
+            if gemm not in findings.ran:
+                continue
+            self._has_run.add(gemm)
+            row, change = self._judge(gemm, look.step, findings)
+            rows.append(row)
+            changes += [] if change is None else [change]
+        self._recipes.clear()
+        counts = Counter(row.precision for row in rows)
+        hits, misses = (sum(row.is_hit is verdict for row in rows) for verdict in (True, False))
+        self._tally.count_step(counts)
+        self._tally.count_look(hits, misses, changes)
+        shares = {rung: counts[rung] / len(rows) if rows else 0.0 for rung in self.settings.ladder}
+        return SpeculationReport(
+            step=look.step, rows=tuple(rows), changes=tuple(changes), shares=shares, hits=hits, misses=misses
+        )
+
+    def _judge(self, gemm: Gemm, step: int, findings: Findings) -> tuple[GemmRow, Change | None]:
+        """What a product did in the step, and what it is to do; its state moves on."""
+        layer, product = gemm
+        before, ladder = self._states[gemm], self.settings.ladder
+        operands = [findings.statistics.get((layer, role)) for role in OPERANDS[product]]
+        left_alone = findings.unquantized[gemm]
+        used = ladder[-1] if all(left_alone) else before.precision  # a late switch is in force at once
+        left, right = operands
+        if left is None or right is None:  # empty operands
+            return GemmRow(layer=layer, product=product, precision=used, reason=before.reason), None
+        predicted = self._predicted(product, left, right, left_alone)
+        state, is_hit, measured = before, None, math.nan
+        verification = findings.verified.get(gemm)
+        if verification is not None:
+            if used != ladder[-1]:
+                measured = verification.measured_db
+                state, is_hit = self._policy.verify(state, step, measured)
+            state = self._policy.align(state, verification.alignment_db)
+        state = self._policy.decide(state, step, predicted)
+        self._states[gemm] = state
+        row = GemmRow(
+            layer=layer,
+            product=product,
+            precision=used,
+            predicted_db=_number(self._policy.aligned(before, predicted)[ladder.index(used)]),
+            measured_db=_number(measured),
+            is_hit=is_hit,
+            reason=before.reason,
+            left_ratio=_number(left.ratio),
+            right_ratio=_number(right.ratio),
+        )
+        if state.precision == used:
+            return row, None
+        foretold = self._policy.aligned(state, predicted)[ladder.index(state.precision)]
+        return row, Change(
+            layer=layer,
+            product=product,
+            before=used,
+            after=state.precision,
+            reason=state.reason,
+            predicted_db=_number(foretold),
+        )
+
+    def _predicted(
+        self,
+        product: str,
+        left: OperandStatistics,
+        right: OperandStatistics,
+        left_alone: tuple[bool, bool],
+    ) -> list[float]:
+        """Ratio in dB of each rung, without alignment; inf where nothing is quantised."""
+        found = []
+        for rung in self.settings.ladder[:-1]:
+            names = [
+                IDENTITY if is_left_alone else name
+                for name, is_left_alone in zip(quantizers_of(rung, product), left_alone, strict=True)
+            ]
+            found.append(
+                predict_snr_db(
+                    (names[0], left),
+                    (names[1], right),
+                    model=self.settings.model,
+                    signal=self.settings.signal,
+                )
+            )
+        return [*found, math.inf]
+
+
+def _validated(settings: SpeculationSettings | Mapping[str, Any]) -> SpeculationSettings:
+    if isinstance(settings, SpeculationSettings):
+        return settings
+    try:
+        return SpeculationSettings.model_validate(settings)
+    except ValidationError as error:
+        raise invalid_settings(error, "speculation", SpeculationSettings) from None
+
+
+def _problem(model: nn.Module, settings: SpeculationSettings) -> str | None:
+    """Why this rank's layers cannot be given precisions, or `None`; other ranks wait to hear it."""
+    try:
+        layers = list(bit_layers(model).values())
+        names = Counter(layer.layer_name for layer in layers)
+        for name, count in names.items():
+            if not name or count > 1:
+                raise UserError(
+                    f"{count} BitLinear layers have the name {name!r}: let megalowbit.convert make them, or "
+                    "set a layer_name of its own for each"
+                )
+        for layer in layers:
+            _check_layer(layer, settings)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _check_layer(layer: BitLinear, settings: SpeculationSettings) -> None:
+    if layer.is_split:
+        raise UserError(
+            f"layer {layer.layer_name!r} is split into parameters, whose products have no precision of their "
+            "own: leave parameter_split or speculation out"
+        )
+    check_base(layer.recipe)
+    for rung in settings.ladder:  # blocks of a rung may not fit a shard of a tensor-parallel layer
+        layer.check_recipe(recipe_with(layer.recipe, [rung] * len(PRODUCTS)))
+
+
+def _sides_left_alone(recipe: Recipe, product: str) -> tuple[bool, bool]:
+    """Whether a layer's own recipe leaves the left and right operand of a product as they are."""
+    left, right = operand_quantizers(recipe, product)
+    return quantizer(left).is_identity, quantizer(right).is_identity
+
+
+def _number(value: float) -> float | None:
+    """A number that files can hold, or `None`."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,281 @@
+"""Which precision a product runs at: pure functions of predicted and measured signal-to-noise ratios.
+
+A rung of the ladder is *safe* while the prediction, and the one that a line through the last looks foretells
+for `lookahead` steps later, both reach its threshold. A product leaves an unsafe rung at once, for the
+cheapest safe one. It goes to a cheaper rung only after that one has stood `hysteresis_db` above its
+threshold, trend included, for `patience` looks in a row (a product never looked at before: for one), so that
+a prediction that swings about a threshold leaves once and stays away. A measured ratio below the threshold is
+a miss: the product goes to the last rung, which quantises nothing, until `cooldown` steps have passed; looks
+in that time count for patience. What is decided after step s holds from step s + 1 on.
+
+A prediction that is NaN is unsafe. One of +inf says that a rung would quantise nothing of the product; it is
+then at the last one, so that nobody counts it as low precision. Not covered: who predicts, measures and
+agrees among ranks; whoever is given the same numbers decides the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from megalowbit.errors import UserError, shown
+from megalowbit.speculation.settings import SpeculationSettings
+
+Reason = Literal["start", "safe", "predicted", "trend", "missed", "waiting", "not finite", "unquantised"]
+DAMAGED = "the saved state of a product is damaged"
+NEW_SHARE = 0.5  # of a new measurement in the running mean of the alignment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What was predicted at one look.
+
+    Attributes:
+        step: the optimizer step.
+        predicted: dB for each rung but the last, without alignment; `None` where it was not finite.
+    """
+
+    step: int
+    predicted: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmState:
+    """All that is remembered of one product between looks.
+
+    Attributes:
+        ladder: the rungs that `history` and `streak` speak of.
+        precision: the rung from the next step on.
+        history: the last `trend_window` looks, oldest first.
+        streak: for each rung but the last, looks in a row at which it could have been entered.
+        blocked_until: the step after which a rung may be entered again after a miss.
+        hits: verifications whose measured ratio reached the threshold.
+        misses: verifications whose measured ratio did not.
+        alignment_db: running mean of the measured correction of predictions; `None`: never measured.
+        reason: why `precision` is what it is. "start": nothing decided yet; "safe": the cheapest rung that
+            may be entered; "predicted", "trend": a cheaper one is, or will be, below its threshold; "missed":
+            was measured below it; "waiting": is not far or not long enough above it; "not finite": has no
+            prediction; "unquantised": would quantise nothing.
+    """
+
+    ladder: tuple[str, ...]
+    precision: str
+    history: tuple[Look, ...] = ()
+    streak: tuple[int, ...] = ()
+    blocked_until: int = 0
+    hits: int = 0
+    misses: int = 0
+    alignment_db: float | None = None
+    reason: Reason = "start"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` gives back an equal state."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        history = [[look.step, *look.predicted] for look in self.history]
+        return {**values, "ladder": list(self.ladder), "history": history, "streak": list(self.streak)}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> GemmState:
+        """Build a state from what `to_dict` gave, through JSON or not.
+
+        Raises:
+            UserError: a key is missing or foreign, or the values do not fit the ladder among them.
+        """
+        known = {field.name for field in fields(GemmState)}
+        if values.keys() != known:
+            wrong = ", ".join(sorted(known ^ values.keys()))
+            raise UserError(
+                f"the saved state of a product lacks or does not know {wrong}: it was written by another "
+                "version; start decisions anew"
+            )
+        try:
+            history = tuple(Look(step=step, predicted=tuple(dbs)) for step, *dbs in values["history"])
+            ladder, streak = tuple(values["ladder"]), tuple(values["streak"])
+        except (TypeError, ValueError):
+            raise UserError(f"{DAMAGED}: its lists are not lists; start decisions anew") from None
+        state = GemmState(**{**values, "ladder": ladder, "streak": streak, "history": history})
+        lengths = {len(streak), *(len(look.predicted) for look in history)}
+        if state.precision not in ladder or lengths != {len(ladder) - 1}:
+            raise UserError(f"{DAMAGED}: it does not fit its ladder {shown(ladder)}; start decisions anew")
+        return state
+
+
+class Policy:
+    """Decides for one product after another; holds settings alone.
+
+    Args:
+        settings: of speculation.
+    """
+
+    def __init__(self, settings: SpeculationSettings):
+        self.settings = settings
+        self.ladder = settings.ladder
+        self._thresholds = tuple(settings.threshold(rung) for rung in self.ladder[:-1])
+
+    def start(self) -> GemmState:
+        """The state of a product before its first look: at the last rung."""
+        return GemmState(ladder=self.ladder, precision=self.ladder[-1], streak=(0,) * len(self._thresholds))
+
+    def restore(self, values: Mapping[str, Any]) -> GemmState:
+        """A state saved with this policy's ladder.
+
+        Raises:
+            UserError: it belongs to another ladder, or `GemmState.from_dict` refuses it.
+        """
+        state = GemmState.from_dict(values)
+        if state.ladder != self.ladder:
+            raise UserError(
+                f"the saved state belongs to the ladder {', '.join(state.ladder)}, not to "
+                f"{', '.join(self.ladder)}: set speculation.ladder to the former, or start decisions anew"
+            )
+        return state
+
+    def aligned(self, state: GemmState, predicted: Sequence[float]) -> tuple[float, ...]:
+        """Predictions with the product's alignment, as decisions take them.
+
+        Args:
+            state: of the product.
+            predicted: dB for each rung of the ladder, the last one included.
+
+        Raises:
+            ValueError: there is not one for each rung.
+        """
+        if len(predicted) != len(self.ladder):
+            raise ValueError(f"predictions must be one for each of {self.ladder}, not {len(predicted)}")
+        offset = self._offset(state)
+        return tuple(float(db) + offset for db in predicted)
+
+    def align(self, state: GemmState, alignment_db: float) -> GemmState:
+        """Take a new measurement of the alignment into its running mean; one that is not finite says nothing.
+
+        Args:
+            state: of the product.
+            alignment_db: measured signal over that of independent operands, in dB.
+        """
+        if not math.isfinite(alignment_db):
+            return state
+        before = alignment_db if state.alignment_db is None else state.alignment_db
+        return replace(state, alignment_db=before + NEW_SHARE * (alignment_db - before))
+
+    def decide(self, state: GemmState, step: int, predicted: Sequence[float]) -> GemmState:
+        """Choose the rung for the steps after this one; `verify` of the same step comes first.
+
+        Args:
+            state: of the product.
+            step: the optimizer step looked at.
+            predicted: dB for each rung of the ladder, without alignment; inf for the last one.
+
+        Raises:
+            ValueError: there is not one prediction for each rung.
+        """
+        now = self.aligned(state, predicted)[:-1]
+        look = Look(step=step, predicted=tuple(map(_finite, predicted[:-1])))
+        history = (*state.history, look)[-self.settings.trend_window :]
+        worst = [self._worst(state, history, rung, db) for rung, db in enumerate(now)]
+        margin = self.settings.hysteresis_db
+        streak = tuple(
+            before + 1 if db >= bar + margin else 0
+            for before, db, bar in zip(state.streak, worst, self._thresholds, strict=True)
+        )
+        patience = self.settings.patience if state.history else 1
+        current = self.ladder.index(state.precision)
+        # a cheaper rung has to have earned it; the present and dearer ones need to be safe, no more
+        is_open = [
+            streak[rung] >= patience if rung < current else worst[rung] >= bar
+            for rung, bar in enumerate(self._thresholds)
+        ]
+        if step < state.blocked_until:
+            is_open = []
+        chosen = is_open.index(True) if True in is_open else len(worst)
+        reason = self._reason(state, chosen, step, now, worst)
+        return replace(state, precision=self.ladder[chosen], history=history, streak=streak, reason=reason)
+
+    def verify(self, state: GemmState, step: int, measured_db: float) -> tuple[GemmState, bool | None]:
+        """Compare a measured ratio with the threshold of the rung that the step ran at.
+
+        Args:
+            state: of the product, as it was during the step.
+            step: the optimizer step measured.
+            measured_db: inf where there was no noise.
+
+        Returns:
+            The state, and whether it was a hit; `None` where the step ran at the last rung, or the ratio is
+            NaN (no signal, or values that were not finite), which says nothing about the rung.
+        """
+        rung = self.ladder.index(state.precision)
+        if rung == len(self._thresholds) or math.isnan(measured_db):
+            return state, None
+        if measured_db >= self._thresholds[rung]:
+            return replace(state, hits=state.hits + 1), True
+        return replace(
+            state,
+            precision=self.ladder[-1],
+            misses=state.misses + 1,
+            blocked_until=step + self.settings.cooldown,
+            streak=(0,) * len(self._thresholds),
+            reason="missed",
+        ), False
+
+    def _offset(self, state: GemmState) -> float:
+        if not self.settings.use_alignment or state.alignment_db is None:
+            return 0.0
+        return state.alignment_db
+
+    def _worst(self, state: GemmState, history: Sequence[Look], rung: int, now: float) -> float:
+        """The lower one of a rung's predictions now and later; NaN, below every threshold, without any."""
+        if not math.isfinite(now):
+            return math.nan
+        if not self.settings.lookahead:
+            return now
+        known = [(look.step, look.predicted[rung]) for look in history]
+        points = [(step, db) for step, db in known if db is not None]
+        later = line_at(points, history[-1].step + self.settings.lookahead)
+        return now if later is None else min(now, later + self._offset(state))
+
+    def _reason(
+        self, state: GemmState, chosen: int, step: int, now: Sequence[float], worst: Sequence[float]
+    ) -> Reason:
+        current, last = self.ladder.index(state.precision), len(now)
+        if not last:
+            return state.reason  # a ladder of one rung
+        if step < state.blocked_until:
+            return "missed"
+        if chosen < current:
+            return "safe"
+        # the rung that it leaves, or else the cheapest of those it is kept from
+        rung = current if current < last else 0
+        is_told = current < last or state.reason in ("predicted", "trend")
+        if chosen == current and is_told and math.isfinite(now[rung]):
+            return state.reason
+        if now[rung] == math.inf:
+            return "unquantised"
+        if not math.isfinite(now[rung]):
+            return "not finite"
+        if now[rung] < self._thresholds[rung]:
+            return "predicted"
+        return "trend" if worst[rung] < self._thresholds[rung] else "waiting"
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def line_at(points: Iterable[tuple[float, float]], x: float) -> float | None:
+    """Value at x of the least-squares line through points; `None` where they determine none.
+
+    Args:
+        points: (x, y) pairs.
+        x: where the line is read.
+    """
+    pairs = list(points)
+    if len(pairs) < 2:
+        return None
+    center = math.fsum(each for each, _ in pairs) / len(pairs)
+    spread = math.fsum((each - center) ** 2 for each, _ in pairs)
+    if not spread:
+        return None
+    mean = math.fsum(y for _, y in pairs) / len(pairs)
+    slope = math.fsum((each - center) * (y - mean) for each, y in pairs) / spread
+    return mean + slope * (x - center)

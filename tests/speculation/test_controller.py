@@ -1,0 +1,210 @@
+"""When the controller looks, what it tells of it, what it counts, and what it refuses."""
+
+from collections import Counter
+
+import pytest
+import torch
+from controlled_training import (
+    PLAIN,
+    Mlp,
+    batch,
+    converted,
+    growing,
+    measured_bulk_db,
+    row,
+    train,
+)
+from torch import nn
+
+import megalowbit as mlb
+from megalowbit.errors import UserError
+from megalowbit.layers.surgery import bit_layers
+from megalowbit.speculation.precisions import PRODUCTS, recipe_with
+from megalowbit.speculation.settings import SpeculationSettings
+
+
+def test_looks_are_every_few_steps_and_decide_for_the_next_step():
+    model = converted()
+    controller = mlb.PrecisionController(model, PLAIN)
+    reports, used, _ = train(model, controller, range(25))
+    assert [step for step, report in enumerate(reports) if report is not None] == [0, 10, 20]
+    assert [report.step for report in reports if report is not None] == [0, 10, 20]
+    assert set(used[0].values()) == {"bf16"}
+    for step in range(1, 25):
+        # the first layer's input needs no gradient
+        assert used[step]["up", "grad_input"] == "bf16"
+        rest = {value for key, value in used[step].items() if key != ("up", "grad_input")}
+        assert rest == {"int8"}
+    assert controller.step == 25
+
+
+def test_a_report_has_a_row_for_each_product_that_ran_and_says_what_changes():
+    model = converted()
+    controller = mlb.PrecisionController(model, {**PLAIN, "verify_every": 1})
+    reports, _, _ = train(model, controller, range(11))
+    first, second = reports[0], reports[10]
+    ran = [(layer, product) for layer in ("up", "down", "branch") for product in PRODUCTS]
+    ran.remove(("up", "grad_input"))
+    assert [(each.layer, each.product) for each in first.rows] == ran
+    assert {(each.layer, each.product) for each in first.changes} == set(ran)
+    assert all((each.before, each.after, each.reason) == ("bf16", "int8", "safe") for each in first.changes)
+    assert all(each.predicted_db > 15 for each in first.changes)
+    assert first.shares == {"int8": 0.0, "bf16": 1.0}
+    assert second.shares == {"int8": 1.0, "bf16": 0.0}
+    for each in first.rows:  # bf16: nothing foretold, nothing measured
+        assert (each.predicted_db, each.measured_db, each.is_hit) == (None, None, None)
+        assert each.left_ratio > 3
+        assert each.right_ratio > 1  # weights are uniform
+    assert (first.hits, first.misses) == (0, 0)
+    for each in second.rows:
+        assert each.precision == "int8"
+        assert each.is_hit
+    assert (second.hits, second.misses) == (len(ran), 0)
+    assert second.changes == ()
+
+
+@pytest.mark.parametrize("signal", ["bulk", "all"])
+def test_measured_ratios_are_those_of_the_whole_products(signal):
+    model = converted()
+    settings = {**PLAIN, "verify_every": 1, "verify_size": 1024, "signal": signal, "every": 1}
+    controller = mlb.PrecisionController(model, settings)
+    train(model, controller, range(1))
+    weight = model.up.weight.detach().double().numpy().copy()
+    reports, _, _ = train(model, controller, range(1, 2))
+    x = batch(1).double().numpy()  # no element beyond 6 sigma: both signals are the same
+    assert row(reports[0], "up", "output").measured_db == pytest.approx(measured_bulk_db(x, weight), abs=0.05)
+
+
+def test_predictions_are_close_to_what_is_measured():
+    model = converted()
+    controller = mlb.PrecisionController(model, {**PLAIN, "verify_every": 1, "verify_size": 128})
+    reports, _, _ = train(model, controller, range(31))
+    found = [each for report in reports[10::10] for each in report.rows]
+    assert len(found) == 3 * 8
+    for each in found:
+        assert each.predicted_db == pytest.approx(each.measured_db, abs=2), each
+
+
+def test_every_few_looks_are_verified():
+    model = converted()
+    controller = mlb.PrecisionController(model, {**PLAIN, "every": 2, "verify_every": 3})
+    reports, _, _ = train(model, controller, range(20))
+    looks = [report for report in reports if report is not None]
+    verified = [any(each.measured_db is not None for each in report.rows) for report in looks]
+    assert verified == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]  # the first at bf16
+
+
+def test_totals_count_each_product_of_each_step():
+    model = converted()
+    controller = mlb.PrecisionController(model, {**PLAIN, "verify_every": 2})
+    reports, used, _ = train(model, controller, range(43), data=growing(0.3, 15))
+    ran = [key for key in used[0] if key != ("up", "grad_input")]
+    counts = Counter(step[key] for step in used for key in ran)
+    totals = controller.totals()
+    looks = [report for report in reports if report is not None]
+    assert totals.shares == {name: counts[name] / (43 * len(ran)) for name in ("int8", "bf16")}
+    assert totals.share_8bit == totals.shares["int8"]
+    assert totals.changes == sum(len(report.changes) for report in looks) > len(ran)
+    assert totals.hits == sum(report.hits for report in looks) > 0
+    assert totals.misses == sum(report.misses for report in looks)
+
+
+def test_only_the_first_micro_batch_and_the_first_use_are_looked_at():
+    def one_look(spoil):
+        model = converted()
+        controller = mlb.PrecisionController(model, PLAIN)
+        controller.begin_step()
+        for micro_batch in range(2):
+            x = batch(micro_batch)
+            x[0, 0] *= 1000 if spoil == "second batch" and micro_batch else 1
+            y = model(x)
+            if spoil == "second use":
+                y = y + model.branch(1000 * x.detach())
+            y.square().mean().backward()
+        return controller.end_step()
+
+    plain = one_look(None)
+    for spoil in ("second batch", "second use"):
+        found = one_look(spoil)
+        inputs = ("up", "output"), ("down", "output"), ("branch", "output")
+        assert [row(found, *key) for key in inputs] == [row(plain, *key) for key in inputs]
+
+
+def test_evaluation_is_not_looked_at_and_runs_at_the_chosen_precision():
+    model = converted()
+    controller = mlb.PrecisionController(model, PLAIN)
+    train(model, controller, range(1))
+    x = batch(7)
+    controller.begin_step()
+    model.eval()
+    at_int8 = model(x)
+    model.train()
+    controller.detach()
+    model.eval()
+    assert not torch.equal(model(x), at_int8)  # now at the recipe's own FP8
+    for layer in bit_layers(model).values():
+        layer.recipe = recipe_with(layer.recipe, ["int8"] * 3)
+    assert torch.equal(model(x), at_int8)
+
+
+def test_a_step_begun_anew_forgets_what_it_saw():
+    model = converted()
+    controller = mlb.PrecisionController(model, PLAIN)
+    controller.begin_step()
+    model(batch(0) * torch.inf).sum().backward()
+    model.zero_grad()
+    controller.begin_step()
+    model(batch(0)).square().mean().backward()
+    report = controller.end_step()
+    assert {each.after for each in report.changes} == {"int8"}
+    assert controller.step == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"laddr": ["bf16"]}, r"speculation\.laddr.*did you mean 'speculation\.ladder'"),
+        ({"every": 0}, r"speculation\.every = 0"),
+        ({"ladder": ["int7", "bf16"]}, "int7"),
+        ({"estimator": {"type": "median"}}, r"speculation\.estimator\.type"),
+    ],
+)
+def test_wrong_settings_are_one_line(settings, message):
+    with pytest.raises(UserError, match=message) as caught:
+        mlb.PrecisionController(converted(), settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_it_cannot_choose_for_are_refused_and_left_alone():
+    unnamed = nn.Sequential(mlb.BitLinear(8, 8), mlb.BitLinear(8, 8))
+    split = Mlp()
+    mlb.convert(split, "metis-nvfp4")
+    for model, message in (
+        (Mlp(), "no BitLinear layer"),
+        (unnamed, "2 BitLinear layers have the name ''"),
+        (split, "split_input"),
+    ):
+        with pytest.raises(UserError, match=message):
+            mlb.PrecisionController(model, PLAIN)
+        assert all(layer.chooser is None for layer in bit_layers(model).values())
+
+
+def test_a_step_must_be_begun():
+    controller = mlb.PrecisionController(converted(), SpeculationSettings())
+    with pytest.raises(UserError, match="call begin_step"):
+        controller.end_step()
+    controller.begin_step()
+    controller.end_step()
+    with pytest.raises(UserError, match="call begin_step"):
+        controller.end_step()

@@ -1,0 +1,245 @@
+"""What a probe finds, against the same computed by hand from whole matrices in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from megalowbit.layers.chooser import Probe
+from megalowbit.layers.factor import Factor
+from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.philox import RandomKey
+from megalowbit.speculation.precisions import OPERANDS, PRODUCTS
+from megalowbit.speculation.probe import ENERGIES, Look, LookSheet, ProductProbe, sampled_places
+from megalowbit.speculation.settings import EstimatorSettings
+from megalowbit.speculation.statistics import COLUMNS
+
+TOKENS, INPUTS, OUTPUTS = 96, 80, 112
+ALL = EstimatorSettings(sample=1 << 20)  # every element once
+KEY = RandomKey(5, 7)
+
+
+def look(*, size=1 << 20, signal="all", step=3, estimator=ALL):
+    return Look(step=step, estimator=estimator, signal=signal, verify_size=size, sheet=LookSheet())
+
+
+def operands(*, outliers=3, seed=0, dtype=torch.bfloat16, scale=1.0):
+    """The three operands: Gaussian, with some elements forty times as large."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for role, shape in (
+        ("input", (TOKENS, INPUTS)),
+        ("weight", (OUTPUTS, INPUTS)),
+        ("grad_output", (TOKENS, OUTPUTS)),
+    ):
+        x = torch.randn(shape, generator=generator) * scale
+        places = torch.randint(x.numel(), (outliers,), generator=generator)
+        x.view(-1)[places] *= 40
+        made[role] = x.to(dtype)
+    return made
+
+
+def matrices(product, of):
+    """Left (rows, inner) and right (cols, inner) of a product, as the formula in the layers says."""
+    left, right = (of[role] for role in OPERANDS[product])
+    return {
+        "output": lambda: (left, right),
+        "grad_input": lambda: (left, right.t()),
+        "grad_weight": lambda: (left.t(), right.t()),
+    }[product]()
+
+
+def run(probe, x, name, *, bias=None, product_dtype=torch.bfloat16, is_packed=False):
+    """Show a probe everything in a layer's order; the quantised operands and results in float64."""
+    factors, results = {}, {}
+    for role in ("input", "weight", "grad_output"):
+        maximum = probe.look(role, x[role])
+        assert maximum.dtype == torch.float32
+        assert maximum == x[role].abs().max()
+        factor = Factor(quantizer(name).quantize(x[role], operand_dtype=torch.bfloat16))
+        factors[role] = factor.packed() if is_packed else factor
+    values = {role: factor.tensor.dequantize() for role, factor in factors.items()}
+    for product in PRODUCTS:
+        left, right = matrices(product, {role: each.double() for role, each in values.items()})
+        own_bias = bias if product == "output" else None
+        result = left @ right.t()
+        result = (result if own_bias is None else result + own_bias.double()).to(product_dtype)
+        results[product] = result.double()
+        left, right = (factors[role] for role in OPERANDS[product])
+        probe.product(product, left, right, result, own_bias)
+    return {role: each.double() for role, each in values.items()}, results
+
+
+def db(found):
+    signal, noise, _ = found.tolist()
+    return 10 * np.log10(signal / noise)
+
+
+@pytest.mark.parametrize("shape", ["matrix", "batch"])
+def test_statistics_of_each_operand_are_those_of_its_elements(shape):
+    x, asked = operands(), look(size=0)
+    given = {role: each.view(4, -1, each.shape[1]) if shape == "batch" else each for role, each in x.items()}
+    probe = ProductProbe(asked, "h.0")
+    assert isinstance(probe, Probe)
+    for role, each in given.items():
+        probe.look(role, each)
+    assert set(asked.sheet.statistics) == {("h.0", role) for role in x}
+    for role, each in x.items():
+        found = dict(zip(COLUMNS, asked.sheet.statistics["h.0", role].tolist(), strict=True))
+        values = each.double().numpy()
+        assert found["count"] == values.size
+        assert found["absmax"] == np.abs(values).max()
+        assert found["power"] == pytest.approx(np.square(values).mean(), rel=1e-12)
+        assert found["sigma"] == pytest.approx(1.0, rel=0.03)
+        bulk = values[np.abs(values) < 6]
+        assert found["bulk_power"] == pytest.approx(np.square(bulk).mean(), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8e4m3", "nvfp4e2m1bnosr", "fp32"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_energies_of_whole_products(name, has_bias):
+    x, asked = operands(), look()
+    bias = torch.linspace(-3, 3, OUTPUTS) if has_bias else None
+    _, results = run(ProductProbe(asked, "a"), x, name, bias=bias)
+    for product in PRODUCTS:
+        left, right = matrices(product, {role: each.double() for role, each in x.items()})
+        exact = left @ right.t()
+        made = results[product] - (bias.double() if has_bias and product == "output" else 0)
+        power = left.square().mean() * right.square().mean()
+        expected = [
+            exact.square().sum(),
+            (made - exact).square().sum(),
+            exact.numel() * left.shape[1] * power,
+        ]
+        found = asked.sheet.energies["a", product]
+        assert found.dtype == torch.float64
+        assert len(found) == len(ENERGIES)
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", ["int8", "fp8e5m2", "nvfp4e2m1bnosr", "fp32"])
+def test_energies_of_the_bulk_leave_outliers_out_of_both_sides(name, is_packed):
+    x, asked = operands(dtype=torch.float32), look(signal="bulk")
+    quantized, _ = run(ProductProbe(asked, "a"), x, name, is_packed=is_packed)
+    is_bulk = {role: each.double().abs() <= 6 for role, each in x.items()}  # outliers are far beyond
+    assert all((~each).sum() >= 2 for each in is_bulk.values())
+    exact_of = {role: each.double() * is_bulk[role] for role, each in x.items()}
+    made_of = {role: each * is_bulk[role] for role, each in quantized.items()}
+    for product in PRODUCTS:
+        left, right = matrices(product, exact_of)
+        made_left, made_right = matrices(product, made_of)
+        exact, made = left @ right.t(), made_left @ made_right.t()
+        power = left.square().mean() * right.square().mean()
+        found = asked.sheet.energies["a", product]
+        signal, noise = exact.square().sum(), (made - exact).square().sum()
+        torch.testing.assert_close(found[:2], torch.stack([signal, noise]), rtol=1e-6, atol=1e-20)
+        assert found[2] == pytest.approx(exact.numel() * left.shape[1] * power.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("signal", ["all", "bulk"])
+def test_a_sample_tells_what_the_whole_would(signal):
+    x, whole, part = operands(outliers=0), look(signal=signal), look(signal=signal, size=24)
+    for asked in (whole, part):
+        run(ProductProbe(asked, "a"), x, "int8")
+    for product in PRODUCTS:
+        found, expected = (asked.sheet.energies["a", product] for asked in (part, whole))
+        assert found[0] < 0.2 * expected[0]
+        assert db(found) == pytest.approx(db(expected), abs=0.6)
+        # of independent operands the signal is the expected one
+        assert found[0] == pytest.approx(found[2].item(), rel=0.3)
+
+
+def test_without_verification_products_are_told_and_not_compared():
+    asked = look(size=0)
+    run(ProductProbe(asked, "a"), operands(), "int8")
+    assert asked.sheet.energies == {("a", product): None for product in PRODUCTS}
+    assert len(asked.sheet.statistics) == 3
+
+
+def test_only_samples_are_kept_until_backward():
+    x, asked = operands(), look(size=8)
+    probe = ProductProbe(asked, "a")
+    factors = {}
+    for role in ("input", "weight"):
+        probe.look(role, x[role])
+        factors[role] = Factor(quantizer("int8").quantize(x[role]))
+    result = x["input"].float() @ x["weight"].float().t()
+    probe.product("output", factors["input"], factors["weight"], result, None)
+    kept = sum(sample.values.untyped_storage().nbytes() for sample in probe._samples.values())
+    assert kept == 2 * 8 * (TOKENS + OUTPUTS)
+    before = {key: sample.values.clone() for key, sample in probe._samples.items()}
+    for each in x.values():
+        each.zero_()  # the layer's own memory, free to be used again
+    assert all(torch.equal(probe._samples[key].values, value) for key, value in before.items())
+
+
+def test_a_product_whose_operand_was_not_shown_is_not_compared():
+    x, asked = operands(), look()
+    probe = ProductProbe(asked, "a")
+    probe.look("grad_output", x["grad_output"])
+    factor = Factor(quantizer("int8").quantize(x["grad_output"]))
+    probe.product("grad_weight", factor, factor, x["grad_output"], None)
+    assert asked.sheet.energies == {("a", "grad_weight"): None}
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_ends_as_numbers_that_are_not(bad):
+    x, asked = operands(), look(signal="bulk")
+    x["input"][3, 5] = bad
+    probe = ProductProbe(asked, "a")
+    for role in ("input", "weight"):
+        probe.look(role, x[role])
+    factors = [Factor(quantizer("int8").quantize(x[role])) for role in ("input", "weight")]
+    probe.product("output", *factors, torch.zeros(TOKENS, OUTPUTS), None)
+    assert not asked.sheet.statistics["a", "input"][1:].isfinite().any()
+    assert asked.sheet.statistics["a", "weight"].isfinite().all()
+    assert not asked.sheet.energies["a", "output"].isfinite().all()
+
+
+def test_empty_operands_are_no_error():
+    x, asked = operands(), look()
+    x["input"], x["grad_output"] = x["input"][:0], x["grad_output"][:0]
+    probe = ProductProbe(asked, "a")
+    for role in x:
+        probe.look(role, x[role])
+    factors = {role: Factor(quantizer("int8").quantize(each)) for role, each in x.items()}
+    probe.product("output", factors["input"], factors["weight"], torch.zeros(0, OUTPUTS), None)
+    probe.product("grad_weight", factors["grad_output"], factors["input"], torch.zeros(OUTPUTS, INPUTS), None)
+    assert asked.sheet.statistics["a", "input"].tolist() == [0.0] * len(COLUMNS)
+    for product in ("output", "grad_weight"):
+        assert asked.sheet.energies["a", product].tolist() == [0.0] * len(ENERGIES)
+
+
+def test_torchs_generator_is_left_alone_and_the_same_step_draws_the_same():
+    x = operands()
+    state, found = torch.get_rng_state(), []
+    for step, layer in ((3, "a"), (3, "a"), (4, "a"), (3, "b")):
+        asked = look(size=16, step=step, estimator=EstimatorSettings(sample=64))
+        run(ProductProbe(asked, layer), x, "int8")
+        found.append([each.tolist() for each in asked.sheet.energies.values()])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+    assert found[0] != found[3]
+
+
+@pytest.mark.parametrize(("length", "size"), [(1000, 64), (65, 64), (129, 64), (7, 5)])
+def test_places_are_one_of_each_stretch(length, size):
+    places = sampled_places(length, size, KEY, torch.device("cpu")).tolist()
+    assert len(places) == size
+    for number, place in enumerate(places):
+        assert number * length // size <= place < (number + 1) * length // size
+
+
+def test_places_reach_everything_and_all_alike():
+    counts = np.zeros(10)
+    for step in range(2000):
+        counts[sampled_places(10, 4, RandomKey(1, step), torch.device("cpu")).numpy()] += 1
+    expected = np.array([1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3]) * 2000
+    assert np.all(np.abs(counts - expected) < 5 * np.sqrt(expected))
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_a_short_axis_is_taken_whole(length):
+    places = sampled_places(length, 5, KEY, torch.device("cpu"))
+    assert places.tolist() == list(range(length))

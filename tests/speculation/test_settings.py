@@ -1,0 +1,190 @@
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megalowbit.errors import invalid_settings
+from megalowbit.speculation.settings import RUNGS, EstimatorSettings, SpeculationSettings
+
+
+def refusal(values):
+    with pytest.raises(ValidationError) as caught:
+        SpeculationSettings.model_validate(values)
+    message = str(invalid_settings(caught.value, "megalowbit.speculation", SpeculationSettings))
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_are_valid_when_written_out():
+    settings = SpeculationSettings()
+    assert settings.ladder == ("int8", "fp8", "bf16")
+    assert (settings.threshold("int8"), settings.threshold("fp8")) == (15.0, 15.0)
+    assert settings.threshold("bf16") == -math.inf
+    assert SpeculationSettings.model_validate(settings.model_dump()) == settings
+
+
+@pytest.mark.parametrize("threshold_db", [12, 0, 17.5, {"int8": 12, "mixed": 9.5}])
+def test_settings_survive_json(threshold_db):
+    written = SpeculationSettings(
+        ladder=["int8", "mixed", "bf16"],
+        threshold_db=threshold_db,
+        estimator={"type": "negative", "sample": 256, "negative_k": 3},
+    )
+    text = json.dumps(written.model_dump(mode="json"), allow_nan=False)
+    assert SpeculationSettings.model_validate(json.loads(text)) == written
+
+
+def test_each_rung_may_have_a_threshold_of_its_own():
+    settings = SpeculationSettings(threshold_db={"fp8": 8, "int8": 12.5})
+    assert [settings.threshold(rung) for rung in settings.ladder] == [12.5, 8.0, -math.inf]
+
+
+def test_a_ladder_of_bf16_alone_chooses_nothing_and_is_allowed():
+    assert SpeculationSettings(ladder=["bf16"]).ladder == ("bf16",)
+    assert SpeculationSettings(ladder=["bf16"], threshold_db={}).threshold_db == {}
+
+
+@given(rungs=st.lists(st.sampled_from(list(RUNGS)), max_size=7))
+@example(rungs=["int4", "nvfp4", "int8", "mixed", "fp8", "bf16"])
+def test_a_ladder_is_valid_if_it_climbs_to_bf16_without_a_rung_twice(rungs):
+    bits = [RUNGS[rung] for rung in rungs]
+    is_valid = len(set(rungs)) == len(rungs) and bits == sorted(bits) and rungs[-1:] == ["bf16"]
+    if is_valid:
+        assert SpeculationSettings(ladder=rungs).ladder == tuple(rungs)
+    else:
+        refusal({"ladder": rungs})
+
+
+@pytest.mark.parametrize(
+    ("ladder", "message"),
+    [
+        (["int9", "bf16"], r"unknown precision 'int9': did you mean 'int8'\? known: int4, nvfp4, int8, "),
+        (["int8", 3, "bf16"], "unknown precision 3: known: "),
+        (["int8", ["fp8"], "bf16"], r"unknown precision \['fp8'\]: "),
+        (["int8", "fp8"], 'the last precision must be "bf16", such as'),
+        (["bf16", "int8"], 'the last precision must be "bf16"'),
+        ([], 'the last precision must be "bf16"'),
+        (["int8", "int8", "bf16"], "'int8' stands there twice, write it once"),
+        (["int8", "bf16", "bf16"], "'bf16' stands there twice"),
+        (["int8", "nvfp4", "bf16"], "'nvfp4' has fewer bits than 'int8' before it: write the cheapest first"),
+        ("int8", r'= .* expected a list of precisions, cheapest first, such as \["int8", "fp8", "bf16"\]'),
+        (None, "expected a list of precisions"),
+    ],
+)
+def test_a_wrong_ladder_is_refused(ladder, message):
+    text = refusal({"ladder": ladder})
+    assert text.startswith("megalowbit.speculation.ladder = ")
+    assert re.search(message, text)
+
+
+@pytest.mark.parametrize(
+    ("threshold_db", "message"),
+    [
+        (-1, "expected a finite number of dB ≥ 0, such as 15"),
+        (math.nan, "expected a finite number of dB"),
+        (math.inf, "expected a finite number of dB"),
+        (10**400, "expected a finite number of dB"),
+        (True, 'expected a number of dB, or one for each rung such as {"int8": 15}'),
+        ("15", "expected a number of dB"),
+        (None, "expected a number of dB"),
+        ([15, 15], "expected a number of dB"),
+        ({"int8": 15}, "no threshold for fp8: add it, or write one number for all"),
+        ({}, "no threshold for int8, fp8"),
+        ({"int8": 15, "fp8": 15, "int4": 5}, "unknown rung of the ladder 'int4': did you mean 'int8'"),
+        ({"int8": 15, "fp9": 15}, "unknown rung of the ladder 'fp9': did you mean 'fp8'"),
+        ({"int8": 15, "fp8": 15, "bf16": 50}, '"bf16" is not quantised and has no threshold: leave it out'),
+        ({"int8": 15, "fp8": -2}, "fp8: expected a finite number of dB"),
+        ({"int8": "15", "fp8": 2}, "int8: expected a number of dB"),
+    ],
+)
+def test_a_wrong_threshold_is_refused(threshold_db, message):
+    text = refusal({"threshold_db": threshold_db})
+    assert text.startswith("megalowbit.speculation.threshold_db = ")
+    assert message in text
+
+
+def test_what_is_wrong_with_the_ladder_is_told_before_thresholds_for_it():
+    assert "unknown precision 'int9'" in refusal({"ladder": ["int9", "bf16"], "threshold_db": {"int9": 3}})
+
+
+@pytest.mark.parametrize("rung", ["nvfp4", "mixed", "fp8"])
+def test_the_seed_model_is_refused_for_grids_that_are_not_even(rung):
+    text = refusal({"ladder": [rung, "bf16"], "model": "seed"})
+    assert "megalowbit.speculation.model = 'seed' is not valid" in text
+    assert f'which {rung} has not: leave it out of the ladder, or write "calibrated"' in text
+
+
+def test_the_seed_model_goes_with_even_grids():
+    assert SpeculationSettings(ladder=["int4", "int8", "bf16"], model="seed").model == "seed"
+    assert "which fp8 has not" in refusal({"model": "seed"})  # the default ladder has it
+
+
+@pytest.mark.parametrize(
+    ("values", "is_valid"),
+    [
+        ({"every": 20}, True),
+        ({"every": 21}, False),
+        ({"lookahead": 9}, False),
+        ({"lookahead": 10}, True),
+        ({"lookahead": 0, "every": 500}, True),
+    ],
+)
+def test_a_trend_reaches_the_next_look_or_is_not_used(values, is_valid):
+    if is_valid:
+        SpeculationSettings(**values)
+    else:
+        text = refusal(values)
+        assert text.startswith("megalowbit.speculation.lookahead = ")
+        assert f"set it to {values.get('every', 10)} or more, to 0 for no trend, or lower every" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "start"),
+    [
+        ({"every": 0}, "every = 0 is not valid: Input should be greater than or equal to 1"),
+        ({"every": True}, "every = True is not valid"),
+        ({"every": "10"}, "every = '10' is not valid"),
+        ({"every": 2.5}, "every = 2.5 is not valid"),
+        ({"lookahead": -1}, "lookahead = -1 is not valid"),
+        ({"trend_window": 1}, "trend_window = 1 is not valid: Input should be greater than or equal to 2"),
+        ({"hysteresis_db": -0.5}, "hysteresis_db = -0.5 is not valid"),
+        ({"hysteresis_db": math.nan}, "hysteresis_db = nan is not valid"),
+        ({"hysteresis_db": math.inf}, "hysteresis_db = inf is not valid"),
+        ({"patience": 0}, "patience = 0 is not valid"),
+        ({"verify_every": -1}, "verify_every = -1 is not valid"),
+        ({"verify_size": 0}, "verify_size = 0 is not valid"),
+        ({"cooldown": -1}, "cooldown = -1 is not valid"),
+        ({"use_alignment": 1}, "use_alignment = 1 is not valid"),
+        ({"signal": "most"}, "signal = 'most' is not valid: Input should be 'bulk' or 'all'"),
+        ({"model": "sed"}, "model = 'sed' is not valid: Input should be 'calibrated' or 'seed'"),
+        ({"estimator": {"type": "mean"}}, "estimator.type = 'mean' is not valid"),
+        ({"estimator": {"sample": 0}}, "estimator.sample = 0 is not valid"),
+        ({"estimator": {"negative_k": 0}}, "estimator.negative_k = 0 is not valid"),
+        ({"estimator": 5}, "estimator = 5 is not valid"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key(values, start):
+    assert refusal(values).startswith(f"megalowbit.speculation.{start}")
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_one():
+    assert "did you mean 'megalowbit.speculation.every'?" in refusal({"evry": 10})
+    assert "did you mean 'megalowbit.speculation.estimator.sample'?" in refusal({"estimator": {"smple": 9}})
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        SpeculationSettings().every = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        EstimatorSettings().sample = 3
+
+
+def test_settings_are_checked_without_torch():
+    code = "import sys; import megalowbit.speculation.settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
