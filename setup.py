@@ -39,7 +39,9 @@ setup(
             "ruff>=0.9",
             "mypy>=1.14",
             "triton>=3.4; sys_platform=='linux'",
+            "matplotlib>=3.9",  # as of plots: tests draw pictures
         ],
+        "plots": ["matplotlib>=3.9"],
         "bench": ["torchao==0.18.0", "matplotlib>=3.9"],
     },
 )

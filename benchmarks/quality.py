@@ -18,15 +18,8 @@ import argparse
 import itertools
 import json
 import math
-import os
-import re
-import socket
 import statistics
-import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,88 +27,13 @@ from timing import positive
 
 import megalowbit as mlb
 from megalowbit.data.loader import count_samples
-from megalowbit.pretrain.config import PretrainConfig, load_config
+from megalowbit.pretrain.sweep import LEAN, Gap, Losses, Run, execute, folder_name
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = ROOT / "launch" / "pretrain.py"
 PEER = "bf16"
 RECIPES = tuple(name for name in mlb.recipes() if name != PEER)
 SEEDS = (1, 2, 3)
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
-Losses = list[float | None]  # by step; None where it was not finite
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One training run, done or to be done."""
-
-    label: str
-    seed: int
-    folder: Path
-    config: Path
-    overrides: tuple[str, ...]
-
-    def resolved(self) -> PretrainConfig:
-        return load_config(self.config, list(self.overrides), world_size=1)
-
-    def is_complete(self) -> bool:
-        """Whether its folder holds all its steps, or diverged; exits if it holds another run."""
-        saved, summary = self.folder / "config.json", self.folder / "summary.json"
-        if not saved.exists():
-            return False
-        wanted = json.loads(json.dumps(self.resolved().to_dict()))
-        if json.loads(saved.read_text()) != wanted:
-            sys.exit(f"error: {self.folder} holds a run with other settings: choose another --out")
-        steps = wanted["megalowbit"]["run"]["steps"]
-        is_finished = summary.exists() and json.loads(summary.read_text())["steps"] == steps
-        return is_finished or self.was_stopped()
-
-    def execute(self) -> float:
-        """Train it; returns the seconds it took, start included."""
-        started = time.perf_counter()
-        arguments = ["--ds-config", str(self.config), "--run-dir", str(self.folder), "--resume", "auto"]
-        for override in self.overrides:
-            arguments += ["--set", override]
-        environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-        environment |= {
-            "OMP_NUM_THREADS": "1",
-            "MASTER_PORT": str(free_port()),
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        }
-        log = self.folder.with_suffix(".log")
-        with log.open("w") as file:
-            command = [sys.executable, str(ROOT / "launch" / "pretrain.py"), *arguments]
-            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        if done.returncode and not self.was_stopped():
-            lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-            raise RuntimeError(f"{self.label}, seed {self.seed}, failed: {lines[-1]} (all of it in {log})")
-        return time.perf_counter() - started
-
-    def rows(self) -> list[dict[str, Any]]:
-        metrics = self.folder / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be torn
-
-    def steps_without_update(self) -> int:
-        """How many steps at the end of the record were skipped, or had a loss that is not finite."""
-        rows = self.rows()
-        skips = [0, *(row["skipped_steps"] for row in rows)]
-        is_lost = [
-            row["loss"] is None or after > before
-            for row, (before, after) in zip(rows, itertools.pairwise(skips), strict=True)
-        ]
-        return len(list(itertools.takewhile(bool, reversed(is_lost))))
-
-    def was_stopped(self) -> bool:
-        """Whether the loop gave it up, because too many steps in a row were skipped."""
-        return self.steps_without_update() >= self.resolved().settings.run.max_consecutive_skips
-
-    def diverged_at(self) -> int | None:
-        """The first of the steps at the end that led nowhere; `None`: training went well to the end."""
-        rows, lost = self.rows(), self.steps_without_update()
-        return rows[-lost]["step"] if self.was_stopped() or (lost and rows[-1]["loss"] is None) else None
-
-    def losses(self) -> Losses:
-        return [row["loss"] for row in self.rows()]
 
 
 def main() -> None:
@@ -133,7 +51,10 @@ def main() -> None:
     steps = config.settings.run.steps
     counts = f"{len(recipes)} recipes × {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
     print(f"{counts}, {steps} steps of {options.config.name}, {options.out}")
-    execute([run for run in runs if not run.is_complete()], jobs=options.jobs)
+    try:
+        execute([run for run in runs if not run.is_complete()], jobs=options.jobs)
+    except mlb.UserError as error:
+        sys.exit(f"error: {error}")
     results = {label: {run.seed: run for run in runs if run.label == label} for label in recipes}
     text = table(results, last=min(options.last, steps), steps=steps)
     print(text)
@@ -211,48 +132,27 @@ def labelled(values: list[str] | tuple[str, ...], parser: argparse.ArgumentParse
 
 def planned(recipes: dict[str, str], seeds: list[int], options: argparse.Namespace) -> list[Run]:
     """All runs, seed by seed."""
-    overrides = ["megalowbit.checkpoint.export_hf=false", "megalowbit.telemetry.tensorboard=false"]
+    overrides = [*LEAN]
     if options.steps:
         overrides.append(f"megalowbit.run.steps={options.steps}")
     return [
         Run(
             label=label,
             seed=seed,
-            folder=options.out / f"{re.sub(r'[^A-Za-z0-9-]+', '-', label)}-seed-{seed}",
+            folder=options.out / folder_name(label, seed),
             config=options.config,
             overrides=(*overrides, f"megalowbit.run.seed={seed}", f"megalowbit.recipe={value}"),
+            program=PROGRAM,
         )
         for seed in seeds
         for label, value in recipes.items()
     ]
 
 
-def execute(runs: list[Run], *, jobs: int) -> None:
-    """Do the runs, some at a time; the first that fails ends the sweep, one that diverges does not."""
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(run.execute): run for run in runs}
-        try:
-            for number, future in enumerate(as_completed(futures), start=1):
-                run, seconds = futures[future], future.result()
-                lost = run.diverged_at()
-                end = f"{seconds:.0f} s" + (f", diverged at step {lost}" if lost else "")
-                print(f"  [{number}/{len(runs)}] {run.label}, seed {run.seed}: {end}", flush=True)
-        except RuntimeError as error:
-            sys.exit(f"error: {error}")
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def table(results: dict[str, dict[int, Run]], *, last: int, steps: int) -> str:
     """Mean losses by recipe and seed, their gaps to bf16, and what is too close to tell apart."""
     finals = {
-        label: {seed: final_loss(run, last) for seed, run in by_seed.items()}
+        label: {seed: run.final_loss(last) for seed, run in by_seed.items()}
         for label, by_seed in results.items()
     }
     width = max(map(len, results)) + 2
@@ -287,41 +187,9 @@ def table(results: dict[str, dict[int, Run]], *, last: int, steps: int) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Gap:
-    """Differences of two recipes, paired by seed: mean, standard deviation, standard error of the mean."""
-
-    mean: float
-    deviation: float
-    error: float
-
-    @classmethod
-    def between(cls, losses: dict[int, float], peers: dict[int, float]) -> Gap:
-        gaps = [losses[seed] - peers[seed] for seed in losses]
-        deviation = statistics.stdev(gaps) if len(gaps) > 1 else math.nan
-        return cls(statistics.mean(gaps), deviation, deviation / math.sqrt(len(gaps)))
-
-    @property
-    def mark(self) -> str:
-        if math.isnan(self.error):
-            return "  ?"
-        return "" if abs(self.mean) >= 2 * self.error else "  ≈"
-
-    def __str__(self) -> str:
-        if math.isnan(self.error):
-            return f"{self.mean:+.4f}"
-        return f"{self.mean:+.4f} ± {self.deviation:.4f} ({self.error:.4f})"
-
-
 def padded(losses: Losses, steps: int) -> Losses:
     """Losses of a run that may have ended early, one for every step."""
     return losses + [None] * (steps - len(losses))
-
-
-def final_loss(run: Run, last: int) -> float:
-    """Mean of the finite ones among the last losses; NaN if the run diverged."""
-    finite = [loss for loss in run.losses()[-last:] if loss is not None]
-    return math.nan if run.diverged_at() is not None else statistics.mean(finite)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,17 @@ def test_linear_has_a_peer_for_recipes_that_split_the_output_gradient():
 
 def test_quantize_compares_with_a_copy_and_with_plain_torch():
     printed = run("quantize.py", "--rounds", "2", "--size", "64")
-    for name in ("clone", "nvfp4e2m1b", "mxfp4e2m1bnosr", "decode to bf16", "plain torch, nearest", "int8b"):
+    for name in ("clone", "nvfp4e2m1b", "mxfp4e2m1bnosr", "int8 to bf16", "plain torch, int8", "int8b"):
         assert any(line.strip().startswith(name) and "GB/s" in line for line in printed.splitlines()), name
+
+
+def test_speculation_compares_looks_with_a_layer_of_no_controller():
+    printed = run("speculation.py", "--rounds", "2", "--shape", "64x32x48", "--verify-size", "8")
+    for name in ("no controller", "between looks", "look", "verified look"):
+        lines = [line for line in printed.splitlines() if line.strip().startswith(f"{name}  ")]
+        assert len(lines) == 1, name
+        assert "× no controller" in lines[0]
+    assert "a look every 10 steps, every 5th verified" in printed
 
 
 def test_low_rank_compares_every_method_with_torchs():
@@ -204,20 +213,6 @@ def test_quality_help_has_defaults_and_says_which_flags_repeat():
         assert f"(default: {default})" in printed
     assert "(default: configs/gpt2_tiny_quality.json)" in printed
     assert printed.count("repeat the flag for several") == 2
-
-
-def test_a_gap_smaller_than_twice_its_error_is_marked(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from quality import Gap
-
-    peers = {1: 2.0, 2: 3.0, 3: 2.5}
-    gap = Gap.between({1: 2.3, 2: 3.1, 3: 2.6}, peers)  # gaps of 0.3, 0.1 and 0.1
-    assert gap.mean == pytest.approx(0.5 / 3)
-    assert gap.deviation == pytest.approx((0.04 / 3) ** 0.5)
-    assert gap.error == pytest.approx((0.04 / 9) ** 0.5)
-    assert gap.mark == ""
-    assert Gap.between({1: 2.3, 2: 2.9, 3: 2.6}, peers).mark == "  ≈"
-    assert Gap.between({1: 2.3}, {1: 2.0}).mark == "  ?"
 
 
 def test_curves_are_drawn_from_smoothed_losses(monkeypatch, tmp_path):

@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.hf.new_folder import refuse_existing
+from megalowbit.pretrain.command_line import OneLineParser
 
 if TYPE_CHECKING:
     from megalowbit.data.tokenize import Tokenizer
@@ -24,15 +25,10 @@ EXIT_USER_ERROR = 2
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
     description, _, examples = str(__doc__).partition("\n\n")
-    parser = _OneLineParser(
+    parser = OneLineParser(
         description=description,
         epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

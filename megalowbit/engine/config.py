@@ -45,7 +45,7 @@ from megalowbit.optim.scaler_settings import (
 
 BLOCK = "megalowbit"
 # read by the pretraining loop; accepted without it, so that one file serves both
-LOOP_SECTIONS = ("model", "data", "run", "checkpoint", "telemetry", "late_switch")
+LOOP_SECTIONS = ("model", "data", "run", "checkpoint", "telemetry", "late_switch", "speculation")
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default
 
 

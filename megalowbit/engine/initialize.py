@@ -202,6 +202,11 @@ def _warn_of_schedules(parts: DeepSpeedConfigParts, recipe: Recipe | None) -> No
             "megalowbit.late_switch is acted on by launch/pretrain.py only: "
             "call mlb.switch_precision(model) yourself"
         )
+    if parts.megalowbit.get("speculation") is not None:
+        logger.warning(
+            "megalowbit.speculation is acted on by launch/pretrain.py only: "
+            "make an mlb.PrecisionController(model, settings) yourself"
+        )
     if recipe is not None and recipe.parameter_split is not None:
         logger.warning("recipe.parameter_split: call mlb.split_weights(engine) before the steps that are due")
 

@@ -24,14 +24,17 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 SECONDS_FOR_THE_MAIN_RANK = 5.0
 
 
-class _OneLineParser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """A parser of arguments whose complaints are `UserError`s, as of all our command lines."""
+
     def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage."""
         raise UserError(f"{message}; see --help")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of `launch/pretrain.py`."""
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="pretrain.py",
         description="Pretrain GPT-2 or LLaMA in FP4, under deepspeed, torchrun, srun or plain python.",
         allow_abbrev=False,

@@ -1,9 +1,9 @@
 """The configuration of a run: one DeepSpeed JSON file with a strict `"megalowbit"` block.
 
 Everything DeepSpeed understands stays where DeepSpeed documents it; `engine.config` reads that half. Each
-section of our block is a frozen model that lives beside its owner (data, hf, optim, telemetry); here they are
-put together, `--set key=value` is applied and relative paths are made absolute: those written in the file
-against the file's folder, those given with `--set` against the working directory.
+section of our block is a frozen model that lives beside its owner (data, hf, speculation, telemetry); here
+they are put together, `--set key=value` is applied and relative paths are made absolute: those written in the
+file against the file's folder, those given with `--set` against the working directory.
 Not covered: anything that needs torch. A typing mistake must be answered in a second, before heavy imports.
 """
 
@@ -26,6 +26,7 @@ from megalowbit.errors import UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
 from megalowbit.pretrain.switch_settings import LateSwitchSettings, check_late_switch
+from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
 
 BLOCK = "megalowbit"
@@ -80,6 +81,7 @@ class PretrainSettings(BaseModel):
     checkpoint: CheckpointSettings = CheckpointSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     late_switch: LateSwitchSettings | None = None
+    speculation: SpeculationSettings | None = None
 
 
 class Monitors(BaseModel):

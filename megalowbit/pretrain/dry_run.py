@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,16 +19,19 @@ from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.precision_switch import switched
-from megalowbit.layers.recipe import SPLIT_FIELDS
+from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import bit_layers, convert
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import check_nothing_missed
 from megalowbit.pretrain.kernels import this_device, why_not
 from megalowbit.pretrain.late_switch import check_switchable
-from megalowbit.pretrain.memory import ModelCut, ZeroSharing, estimate_memory
+from megalowbit.pretrain.memory import MemoryEstimate, ModelCut, ZeroSharing, estimate_memory
+from megalowbit.pretrain.speculation import check_speculation, describe_speculation, largest_forms
 
 SIZED_TO_FIT = ", the fewest that fit this configuration: give --processes for another number"
+
+MOST_OF_A_LADDER = "\n  at most: saved for backward with the precisions of the ladder that keep the most"
 
 
 def describe(config: PretrainConfig) -> str:
@@ -41,9 +43,10 @@ def describe(config: PretrainConfig) -> str:
     Raises:
         UserError: model, recipe or corpus would fail in the real run.
     """
-    settings, engine, grid = config.settings, config.parts.settings, config.grid
+    settings, grid = config.settings, config.grid
     recipe = recipe_of(config.recipe)
     check_switchable(settings.late_switch, recipe)
+    check_speculation(settings.speculation, recipe)
     is_hub = is_on_hub(settings.data)
     corpus = f"data set {settings.data.corpus} (not looked up)" if is_hub else open_corpus(settings.data).name
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
@@ -60,22 +63,7 @@ def describe(config: PretrainConfig) -> str:
         )
     vocab_size = settings.data.vocab_size or build_tokenizer(settings.data).vocab_size
     check_fits(model.config, vocab_size=vocab_size, sequence_length=settings.data.sequence_length)
-    optimizer = config.parts.deepspeed["optimizer"]
-    micro_batch_size = config.parts.deepspeed["train_micro_batch_size_per_gpu"]
-    estimate = partial(
-        estimate_memory,
-        settings.model,
-        precision=engine.precision,
-        fp32_norms=engine.fp32_norms,
-        op_classes=engine.autocast.op_classes() if engine.autocast.enabled else None,
-        optimizer_type=optimizer["type"],
-        has_momentum=bool(optimizer["params"].get("momentum")),
-        micro_batch_size=micro_batch_size,
-        sequence_length=settings.data.sequence_length,
-        sharing=ZeroSharing.from_config(config.parts.deepspeed, grid.data_size),
-        cut=ModelCut.from_config(config.parts.deepspeed, grid),
-    )
-    memory = estimate(recipe=recipe)
+    memory = estimate_run(config, recipe)
     tokens = config.parts.deepspeed["train_batch_size"] * settings.data.sequence_length
     sections = {
         "processes": f"{grid.world_size} ({grid}){SIZED_TO_FIT if config.is_sized_to_fit else ''}",
@@ -85,14 +73,42 @@ def describe(config: PretrainConfig) -> str:
         "parameters": f"{total:,}, of which {swapped:,} ({swapped / total:.1%}) in low-bit layers",
         "data": f"{corpus}; {tokens:,} tokens a step on {grid.world_size} process(es), "
         f"{tokens * settings.run.steps:,} in {settings.run.steps:,} steps",
-        "memory of one process (estimate)": str(memory),
+        "memory of one process (estimate)": str(memory) + (MOST_OF_A_LADDER if settings.speculation else ""),
     }
+    if settings.speculation is not None:
+        sections["speculation"] = describe_speculation(settings.speculation)
     if settings.late_switch is not None:
         later = switched(recipe, settings.late_switch.scope)
         sections["late switch"] = f"after step {settings.late_switch.step(settings.run.steps)}: {later}"
-        saved = estimate(recipe=later).saved_for_backward  # all else stays as it was
+        saved = estimate_run(config, later).saved_for_backward  # all else stays as it was
         sections["memory after the late switch (estimate)"] = str(replace(memory, saved_for_backward=saved))
     return "\n\n".join(f"== {title}\n{text}" for title, text in sections.items())
+
+
+def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
+    """Memory of one process of a run; where precisions are chosen in the run, the most that a choice takes.
+
+    Args:
+        config: of the run.
+        recipe: with which its layers begin, or go on.
+    """
+    settings, engine, deepspeed = config.settings, config.parts.settings, config.parts.deepspeed
+    optimizer = deepspeed["optimizer"]
+    forms = None if settings.speculation is None else largest_forms(settings.speculation, recipe)
+    return estimate_memory(
+        settings.model,
+        recipe,
+        forms=forms,
+        precision=engine.precision,
+        fp32_norms=engine.fp32_norms,
+        op_classes=engine.autocast.op_classes() if engine.autocast.enabled else None,
+        optimizer_type=optimizer["type"],
+        has_momentum=bool(optimizer["params"].get("momentum")),
+        micro_batch_size=deepspeed["train_micro_batch_size_per_gpu"],
+        sequence_length=settings.data.sequence_length,
+        sharing=ZeroSharing.from_config(deepspeed, config.grid.data_size),
+        cut=ModelCut.from_config(deepspeed, config.grid),
+    )
 
 
 def split_ranks(layers: Collection[BitLinear]) -> list[str]:

@@ -51,6 +51,7 @@ from megalowbit.pretrain.resume import check_same_model
 from megalowbit.pretrain.run_folder import RunFolder
 from megalowbit.pretrain.switch_settings import check_resumed_switch
 from megalowbit.process_group import ProcessIdentity
+from megalowbit.speculation.controller import PrecisionController
 from megalowbit.telemetry.overflow import GradientOverflowTracker
 from megalowbit.telemetry.summary import RunTotals
 
@@ -74,6 +75,7 @@ class Job:
         tracker: overflow counts; `None` where telemetry or quantisation is off.
         weight_cache: quantised weights of a step that uses them more than once; not at ZeRO 3.
         late_switch: when layers stop quantising; `None`: never.
+        speculation: chooses the precision of each product, step by step; `None`: all run with the recipe.
         totals: what the run has done so far, resumed parts included.
     """
 
@@ -87,6 +89,7 @@ class Job:
     tracker: GradientOverflowTracker | None
     weight_cache: WeightCache | None = None
     late_switch: LateSwitch | None = None
+    speculation: PrecisionController | None = None
     totals: RunTotals = field(default_factory=RunTotals)
 
     @property
@@ -147,6 +150,7 @@ class Job:
                 "random_stream": _state_of(random_stream(self.engine.module)),
                 "tracker": _state_of(self.tracker),
                 "late_switch": _state_of(self.late_switch),
+                "speculation": _state_of(self.speculation),
                 "weight_splits": weight_splits,
             },
         }
@@ -183,6 +187,13 @@ class Job:
             self.tracker.load_state_dict(progress["tracker"])
         if self.late_switch is not None and progress.get("late_switch") is not None:
             self.late_switch.load_state_dict(progress["late_switch"])
+        if self.speculation is not None:
+            if progress.get("speculation") is None:
+                raise UserError(
+                    f"{path} was saved without speculation, and what its products ran in is not known: leave "
+                    "megalowbit.speculation out, or start from it with megalowbit.model.checkpoint"
+                )
+            self.speculation.load_state_dict(progress["speculation"])
         self._resume_splits(path, progress.get("weight_splits", {}), own)
 
     def _weight_splits(self) -> dict[str, Any]:
@@ -273,6 +284,9 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
             total_steps=settings.run.steps,
             num_layers=len(report.swapped),
         ),
+        speculation=None
+        if settings.speculation is None
+        else PrecisionController(engine.module, settings.speculation),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from megalowbit.engine.agreement import agree, gather
 from megalowbit.engine.config import load_json
@@ -32,7 +33,14 @@ from megalowbit.pretrain.overflow_retry import take_step
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run_folder import RunFolder, claim
+from megalowbit.pretrain.speculation import (
+    check_speculation,
+    describe_speculation,
+    line_after_switch,
+    look_facts,
+)
 from megalowbit.process_group import ProcessIdentity
+from megalowbit.speculation.report import SpeculationReport
 from megalowbit.telemetry.console import Console
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.step_facts import reduce_step_facts
@@ -51,6 +59,7 @@ def pretrain(
     check_nested_blocks(config.parts)
     agree(lambda: check_kernels(recipe_of(config.recipe)))
     agree(lambda: check_switchable(config.settings.late_switch, recipe_of(config.recipe)))
+    agree(lambda: check_speculation(config.settings.speculation, recipe_of(config.recipe)))
     stem = config.settings.run.name or config.source.stem
     folder: RunFolder = agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume))
     with ExitStack() as stack:
@@ -104,15 +113,15 @@ def train(job: Job, recorder: Recorder) -> None:
     every = settings.checkpoint.every or settings.run.steps
     skips_in_a_row = 0
     while job.step < settings.run.steps:
-        if job.late_switch is not None:
-            recorder.tell(job.late_switch.before_step(job.step))
+        _switch_if_due(job, recorder)
         split = job.split_weights()
         if split is not None:
             recorder.tell(f"before step {job.step + 1}: {split}")
-        facts, is_skipped, overflows = train_step(job)
+        facts, is_skipped, overflows, look = train_step(job)
         if job.recipe.parameter_split is not None:
             facts = {**facts, "weights_split": len(split.ranks) if split is not None else 0}
         recorder.step(facts)
+        recorder.look(look)
         optimizer = job.engine.optimizer
         for line in overflows:
             recorder.tell(f"{line}; tried again")
@@ -131,12 +140,39 @@ def train(job: Job, recorder: Recorder) -> None:
             job.save()
 
 
-def train_step(job: Job) -> tuple[Facts, bool, tuple[str, ...]]:
-    """One optimizer step over all its micro-batches: facts, whether it was skipped, a line for each retry."""
+def _switch_if_due(job: Job, recorder: Recorder) -> None:
+    """Let the late switch act before a step, and tell of it."""
+    if job.late_switch is None:
+        return
+    told = job.late_switch.before_step(job.step)
+    recorder.tell(told)
+    if told is not None and job.speculation is not None:
+        recorder.tell(line_after_switch(job.late_switch.recipe))
+
+
+class TrainedStep(NamedTuple):
+    """What became of an optimizer step.
+
+    Attributes:
+        facts: for the records.
+        is_skipped: whether its update was left out.
+        overflows: a line for each try that was repeated.
+        look: what speculation found, if it looked.
+    """
+
+    facts: Facts
+    is_skipped: bool
+    overflows: tuple[str, ...]
+    look: SpeculationReport | None
+
+
+def train_step(job: Job) -> TrainedStep:
+    """One optimizer step over all its micro-batches, repeated ones included; every rank must call it."""
     engine, optimizer = job.engine, job.engine.optimizer
     started, skipped_before = time.perf_counter(), engine.skipped_steps
     rate = learning_rate(optimizer.param_groups[0])
     attempt = take_step(job)
+    look = job.speculation.end_step() if job.speculation is not None else None
     seen = reduce_step_facts(
         attempt.loss,
         tracker=job.tracker,
@@ -154,8 +190,9 @@ def train_step(job: Job) -> tuple[Facts, bool, tuple[str, ...]]:
         "tokens": job.totals.tokens,
         **({"overflow_retries": attempt.retries} if attempt.retries else {}),
         **(job.late_switch.facts() if job.late_switch is not None else {}),
+        **(look_facts(look, job.speculation.totals()) if look is not None and job.speculation else {}),
     }
-    return facts, is_skipped, attempt.overflows
+    return TrainedStep(facts, is_skipped, attempt.overflows, look)
 
 
 def export(job: Job, console: Console) -> None:
@@ -222,6 +259,7 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: l
             f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
             f"process{'es' if identity.world_size > 1 else ''}" + cut(job),
             *([f"switch    {job.late_switch}"] if job.late_switch is not None else []),
+            *([f"ladder    {describe_speculation(settings.speculation)}"] if settings.speculation else []),
             *(f"changed   {change}" for change in changes),
             "",
         ]

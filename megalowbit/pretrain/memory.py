@@ -34,7 +34,7 @@ from megalowbit.layers.surgery import bit_layers, convert
 from megalowbit.optim.autocast import attach_autocast
 from megalowbit.optim.fp32_modules import is_kept_fp32, keep_fp32
 from megalowbit.optim.op_classes import OpClasses
-from megalowbit.pretrain.saved_tensors import saved_by_stage, saved_for_backward
+from megalowbit.pretrain.saved_tensors import LargestForms, saved_by_stage, saved_for_backward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -151,6 +151,7 @@ def estimate_memory(
     model_settings: ModelSettings,
     recipe: Recipe,
     *,
+    forms: LargestForms | None = None,
     precision: str,
     fp32_norms: bool = False,
     op_classes: OpClasses | None = None,
@@ -166,6 +167,7 @@ def estimate_memory(
     Args:
         model_settings: which model.
         recipe: its low-bit recipe.
+        forms: what layers keep where their recipes change in the run; None: they keep what `recipe` says.
         precision: `"fp16"`, `"bf16"` or `"fp32"`.
         fp32_norms: whether norms keep fp32 parameters, which have no master.
         op_classes: of autocast, under which more is kept in fp32; None where it is off.
@@ -194,7 +196,7 @@ def estimate_memory(
                 parameter.data = parameter.data.to(half)
         if op_classes is not None:
             attach_autocast(model, precision, "cpu", op_classes)
-        stages = _stages(model, cut, micro_batch_size, sequence_length)
+        stages = _stages(model, cut, micro_batch_size, sequence_length, forms)
     moments = MOMENTS_PER_PARAMETER.get(optimizer_type.lower(), int(has_momentum))
     estimates = []
     for parameters, saved in stages:
@@ -216,11 +218,16 @@ def estimate_memory(
 
 
 def _stages(
-    model: PreTrainedModel, cut: ModelCut, micro_batch_size: int, sequence_length: int
+    model: PreTrainedModel,
+    cut: ModelCut,
+    micro_batch_size: int,
+    sequence_length: int,
+    forms: LargestForms | None,
 ) -> list[tuple[list[nn.Parameter], int]]:
     """Parameters of each stage, a tied one in each that has it, and bytes that it keeps for backward."""
     if cut.num_stages == 1:
-        return [(list(model.parameters()), saved_for_backward(model, micro_batch_size, sequence_length))]
+        saved = saved_for_backward(model, micro_batch_size, sequence_length, forms)
+        return [(list(model.parameters()), saved)]
     parts = parts_of(model)
     bounds = stage_bounds(parts, cut.num_stages, cut.partition)
     found = []
@@ -234,6 +241,7 @@ def _stages(
             interval=cut.interval,
             # one forward, one backward in turn: the first stage waits longest
             num_in_flight=min(cut.num_stages - stage, cut.micro_batches),
+            forms=forms,
         )
         found.append((list(dict.fromkeys(p for part in mine for p in part.parameters())), saved))
     return found

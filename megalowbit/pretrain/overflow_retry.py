@@ -1,7 +1,8 @@
 """The micro-batches of a step, once or, after an overflow, again at a lower scale (`run.overflow_retries`).
 
 The step's batches are kept only where they may be needed again. What is recorded of a step is its last try:
-counts of earlier ones are dropped, and its seconds are those of all.
+counts of earlier ones are dropped, as is what speculation saw of their infinite gradients, and its seconds
+are those of all.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     if job.tracker is not None:
         job.tracker.begin_step()
+    if job.speculation is not None:
+        job.speculation.begin_step()
     if job.is_pipeline:
         engine.train_batch(iter(list(batches)))  # all, so that middle stages move on in the data as well
         job.weights_have_changed()

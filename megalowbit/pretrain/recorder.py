@@ -1,4 +1,4 @@
-"""All records of a run behind one object: console, metrics, layer table, summary.
+"""All records of a run behind one object: console, metrics, layer table, looks of speculation, summary.
 
 The loop tells it what happened; it knows which file that belongs to and which process writes. Records by
 layer need an all-reduce, so their calls are for every rank. Counts of splits are the main process's own.
@@ -14,6 +14,8 @@ from megalowbit.engine.agreement import agree
 from megalowbit.errors import UserError
 from megalowbit.layers.split_states import split_counts
 from megalowbit.pretrain.job import Job
+from megalowbit.pretrain.speculation import LookFile, change_lines, speculation_summary
+from megalowbit.speculation.report import SpeculationReport
 from megalowbit.telemetry.console import Console
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.moving_rate import MovingRate
@@ -46,6 +48,7 @@ class Recorder:
         self._every = job.config.settings.telemetry.layers_every
         self._speed = MovingRate()
         self._sinks = SinkGroup([console])
+        self._looks: LookFile | None = None
         agree(lambda: self._open(job.step if is_resume else None))
 
     def _open(self, resume_step: int | None) -> None:
@@ -65,6 +68,8 @@ class Recorder:
                 config=job.config.to_dict(),
                 resume_step=resume_step,
             )
+            if job.speculation is not None:
+                self._looks = LookFile(job.folder.speculation, resume_step=resume_step)
             job.loader.tokenizer.save_pretrained(job.folder.tokenizer)
             job.folder.set_export_aside(job.step)
             job.folder.write_config(job.config.to_dict())
@@ -81,6 +86,15 @@ class Recorder:
         self._sinks.write(self._job.step, facts)
         if self._every and self._job.step % self._every == 0:
             self._write_layers()
+
+    def look(self, report: SpeculationReport | None) -> None:
+        """Record what speculation found in the step just recorded; `None` is nothing found."""
+        if report is None:
+            return
+        if self._looks is not None:
+            self._looks.write(report)
+        for line in change_lines(report):
+            self.tell(line)
 
     def tell(self, text: str | None) -> None:
         """Show a line to whoever follows the run; `None` is nothing to tell."""
@@ -100,6 +114,9 @@ class Recorder:
             layers=job.tracker.reduce_layers() if job.tracker is not None else (),
             splits=splits,
             late_switch=job.late_switch.summary() if job.late_switch is not None else None,
+            speculation=speculation_summary(job.speculation.totals())
+            if job.speculation is not None
+            else None,
         )
         self._sinks.close(summary=summary.facts())
         if self._is_main:
@@ -125,6 +142,8 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._looks is not None:
+            self._looks.close()
         self._sinks.close(exit_code=0 if kind is None else 1)
 
 

@@ -2,8 +2,9 @@
 
 A checkpoint brings back the optimizer with its learning rate, the scaler with its scale, the data with its
 order. Settings that the checkpoint decides would have no effect, and settings that change the model or its
-arithmetic would quietly make one run out of two; both are refused. What decides only how long, how often or
-on how many processes may change.
+arithmetic would quietly make one run out of two; both are refused. So is any change of `speculation`, since
+every part of it has a say in what products run in, and the decisions in the checkpoint were made under the
+former ladder and thresholds. What decides only how long, how often or on how many processes may change.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ WRITTEN_SINCE = (
     "regularizer", "gradient_norm", "autocast", "fp32_norms", "layer_scaling", "log_num_zeros_in_grad",
 )  # fmt: skip
 # Said first: other settings have changed because of them.
-DECISIVE = ("megalowbit.precision", "megalowbit.grad_scaler.type", "megalowbit.grad_scaler.mode")
+DECISIVE = (
+    "megalowbit.precision",
+    "megalowbit.grad_scaler.type",
+    "megalowbit.grad_scaler.mode",
+    "megalowbit.speculation.ladder",
+)
 # Of a HuggingFace configuration: where it came from, and what the loop sets itself.
 NOT_OF_THE_MODEL = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
 REMEDY = "resume with the former value, or start a new run from its weights with megalowbit.model.checkpoint"
@@ -78,6 +84,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     }
     before = {**_flat(unwritten), **_flat(saved), **_flat(_unwritten_scaler(saved))}
     now = {**_flat(unwritten), **_flat(current)}
+    _check_speculation_is_kept(saved, current)
     changes = []
     for key in sorted(before.keys() | now.keys(), key=lambda key: (_place(key), key)):
         old, new = before.get(key), now.get(key)
@@ -88,6 +95,16 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             raise UserError(f"{key} was {was} in the run to be resumed and is {now_is} now: {REMEDY}")
         changes.append(f"{key}: {old} → {new}")
     return changes
+
+
+def _check_speculation_is_kept(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to add or to leave out speculation, naming the section and not the first of its many keys."""
+    blocks = [config.get("megalowbit", {}).get("speculation") for config in (saved, current)]
+    if (blocks[0] is None) != (blocks[1] is None):  # earlier versions did not write it down
+        was, now = ("off" if block is None else "on" for block in blocks)
+        raise UserError(
+            f"megalowbit.speculation was {was} in the run to be resumed and is {now} now: {REMEDY}"
+        )
 
 
 def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

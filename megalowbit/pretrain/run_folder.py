@@ -51,6 +51,11 @@ class RunFolder:
         return self.path / "hf"
 
     @property
+    def speculation(self) -> Path:
+        """What looks at the precision of products have found, where it is chosen in the run."""
+        return self.path / "speculation.jsonl"
+
+    @property
     def summary(self) -> Path:
         """What the end of the run looked like."""
         return self.path / "summary.json"

@@ -1,21 +1,41 @@
 """What autograd keeps between forward and backward: counted on a model or on one stage of a pipeline.
 
 The forward is run for its hooks alone, as a rule under PyTorch's fake tensors, and each storage counts once.
+Where layers have a choice of recipes, the one that keeps more is counted (`LargestForms`).
 Not covered: what kernels allocate for a moment, and what a device's own attention does not keep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from megalowbit.hf.pipeline import Block, BlockInputs, BlockOptions, Embedding, Head, causal_loss, run_parts
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.surgery import bit_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestForms:
+    """The recipes with which layers keep the most.
+
+    Attributes:
+        own: of a layer whose input nobody else keeps.
+        beside: of a layer whose input is kept anyway, by another layer or by the operation it comes from: a
+            form of its own is kept on top of that.
+    """
+
+    own: Recipe
+    beside: Recipe
 
 
 class _Kept:
@@ -31,22 +51,49 @@ class _Kept:
             self._storages[storage._cdata] = storage
         return tensor
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
+
     @property
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
-def saved_for_backward(model: nn.Module, micro_batch_size: int, sequence_length: int) -> int:
+@contextmanager
+def _in_largest_forms(
+    model: nn.Module, forms: LargestForms | None, is_kept: Callable[[torch.Tensor], bool]
+) -> Iterator[None]:
+    """Give each layer its recipe when it gets its input; those that layers had are gone afterwards."""
+
+    def choose(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        assert isinstance(layer, BitLinear)
+        assert forms is not None
+        layer.recipe = forms.beside if is_kept(inputs[0]) else forms.own
+
+    layers = [] if forms is None else list(bit_layers(model).values())
+    handles = [layer.register_forward_pre_hook(choose) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def saved_for_backward(
+    model: nn.Module, micro_batch_size: int, sequence_length: int, forms: LargestForms | None = None
+) -> int:
     """Bytes autograd keeps between one forward and its backward, parameters not counted.
 
     Args:
         model: a causal language model that takes `input_ids` and `labels`; fake tensors serve as well.
         micro_batch_size: sequences in the batch.
         sequence_length: tokens per sequence.
+        forms: recipes to choose from; None: each layer's own.
     """
     kept = _Kept(model.parameters())
     tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
+    with hooks, _in_largest_forms(model, forms, kept.holds):
         loss = model(input_ids=tokens, labels=tokens).loss
     del loss
     return kept.nbytes
@@ -60,6 +107,7 @@ def saved_by_stage(
     sequence_length: int,
     interval: int,
     num_in_flight: int,
+    forms: LargestForms | None = None,
 ) -> int:
     """Bytes a pipeline's stage keeps when it is fullest.
 
@@ -70,13 +118,16 @@ def saved_by_stage(
         sequence_length: tokens per sequence.
         interval: blocks per recomputed segment; 0 recomputes nothing.
         num_in_flight: micro-batches whose backward is still to come.
+        forms: recipes to choose from; None: each layer's own.
     """
     kept, recomputed = _Kept(model.parameters()), [0]
+    alive = [kept]
 
     def run_blocks(blocks: Sequence[Block], hidden: torch.Tensor, options: BlockOptions) -> torch.Tensor:
         for start in range(0, len(blocks), interval or len(blocks)):
             segment = _Kept(model.parameters()) if interval else kept
             kept.add(hidden)
+            alive[1:] = [segment]
             with torch.autograd.graph.saved_tensors_hooks(segment.add, lambda tensor: tensor):
                 for block in blocks[start : start + (interval or len(blocks))]:
                     hidden = block(hidden, options)
@@ -88,7 +139,8 @@ def saved_by_stage(
     if not isinstance(parts[0], Embedding):
         shape = (*tokens.shape, model.config.hidden_size)
         inputs = torch.zeros(shape, dtype=next(model.parameters()).dtype, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
+    with hooks, _in_largest_forms(model, forms, lambda tensor: any(each.holds(tensor) for each in alive)):
         output = run_parts(parts, inputs, BlockInputs(model), run_blocks)
         assert isinstance(output, torch.Tensor)
         if isinstance(parts[-1], Head):

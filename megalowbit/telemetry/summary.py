@@ -88,6 +88,8 @@ class RunSummary:
         worst: the worst layer per role and measure, output gradients first.
         splits: how often factors of split operands were found in which way, if any were split.
         late_switch: when layers went on in high precision and the losses around it, if they did.
+        speculation: which share of products ran at which precision, how many were verified and how many of
+            these held their threshold, where precisions were chosen in the run.
     """
 
     totals: RunTotals
@@ -96,6 +98,7 @@ class RunSummary:
     worst: tuple[WorstLayer, ...] = ()
     splits: Mapping[str, int] | None = None
     late_switch: Mapping[str, Any] | None = None
+    speculation: Mapping[str, Any] | None = None
 
     @classmethod
     def build(
@@ -107,6 +110,7 @@ class RunSummary:
         layers: Sequence[LayerOverflow] = (),
         splits: Mapping[str, int] | None = None,
         late_switch: Mapping[str, Any] | None = None,
+        speculation: Mapping[str, Any] | None = None,
     ) -> RunSummary:
         """Summarise a run; `layers` as `GradientOverflowTracker.reduce_layers` returns them."""
         return cls(
@@ -116,6 +120,7 @@ class RunSummary:
             worst=worst_layers(layers),
             splits=splits,
             late_switch=late_switch,
+            speculation=speculation,
         )
 
     def facts(self) -> dict[str, Fact]:
@@ -141,6 +146,8 @@ class RunSummary:
             record["splits"] = dict(self.splits)
         if self.late_switch is not None:
             record["late_switch"] = dict(self.late_switch)
+        if self.speculation is not None:
+            record["speculation"] = dict(self.speculation)
         with atomic_file(path) as file:
             json.dump(record, file, indent=2, allow_nan=False)
             file.write("\n")
@@ -163,8 +170,20 @@ class RunSummary:
             ("steps", steps, "time", columns.duration_text(totals.seconds)),
             ("final loss", columns.loss_text(totals.final_loss), "best loss", best_loss),
             ("tokens", f"{totals.tokens:,}", "tokens/s", columns.amount_text(self.tokens_per_second)),
+            *([] if self.speculation is None else [_speculation_row(self.speculation)]),
         ]
         return "\n".join(f"{a:<12}{b:<28}{c:<12}{d}".rstrip() for a, b, c, d in rows)
+
+
+def _speculation_row(speculation: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """What ran at 8 bits or fewer, and how often a verified product held its threshold."""
+    verified = speculation["hits"] + speculation["misses"]
+    return (
+        "low bits",
+        f"{columns.percent_text(speculation['share_8bit_or_less'])} of products",
+        "verified",
+        f"{verified:,}, {columns.percent_text(speculation['hit_rate'])} held" if verified else "nothing",
+    )
 
 
 def worst_layers(layers: Sequence[LayerOverflow]) -> tuple[WorstLayer, ...]:

@@ -37,7 +37,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_micro_batches(build_job):
     job.engine.module.eval()
     expected = reference_loss(job.engine.module, batches)
     job.engine.module.train()
-    facts, is_skipped, _ = train_step(job)
+    facts, is_skipped, *_ = train_step(job)
     assert facts["loss"] == pytest.approx(expected, rel=1e-5)
     assert not is_skipped
 
@@ -52,7 +52,7 @@ def test_a_step_with_an_infinite_gradient_is_recorded_as_skipped_and_changes_not
     rate = job.engine.optimizer.param_groups[0]["lr"]
     weight = job.engine.module.transformer.h[0].mlp.c_fc.weight
     hook = weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
-    facts, is_skipped, _ = train_step(job)
+    facts, is_skipped, *_ = train_step(job)
     hook.remove()
     assert is_skipped
     assert facts["skipped_steps"] == 1
@@ -170,7 +170,7 @@ def test_a_run_in_fp8_says_at_its_end_what_its_products_ran_in(resolve, tmp_path
 
 def test_layouts_are_configured_like_any_recipe(build_job):
     job = build_job('megalowbit.recipe={"base": "nvfp4", "layout": "per_gemm", "hadamard": true}')
-    facts, is_skipped, _ = train_step(job)
+    facts, is_skipped, *_ = train_step(job)
     assert not is_skipped
     assert math.isfinite(facts["loss"])
 
@@ -184,7 +184,7 @@ def test_the_regularizer_is_reported_beside_the_loss(build_job):
     job = build_job("megalowbit.regularizer.strength=1e-3", "megalowbit.regularizer.epsilon=1e-3")
     weights = [layer.weight.detach().double() for layer in bit_layers(job.engine.module).values()]
     expected = sum(1e-3 * (w**2 + 1 / (w**2 + 1e-3)).mean().item() for w in weights)
-    facts, _, _ = train_step(job)
+    facts, *_ = train_step(job)
     assert facts["regularization"] == pytest.approx(expected, rel=1e-6)
     assert facts["loss"] < 10  # the language model's alone
     plain, *_ = train_step(build_job())
@@ -196,5 +196,5 @@ def test_the_learning_rate_reported_is_the_one_weights_moved_by(build_job):
     job = build_job()
     (rate, _) = [group["lr"] for group in job.engine.optimizer.param_groups]
     job.engine.optimizer.param_groups[0]["lr_scale"] = 0.5
-    facts, _, _ = train_step(job)
+    facts, *_ = train_step(job)
     assert facts["lr"] == 0.5 * rate

@@ -32,7 +32,7 @@ def test_with_retries_the_run_is_the_one_that_began_at_the_right_scale(build_job
     expected, other = run_of(build_job, right, 20, override)
     assert found[0][0]["overflow_retries"] == 26 - math.log2(right)  # an octave each
     assert "overflow_retries" not in expected[0][0]
-    assert not any(is_skipped for _, is_skipped, _ in [*found, *expected])
+    assert not any(step.is_skipped for step in [*found, *expected])
     for number, ((mine, *_), (theirs, *_)) in enumerate(zip(found, expected, strict=True)):
         varying = {"tokens_per_second"} | ({"overflow_retries"} if number == 0 else set())
         assert {k: v for k, v in mine.items() if k not in varying} == {
@@ -58,7 +58,7 @@ def test_a_step_out_of_retries_is_skipped(build_job):
     (line,) = found[0][2]  # of the first try; the step's own is that of the last
     assert line.startswith("step 1 overflowed: overflow in transformer.")
     assert line.endswith("loss scale 2^32 → 2^31")
-    assert job.engine.skipped_steps == sum(is_skipped for _, is_skipped, _ in found)
+    assert job.engine.skipped_steps == sum(step.is_skipped for step in found)
     assert job.step == STEPS
 
 

@@ -7,6 +7,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.settings import RegularizerSettings
 from megalowbit.optim.scaler_settings import GradScalerSettings
 from megalowbit.pretrain.resume import changed_settings, check_same_model
+from megalowbit.speculation.settings import SpeculationSettings
 
 SAVED = {
     "train_batch_size": 8,
@@ -102,6 +103,50 @@ def test_a_run_from_before_a_setting_was_written_down_had_its_default():
     now = changed("megalowbit", "gradient_norm", value="global")
     now["megalowbit"]["regularizer"] = RegularizerSettings().model_dump(mode="json")
     assert changed_settings(SAVED, now) == []
+
+
+def with_speculation(**settings):
+    block = SpeculationSettings(**settings).model_dump(mode="json")
+    return changed("megalowbit", "speculation", value=block)
+
+
+def test_speculation_is_off_in_a_run_from_before_it():
+    assert changed_settings(SAVED, changed("megalowbit", "speculation", value=None)) == []
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_speculation_may_not_be_added_or_left_out(is_reversed):
+    before, now = (with_speculation(), SAVED) if is_reversed else (SAVED, with_speculation())
+    was, is_now = ("on", "off") if is_reversed else ("off", "on")
+    with pytest.raises(
+        UserError, match=rf"^megalowbit\.speculation was {was} in .* and is {is_now} now: resume"
+    ):
+        changed_settings(before, now)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"ladder": ["int4", "bf16"]},
+            r"speculation\.ladder was \['int8', 'fp8', 'bf16'\] .* is \['int4', 'bf16'\]",
+        ),
+        ({"ladder": ["int8", "bf16"], "every": 5}, r"speculation\.ladder was "),
+        (
+            {"threshold_db": 20.0},
+            r"speculation\.threshold_db was 15\.0 .* is 20\.0 now: resume with the former",
+        ),
+        (
+            {"threshold_db": {"int8": 20, "fp8": 15}},
+            r"speculation\.threshold_db was 15\.0 .* is \{'int8': 20\.0, 'fp8': 15\.0\} now",
+        ),
+        ({"estimator": {"type": "mad"}}, r"speculation\.estimator\.type was 'quantile' .* is 'mad' now"),
+    ],
+)
+def test_decisions_may_not_go_on_under_another_ladder_or_threshold(settings, message):
+    assert changed_settings(with_speculation(), with_speculation()) == []
+    with pytest.raises(UserError, match=f"^megalowbit\\.{message}"):
+        changed_settings(with_speculation(), with_speculation(**settings))
 
 
 def with_scaler(**scaler):

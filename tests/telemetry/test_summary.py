@@ -21,6 +21,17 @@ def layer(name, role, saturated, underflow, squared_error):
     return LayerOverflow(layer=name, role=role, counts=counts)
 
 
+SPECULATION = {
+    "share_8bit_or_less": 0.7125,
+    "shares": {"int8": 0.5, "fp8": 0.2125, "bf16": 0.2875},
+    "hit_rate": 0.75,
+    "hits": 9_000,
+    "misses": 3_000,
+    "changes": 77,
+    "rollbacks": 3_000,
+}
+
+
 def full_summary():
     totals = RunTotals()
     for step in range(1, 501):
@@ -39,7 +50,9 @@ def full_summary():
         for end in ("up_projection", "down_projection")
         for role in ROLES
     ]
-    return RunSummary.build(totals, tokens_per_second=10_240.0, overflow=overflow, layers=layers)
+    return RunSummary.build(
+        totals, tokens_per_second=10_240.0, overflow=overflow, layers=layers, speculation=SPECULATION
+    )
 
 
 def test_totals_are_those_of_the_steps():
@@ -77,6 +90,20 @@ def test_a_late_switch_is_in_the_file_where_there_was_one(tmp_path):
     assert json.loads(path.read_text())["late_switch"] == switch
     RunSummary.build(RunTotals()).write(path)
     assert "late_switch" not in json.loads(path.read_text())
+
+
+def test_speculation_is_in_the_file_and_on_the_screen_where_there_was_any(tmp_path):
+    path = tmp_path / "summary.json"
+    summary = RunSummary.build(RunTotals(), speculation=SPECULATION)
+    summary.write(path)
+    assert json.loads(path.read_text())["speculation"] == SPECULATION
+    (row,) = [line for line in summary.render().splitlines() if line.startswith("low bits")]
+    assert row == "low bits    71.25% of products          verified    12,000, 75.00% held"
+    unverified = {**SPECULATION, "hit_rate": None, "hits": 0, "misses": 0}
+    assert "verified    nothing" in RunSummary.build(RunTotals(), speculation=unverified).render()
+    RunSummary.build(RunTotals()).write(path)
+    assert "speculation" not in json.loads(path.read_text())
+    assert "low bits" not in RunSummary.build(RunTotals()).render()
 
 
 def test_worst_layers_are_found_by_measure_and_role():

@@ -1,0 +1,121 @@
+"""The command line with a ladder of precisions: two processes, killed and resumed, two stages, a mistake."""
+
+import json
+
+import pytest
+
+from launchers import ROOT, kill, metrics, run, start, wait_for_step, write_config
+
+STEPS, EVERY = 14, 4
+SPECULATION = {"every": 2, "lookahead": 2, "verify_every": 2, "cooldown": 4, "threshold_db": 20}
+BLOCK = {
+    "recipe": "speculative-int8",
+    "speculation": SPECULATION,
+    "run": {"steps": STEPS},
+    "checkpoint": {"every": EVERY, "keep": None, "export_hf": False},
+}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)  # its masks differ by stage
+
+
+def looks(folder):
+    return [json.loads(line) for line in (folder / "speculation.jsonl").read_text().splitlines()]
+
+
+def rows(folder):
+    return [
+        {key: value for key, value in row.items() if key != "tokens_per_second"} for row in metrics(folder)
+    ]
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())["speculation"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of two processes at ZeRO 2."""
+    folder = tmp_path_factory.mktemp("speculation")
+    config = write_config(folder, block=BLOCK, zero_optimization={"stage": 2})
+    done = run("torchrun", "--ds-config", config, "--run-dir", folder / "run", cwd=folder, processes=2)
+    assert done.code == 0, done.output
+    return folder, done.output
+
+
+def test_two_processes_decide_together_and_one_of_them_writes(whole):
+    folder, output = whole
+    found = looks(folder / "run")
+    gemms = [(row["step"], row["layer"], row["product"]) for row in found]
+    assert len(gemms) == len(set(gemms)) == 24 * (STEPS // 2)
+    assert sorted({step for step, *_ in gemms}) == list(range(1, STEPS, 2))
+    verified = [row for row in found if row["is_hit"] is not None]
+    assert {row["step"] for row in verified} == {5, 9, 13}  # the first look, at bf16, has nothing to verify
+    assert all((row["measured_db"] >= 20) == row["is_hit"] for row in verified)
+    last = [row for row in metrics(folder / "run") if "speculation/misses" in row][-1]
+    hits = sum(row["is_hit"] for row in verified)
+    assert last["speculation/hit_rate"] == pytest.approx(hits / len(verified))
+    assert summary(folder / "run")["hits"] == hits
+    assert output.count("ladder    int8, fp8, bf16 at 20 dB; a look every 2 steps, 1 of 2 verified") == 1
+    assert output.count("step 1: and ") == 1
+
+
+def test_a_killed_run_goes_on_with_bitwise_the_same_losses_and_decisions(whole, tmp_path):
+    folder, _ = whole
+    arguments = ("--ds-config", folder / "tiny.json", "--run-dir", tmp_path / "run", "--resume", "auto")
+    process = start("torchrun", *arguments, cwd=folder, processes=2)
+    wait_for_step(tmp_path / "run", EVERY + 2, process)
+    kill(process)
+    before = looks(tmp_path / "run")
+    done = run("torchrun", *arguments, cwd=folder, processes=2)
+    assert done.code == 0, done.output
+    assert "resumed after step" in done.output
+    assert rows(tmp_path / "run") == rows(folder / "run")
+    assert looks(tmp_path / "run") == looks(folder / "run")
+    assert looks(tmp_path / "run")[: len(before)] == before
+    assert summary(tmp_path / "run") == summary(folder / "run")
+
+
+def test_a_mistake_on_two_processes_is_one_line(whole, tmp_path):
+    config = whole[0] / "tiny.json"
+    arguments = ("--ds-config", config, "--run-dir", tmp_path / "new", "--set", "megalowbit.recipe=bf16")
+    done = run("torchrun", *arguments, cwd=whole[0], processes=2)
+    assert done.code != 0
+    (line,) = done.errors
+    assert "megalowbit.speculation: " in line
+    assert "it quantises nothing; set recipe to" in line
+    assert "megalowbit/" not in done.output  # no traceback of ours
+    assert not (tmp_path / "new").exists()
+
+
+def test_two_stages_decide_for_all_layers_and_one_process_goes_on_with_that(tmp_path):
+    write_config(tmp_path, model=NO_DROPOUT, block=BLOCK, pipeline={"stages": 2})
+    arguments = ("--ds-config", tmp_path / "tiny.json", "--run-dir", tmp_path / "run")
+    steps = ("--set", f"megalowbit.run.steps={EVERY}")
+    done = run("torchrun", *arguments, *steps, cwd=tmp_path, processes=2)
+    assert done.code == 0, done.output
+    found = looks(tmp_path / "run")
+    layers = {
+        f"transformer.h.{block}.{name}"
+        for block in range(2)
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+    for step in (1, 3):
+        assert {row["layer"] for row in found if row["step"] == step} == layers
+    chosen = {(row["layer"], row["product"]): row["next_precision"] for row in found if row["step"] == 3}
+    more = ("--resume", "auto", "--set", f"megalowbit.run.steps={EVERY + 1}")
+    one = run("python", *arguments, *more, "--set", "pipeline.stages=1", cwd=tmp_path)
+    assert one.code == 0, one.output
+    ran = {(row["layer"], row["product"]): row["precision"] for row in looks(tmp_path / "run")[-24:]}
+    assert ran == chosen
+    assert set(ran.values()) != {"bf16"}
+
+
+def test_the_shipped_configuration_learns_at_few_bits(tmp_path):
+    config = ROOT / "configs" / "gpt2_tiny_speculative.json"
+    done = run(
+        "python", "--ds-config", config, "--run-dir", tmp_path / "run",
+        "--set", "megalowbit.run.steps=41", "--set", "megalowbit.checkpoint.export_hf=false", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    losses = [row["loss"] for row in metrics(tmp_path / "run")]
+    assert sum(losses[-10:]) / 10 < 3.6 < losses[0]
+    assert summary(tmp_path / "run")["share_8bit_or_less"] > 0.7

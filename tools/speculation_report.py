@@ -1,0 +1,58 @@
+"""What precision speculation did in a run, by layer and product.
+
+    python tools/speculation_report.py runs/gpt2_tiny_speculative
+    python tools/speculation_report.py runs/gpt2_tiny_speculative --picture speculation.png
+
+Prints the share of steps at each precision, how many verifications held, and the prediction furthest from
+what was measured. The picture needs matplotlib: pip install 'megalowbit[plots]'. The run may be going on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megalowbit.errors import UserError
+from megalowbit.pretrain.command_line import EXIT_USER_ERROR, OneLineParser
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    description, _, rest = str(__doc__).partition("\n\n")
+    parser = OneLineParser(
+        description=description,
+        epilog=f"examples:\n{rest}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that a run has written")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="draw it too; a file that is there is replaced"
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        options = build_parser().parse_args(arguments)
+        if options.picture is not None and options.picture.suffix.lower() != ".png":
+            raise UserError(f"--picture {options.picture} is no PNG: name a file that ends in .png")
+        from megalowbit.speculation.history import read_history, table
+
+        history = read_history(options.run_dir)
+        print(table(history))
+        if options.picture is not None:
+            from megalowbit.speculation.picture import draw_history
+
+            draw_history(history, options.picture)
+            print(f"picture: {options.picture}")
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
