@@ -7,10 +7,10 @@
         report = controller.end_step()   # of a step that was looked at, otherwise None
 
 Every `every` steps is a look: of the first training use of each layer in the step, operands are described on
-the device, and every `verify_every`-th look also compares products with high-precision ones (`probe`).
-`end_step` pools that over all ranks (`exchange`), reads it once, foretells what each precision would do
-(`noise`) and decides (`policy`). Decisions hold until the next look; in between a layer costs one search of a
-dictionary. A layer that does not run in a step that is looked at keeps its precision.
+the device, and the first looks and then every `verify_every`-th one also compare products with high-precision
+ones (`probe`). `end_step` pools that over all ranks (`exchange`), reads it once, foretells what each
+precision would do (`noise`) and decides (`policy`). Decisions hold until the next look; in between a layer
+costs one search of a dictionary. A layer that does not run in a step that is looked at keeps its precision.
 
 Recipes with splits, Hadamard transforms or a copy for each product are refused. A layer used several times in
 a step is judged by its first use. Each rank knows the decisions of all layers, also of other pipeline stages.
@@ -126,7 +126,8 @@ class PrecisionController:
         self._look = None
         if self.step % self.settings.every == 0:
             verify_every = self.settings.verify_every
-            is_verified = verify_every > 0 and self._looks % verify_every == 0
+            # alignment changes fastest at the beginning
+            is_verified = verify_every > 0 and (self._looks < verify_every or self._looks % verify_every == 0)
             self._look = Look(
                 step=self.step,
                 estimator=self.settings.estimator,

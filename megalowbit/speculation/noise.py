@@ -5,7 +5,7 @@ the mean squared error over the mean square of each, SNR = -10·log₁₀(n₁ +
 is the exact rounding error of its bulk, a Gaussian, on the grid that its largest magnitude stretches; under
 block scales also of the blocks that hold an outlier, and of the outliers themselves.
 
-Two models: "calibrated", this one; "seed" counts amplitude lost by values that become zero, for even grids
+Two models: "calibrated", this one; "zeros" counts amplitude lost by values that become zero, for even grids
 only, and reads 5 dB low. Two signals: "bulk" is the product without elements beyond 6 sigma, whose energy
 hides what becomes of the others; "all" is the whole product.
 
@@ -40,8 +40,8 @@ __all__ = [
     "operand_noise",
     "predict_snr_db",
     "rounding_error",
-    "seed_snr_db",
     "zero_probability",
+    "zeros_snr_db",
 ]
 
 MAX_DB = 60.0  # what a quantised product can be foretold: beyond, other errors of a bf16 run are larger
@@ -50,7 +50,7 @@ E4M3_RANGE = 2.0**15  # M/sigma from which a block of the bulk gets less than E4
 INT8_LEVELS = 127
 EVEN_SQUARE = 7 / 12  # mean square of numbers spread evenly in [½, 1]
 
-Model = Literal["calibrated", "seed"]
+Model = Literal["calibrated", "zeros"]
 Signal = Literal["bulk", "all"]
 
 
@@ -88,7 +88,7 @@ class _Format(NamedTuple):
     levels: int
 
 
-def seed_snr_db(p_left: float, p_right: float) -> float:
+def zeros_snr_db(p_left: float, p_right: float) -> float:
     """SNR of a product by the probabilities that elements become zero: -20·log₁₀(p₁ + p₂ - p₁p₂) dB.
 
     Args:
@@ -112,7 +112,7 @@ def predict_snr_db(
         left: a quantiser's name and the statistics of the operand it is going to get.
         right: likewise.
         model: see above.
-        signal: see above; the seed's model knows no difference.
+        signal: see above; the model "zeros" knows no difference.
 
     Returns:
         At most `MAX_DB`; inf where both operands stay unquantised; NaN where statistics are not finite, or
@@ -127,8 +127,8 @@ def predict_snr_db(
         power = statistics.bulk_power if signal == "bulk" else statistics.power
         if not statistics.is_finite or power <= 0:
             return math.nan
-    if model == "seed":
-        return min(seed_snr_db(_lost(*left), _lost(*right)), MAX_DB)
+    if model == "zeros":
+        return min(zeros_snr_db(_lost(*left), _lost(*right)), MAX_DB)
     one, other = _relative(*left, signal), _relative(*right, signal)
     noise = one + other + one * other
     return min(-10 * math.log10(noise), MAX_DB) if noise > 0 else MAX_DB
@@ -142,13 +142,13 @@ def _relative(name: str, statistics: OperandStatistics, signal: Signal) -> float
 
 
 def _lost(name: str, statistics: OperandStatistics) -> float:
-    """The seed's P_zero: its step is 2M/(2^bits - 1)."""
+    """Share of an operand that becomes zero at a step of 2M/(2^bits - 1)."""
     format = _format(name)
     if format is None:
         return 0.0
     if format.blocks is not None or not format.grid.element.startswith("int"):
         raise UserError(
-            f"the seed's noise model knows even grids under one scale, not quantizer {name!r}: "
+            f"the noise model 'zeros' knows even grids under one scale, not quantizer {name!r}: "
             'write "calibrated", or use int4 or int8'
         )
     step = 2 * statistics.absmax / (2 * format.levels - 1)

@@ -1,12 +1,14 @@
 """Which precision a product runs at: pure functions of predicted and measured signal-to-noise ratios.
 
 A rung of the ladder is *safe* while the prediction, and the one that a line through the last looks foretells
-for `lookahead` steps later, both reach its threshold. A product leaves an unsafe rung at once, for the
-cheapest safe one. It goes to a cheaper rung only after that one has stood `hysteresis_db` above its
-threshold, trend included, for `patience` looks in a row (a product never looked at before: for one), so that
-a prediction that swings about a threshold leaves once and stays away. A measured ratio below the threshold is
-a miss: the product goes to the last rung, which quantises nothing, until `cooldown` steps have passed; looks
-in that time count for patience. What is decided after step s holds from step s + 1 on.
+for `lookahead` steps later, both reach its threshold; so must the line through the last two looks alone where
+a fall has begun: by more than `hysteresis_db`, and than the prediction moved between looks before. A product
+leaves an unsafe rung at once, for the cheapest safe one. It goes to a cheaper rung only after that one has
+stood `hysteresis_db` above its threshold, trend included, for `patience` looks in a row (a product never
+looked at before: for one), so that a prediction that swings about a threshold leaves once and stays away. A
+measured ratio below the threshold is a miss: the product goes to the last rung, which quantises nothing,
+until `cooldown` steps have passed; looks in that time count for patience. What is decided after step s holds
+from step s + 1 on.
 
 A prediction that is NaN is unsafe. One of +inf says that a rung would quantise nothing of the product; it is
 then at the last one, so that nobody counts it as low precision. Not covered: who predicts, measures and
@@ -15,6 +17,7 @@ agrees among ranks; whoever is given the same numbers decides the same.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -231,8 +234,11 @@ class Policy:
             return now
         known = [(look.step, look.predicted[rung]) for look in history]
         points = [(step, db) for step, db in known if db is not None]
-        later = line_at(points, history[-1].step + self.settings.lookahead)
-        return now if later is None else min(now, later + self._offset(state))
+        until = history[-1].step + self.settings.lookahead
+        later = [line_at(points, until)]
+        if _has_begun_to_fall([db for _, db in points], self.settings.hysteresis_db):
+            later.append(line_at(points[-2:], until))  # the line of all is slow to see it
+        return min([now, *(db + self._offset(state) for db in later if db is not None)])
 
     def _reason(
         self, state: GemmState, chosen: int, step: int, now: Sequence[float], worst: Sequence[float]
@@ -260,6 +266,12 @@ class Policy:
 
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
+
+
+def _has_begun_to_fall(values: Sequence[float], least: float) -> bool:
+    """Whether the last step down is more than `least`, and more than any step up or down before it."""
+    steps = [after - before for before, after in itertools.pairwise(values)]
+    return bool(steps) and -steps[-1] > max([least, *map(abs, steps[:-1])])
 
 
 def line_at(points: Iterable[tuple[float, float]], x: float) -> float | None:

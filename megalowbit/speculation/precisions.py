@@ -3,9 +3,10 @@
     output = input · weightᵀ      grad_input = grad_output · weight      grad_weight = grad_outputᵀ · input
 
 A choice names one precision for each product; `recipe_with` turns it into the recipe a layer runs with.
-Output gradients are rounded as in the named recipes: to E5M2 at `fp8`, stochastically at the other rungs. A
-tensor that two products want alike is quantised once. What the base recipe leaves in high precision stays so
-at every rung, as a late switch wants it.
+Output gradients are rounded stochastically at every rung: errors of rounding to nearest would add up in
+grad_weight as its signal does, unforeseen by any noise model. A tensor that two products want alike is
+quantised once. What the base recipe leaves in high precision stays so at every rung, as a late switch wants
+it.
 
 Not covered: layouts with a copy of its own for each product, splits, Hadamard transforms and GEMMs in FP8 or
 FP4. They tie the products of a layer to each other; `check_base` refuses them.
@@ -59,7 +60,7 @@ def precisions() -> dict[str, Precision]:
     | `nvfp4` | NVFP4              | NVFP4 stochastic | one a tensor, one for 16 elements                   |
     | `int8`  | INT8               | INT8 stochastic  | one a tensor                                        |
     | `mixed` | INT8 or E5M2       | …, stochastic    | one for 128 elements, whose sign says which of both |
-    | `fp8`   | E4M3               | E5M2             | one a tensor                                        |
+    | `fp8`   | E4M3               | E5M2 stochastic  | one a tensor                                        |
     | `bf16`  | not quantised      | not quantised    | none                                                |
     """
     quantizers = {
@@ -67,7 +68,7 @@ def precisions() -> dict[str, Precision]:
         "nvfp4": ("nvfp4e2m1bnosr", "nvfp4e2m1b"),
         "int8": ("int8", "int8:sr"),
         "mixed": ("int8e5m2b", "int8e5m2b:sr"),
-        "fp8": ("fp8e4m3", "fp8e5m2"),
+        "fp8": ("fp8e4m3", "fp8e5m2:sr"),
         "bf16": ("fp32", "fp32"),
     }
     return {

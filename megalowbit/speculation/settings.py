@@ -23,7 +23,7 @@ from megalowbit.errors import unknown_name
 
 RUNGS = {"int4": 4, "nvfp4": 4, "int8": 8, "mixed": 8, "fp8": 8, "bf16": 16}  # bits of an element
 HIGHEST = "bf16"  # the last rung of every ladder: not quantised, and so always safe
-SEED_RUNGS = ("int4", "int8", HIGHEST)  # those whose grid is even, as the seed's model presumes
+EVEN_RUNGS = ("int4", "int8", HIGHEST)  # those whose grid is even, as the model "zeros" presumes
 EXAMPLE = '["int8", "fp8", "bf16"]'
 
 # strict: `true` and "8" are not numbers
@@ -56,7 +56,7 @@ class SpeculationSettings(BaseModel):
         ladder: precisions, cheapest first; the last one is "bf16".
         threshold_db: least SNR a rung needs, one number or one for each rung but "bf16".
         estimator: of the spread of operands.
-        model: of their noise: "calibrated" counts the rounding error of all elements, "seed" only the values
+        model: of their noise: "calibrated" counts the rounding error of all elements, "zeros" only the values
             that become zero; the latter for "int4" and "int8" alone.
         signal: "bulk": without elements beyond 6 σ, whose energy would hide what becomes of the others;
             "all": with them.
@@ -65,7 +65,8 @@ class SpeculationSettings(BaseModel):
         trend_window: looks whose line is the trend.
         hysteresis_db: what a cheaper rung needs above its threshold before a product goes to it.
         patience: looks in a row for which it needs that.
-        verify_every: looks from one comparison with high-precision products to the next; 0: never.
+        verify_every: looks from one comparison with high-precision products to the next, of which the first
+            `verify_every` looks all have one; 0: never.
         verify_size: rows and columns that are compared.
         cooldown: steps for which a product stays at "bf16" after its measured SNR was below the threshold.
         use_alignment: correct predictions by how far the measured signal is from that of operands that have
@@ -77,7 +78,7 @@ class SpeculationSettings(BaseModel):
     ladder: tuple[str, ...] = ("int8", "fp8", HIGHEST)
     threshold_db: float | dict[str, float] = 15.0
     estimator: EstimatorSettings = EstimatorSettings()
-    model: Literal["calibrated", "seed"] = "calibrated"
+    model: Literal["calibrated", "zeros"] = "calibrated"
     signal: Literal["bulk", "all"] = "bulk"
     every: Count = 10
     lookahead: CountFromZero = Field(default=20, validate_default=True)
@@ -85,7 +86,7 @@ class SpeculationSettings(BaseModel):
     hysteresis_db: NumberFromZero = 1.0
     patience: Count = 2
     verify_every: CountFromZero = 5
-    verify_size: Count = 64
+    verify_size: Count = 128
     cooldown: Count = 100
     use_alignment: bool = Field(default=True, strict=True)
 
@@ -136,8 +137,8 @@ class SpeculationSettings(BaseModel):
     @field_validator("model")
     @classmethod
     def _suits_the_ladder(cls, value: str, info: ValidationInfo) -> str:
-        foreign = [rung for rung in info.data.get("ladder", ()) if rung not in SEED_RUNGS]
-        if value == "seed" and foreign:
+        foreign = [rung for rung in info.data.get("ladder", ()) if rung not in EVEN_RUNGS]
+        if value == "zeros" and foreign:
             raise ValueError(
                 f"it counts zeros of even grids, which {', '.join(foreign)} has not: leave it out of the "
                 'ladder, or write "calibrated"'

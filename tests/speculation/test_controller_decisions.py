@@ -19,10 +19,10 @@ from torch import nn
 import megalowbit as mlb
 
 
-@pytest.mark.parametrize("start", [30, 37])
-@pytest.mark.parametrize("rate", [0.02, 0.05, 0.08, 0.1])
+@pytest.mark.parametrize("start", [30, 34, 37])
+@pytest.mark.parametrize("rate", [0.02, 0.05, 0.1, 0.15, 0.2])
 def test_growing_outliers_are_left_before_the_ratio_falls_below_the_threshold(rate, start):
-    """From 39 dB, 15 needed: at these rates a look tells of up to 8 dB less than the one before."""
+    """From 39 dB, 15 needed: at these rates a look tells of up to 16 dB less than the one before."""
     steps, model = range(round(45 + 2.9 / math.log10(1 + rate) / 2)), converted()
     controller = mlb.PrecisionController(model, PLAIN)
     data, seen = growing(rate, start), []
@@ -41,7 +41,7 @@ def test_growing_outliers_are_left_before_the_ratio_falls_below_the_threshold(ra
     assert controller.totals().misses == 0
 
 
-@pytest.mark.parametrize("rate", [0.15, 0.2, 0.3])
+@pytest.mark.parametrize("rate", [0.25, 0.3])
 def test_growth_too_fast_for_a_trend_is_left_at_the_look_after_it_shows(rate):
     for start in (31, 35, 39):
         model = converted()
@@ -56,7 +56,7 @@ def test_growth_too_fast_for_a_trend_is_left_at_the_look_after_it_shows(rate):
             return x
 
         train(model, controller, range(75), data=watched)
-        assert len(below) <= PLAIN["every"]
+        assert len(below) <= 3  # steps of the ten between two looks
         assert controller.precision("up", "output") == "bf16"
 
 

@@ -162,6 +162,13 @@ def test_outlier_channels_are_counted_in_a_large_tensor():
         assert statistics(x, key=RandomKey(seed)).outlier_share == pytest.approx(1 / 640, rel=0.03)
 
 
+def test_where_outliers_are_counted_in_a_large_tensor_moves_with_the_key():
+    x = gaussian(4, COUNTED)
+    powers = {statistics(x, key=key).bulk_power for key in (KEY, RandomKey(999), RandomKey(1, 1))}
+    assert len(powers) == 3
+    assert all(power == pytest.approx(1.0, rel=0.02) for power in powers)
+
+
 # Properties
 
 

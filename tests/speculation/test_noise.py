@@ -16,8 +16,8 @@ from megalowbit.speculation.noise import (
     MAX_DB,
     operand_noise,
     predict_snr_db,
-    seed_snr_db,
     zero_probability,
+    zeros_snr_db,
 )
 from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS, OperandStatistics
@@ -164,6 +164,27 @@ def test_an_operand_errs_as_its_quantiser_does(name, center):
     assert found.all == pytest.approx(errors.mean().item(), rel=0.12)
 
 
+@pytest.mark.parametrize("name", ["fp8e4m3", "nvfp4e2m1bnosr", "nvfp4e2m1b", "int8e5m2b", "mxfp4e2m1bnosr"])
+def test_outliers_err_as_the_quantiser_lets_them(name):
+    x = with_outliers(120, 1000, 3, rows=2048)
+    of = statistics(x)
+    errors = (quantized(x, name, 3) - x.double()).square()
+    bulk = errors[x.abs() <= 6].sum().item() / x.numel()
+    found = operand_noise(name, of)
+    of_outliers = found.all - (1 - of.outlier_share) * found.bulk
+    assert of_outliers == pytest.approx(errors.mean().item() - bulk, rel=0.35)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_largest_element_itself_does_not_err(count):
+    found = errors = 0.0
+    for seed in range(60):
+        x = with_outliers(120, count, seed, rows=32)
+        errors += (quantized(x, "fp8e4m3", 3) - x.double()).square().mean().item()
+        found += operand_noise("fp8e4m3", statistics(x)).all
+    assert found == pytest.approx(errors, rel=0.05)
+
+
 def test_scaling_an_operand_changes_no_prediction():
     of = statistics(with_outliers(40, 60, 3))
     scaled = OperandStatistics(
@@ -242,7 +263,7 @@ def test_other_data_are_predicted_within_known_limits(name):
             assert -low <= pair.predicted(names) - pair.measured(names) <= high, names
 
 
-# The seed's model
+# Counting zeros
 
 
 def test_the_seeds_model_counts_zeros():
@@ -253,8 +274,8 @@ def test_the_seeds_model_counts_zeros():
     of = OperandStatistics(
         count=1e6, absmax=32.0, center=0.0, sigma=1.0, power=1.0, bulk_power=1.0, outlier_share=1e-6
     )
-    found = predict_snr_db(("int8", of), ("int8", of), model="seed")
-    assert found == seed_snr_db(lost, lost) == pytest.approx(14.4, abs=0.05)
+    found = predict_snr_db(("int8", of), ("int8", of), model="zeros")
+    assert found == zeros_snr_db(lost, lost) == pytest.approx(14.4, abs=0.05)
     assert -20 * math.log10(2 * lost) == pytest.approx(14.0, abs=0.05)  # its short form
     calibrated = predict_snr_db(("int8", of), ("int8", of))
     assert calibrated == pytest.approx(19.8, abs=0.1)
@@ -263,16 +284,16 @@ def test_the_seeds_model_counts_zeros():
 def test_the_seeds_model_of_one_unquantised_operand():
     of = statistics(with_outliers(32, 13, 1))
     lost = zero_probability(2 * of.absmax / 15, of.sigma, of.center)
-    found = predict_snr_db(("int4", of), ("fp32", of), model="seed")
+    found = predict_snr_db(("int4", of), ("fp32", of), model="zeros")
     assert found == pytest.approx(-20 * math.log10(lost))
-    assert seed_snr_db(0.0, 0.0) == math.inf
+    assert zeros_snr_db(0.0, 0.0) == math.inf
 
 
 @pytest.mark.parametrize("name", ["fp8e4m3", "nvfp4e2m1b", "int8b", "int8e5m2b"])
 def test_the_seeds_model_refuses_other_grids(name):
     of = statistics(with_outliers(32, 13, 1))
     with pytest.raises(UserError, match=r"even grids under one scale, not quantizer .*calibrated"):
-        predict_snr_db((name, of), ("int8", of), model="seed")
+        predict_snr_db((name, of), ("int8", of), model="zeros")
 
 
 # Ends of the scale
@@ -292,11 +313,11 @@ def test_predictions_are_capped():
         count=100.0, absmax=1.0, center=1.0, sigma=0.0, power=1.0, bulk_power=1.0, outlier_share=0.0
     )
     assert predict_snr_db(("int8", of), ("int8", of)) == MAX_DB
-    assert predict_snr_db(("int8", of), ("int8", of), model="seed") == MAX_DB
+    assert predict_snr_db(("int8", of), ("int8", of), model="zeros") == MAX_DB
 
 
 @pytest.mark.parametrize("signal", ["bulk", "all"])
-@pytest.mark.parametrize("model", ["calibrated", "seed"])
+@pytest.mark.parametrize("model", ["calibrated", "zeros"])
 def test_nothing_is_predicted_of_numbers_that_are_not_finite_or_of_no_signal(signal, model):
     of = statistics(with_outliers(32, 13, 1))
     broken = [replace(of, **{column: value}) for column in COLUMNS for value in (math.nan, math.inf)]

@@ -114,15 +114,15 @@ def test_what_is_wrong_with_the_ladder_is_told_before_thresholds_for_it():
 
 
 @pytest.mark.parametrize("rung", ["nvfp4", "mixed", "fp8"])
-def test_the_seed_model_is_refused_for_grids_that_are_not_even(rung):
-    text = refusal({"ladder": [rung, "bf16"], "model": "seed"})
-    assert "megalowbit.speculation.model = 'seed' is not valid" in text
+def test_the_model_of_zeros_is_refused_for_grids_that_are_not_even(rung):
+    text = refusal({"ladder": [rung, "bf16"], "model": "zeros"})
+    assert "megalowbit.speculation.model = 'zeros' is not valid" in text
     assert f'which {rung} has not: leave it out of the ladder, or write "calibrated"' in text
 
 
-def test_the_seed_model_goes_with_even_grids():
-    assert SpeculationSettings(ladder=["int4", "int8", "bf16"], model="seed").model == "seed"
-    assert "which fp8 has not" in refusal({"model": "seed"})  # the default ladder has it
+def test_the_model_of_zeros_goes_with_even_grids():
+    assert SpeculationSettings(ladder=["int4", "int8", "bf16"], model="zeros").model == "zeros"
+    assert "which fp8 has not" in refusal({"model": "zeros"})  # the default ladder has it
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_trend_reaches_the_next_look_or_is_not_used(values, is_valid):
         ({"cooldown": -1}, "cooldown = -1 is not valid"),
         ({"use_alignment": 1}, "use_alignment = 1 is not valid"),
         ({"signal": "most"}, "signal = 'most' is not valid: Input should be 'bulk' or 'all'"),
-        ({"model": "sed"}, "model = 'sed' is not valid: Input should be 'calibrated' or 'seed'"),
+        ({"model": "sed"}, "model = 'sed' is not valid: Input should be 'calibrated' or 'zeros'"),
         ({"estimator": {"type": "mean"}}, "estimator.type = 'mean' is not valid"),
         ({"estimator": {"sample": 0}}, "estimator.sample = 0 is not valid"),
         ({"estimator": {"negative_k": 0}}, "estimator.negative_k = 0 is not valid"),
