@@ -27,7 +27,7 @@ from timing import positive
 
 import megalowbit as mlb
 from megalowbit.data.loader import count_samples
-from megalowbit.pretrain.sweep import LEAN, Gap, Losses, Run, execute, folder_name
+from megalowbit.pretrain.sweep import LEAN, Gap, Losses, Run, execute, folder_name, make_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "launch" / "pretrain.py"
@@ -41,9 +41,9 @@ def main() -> None:
     draw = None if options.no_picture else drawing(options.parser)
     recipes = {PEER: PEER, **labelled(options.recipe or RECIPES, options.parser)}
     seeds = list(dict.fromkeys(options.seed or SEEDS))
-    options.out.mkdir(parents=True, exist_ok=True)
     runs = planned(recipes, seeds, options)
     try:
+        make_folder(options.out)
         config = runs[0].resolved()
         count_samples(config.settings.data)  # fills the cache once, before several processes would
     except mlb.UserError as error:
@@ -51,12 +51,12 @@ def main() -> None:
     steps = config.settings.run.steps
     counts = f"{len(recipes)} recipes × {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
     print(f"{counts}, {steps} steps of {options.config.name}, {options.out}")
+    results = {label: {run.seed: run for run in runs if run.label == label} for label in recipes}
     try:
         execute([run for run in runs if not run.is_complete()], jobs=options.jobs)
+        text = table(results, last=min(options.last, steps), steps=steps)
     except mlb.UserError as error:
         sys.exit(f"error: {error}")
-    results = {label: {run.seed: run for run in runs if run.label == label} for label in recipes}
-    text = table(results, last=min(options.last, steps), steps=steps)
     print(text)
     (options.out / "table.txt").write_text(text + "\n")
     if draw is not None:

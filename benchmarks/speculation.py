@@ -1,16 +1,18 @@
-"""What a PrecisionController costs a layer: forward + backward without one, between looks, and in looks.
+"""What a PrecisionController costs: forward + backward without one, between looks, and in looks.
 
     python benchmarks/speculation.py --threads 2
+    python benchmarks/speculation.py --threads 1 --shape 512x256x1024 --layers 8 --cpu-time
     python benchmarks/speculation.py --device cuda --shape 8192x4096x4096 --verify-size 128
 
-The layer runs at INT8 throughout, so that candidates differ in looking alone. A look also makes `end_step`
-read its table and decide, here for one layer, in a model once for all of them. The last line is what a step
+Layers run at INT8 throughout, so that candidates differ in looking alone. Several make a chain in → out →
+in …, in which `end_step` reads one table and decides once for all of them. The last line is what a step
 costs on average at the default intervals. Candidates run interleaved; the ratio is the median over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 
 import torch
@@ -27,29 +29,36 @@ PEER = "no controller"
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--shape", type=shape, default=(4096, 768, 3072), help="tokens x in x out features")
+    options.add_argument("--layers", type=positive, default=1, help="in a chain, in and out features in turn")
+    options.add_argument("--cpu-time", action="store_true", help="of this process, for busy machines")
     options.add_argument("--verify-size", type=positive, default=SpeculationSettings().verify_size)
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
     print(f"torch {torch.__version__}, {chosen.device}, {chosen.threads} threads, {chosen.rounds} rounds")
     tokens, inputs, outputs = chosen.shape
     x = torch.randn(tokens, inputs, device=chosen.device, dtype=torch.bfloat16)
-    grad = torch.randn(tokens, outputs, device=chosen.device, dtype=torch.bfloat16)
+    last = outputs if chosen.layers % 2 else inputs
+    grad = torch.randn(tokens, last, device=chosen.device, dtype=torch.bfloat16)
     runs = {
         PEER: step_without(model_of(chosen), x, grad),
         "between looks": step_with(chosen, x, grad, every=1_000_000, verify_every=0),
         "look": step_with(chosen, x, grad, every=1, verify_every=0),
         "verified look": step_with(chosen, x, grad, every=1, verify_every=1),
     }
-    times = interleaved(runs, chosen.rounds, chosen.device)
-    print_table(f"forward + backward at INT8, {tokens} tokens × {inputs}→{outputs}, bf16", times, PEER)
+    clock = time.process_time if chosen.cpu_time else time.perf_counter
+    times = interleaved(runs, chosen.rounds, chosen.device, clock)
+    title = f"forward + backward at INT8, {tokens} tokens × {inputs}→{outputs}, bf16"
+    print_table(title if chosen.layers == 1 else f"{title}, {chosen.layers} layers", times, PEER)
     print_average(times)
 
 
 def model_of(options: argparse.Namespace) -> torch.nn.Module:
-    """One layer, in a model that names it."""
+    """The layers, in a model that names them."""
     _, inputs, outputs = options.shape
-    layer = torch.nn.Linear(inputs, outputs, device=options.device, dtype=torch.bfloat16)
-    model = torch.nn.Sequential(layer)
+    sizes = [(outputs, inputs) if number % 2 else (inputs, outputs) for number in range(options.layers)]
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(*size, device=options.device, dtype=torch.bfloat16) for size in sizes)
+    )
     mlb.convert(model, "fp8")
     return model
 

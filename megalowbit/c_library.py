@@ -21,7 +21,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -37,6 +37,35 @@ logger = logging.getLogger("megalowbit")
 
 class UnavailableError(Exception):
     """Why there is no library; the message is a clause with the remedy."""
+
+
+def load_checked(
+    source: Path,
+    headers: Sequence[str],
+    answers: Callable[[ctypes.CDLL], Mapping[str, int]],
+    known: Mapping[str, int],
+) -> tuple[ctypes.CDLL | None, str | None]:
+    """Load or build a library of kernels, and refuse one that a compiler has got wrong.
+
+    Args:
+        source: the C file; it has `megalowbit_has_threads`.
+        headers: as for `find_or_build`.
+        answers: what a library computes, by what was asked of it.
+        known: what it must compute.
+
+    Returns:
+        The library, or `None` and why there is none, with the remedy; the caller says what that means.
+    """
+    try:
+        library = find_or_build(source, headers)
+        for name, answer in answers(library).items():
+            if answer != known[name]:
+                raise UnavailableError(f"the compiled library fails its self-check ({name}): set CC")
+    except (UnavailableError, OSError) as error:  # OSError: there is no place for temporary files
+        return None, str(error)
+    if not library.megalowbit_has_threads():
+        logger.warning("%s was compiled without OpenMP and uses one thread: install libgomp", source.name)
+    return library, None
 
 
 def find_or_build(source: Path, headers: Sequence[str] = ()) -> ctypes.CDLL:

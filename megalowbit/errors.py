@@ -48,7 +48,12 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
         known: the valid names, in the order they should be listed.
     """
     names = list(known)
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    # the sections of a key, where all have the same, make none of them nearer
+    start, _, last = str(value).rpartition(".")
+    if not (start and all(name.startswith(f"{start}.") for name in names)):
+        start, last = "", str(value)
+    lasts = {name.removeprefix(f"{start}."): name for name in names}
+    near = [lasts[each] for each in difflib.get_close_matches(last, lasts, n=1, cutoff=0.5)]
     if near and len(names) > LONG_LIST:
         return UserError(f"unknown {what} {shown(value)}: did you mean {near[0]!r}?")
     hint = f"did you mean {near[0]!r}? " if near else ""

@@ -9,6 +9,7 @@ accepted.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ def read_json_object(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, not an object: write one object {{…}}")
     return value
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether a parsed value is a number that a float can hold: not `true`, NaN or 400 digits long."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -57,6 +57,8 @@ def test_speculation_compares_looks_with_a_layer_of_no_controller():
         assert len(lines) == 1, name
         assert "× no controller" in lines[0]
     assert "a look every 10 steps, every 5th verified" in printed
+    chain = run("speculation.py", "--rounds", "1", "--shape", "64x32x48", "--layers", "3", "--cpu-time")
+    assert "64 tokens × 32→48, bf16, 3 layers\n" in chain
 
 
 def test_low_rank_compares_every_method_with_torchs():
@@ -205,6 +207,23 @@ def test_quality_finds_mistakes_before_the_first_run(tmp_path, arguments, messag
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("out/*-seed-*"))
+
+
+def test_quality_names_a_folder_that_is_none_and_a_run_that_is_damaged(tmp_path):
+    config = write_config(tmp_path)
+    (tmp_path / "file").write_text("x")
+    few = ("--config", str(config), "--recipe", "nvfp4", "--no-picture")
+    cache = {"MEGALOWBIT_CACHE": str(tmp_path / "cache")}
+    done = quality(*few, out=tmp_path / "file", **cache)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert f"--out {tmp_path / 'file'} cannot be written to as a folder" in done.stderr
+    damaged = tmp_path / "out" / "bf16-seed-1"
+    damaged.mkdir(parents=True)
+    (damaged / "config.json").write_text("{")
+    done = quality(*few, out=tmp_path / "out", **cache)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert f"{damaged / 'config.json'} is damaged (it is not JSON): remove that run's folder" in done.stderr
 
 
 def test_quality_help_has_defaults_and_says_which_flags_repeat():

@@ -79,6 +79,13 @@ def sources(monkeypatch, tmp_path):
     return tmp_path
 
 
+def test_a_library_without_threads_is_used_and_said_to_be_slow(load, monkeypatch):
+    monkeypatch.setattr(c_library, "EXTRA_FLAGS", (("-O0",),))
+    reason, warnings = load()
+    assert reason is None
+    assert warnings == ["kernels_cpu.c was compiled without OpenMP and uses one thread: install libgomp"]
+
+
 # Where a compiler might go wrong: what is changed, and the check that notices.
 FAULTS = [
     ("kernels_cpu_codes.h", "y * 0.5f + 4.0f", "y * 0.5f + 4.001f", "stochastic"),

@@ -13,6 +13,18 @@ def test_unknown_name_makes_no_wild_guess():
     assert "did you mean" not in str(unknown_name("recipe", "zzz", ["bf16", "nvfp4"]))
 
 
+def test_the_sections_of_a_key_make_no_name_nearer():
+    keys = ["block.speculation.model", "block.speculation.every"]
+    assert "did you mean" not in str(unknown_name("key", "block.speculation.foo", keys))
+    assert "did you mean 'block.speculation.every'?" in str(
+        unknown_name("key", "block.speculation.evry", keys)
+    )
+    # of another section the whole is compared
+    assert "did you mean 'block.speculation.every'?" in str(
+        unknown_name("key", "block.speculaton.every", keys)
+    )
+
+
 def test_a_user_error_is_a_value_error():
     with pytest.raises(ValueError, match="block_size"):
         raise UserError("block_size must be positive, not 0")

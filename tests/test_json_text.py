@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
-from megalowbit.json_text import NotJsonError, parse_json, read_json_object
+from megalowbit.json_text import NotJsonError, is_finite_number, parse_json, read_json_object
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -73,3 +73,23 @@ def test_a_file_that_holds_no_object_is_named(tmp_path):
             read_json_object(path)
     with pytest.raises(UserError, match=r"cannot read .*none\.json: No such file"):
         read_json_object(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_number"),
+    [
+        ("0", True),
+        ("-2.5", True),
+        ("1e308", True),
+        ("true", False),
+        ('"1"', False),
+        ("null", False),
+        ("NaN", False),
+        ("-Infinity", False),
+        ("1e400", False),
+        ("1" + 400 * "0", False),
+    ],
+)
+def test_numbers_are_told_from_what_no_float_can_hold(text, is_number):
+    value = parse_json(text, "x")
+    assert is_finite_number(value) is is_number

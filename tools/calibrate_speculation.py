@@ -67,6 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PERCENT",
         help="what the loss may be above bf16's (default: %(default)s)",
     )
+    _add_execution(parser)
+    return parser
+
+
+def _add_execution(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         type=Path,
@@ -82,7 +87,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="runs at a time, one thread each (default: %(default)s)",
     )
     parser.add_argument("--no-picture", action="store_true", help="table only, without matplotlib")
-    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -33,12 +33,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_picture(path: Path) -> None:
+    """Find what can be found of it before the run is read."""
+    if path.suffix.lower() != ".png":
+        raise UserError(f"--picture {path} is no PNG: name a file that ends in .png")
+    if not path.parent.is_dir():
+        raise UserError(f"--picture {path}: there is no folder {path.parent}: make it, or name another file")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         options = build_parser().parse_args(arguments)
-        if options.picture is not None and options.picture.suffix.lower() != ".png":
-            raise UserError(f"--picture {options.picture} is no PNG: name a file that ends in .png")
+        if options.picture is not None:
+            check_picture(options.picture)
         from megalowbit.speculation.history import read_history, table
 
         history = read_history(options.run_dir)

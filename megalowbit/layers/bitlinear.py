@@ -11,7 +11,7 @@ break: what it multiplies with may change from step to step.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -261,16 +261,9 @@ class BitLinear(nn.Linear):
             probe: who looks at it, or `None`.
         """
         recipe = self.recipe if recipe is None else recipe
-        found = self.random_stream or self._own_stream
-        assert found is not None  # begin_use has made one
-        stream: RandomStream = found
+        stream = self.random_stream or self._own_stream
+        assert stream is not None  # begin_use has made one
         name, observer, shards = self.layer_name, self.observer, self.shards
-
-        def random_key(role: str, device: torch.device) -> RandomKey:
-            stream.check(device)
-            shard = None if shards is None else shards.shard_of(role)
-            is_shared = role in WEIGHT_ROLES
-            return stream.key(name, role, step=use.step, use=use.number, is_shared=is_shared, shard=shard)
 
         def observe(role: str, counts: Tensor, error: Tensor) -> None:
             if observer is not None and (shards is None or shards.is_reported(role)):
@@ -283,7 +276,7 @@ class BitLinear(nn.Linear):
         return Call(
             recipe=recipe,
             compute_dtype=compute_dtype,
-            random_key=random_key,
+            random_key=self._random_keys(stream, use),
             hadamard_signs=stream.hadamard_signs() if recipe.hadamard else 0,
             observe=observe if observer is not None and use.is_training else None,
             count=self._count,
@@ -297,6 +290,18 @@ class BitLinear(nn.Linear):
             shards=shards,
             probe=probe,
         )
+
+    def _random_keys(self, stream: RandomStream, use: Use) -> Callable[[str, torch.device], RandomKey]:
+        """Role and device → the key of an operand's random numbers in one use."""
+        name, shards = self.layer_name, self.shards
+
+        def random_key(role: str, device: torch.device) -> RandomKey:
+            stream.check(device)
+            shard = None if shards is None else shards.shard_of(role)
+            is_shared = role in WEIGHT_ROLES
+            return stream.key(name, role, step=use.step, use=use.number, is_shared=is_shared, shard=shard)
+
+        return random_key
 
     def _count(self, product: str, path: str) -> None:
         paths = self.product_counts.setdefault(product, {})

@@ -133,7 +133,8 @@ def check_sharded_recipe(recipe: Recipe, title: str, *, is_row: bool, shards: It
             if shard % extent:
                 raise UserError(
                     f"{title}: a shard of {shard} features does not hold whole blocks of {extent} of "
-                    f"{name!r}: lower tensor_parallel.autotp_size, or keep the layer in high precision"
+                    f"{name!r}: lower tensor_parallel.autotp_size, keep the layer in high precision, or take "
+                    "formats of one scale a tensor (recipe fp8; in speculation also a ladder without mixed)"
                 )
 
 

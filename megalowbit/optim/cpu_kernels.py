@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megalowbit.c_library import UnavailableError, find_or_build
+from megalowbit.c_library import load_checked
 from megalowbit.errors import UserError
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -267,15 +267,10 @@ def _library() -> ctypes.CDLL:
 @functools.lru_cache(maxsize=1)
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     """The library, or `None` and the reason."""
-    try:
-        library = find_or_build(SOURCE)
-        _check_known_bits(library)
-    except (UnavailableError, OSError) as error:  # OSError: there is no place for temporary files
-        logger.warning("optimizer steps use several passes of torch, which is slower: %s", error)
-        return None, str(error)
-    if not library.megalowbit_has_threads():
-        logger.warning("the optimizer's CPU kernel was compiled without OpenMP and uses one thread")
-    return library, None
+    library, reason = load_checked(SOURCE, (), _answers, KNOWN_BITS)
+    if reason is not None:
+        logger.warning("optimizer steps use several passes of torch, which is slower: %s", reason)
+    return library, reason
 
 
 # Sums over the bits of what `_answers` computes, the same on every machine.
@@ -293,13 +288,6 @@ KNOWN_BITS = {
 
 
 @_disable_current_modes()
-def _check_known_bits(library: ctypes.CDLL) -> None:
-    """Refuse a library that a compiler has got wrong."""
-    for name, found in _answers(library).items():
-        if found != KNOWN_BITS[name]:
-            raise UnavailableError(f"the compiled library fails its self-check ({name}): set CC")
-
-
 def _answers(library: ctypes.CDLL) -> dict[str, int]:
     new = functools.partial(torch.arange, dtype=torch.float32, device="cpu")
     numbers = (new(1, 1109) * 0.37 - 171.0) * 2.0 ** (new(1, 1109) % 23 - 18)  # exact, or rounded once

@@ -10,6 +10,7 @@ is no gap. Not covered: one threshold for each precision (all of the ladder get 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -21,10 +22,11 @@ from typing import Any
 from megalowbit.data.loader import count_samples
 from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError, shown
+from megalowbit.json_text import is_finite_number
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.speculation import check_speculation
-from megalowbit.pretrain.sweep import LEAN, Gap, Run, execute, folder_name
+from megalowbit.pretrain.sweep import LEAN, Gap, Run, execute, folder_name, make_folder
 from megalowbit.speculation.picture import draw_calibration, require_matplotlib
 
 REFERENCE = "bf16"
@@ -65,7 +67,7 @@ class Plan:
                 raise UserError(f"{name} {value} must be at least 1: give another number")
         if not (math.isfinite(self.max_gap) and self.max_gap > 0):
             raise UserError(f"--max-gap {self.max_gap} is not a gap in %: give a number above 0, such as 0.3")
-        object.__setattr__(self, "thresholds", tuple(sorted(set(self.thresholds))))
+        object.__setattr__(self, "thresholds", _told_apart(self.thresholds))
         object.__setattr__(self, "seeds", tuple(dict.fromkeys(self.seeds)))
 
     def runs(self) -> list[Run]:
@@ -196,10 +198,16 @@ class Calibration:
             lines.append(
                 f"within twice its error that gap may be above {self.max_gap:g} %: take more seeds or steps"
             )
-        worse = [each for each in self.outcomes if each.threshold_db > best.threshold_db]
-        if any(not each.gap.mean <= self.max_gap for each in worse):
+        higher = [each for each in self.outcomes if each.threshold_db > best.threshold_db]
+        if any(each.gap.mean > self.max_gap for each in higher):
             lines.append(
                 "a higher threshold has a larger gap, so gaps of this size are noise: take more seeds"
+            )
+        diverged = [f"{each.threshold_db:g} dB" for each in higher if each.is_diverged]
+        if diverged:
+            lines.append(
+                f"{' and '.join(diverged)} diverged and {best.threshold_db:g} dB did not: see what happened "
+                "there, or take more seeds"
             )
         return lines
 
@@ -243,7 +251,7 @@ def calibrate(plan: Plan, *, has_picture: bool = True) -> Calibration:
         require_matplotlib()
     runs = plan.runs()
     steps, last = _check(plan, runs)
-    plan.out.mkdir(parents=True, exist_ok=True)
+    make_folder(plan.out)
     counts = f"{_many(len(plan.thresholds), 'threshold')} and {REFERENCE} × {_many(len(plan.seeds), 'seed')}"
     print(f"{counts}, {steps} steps of {plan.config.name}, {plan.out}", flush=True)
     execute([run for run in runs if not run.is_complete()], jobs=plan.jobs)
@@ -272,6 +280,20 @@ def calibrate(plan: Plan, *, has_picture: bool = True) -> Calibration:
 def label(threshold: float) -> str:
     """What runs at a threshold are called: 7.5 → `7.5-dB`."""
     return f"{threshold:.12g}-dB"
+
+
+def _told_apart(thresholds: Sequence[float]) -> tuple[float, ...]:
+    """Thresholds, ascending, each once; refused where two have one name in the table or one folder."""
+    for value in thresholds:
+        if not (is_finite_number(value) and value >= 0):
+            raise UserError(f"--threshold {value} is not an SNR in dB: give a number from 0 on, such as 15")
+    found = sorted(set(thresholds))
+    for one, two in itertools.combinations(found, 2):
+        if f"{one:g}" == f"{two:g}" or folder_name(label(one), 0) == folder_name(label(two), 0):
+            raise UserError(
+                f"--threshold {one!r} and --threshold {two!r} would have one name, {one:g} dB: leave one out"
+            )
+    return tuple(found)
 
 
 def _check(plan: Plan, runs: Sequence[Run]) -> tuple[int, int]:
@@ -316,7 +338,7 @@ def _outcome(threshold: float, runs: Sequence[Run], reference: Mapping[int, floa
     losses = {run.seed: run.final_loss(last) for run in runs}
     percent = {seed: 100 * loss / reference[seed] for seed, loss in losses.items()}
     gap = Gap.between(percent, dict.fromkeys(percent, 100.0))
-    totals = [] if math.isnan(gap.mean) else [_totals(run.folder / "summary.json") for run in runs]
+    totals = [] if math.isnan(gap.mean) else [_totals(run) for run in runs]
     ladder = totals[0]["shares"] if totals else {}
     return Outcome(
         threshold_db=threshold,
@@ -329,11 +351,19 @@ def _outcome(threshold: float, runs: Sequence[Run], reference: Mapping[int, floa
     )
 
 
-def _totals(summary: Path) -> dict[str, Any]:
-    """What a run's summary says of speculation; written by this version, so only its absence is told."""
-    section = json.loads(summary.read_text(encoding="utf-8")).get("speculation")
+def _totals(run: Run) -> dict[str, Any]:
+    """What a run's summary says of speculation."""
+    summary = run.folder / "summary.json"
+    section = run.read_object(summary).get("speculation")
     if not isinstance(section, dict):
         raise UserError(f"{summary} has no speculation section ({shown(section)}): choose another --out")
+    settings = run.resolved().settings.speculation
+    shares = section.get("shares")
+    if settings is None or not isinstance(shares, dict) or set(shares) != set(settings.ladder):
+        run.refuse(summary, "speculation.shares are not those of the ladder")
+    numbers = [*shares.values(), *(section.get(key) for key in ("share_8bit_or_less", "hits", "misses"))]
+    if not all(is_finite_number(each) and each >= 0 for each in numbers):
+        run.refuse(summary, "speculation holds what is no share or count")
     return section
 
 

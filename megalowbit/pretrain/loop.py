@@ -147,6 +147,7 @@ def _switch_if_due(job: Job, recorder: Recorder) -> None:
     told = job.late_switch.before_step(job.step)
     recorder.tell(told)
     if told is not None and job.speculation is not None:
+        job.speculation.look_next()  # totals would count what it decided before
         recorder.tell(line_after_switch(job.late_switch.recipe))
 
 

@@ -20,6 +20,7 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe_checks import operand_quantizers
 from megalowbit.pretrain.saved_tensors import LargestForms
 from megalowbit.quantize.names import quantizer
 from megalowbit.speculation.precisions import PRODUCTS, check_base, quantizers_of, recipe_with
@@ -151,19 +152,14 @@ def line_after_switch(recipe: Recipe) -> str:
     Args:
         recipe: with which the layers go on.
     """
-    left = [product for product in PRODUCTS if _is_quantized(recipe, product)]
+    left = [
+        product
+        for product in PRODUCTS
+        if not all(quantizer(name).is_identity for name in operand_quantizers(recipe, product))
+    ]
     if not left:
         return "speculation has no product left to choose a precision for"
     return f"speculation goes on for {' and '.join(left)}"
-
-
-def _is_quantized(recipe: Recipe, product: str) -> bool:
-    operands = {
-        "output": (recipe.q_forward_input, recipe.q_forward_weight),
-        "grad_input": (recipe.q_backward_outputgrad, recipe.q_backward_weight),
-        "grad_weight": (recipe.outputgrad_for_weight, recipe.q_backward_input),
-    }
-    return not all(quantizer(name).is_identity for name in operands[product])
 
 
 def _code_bytes(rung: str) -> int:

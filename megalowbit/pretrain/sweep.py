@@ -4,6 +4,7 @@ A `Run` is launch/pretrain.py on one thread, as users start it, with some values
 its own. A sweep that was interrupted goes on where it was when it is started again with the same folders.
 Runs of one seed have the same initial weights and the same batches, so a `Gap` is taken within a seed and
 its error is that of the gaps over the seeds. A run that diverges is a result; one that fails ends the sweep.
+What is read of a run is checked, since a folder that was cut short or edited would be averaged unnoticed.
 Not covered: runs of several processes, other machines.
 """
 
@@ -18,14 +19,16 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megalowbit.errors import UserError
+from megalowbit.json_text import is_finite_number, parse_json
 from megalowbit.pretrain.config import PretrainConfig, load_config
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -62,17 +65,20 @@ class Run:
         """Whether its folder holds all its steps, or diverged.
 
         Raises:
-            UserError: the folder holds another run.
+            UserError: the folder holds another run, or a damaged one.
         """
         saved, summary = self.folder / "config.json", self.folder / "summary.json"
         if not saved.exists():
             return False
         wanted = json.loads(json.dumps(self.resolved().to_dict()))
-        if json.loads(saved.read_text(encoding="utf-8")) != wanted:
+        if self.read_object(saved) != wanted:
             raise UserError(f"{self.folder} holds a run with other settings: choose another --out")
         steps = wanted["megalowbit"]["run"]["steps"]
-        is_finished = summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["steps"] == steps
-        return is_finished or self.was_stopped()
+        if not summary.exists() or self.read_object(summary).get("steps") != steps:
+            return self.was_stopped()
+        if [row["step"] for row in self.rows()][-1:] != [steps] and not self.was_stopped():
+            self.refuse(self.metrics, f"it does not end with step {steps}, as summary.json says")
+        return True
 
     def execute(self) -> float:
         """Train it; returns the seconds it took, start included.
@@ -102,11 +108,63 @@ class Run:
             raise UserError(f"{self.label}, seed {self.seed}, failed: {reason} (all of it in {log})")
         return time.perf_counter() - started
 
+    @property
+    def metrics(self) -> Path:
+        """A line for each step."""
+        return self.folder / "metrics.jsonl"
+
     def rows(self) -> list[dict[str, Any]]:
-        """The lines of its metrics.jsonl so far."""
-        metrics = self.folder / "metrics.jsonl"
-        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be torn
+        """The lines of its metrics.jsonl so far.
+
+        Raises:
+            UserError: one is damaged.
+        """
+        text = self._read_text(self.metrics) if self.metrics.exists() else ""
+        lines = text.split("\n")[:-1]  # what follows the last line end may be torn
+        return [self._row(line, number) for number, line in enumerate(lines, start=1)]
+
+    def read_object(self, path: Path) -> dict[str, Any]:
+        """The object in one of its files.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        return self._parsed(self._read_text(path), path)
+
+    def refuse(self, path: Path, reason: str) -> NoReturn:
+        """Raise the error for a damaged file of the run."""
+        raise UserError(
+            f"{path} is damaged ({reason}): remove that run's folder, {self.folder}, to do it again"
+        ) from None
+
+    def _read_text(self, path: Path) -> str:
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            self.refuse(path, "it is not UTF-8")
+        except OSError as error:
+            self.refuse(path, error.strerror or "it cannot be read")
+
+    def _parsed(self, text: str, path: Path, where: str = "it") -> dict[str, Any]:
+        try:
+            value = parse_json(text, str(path))
+        except UserError:
+            self.refuse(path, f"{where} is not JSON")
+        if not isinstance(value, dict):
+            self.refuse(path, f"{where} is not an object")
+        return value
+
+    def _row(self, line: str, number: int) -> dict[str, Any]:
+        where = f"line {number}"
+        row = self._parsed(line, self.metrics, where)
+        loss = row.get("loss", math.nan)
+        if not (loss is None or is_finite_number(loss)):
+            self.refuse(self.metrics, f"{where} has no loss")
+        if type(row.get("skipped_steps")) is not int:
+            self.refuse(self.metrics, f"{where} has no skipped_steps")
+        if row.get("step") != number:
+            self.refuse(self.metrics, f"{where} is not that of step {number}")
+        return row
 
     def steps_without_update(self) -> int:
         """How many steps at the end of the record were skipped, or had a loss that is not finite."""
@@ -134,7 +192,11 @@ class Run:
     def final_loss(self, last: int) -> float:
         """Mean of the finite ones among the last losses; NaN if the run diverged."""
         finite = [loss for loss in self.losses()[-last:] if loss is not None]
-        return math.nan if self.diverged_at() is not None else statistics.mean(finite)
+        if self.diverged_at() is not None:
+            return math.nan
+        if not finite:
+            self.refuse(self.metrics, "it has no loss")
+        return statistics.mean(finite)
 
 
 @dataclass(frozen=True)
@@ -173,6 +235,22 @@ class Gap:
 def folder_name(label: str, seed: int) -> str:
     """What the folder of a run is called: `"own, hadamard"`, 3 → `own-hadamard-seed-3`."""
     return f"{re.sub(r'[^A-Za-z0-9.-]+', '-', label)}-seed-{seed}"
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of a sweep, if it is not there yet.
+
+    Raises:
+        UserError: it cannot be one, or nothing can be written there.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--out {out} cannot be written to as a folder ({error.strerror or error}): choose another --out"
+        ) from None
 
 
 def execute(runs: Sequence[Run], *, jobs: int) -> None:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.formats.block_format import BlockFormat
-from megalowbit.quantize import kernels_cpu, kernels_cpu_8bit, launch_triton, reference
+from megalowbit.quantize import kernels_cpu, kernels_cpu_8bit, launch_triton, launch_triton_8bit, reference
 from megalowbit.quantize.encoding import Encoded, Encoding, check_parts
 from megalowbit.quantize.philox import NO_KEY, RandomKey
 
@@ -149,6 +149,8 @@ def _say_not_plain(kind: type[Tensor]) -> None:
 def _kernels(backend: str, format: BlockFormat) -> ModuleType | None:
     if backend == "c" and kernels_cpu_8bit.is_for(format):
         return _kernels_8bit(os.environ.get(BACKEND_VARIABLE, ""))
+    if backend == "triton" and launch_triton_8bit.is_for(format):
+        return launch_triton_8bit
     return {"c": kernels_cpu, "triton": launch_triton}.get(backend)
 
 

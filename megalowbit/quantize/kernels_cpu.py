@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megalowbit.c_library import UnavailableError, find_or_build
+from megalowbit.c_library import load_checked
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, BlockFormat
 from megalowbit.quantize.encoding import Encoded, Encoding
 from megalowbit.quantize.kernels_cpu_job import DTYPES, address, decode_with, encode_with, job_of
@@ -28,7 +27,6 @@ from megalowbit.quantize.known_bits import KNOWN_BITS, answers
 SOURCE = Path(__file__).with_suffix(".c")
 HEADERS = ("kernels_cpu_tasks.h", "kernels_cpu_codes.h", "kernels_cpu_lanes.h")  # beside it
 SUM_ROWS = 256  # rows that `column_sums` adds one after the other
-logger = logging.getLogger("megalowbit")
 
 
 def is_available() -> bool:
@@ -115,27 +113,16 @@ def _library() -> ctypes.CDLL:
 
 @functools.lru_cache(maxsize=1)
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
-    """The library, or `None` and the reason."""
-    try:
-        library = find_or_build(SOURCE, HEADERS)
-        _check_known_bits(library)
-    except (UnavailableError, OSError) as error:  # OSError: there is no place for temporary files
-        return None, str(error)  # `backends` warns
-    if not library.megalowbit_has_threads():
-        logger.warning("the CPU kernel was compiled without OpenMP and uses one thread: install libgomp")
-    return library, None
+    """The library, or `None` and the reason, of which `backends` warns."""
+    return load_checked(SOURCE, HEADERS, _answers, KNOWN_BITS)
 
 
 @_disable_current_modes()
-def _check_known_bits(library: ctypes.CDLL) -> None:
-    """Refuse a library that a compiler has got wrong."""
+def _answers(library: ctypes.CDLL) -> dict[str, int]:
     use = functools.partial
-    found = answers(
+    return answers(
         use(encode, library=library),
         use(decode, library=library),
         use(scale_and_bias, library=library),
         use(column_sums, library=library),
     )
-    for name, got in found.items():
-        if got != KNOWN_BITS[name]:
-            raise UnavailableError(f"the compiled library fails its self-check ({name}): set CC")

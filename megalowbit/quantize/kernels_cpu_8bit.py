@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megalowbit.c_library import UnavailableError, find_or_build
+from megalowbit.c_library import load_checked
 from megalowbit.formats.block_format import BlockFormat
 from megalowbit.quantize.encoding import Encoded, Encoding
 from megalowbit.quantize.kernels_cpu_job import DTYPES, ELEMENTS, decode_with, encode_with
@@ -27,7 +26,6 @@ from megalowbit.quantize.known_bits import KNOWN_BITS_8BIT, answers_8bit
 SOURCE = Path(__file__).with_suffix(".c")
 HEADERS = ("kernels_cpu_elements.h", "kernels_cpu_tasks.h", "kernels_cpu_codes.h", "kernels_cpu_lanes.h")
 LARGEST_BLOCK = 128  # elements of a row
-logger = logging.getLogger("megalowbit")
 
 
 def is_available() -> bool:
@@ -87,23 +85,12 @@ def _library() -> ctypes.CDLL:
 
 @functools.lru_cache(maxsize=1)
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
-    """The library, or `None` and the reason."""
-    try:
-        library = find_or_build(SOURCE, HEADERS)
-        _check_known_bits(library)
-    except (UnavailableError, OSError) as error:  # OSError: there is no place for temporary files
-        return None, str(error)  # `backends` warns
-    if not library.megalowbit_has_threads():
-        logger.warning("the CPU kernel of 8-bit formats was compiled without OpenMP: install libgomp")
-    return library, None
+    """The library, or `None` and the reason, of which `backends` warns."""
+    return load_checked(SOURCE, HEADERS, _answers, KNOWN_BITS_8BIT)
 
 
 @_disable_current_modes()
-def _check_known_bits(library: ctypes.CDLL) -> None:
-    """Refuse a library that a compiler has got wrong."""
-    found = answers_8bit(
+def _answers(library: ctypes.CDLL) -> dict[str, int]:
+    return answers_8bit(
         functools.partial(encode, library=library), functools.partial(decode, library=library)
     )
-    for name, got in found.items():
-        if got != KNOWN_BITS_8BIT[name]:
-            raise UnavailableError(f"the compiled library fails its self-check ({name}): set CC")

@@ -145,18 +145,26 @@ def _expand(per_block, R: tl.constexpr, G: tl.constexpr):
     return wide.reshape(R, G)
 
 
+@triton.jit
+def _raise(pointer, maxima):
+    """To the largest of `maxima`; infinities and NaN are larger than all others."""
+    tl.atomic_max(pointer, tl.max(tl.max(_bits(maxima) & MAGNITUDE, axis=1), axis=0))
+
+
 @triton.jit(do_not_specialize=["signs"])
 def amax_kernel(
     x, amax, rows, cols, row_stride, col_stride, q_scalar, signs, DTYPE: tl.constexpr, BLOCK_ROWS:
-    tl.constexpr, BLOCK_COLS: tl.constexpr, HAS_SIGNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_GROUPS:
-    tl.constexpr,
+    tl.constexpr, BLOCK_COLS: tl.constexpr, HAS_SIGNS: tl.constexpr, ONE_SCALE: tl.constexpr, TILE_ROWS:
+    tl.constexpr, TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Raise `amax` (int32 bits of an fp32 number, 0 before) to the largest finite block maximum."""
+    """Raise `amax` (int32 bits of an fp32 number, 0 before) to the largest block maximum.
+
+    Spoiled blocks are left out, except where the tensor has one scale, which they spoil.
+    """
     row, group, _ = _tile(cols, BLOCK_COLS, TILE_ROWS, TILE_GROUPS)
     values = _load(x, row, group, rows, cols, row_stride, col_stride, signs, DTYPE, HAS_SIGNS)
     maxima = _block_maxima(values, q_scalar, BLOCK_ROWS, BLOCK_COLS)
-    finite = tl.where(maxima < INFINITY, maxima, 0.0)
-    tl.atomic_max(amax, tl.max(tl.max(_bits(finite), axis=1), axis=0))
+    _raise(amax, maxima if ONE_SCALE else tl.where(maxima < INFINITY, maxima, 0.0))
 
 
 @triton.jit
@@ -170,17 +178,21 @@ def _philox(row, group, groups, key_low, key_high, step_low, step_high):
 
 
 @triton.jit
-def _stochastic(scaled, row, group, groups, key_low, key_high, step_low, step_high):
-    """Codes of stochastic rounding (int32), see `formats.rounding`."""
-    R: tl.constexpr = scaled.shape[0]
-    G: tl.constexpr = scaled.shape[1]
+def _noise(row, group, groups, key_low, key_high, step_low, step_high):
+    """(byte + ½)/256 for each element of (rows, groups, 16), exactly."""
+    R: tl.constexpr = row.shape[0]
+    G: tl.constexpr = group.shape[0]
     w0, w1, w2, w3 = _philox(row, group, groups, key_low, key_high, step_low, step_high)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, G, 4, 1)
     # A byte placed high in the mantissa of 1.0 is 1 + byte/256.
     shifted = (words >> (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, :]) & 0xFF
-    noise = _float(((shifted << 15) | 0x3F800000).to(tl.int32, bitcast=True).reshape(R, G, GROUP)) - (
-        1 - 1 / 512
-    )
+    bits = ((shifted << 15) | 0x3F800000).to(tl.int32, bitcast=True)
+    return _float(bits.reshape(R, G, GROUP)) - (1 - 1 / 512)
+
+
+@triton.jit
+def _stochastic(scaled, noise):
+    """Codes of stochastic rounding (int32), see `formats.rounding`."""
     magnitude = tl.minimum(tl.abs(scaled), ELEMENT_MAX)
     position = tl.minimum(tl.minimum(magnitude + magnitude, magnitude + 2.0), magnitude * 0.5 + 4.0)
     return (position + noise).to(tl.int32) | ((_bits(scaled) >> 28) & 8)
@@ -223,15 +235,16 @@ def _four_over_six(values, amax, encode_scale, IS_UP: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(codes, is_kept, pointer, row, group, rows, groups):
-    """Eight codes a word, two words a group; zeros where a group (rows, groups, 1) is not kept."""
+def _store_codes(codes, is_kept, pointer, row, group, rows, groups, BITS: tl.constexpr):
+    """Codes of 4 or 8 bits as words; zeros where a group (rows, groups, 1) is not kept."""
     R: tl.constexpr = codes.shape[0]
     G: tl.constexpr = codes.shape[1]
-    shifted = codes.reshape(R, G, 2, 8) << (tl.arange(0, 8) * 4)[None, None, None, :]
+    WORDS: tl.constexpr = BITS // 2  # of a group
+    shifts = tl.arange(0, GROUP // WORDS) * BITS
+    shifted = codes.reshape(R, G, WORDS, GROUP // WORDS) << shifts[None, None, None, :]
     words = tl.sum(shifted.to(tl.uint32, bitcast=True), axis=3).to(tl.int32, bitcast=True)
-    offset = (row[:, None].to(tl.int64) * groups + group[None, :])[:, :, None] * 2 + tl.arange(0, 2)[
-        None, None, :
-    ]
+    first = (row[:, None].to(tl.int64) * groups + group[None, :]) * WORDS
+    offset = first[:, :, None] + tl.arange(0, WORDS)[None, None, :]
     is_inside = (row[:, None, None] < rows) & (group[None, :, None] < groups)
     tl.store(pointer + offset, tl.where(is_kept, words, 0), mask=is_inside)
 
@@ -249,7 +262,8 @@ def _store_values(values, pointer, row, col, rows, cols, row_stride, col_stride,
 
 @triton.jit
 def _store_counts(
-    counts, errors, values, scaled, decoded, tensor_scale, is_inside, overflows, is_zero_block, is_block,
+    counts, errors, values, scaled, decoded, tensor_scale, largest, is_inside, overflows, is_zero_block,
+    is_block,
 ):  # fmt: skip
     """This program's share of the counts, see `counts.count_errors`; what the shape tells comes later."""
     counts += tl.program_id(0) * 8
@@ -257,8 +271,8 @@ def _store_counts(
     is_nonfinite = (_bits(values) & MAGNITUDE) >= 0x7F800000
     restored = decoded * tensor_scale
     is_counted = is_inside & (restored == restored)
-    tl.store(counts + 1, tl.sum((is_inside & (magnitude > ELEMENT_MAX * SLACK)).to(tl.int32)))
-    tl.store(counts + 2, tl.sum((is_inside & (magnitude > ELEMENT_MAX / 2 * SLACK)).to(tl.int32)))
+    tl.store(counts + 1, tl.sum((is_inside & (magnitude > largest * SLACK)).to(tl.int32)))
+    tl.store(counts + 2, tl.sum((is_inside & (magnitude > largest * 0.5 * SLACK)).to(tl.int32)))
     tl.store(counts + 3, tl.sum((is_counted & (values != 0) & (decoded == 0)).to(tl.int32)))
     tl.store(counts + 4, tl.sum((is_inside & is_nonfinite).to(tl.int32)))
     tl.store(counts + 6, tl.sum((is_block & overflows).to(tl.int32)))
@@ -301,11 +315,12 @@ def encode_kernel(
         scale, decoded, encode, overflows = _power_of_two(maxima, IS_UP)
     scaled = values * _expand(encode, TILE_ROWS, TILE_GROUPS)[:, :, None]
     if IS_STOCHASTIC:
-        code = _stochastic(scaled, row, group, groups, key_low, key_high, step_low, step_high)
+        noise = _noise(row, group, groups, key_low, key_high, step_low, step_high)
+        code = _stochastic(scaled, noise)
     elif not FOUR_OVER_SIX:
         code = _nearest(scaled)
     factor = _expand(decoded, TILE_ROWS, TILE_GROUPS)[:, :, None]
-    _store_codes(code, factor == factor, codes, row, group, rows, groups)
+    _store_codes(code, factor == factor, codes, row, group, rows, groups, 4)
 
     block_rows, block_cols = tl.cdiv(rows, BLOCK_ROWS), groups // (BLOCK_COLS // GROUP)
     block_row, block_col = _tile_of_blocks(cols, BLOCK_ROWS, BLOCK_COLS, TILE_ROWS, TILE_GROUPS)
@@ -327,6 +342,7 @@ def encode_kernel(
                 scaled,
                 restored,
                 inverse,
+                ELEMENT_MAX,
                 is_inside,
                 overflows,
                 is_zero_block,

@@ -1,8 +1,8 @@
 """Bits that every CPU kernel must make of given numbers: a miscompiled one shows before its use.
 
 `answers` runs each entry point over each dtype, each order in memory and each rounding, and condenses what
-comes out to a checksum; `KNOWN_BITS` are the checksums of the plain torch operations, on any machine. A
-checksum differs if one bit does. All of it takes a few milliseconds.
+comes out to a checksum; `KNOWN_BITS` and its like are the checksums of the plain torch operations, on any
+machine. A checksum differs if one bit does. All of it takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -144,6 +144,18 @@ KNOWN_BITS_8BIT: dict[str, int] = {
     "torch.float16 by neither with a given maximum": 0x701E1DCF,
 }
 
+KNOWN_MOMENTS: dict[str, int] = {
+    f"moments of {dtype} {what}": checksum
+    for dtype in DTYPES
+    for what, checksum in {
+        "by rows": 0x7AB9F1C0,
+        "by one row": 0x7AB9F1C0,
+        "by columns": 0x7AB9F1C0,
+        "by neither": 0x7AB9F1C0,
+        "with an infinity": 0x07EB46D8,
+    }.items()
+}
+
 
 def answers(
     encode: Callable[..., Encoded],
@@ -208,6 +220,27 @@ def answers_8bit(encode: Callable[..., Encoded], decode: Callable[..., Tensor]) 
         for order, x in (("rows", numbers), ("neither", numbers.repeat_interleave(2, 1)[:, ::2])):
             encoded = encode(x, Encoding(format=FORMATS_8BIT["int8"]), tensor_amax=given)
             found[f"{dtype} by {order}" + (" with a given maximum" if amax else "")] = _of_encoded(encoded)
+    return found
+
+
+def answers_moments(moments: Callable[[Tensor], Tensor]) -> dict[str, int]:
+    """As `answers`, of a function with the signature of `kernels_cpu_moments.moments`."""
+    found = {}
+    integers = [(i * 2654435761 >> 9) % 255 - 127 for i in range(75 * 300)]
+    exact = [number * 2.0 ** (i * i // 5 % 9 - 4) for i, number in enumerate(integers)]
+    for dtype in DTYPES:
+        # More than one task, and no sum of squares is rounded, whatever its order.
+        numbers = torch.tensor(exact, dtype=dtype, device="cpu").view(75, 300)
+        orders = {
+            "rows": numbers,
+            "one row": numbers.view(1, -1),
+            "columns": numbers.t().contiguous().t(),
+            "neither": numbers.repeat_interleave(2, 1)[:, ::2],
+        }
+        for order, matrix in orders.items():
+            found[f"moments of {dtype} by {order}"] = _checksum(moments(matrix))
+        numbers[70, 3] = -torch.inf
+        found[f"moments of {dtype} with an infinity"] = _checksum(moments(numbers))
     return found
 
 

@@ -13,20 +13,28 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalowbit.formats.block_format import GROUP, MXFP4, NVFP4, NVFP4_TILED, SCALE_DTYPES, BlockFormat
-from megalowbit.quantize.counts import COUNT_NAMES, ERROR_NAMES
+from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, SCALE_DTYPES, BlockFormat
 from megalowbit.quantize.encoding import Encoded, Encoding, check_parts
 from megalowbit.quantize.fp8_operand import BIAS, DEPTH, MANTISSA, SHIFT
-from megalowbit.quantize.philox import NO_KEY, WORD, RandomKey
+from megalowbit.quantize.launch_triton_job import (
+    DTYPES,
+    as_stored,
+    as_words,
+    launch,
+    partial_counts,
+    programs_of,
+    random_words,
+    reading,
+    total_counts,
+    writing,
+)
+from megalowbit.quantize.philox import NO_KEY, RandomKey
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 OPERAND_DTYPES = (torch.bfloat16, torch.float32)
-TILE = (16, 16)  # rows and 16-groups of a program that reads along rows
 TALL_ROWS = 256  # where neighbours in memory are neighbours in a column; one block wide
 WORD_TILE = (16, 32)  # rows and words of eight codes
 TALL_WORD_TILE = (64, 8)
@@ -82,36 +90,33 @@ def encode(
     from megalowbit.quantize import kernels_triton as kernels
 
     format, device = encoding.format, x.device
-    assert format.block is not None
     x = x.resolve_neg()
     rows, cols = x.shape
     codes = torch.empty(format.codes_shape(rows, cols), dtype=torch.uint8, device=device)
     scales = torch.empty(format.scales_shape(rows, cols), dtype=torch.uint8, device=device)
     operand = None if operand_dtype is None else torch.empty(rows, cols, dtype=operand_dtype, device=device)
-    source = _reading(x, format, signs)
-    tile = {name: source.pop(name) for name in ("TILE_ROWS", "TILE_GROUPS")}
-    programs = _programs(format.padded(rows, cols)[1] // GROUP, rows, tile["TILE_GROUPS"], tile["TILE_ROWS"])
-    source |= tile | {"q_scalar": encoding.q_scalar}
+    source, programs = reading(x, format, signs, TALL_ROWS)
+    source |= {"q_scalar": encoding.q_scalar}
     tensor_scale = None
     if format.scale == "e4m3":
         tensor_scale = torch.empty((), dtype=torch.float32, device=device)
         if tensor_amax is None:
             largest = torch.zeros((), dtype=torch.int32, device=device)
-            _launch(kernels.amax_kernel, programs, device, amax=largest, **source)
+            launch(kernels.amax_kernel, programs, device, amax=largest, ONE_SCALE=False, **source)
             tensor_amax = largest.view(torch.float32)
         tensor_amax = tensor_amax.to(device, torch.float32).resolve_neg()
-    partial = _partial_counts(programs, device) if with_counts else (None, None)
-    _launch(
+    partial = partial_counts(programs, device) if with_counts else (None, None)
+    launch(
         kernels.encode_kernel,
         programs,
         device,
         **source,
-        **_random_words(random_key),
+        **random_words(random_key),
         amax=tensor_amax,
         codes=codes.view(torch.int32),
         scales=scales,
         tensor_scale=tensor_scale,
-        operand=None if operand is None else _as_stored(operand),
+        operand=None if operand is None else as_stored(operand),
         counts=partial[0],
         errors=partial[1],
         SCALE=format.scale,
@@ -121,7 +126,7 @@ def encode(
         OPERAND="none" if operand_dtype is None else DTYPES[operand_dtype],
         HAS_COUNTS=with_counts,
     )
-    counts, error = _total_counts(partial[0], partial[1], rows * cols, scales.numel())
+    counts, error = total_counts(partial[0], partial[1], rows * cols, scales.numel())
     return Encoded(codes, scales.view(SCALE_DTYPES[format.scale]), tensor_scale, operand, counts, error)
 
 
@@ -140,14 +145,16 @@ def decode(
 
     assert format.block is not None
     out = torch.empty((cols, rows) if transpose else (rows, cols), dtype=dtype, device=codes.device)
-    words, packed = _packed(codes, scales)
+    words = as_words(codes)
     tile_rows, tile_words = TALL_WORD_TILE if transpose else WORD_TILE
-    _launch(
+    launch(
         kernels.decode_kernel,
-        _programs(words, rows, tile_words, tile_rows),
+        programs_of(words.shape[1], rows, tile_words, tile_rows),
         codes.device,
-        **packed,
-        **_writing(out, transpose),
+        **writing(out, transpose),
+        codes=words,
+        scales=scales.contiguous().view(torch.uint8),
+        words=words.shape[1],
         rows=rows,
         cols=cols,
         DTYPE=DTYPES[dtype],
@@ -197,18 +204,18 @@ def decode_fp8(
     out_scale = torch.empty((), dtype=torch.float32, device=device)
     largest = torch.full((), -1, dtype=torch.int32, device=device)
     inexact = torch.zeros((), dtype=torch.int32, device=device)
-    words, packed = _packed(codes, scales)
+    words = as_words(codes)
     tile_rows, tile_words = TALL_WORD_TILE if transpose else WORD_TILE
-    programs = _programs(words, rows, tile_words, tile_rows)
-    packed |= {"rows": rows, "largest": largest}
-    packed |= {"TILE_ROWS": tile_rows, "TILE_WORDS": tile_words}
-    _launch(kernels.exponent_kernel, programs, device, **packed)
-    _launch(
+    programs = programs_of(words.shape[1], rows, tile_words, tile_rows)
+    packed = {"codes": words, "scales": scales.contiguous().view(torch.uint8), "words": words.shape[1]}
+    packed |= {"rows": rows, "largest": largest, "TILE_ROWS": tile_rows, "TILE_WORDS": tile_words}
+    launch(kernels.exponent_kernel, programs, device, **packed)
+    launch(
         kernels.fp8_kernel,
         programs,
         device,
         **packed,
-        **_writing(out, transpose),
+        **writing(out, transpose),
         MANTISSA=MANTISSA[dtype],
         BIAS=BIAS[dtype],
         SHIFT=SHIFT[dtype],
@@ -218,87 +225,3 @@ def decode_fp8(
         inexact=inexact,
     )
     return out, out_scale, inexact
-
-
-def _programs(width: int, rows: int, tile_width: int, tile_rows: int) -> int:
-    return -(-width // tile_width) * -(-rows // tile_rows)
-
-
-def _reading(x: Tensor, format: BlockFormat, signs: int | None) -> dict[str, Any]:
-    """What both encoding kernels take: the matrix, how to read it, the blocks."""
-    assert format.block is not None
-    tall = (TALL_ROWS, format.block[1] // GROUP)
-    tile_rows, tile_groups = TILE if x.stride(1) <= x.stride(0) else tall
-    return {
-        "x": x.view(torch.int16) if x.dtype == torch.bfloat16 else x,
-        "rows": x.shape[0],
-        "cols": x.shape[1],
-        "row_stride": x.stride(0),
-        "col_stride": x.stride(1),
-        "signs": signs or 0,
-        "DTYPE": DTYPES[x.dtype],
-        "BLOCK_ROWS": format.block[0],
-        "BLOCK_COLS": format.block[1],
-        "HAS_SIGNS": signs is not None,
-        "TILE_ROWS": tile_rows,
-        "TILE_GROUPS": tile_groups,
-    }
-
-
-def _writing(out: Tensor, transpose: bool) -> dict[str, Any]:
-    row_stride, col_stride = (1, out.shape[1]) if transpose else (out.shape[1], 1)
-    return {"out": _as_stored(out), "row_stride": row_stride, "col_stride": col_stride}
-
-
-def _as_stored(values: Tensor) -> Tensor:
-    """The tensor as the kernels write it: bf16 and FP8 by their bits."""
-    if values.dtype == torch.float32:
-        return values
-    return values.view(torch.int16 if values.dtype == torch.bfloat16 else torch.uint8)
-
-
-def _packed(codes: Tensor, scales: Tensor) -> tuple[int, dict[str, Any]]:
-    """Words of a row, and codes and scales as the decoding kernels read them."""
-    codes = codes.contiguous()
-    if codes.data_ptr() % 4:  # a part of a larger buffer
-        codes = codes.clone()
-    words = codes.view(torch.int32)
-    return words.shape[1], {
-        "codes": words,
-        "scales": scales.contiguous().view(torch.uint8),
-        "words": words.shape[1],
-    }
-
-
-def _random_words(random_key: RandomKey) -> dict[str, int]:
-    """Key and step as signed 32-bit numbers: of one type for every value, so nothing is compiled again."""
-    key, step = random_key
-    words = {"key_low": key, "key_high": key >> 32, "step_low": step, "step_high": step >> 32}
-    return {name: (word & WORD) - (((word & WORD) >> 31) << 32) for name, word in words.items()}
-
-
-def _partial_counts(programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(programs, len(COUNT_NAMES), dtype=torch.int32, device=device),
-        torch.empty(programs, len(ERROR_NAMES), dtype=torch.float64, device=device),
-    )
-
-
-def _total_counts(
-    counts: Tensor | None, error: Tensor | None, elements: int, blocks: int
-) -> tuple[Tensor | None, Tensor | None]:
-    if counts is None or error is None:
-        return None, None
-    total = counts.sum(0, dtype=torch.int64)
-    total[COUNT_NAMES.index("elements")] = elements
-    total[COUNT_NAMES.index("blocks")] = blocks
-    return total, error.sum(0)
-
-
-def _launch(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:
-    """Run a kernel on the tensors' own device, with every rounding in place."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[(programs,)](**arguments, enable_fp_fusion=False)
-    else:
-        kernel[(programs,)](**arguments)

@@ -57,14 +57,7 @@ def encode(
         matrix = hadamard(matrix, signs)  # before the padding, whose zeros would get signs
     matrix = torch.nn.functional.pad(matrix, (0, padded_cols - cols, 0, padded_rows - rows))
     amax = _magnitudes(matrix, encoding, rows * cols)
-    if format.scale == "signed_fp32":
-        random = _random_bytes(matrix, random_key) if encoding.is_stochastic else None
-        scales, codes = mixed_scales_and_codes(matrix, amax, cols, random)
-    elif encoding.four_over_six:
-        scales, codes = _four_over_six(matrix, amax, encoding, tensor_amax)
-    else:
-        scales = block_scales(amax, format, encoding.scale_rounding, tensor_amax)
-        codes = _codes(matrix, scales, encoding, random_key)
+    scales, codes = _scales_and_codes(matrix, amax, encoding, cols, tensor_amax, random_key)
     codes, matrix = codes[:rows], matrix[:rows, :cols]
     decoded = _values(codes, scales.codes, format) * _expand(scales.decoded, format, codes)
     operand = None if operand_dtype is None else decoded[:, :cols].to(operand_dtype).contiguous()
@@ -162,6 +155,24 @@ def _scaled(matrix: Tensor, encode_scale: Tensor, format: BlockFormat) -> Tensor
     if format.scale in ("e4m3", "e8m0"):
         return matrix * encode_scale
     return torch.where(encode_scale == 0, matrix * 0, matrix / encode_scale)
+
+
+def _scales_and_codes(
+    matrix: Tensor,
+    amax: Tensor,
+    encoding: Encoding,
+    cols: int,
+    tensor_amax: Tensor | None,
+    random_key: RandomKey,
+) -> tuple[BlockScales, Tensor]:
+    format = encoding.format
+    if format.scale == "signed_fp32":
+        random = _random_bytes(matrix, random_key) if encoding.is_stochastic else None
+        return mixed_scales_and_codes(matrix, amax, cols, random)
+    if encoding.four_over_six:
+        return _four_over_six(matrix, amax, encoding, tensor_amax)
+    scales = block_scales(amax, format, encoding.scale_rounding, tensor_amax)
+    return scales, _codes(matrix, scales, encoding, random_key)
 
 
 def _codes(matrix: Tensor, scales: BlockScales, encoding: Encoding, random_key: RandomKey) -> Tensor:

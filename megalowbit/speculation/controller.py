@@ -8,9 +8,11 @@
 
 Every `every` steps is a look: of the first training use of each layer in the step, operands are described on
 the device, and the first looks and then every `verify_every`-th one also compare products with high-precision
-ones (`probe`). `end_step` pools that over all ranks (`exchange`), reads it once, foretells what each
-precision would do (`noise`) and decides (`policy`). Decisions hold until the next look; in between a layer
-costs one search of a dictionary. A layer that does not run in a step that is looked at keeps its precision.
+ones (`probe`). So does, for a layer in which a product has come to another quantised precision, the next
+look, for nothing has been measured there yet. `end_step` pools that over all ranks (`exchange`), reads it
+once, foretells what each precision would do (`noise`) and decides (`policy`). Decisions hold until the next
+look; in between a layer costs one search of a dictionary. A layer that does not run in a step that is looked
+at keeps its precision.
 
 Recipes with splits, Hadamard transforms or a copy for each product are refused. A layer used several times in
 a step is judged by its first use. Each rank knows the decisions of all layers, also of other pipeline stages.
@@ -21,25 +23,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import nn
 
-from megalowbit.errors import UserError, invalid_settings, shown
-from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.layers.chooser import Probe
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe_checks import operand_quantizers
 from megalowbit.layers.surgery import bit_layers, set_chooser
 from megalowbit.layers.use_counter import Use
 from megalowbit.quantize.names import quantizer
-from megalowbit.speculation.exchange import Exchange, Findings
+from megalowbit.speculation.agreement import agreed
+from megalowbit.speculation.exchange import Findings, Verification
 from megalowbit.speculation.noise import predict_snr_db
-from megalowbit.speculation.policy import Policy
-from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, check_base, quantizers_of, recipe_with
+from megalowbit.speculation.policy import GemmState, Policy
+from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, quantizers_of, recipe_with
 from megalowbit.speculation.probe import Look, LookSheet, ProductProbe
 from megalowbit.speculation.report import Change, GemmRow, SpeculationReport, SpeculationTotals
 from megalowbit.speculation.settings import SpeculationSettings
@@ -73,18 +75,14 @@ class PrecisionController:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.settings = _validated(settings)
-        self.step = 0
         self._model = model
-        self._policy = Policy(self.settings)
         self._layers = {layer.layer_name: layer for layer in bit_layers(model).values()}
-        self._exchange = Exchange(
-            list(self._layers),
-            self.settings.model_dump(),
-            group,
-            problem=_problem(model, self.settings),
-        )
+        self.settings, self._exchange = agreed(model, settings, group)
+        self._policy = Policy(self.settings)
+        self.step = 0
         self._looks = 0
+        self._look_at: int | None = None  # a step to be looked at whatever `every` says
+        self._unproven: set[Gemm] = set()  # at a rung which they have not been measured at since they came
         self._states = {(name, product): self._policy.start() for name in self.layers for product in PRODUCTS}
         self._has_run: set[Gemm] = set()
         self._tally = Tally()
@@ -92,6 +90,7 @@ class PrecisionController:
         self._is_in_step = False
         self._look: Look | None = None
         self._looked: set[str] = set()
+        self._is_attached = True
         if self._layers:
             set_chooser(model, self)
 
@@ -101,8 +100,17 @@ class PrecisionController:
         return self._exchange.layers
 
     def precision(self, layer: str, product: str) -> str:
-        """What a product of a layer runs at now."""
-        return self._states[layer, product].precision
+        """What a product of a layer runs at now.
+
+        Raises:
+            UserError: there is no such layer or product.
+        """
+        state = self._states.get((layer, product))
+        if state is None:
+            if product not in PRODUCTS:
+                raise unknown_name("product", product, PRODUCTS)
+            raise unknown_name("layer", layer, self.layers)
+        return state.precision
 
     def recipe(self, layer: str, base: Recipe) -> Recipe:
         """See `layers.chooser.Chooser.recipe`."""
@@ -117,14 +125,30 @@ class PrecisionController:
         if self._look is None or layer in self._looked or use.is_replay or not use.is_training:
             return None
         self._looked.add(layer)
+        is_unproven = any((layer, product) in self._unproven for product in PRODUCTS)
+        if is_unproven and self.settings.verify_every:
+            return ProductProbe(replace(self._look, verify_size=self.settings.verify_size), layer)
         return ProductProbe(self._look, layer)
 
+    def look_next(self) -> None:
+        """Look at the coming step, whatever `every` says; in a step, the one after it. All ranks alike.
+
+        For whoever knows that products have changed, as by a late switch of layers to full precision.
+        """
+        self._look_at = self.step + self._is_in_step
+
     def begin_step(self) -> None:
-        """Call before the first forward of an optimizer step; once more where the step is begun anew."""
+        """Call before the first forward of an optimizer step; once more where the step is begun anew.
+
+        Raises:
+            UserError: the controller was detached.
+        """
+        if not self._is_attached:
+            raise UserError("this PrecisionController was detached from its model: make another one")
         self._is_in_step = True
         self._looked.clear()
         self._look = None
-        if self.step % self.settings.every == 0:
+        if self.step % self.settings.every == 0 or self.step == self._look_at:
             verify_every = self.settings.verify_every
             # alignment changes fastest at the beginning
             is_verified = verify_every > 0 and (self._looks < verify_every or self._looks % verify_every == 0)
@@ -164,20 +188,23 @@ class PrecisionController:
         return self._tally.totals(self.settings.ladder)
 
     def detach(self) -> None:
-        """Let the layers run with their own recipes again."""
-        if self._layers:
+        """Let the layers run with their own recipes again; the controller is at its end."""
+        if self._layers and self._is_attached:
             set_chooser(self._model, None)
+        self._is_attached = False
 
     def state_dict(self) -> dict[str, Any]:
         """All decisions rest on, as plain JSON values; the same on all ranks, to be loaded by any number."""
         return {
             "step": self.step,
             "looks": self._looks,
+            "look_at": self._look_at,
             "layers": {
                 layer: {product: self._states[layer, product].to_dict() for product in PRODUCTS}
                 for layer in self.layers
             },
             "has_run": [list(gemm) for gemm in self._states if gemm in self._has_run],
+            "unproven": [list(gemm) for gemm in self._states if gemm in self._unproven],
             "totals": self._tally.to_dict(),
         }
 
@@ -195,16 +222,21 @@ class PrecisionController:
                 for layer in self.layers
                 for product in PRODUCTS
             }
-            has_run = {(str(layer), str(product)) for layer, product in state["has_run"]}
+            has_run, unproven = (
+                {(str(layer), str(product)) for layer, product in state[name]}
+                for name in ("has_run", "unproven")
+            )
             tally = Tally.from_dict(state["totals"])
-            step, looks = int(state["step"]), int(state["looks"])
-        except (KeyError, TypeError, AttributeError) as error:
+            step, looks = _count(state, "step"), _count(state, "looks")
+            look_at = None if state["look_at"] is None else _count(state, "look_at")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"the saved state of speculation is not readable ({error!r}): "
                 "load one written by PrecisionController.state_dict, or start decisions anew"
             ) from error
         self.step, self._looks, self._states = step, looks, states
-        self._has_run, self._tally = has_run & states.keys(), tally
+        self._look_at, self._tally = look_at, tally
+        self._has_run, self._unproven = has_run & states.keys(), unproven & states.keys()
         self._recipes.clear()
         self._is_in_step, self._look = False, None
 
@@ -265,17 +297,19 @@ class PrecisionController:
         state, is_hit, measured = before, None, math.nan
         verification = findings.verified.get(gemm)
         if verification is not None:
+            self._unproven.discard(gemm)
             if used != ladder[-1]:
                 measured = verification.measured_db
-                state, is_hit = self._policy.verify(state, step, measured)
-            state = self._policy.align(state, verification.alignment_db)
+            state, is_hit = self._learnt(state, step, predicted[ladder.index(used)], verification, used)
         state = self._policy.decide(state, step, predicted)
         self._states[gemm] = state
+        if state.precision not in (before.precision, ladder[-1]):
+            self._unproven.add(gemm)
         row = GemmRow(
             layer=layer,
             product=product,
             precision=used,
-            predicted_db=_number(self._policy.aligned(before, predicted)[ladder.index(used)]),
+            predicted_db=_number(self._policy.corrected(before, predicted)[ladder.index(used)]),
             measured_db=_number(measured),
             is_hit=is_hit,
             reason=before.reason,
@@ -284,7 +318,7 @@ class PrecisionController:
         )
         if state.precision == used:
             return row, None
-        foretold = self._policy.aligned(state, predicted)[ladder.index(state.precision)]
+        foretold = self._policy.corrected(state, predicted)[ladder.index(state.precision)]
         return row, Change(
             layer=layer,
             product=product,
@@ -294,6 +328,18 @@ class PrecisionController:
             predicted_db=_number(foretold),
         )
 
+    def _learnt(
+        self, state: GemmState, step: int, predicted: float, verification: Verification, used: str
+    ) -> tuple[GemmState, bool | None]:
+        """State after a measurement at the precision `used`, and whether it was a hit."""
+        is_hit = None
+        if used != self.settings.ladder[-1]:
+            measured = verification.measured_db
+            state, is_hit = self._policy.verify(state, step, measured)
+            residual = measured - predicted - verification.alignment_db
+            state = self._policy.correct(state, used, residual)
+        return self._policy.align(state, verification.alignment_db), is_hit
+
     def _predicted(
         self,
         product: str,
@@ -301,7 +347,7 @@ class PrecisionController:
         right: OperandStatistics,
         left_alone: tuple[bool, bool],
     ) -> list[float]:
-        """Ratio in dB of each rung, without alignment; inf where nothing is quantised."""
+        """Ratio in dB of each rung, uncorrected; inf where nothing is quantised."""
         found = []
         for rung in self.settings.ladder[:-1]:
             names = [
@@ -319,48 +365,18 @@ class PrecisionController:
         return [*found, math.inf]
 
 
-def _validated(settings: SpeculationSettings | Mapping[str, Any]) -> SpeculationSettings:
-    if isinstance(settings, SpeculationSettings):
-        return settings
-    try:
-        return SpeculationSettings.model_validate(settings)
-    except ValidationError as error:
-        raise invalid_settings(error, "speculation", SpeculationSettings) from None
-
-
-def _problem(model: nn.Module, settings: SpeculationSettings) -> str | None:
-    """Why this rank's layers cannot be given precisions, or `None`; other ranks wait to hear it."""
-    try:
-        layers = list(bit_layers(model).values())
-        names = Counter(layer.layer_name for layer in layers)
-        for name, count in names.items():
-            if not name or count > 1:
-                raise UserError(
-                    f"{count} BitLinear layers have the name {name!r}: let megalowbit.convert make them, or "
-                    "set a layer_name of its own for each"
-                )
-        for layer in layers:
-            _check_layer(layer, settings)
-    except UserError as error:
-        return str(error)
-    return None
-
-
-def _check_layer(layer: BitLinear, settings: SpeculationSettings) -> None:
-    if layer.is_split:
-        raise UserError(
-            f"layer {layer.layer_name!r} is split into parameters, whose products have no precision of their "
-            "own: leave parameter_split or speculation out"
-        )
-    check_base(layer.recipe)
-    for rung in settings.ladder:  # blocks of a rung may not fit a shard of a tensor-parallel layer
-        layer.check_recipe(recipe_with(layer.recipe, [rung] * len(PRODUCTS)))
-
-
 def _sides_left_alone(recipe: Recipe, product: str) -> tuple[bool, bool]:
     """Whether a layer's own recipe leaves the left and right operand of a product as they are."""
     left, right = operand_quantizers(recipe, product)
     return quantizer(left).is_identity, quantizer(right).is_identity
+
+
+def _count(state: Mapping[str, Any], name: str) -> int:
+    """A saved number of steps or looks."""
+    count = state[name]
+    if type(count) is not int or count < 0:
+        raise ValueError(f"{name} = {count!r}")
+    return count
 
 
 def _number(value: float) -> float | None:

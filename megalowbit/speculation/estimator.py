@@ -1,7 +1,7 @@
 """From a tensor to its statistics, on its device: magnitude and power of all of it, the rest of a sample.
 
-All elements are read twice, in pieces that stay in a CPU's cache: for the largest magnitude, and for the sum
-of squares in float64, so that neither overflows or vanishes where the tensor does not. Center and spread are
+All elements are read for the largest magnitude and the sum of squares in float64, which neither overflows nor
+vanishes where the tensor does not; on a CPU in one pass (`quantize/tensor_moments`). Center and spread are
 read off a sample drawn with Philox, the same on every device, without touching torch's generators:
 
 | type       | center            | sigma                                                                   |
@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from megalowbit.quantize.philox import RandomKey, random_words
+from megalowbit.quantize.tensor_moments import in_memory_order, tensor_moments
 from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS, OUTLIER_SIGMAS
 
 WITHIN_SIGMA = 0.6826894921370859  # of a Gaussian, within one standard deviation
 MAD_FACTOR = 1.482602218505602  # standard deviation of a Gaussian over its median absolute deviation
-CPU_PIECE = 2**16  # elements whose float64 copy stays in cache: 512 KiB
-PIECE = 2**22  # elements elsewhere: few launches, 32 MiB
 ODD = 0x9E3779B97F4A7C15  # a step moves the runs by as good as a random distance
 RUN = 4096  # neighbouring elements that are counted together
 COUNTED = 2**18  # elements among which outliers are counted: a share of 1e-4 is found to ±20 %
@@ -51,17 +50,16 @@ def estimate(x: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
         float64 (7,), a row of `COLUMNS`, on x's device; nothing waits for the device. NaN throughout, but
         for the count, where x has an infinity or a NaN; zeros where x is empty.
     """
-    flat = _flat(x.detach())
-    count = flat.numel()
+    matrix = in_memory_order(x.detach())
+    count = matrix.numel()
     row = torch.zeros(len(COLUMNS), dtype=torch.float64, device=x.device)
     if count == 0:
         return row
-    low, high = torch.aminmax(flat)
-    absmax = torch.maximum(low.neg(), high).to(torch.float64)
-    power = _sum_of_squares(flat) / count
-    sample = _sample(flat, settings, key)
+    absmax, squares = tensor_moments(matrix)
+    power = squares / count
+    sample = _sample(matrix, settings, key)
     center, sigma = _SPREADS[settings.type](sample)
-    bulk_power, share = _bulk(_runs(flat, settings, key), center, sigma)
+    bulk_power, share = _bulk(_runs(matrix, settings, key), center, sigma)
     has_outlier = absmax - center.abs() > OUTLIER_SIGMAS * sigma
     share = share.maximum(has_outlier.to(torch.float64) / count)
     numbers = torch.stack([absmax, center, sigma, power, bulk_power, share])
@@ -70,31 +68,24 @@ def estimate(x: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
     return row
 
 
-def _flat(x: Tensor) -> Tensor:
-    """All elements in the order of memory, without a copy where they lie densely."""
-    strides = x.stride()
-    axes = sorted(range(x.ndim), key=lambda axis: -strides[axis])
-    return x.permute(axes).contiguous().view(-1)
-
-
-def _sum_of_squares(flat: Tensor) -> Tensor:
-    sums = []
-    for piece in flat.split(CPU_PIECE if flat.device.type == "cpu" else PIECE):
-        wide = piece.to(torch.float64)
-        sums.append(torch.dot(wide, wide))
-    return torch.stack(sums).sum()
-
-
-def _sample(flat: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
+def _sample(matrix: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
     """float64 (samples, elements): drawn with replacement, or all elements once."""
-    if settings.sample >= flat.numel():
-        return flat.to(torch.float64).unsqueeze(0)
+    if settings.sample >= matrix.numel():
+        return matrix.flatten().to(torch.float64).unsqueeze(0)
     num_samples = settings.negative_k if settings.type == "negative" else 1
     size = num_samples * settings.sample
-    words = random_words(-(-size // 4), key, flat.device).view(-1)[:size]
+    words = random_words(-(-size // 4), key, matrix.device).view(-1)[:size]
     # In float64, where a product with any count is the same on every device.
-    places = (words.to(torch.float64) * (flat.numel() / 2**32)).to(torch.int64)
-    return flat[places].to(torch.float64).view(num_samples, settings.sample)
+    places = (words.to(torch.float64) * (matrix.numel() / 2**32)).to(torch.int64)
+    return _elements(matrix, places).to(torch.float64).view(num_samples, settings.sample)
+
+
+def _elements(matrix: Tensor, places: Tensor) -> Tensor:
+    """Elements by their place in the order of the rows, which may lie apart in memory."""
+    if len(matrix) == 1:
+        return matrix[0][places]
+    rows = torch.div(places, matrix.shape[1], rounding_mode="floor")
+    return matrix[rows, places - rows * matrix.shape[1]]
 
 
 def _median_and_distance(sample: Tensor, share: float) -> tuple[Tensor, Tensor]:
@@ -137,12 +128,21 @@ def _bulk(sample: Tensor, center: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor
     return bulk_power, num_outliers.to(torch.float64) / len(bulk)
 
 
-def _runs(flat: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
+def _run(matrix: Tensor, place: int) -> Tensor:
+    """The same, of neighbours: only their rows are copied."""
+    cols = matrix.shape[1]
+    top, bottom = place // cols, -(-(place + RUN) // cols)
+    return matrix[top:bottom].flatten()[place - top * cols :][:RUN]
+
+
+def _runs(matrix: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
     """Up to `COUNTED` elements: all, or runs of `RUN` at equal distances, which start where the key says."""
-    count = flat.numel()
+    count = matrix.numel()
     if count <= max(COUNTED, settings.sample):
-        return flat
+        return matrix.flatten()
     num_runs = COUNTED // RUN
     distance = count // num_runs
     start = (key.key + key.step * ODD) % (distance - RUN + 1)
-    return flat[: num_runs * distance].view(num_runs, distance)[:, start : start + RUN]
+    if len(matrix) == 1:
+        return matrix[0, : num_runs * distance].view(num_runs, distance)[:, start : start + RUN]
+    return torch.cat([_run(matrix, place) for place in range(start, num_runs * distance, distance)])

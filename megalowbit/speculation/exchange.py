@@ -46,14 +46,16 @@ class Verification(NamedTuple):
         """Signal over noise, `HIGHEST_DB` at most; NaN without a signal, or where a number is not finite."""
         if not (math.isfinite(self.noise) and 0 < self.signal < math.inf):
             return math.nan
-        return min(HIGHEST_DB, 10 * math.log10(self.signal / self.noise)) if self.noise else HIGHEST_DB
+        if self.noise == 0:
+            return HIGHEST_DB
+        return min(HIGHEST_DB, 10 * (math.log10(self.signal) - math.log10(self.noise)))
 
     @property
     def alignment_db(self) -> float:
         """Signal over that of independent operands with the same power; NaN where either is not a number."""
         if not (0 < self.signal < math.inf and 0 < self.expected < math.inf):
             return math.nan
-        return 10 * math.log10(self.signal / self.expected)
+        return 10 * (math.log10(self.signal) - math.log10(self.expected))
 
 
 @dataclass(frozen=True, kw_only=True)

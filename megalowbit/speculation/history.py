@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from megalowbit.errors import UserError, invalid_settings, shown
-from megalowbit.json_text import read_json_object
+from megalowbit.json_text import is_finite_number, read_json_object
 from megalowbit.speculation.precisions import PRODUCTS
 from megalowbit.speculation.report import GemmRow
 from megalowbit.speculation.settings import SpeculationSettings
@@ -30,7 +30,10 @@ from megalowbit.speculation.tally import FEW_BITS, share_of_few_bits
 FILE = "speculation.jsonl"
 NEAR_DB = 1.0  # what a prediction may be off by
 ROW_KEYS = tuple(field.name for field in fields(GemmRow))
-NUMBERS = ("predicted_db", "measured_db", "left_ratio", "right_ratio")
+DECIBELS = ("predicted_db", "measured_db")
+RATIOS = ("left_ratio", "right_ratio")
+MOST_DB = 10_000  # a ratio of two float64 energies has fewer
+MOST_STEPS = 10**15
 
 
 class Gemm(NamedTuple):
@@ -149,8 +152,19 @@ def short_names(layers: Sequence[str]) -> dict[str, str]:
     """What layers may be called on a page that shows no others.
 
     The number of the block and what follows it (`transformer.h.3.attn.c_attn` → `3.attn.c_attn`); where that
-    is not one layer's alone, the name without the beginning that all have.
+    is not one layer's alone, the name without the beginning that all have. Characters that cannot be printed
+    are written as their escapes.
     """
+    return {layer: _printable(name) for layer, name in _shortened(layers).items()}
+
+
+def _printable(name: str) -> str:
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in name
+    )
+
+
+def _shortened(layers: Sequence[str]) -> dict[str, str]:
     found = {layer: re.sub(r"^[^0-9]*\.(?=[0-9]+\.)", "", layer) for layer in layers}
     if len(set(found.values())) == len(found):
         return found
@@ -260,7 +274,8 @@ def _read_looks(
                     _check(not rows or rows[-1][0] < step, f"step {step} does not come after the one before")
                 except ValueError as error:
                     raise UserError(
-                        f"{path} line {number}: {error}: mend or remove that line, or name another run"
+                        f"{path} line {number} is damaged: {error}: mend or remove that line, or name "
+                        "another run"
                     ) from None
                 rows.append((step, row))
                 afterwards[gemm] = following
@@ -280,36 +295,42 @@ def _row(line: str, ladder: tuple[str, ...]) -> tuple[int, GemmRow, str]:
     """Step, row and next precision of a line."""
     try:
         record: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: brackets beyond the stack
         raise ValueError("it is not JSON") from None
     _check(isinstance(record, dict), "it is not an object")
     missing = [key for key in ("step", *ROW_KEYS, "next_precision") if key not in record]
     _check(not missing, f"{', '.join(missing)} is missing")
     checks: dict[str, Callable[[Any], bool]] = {
-        "step": lambda value: type(value) is int and value >= 1,
+        "step": lambda value: type(value) is int and 1 <= value <= MOST_STEPS,
         "layer": lambda value: isinstance(value, str) and bool(value),
         "product": lambda value: value in PRODUCTS,
         "precision": lambda value: value in ladder,
         "next_precision": lambda value: value in ladder,
         "is_hit": lambda value: value is None or type(value) is bool,
         "reason": lambda value: isinstance(value, str),
-        **dict.fromkeys(NUMBERS, _is_number_or_null),
+        **dict.fromkeys(DECIBELS, lambda value: _is_null_or_within(value, -MOST_DB, MOST_DB)),
+        **dict.fromkeys(RATIOS, lambda value: _is_null_or_within(value, 0, math.inf)),
     }
     for key, is_right in checks.items():
         _check(is_right(record[key]), f"{key} = {shown(record[key])} is not possible")
+    is_judged = record["is_hit"] is not None
+    _check(
+        not is_judged or record["measured_db"] is not None,
+        f"is_hit = {record['is_hit']} without a measured_db is not possible",
+    )
     row = GemmRow(**{key: record[key] for key in ROW_KEYS})
     return record["step"], row, record["next_precision"]
 
 
 def _steps_of(summary: Path) -> int:
     steps = read_json_object(summary).get("steps")
-    if type(steps) is not int or steps < 0:
+    if type(steps) is not int or not 0 <= steps <= MOST_STEPS:
         raise UserError(f"{summary}: steps = {shown(steps)} is not a number of steps: name another run")
     return steps
 
 
-def _is_number_or_null(value: object) -> bool:
-    return value is None or (type(value) in (int, float) and math.isfinite(value))  # type: ignore[arg-type]
+def _is_null_or_within(value: Any, low: float, high: float) -> bool:
+    return value is None or (is_finite_number(value) and low <= value <= high)
 
 
 def _or_nan(value: float | None) -> float:

@@ -173,16 +173,19 @@ def _label_rows(axes: Axes, history: History) -> None:
     for row in layers[1:]:
         axes.axhline(row - 0.5, color="white", linewidth=0.8 if len(layers) <= MOST_LABELLED_LAYERS else 0.2)
     if len(gemms) <= MOST_LABELLED_PRODUCTS:
-        axes.set_yticks(range(len(gemms)), [f"{names[gemm.layer]}  {gemm.product}" for gemm in gemms])
+        labels = [f"{names[gemm.layer]}  {gemm.product}" for gemm in gemms]
+        axes.set_yticks(range(len(gemms)), labels, parse_math=False)  # names may have a $
     elif len(layers) <= MOST_LABELLED_LAYERS:
-        axes.set_yticks(_middles(layers, len(gemms)), [names[gemms[row].layer] for row in layers])
+        axes.set_yticks(
+            _middles(layers, len(gemms)), [names[gemms[row].layer] for row in layers], parse_math=False
+        )
         title += f"; in each layer from the top: {products}"
     else:
         block_of = [names[gemm.layer].split(".")[0] for gemm in gemms]
         blocks = _starts(block_of)
         for row in blocks[1:]:
             axes.axhline(row - 0.5, color="white", linewidth=1.2)
-        axes.set_yticks(_middles(blocks, len(gemms)), [block_of[row] for row in blocks])
+        axes.set_yticks(_middles(blocks, len(gemms)), [block_of[row] for row in blocks], parse_math=False)
         axes.set_ylabel("block of layers")
         title += f"; in each layer from the top: {products}"
     axes.set_title(title, loc="left")

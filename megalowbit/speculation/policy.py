@@ -10,6 +10,11 @@ measured ratio below the threshold is a miss: the product goes to the last rung,
 until `cooldown` steps have passed; looks in that time count for patience. What is decided after step s holds
 from step s + 1 on.
 
+Predictions are corrected by what was measured: by the *alignment*, how much larger the product's signal is
+than that of independent operands, and by a *correction* of each rung that the product has run at, what that
+leaves between predicted and measured. Both are running means of a few measurements. They are added to the
+present prediction and to its trend alike, so that what is learnt is never taken for a trend.
+
 A prediction that is NaN is unsafe. One of +inf says that a rung would quantise nothing of the product; it is
 then at the last one, so that nobody counts it as low precision. Not covered: who predicts, measures and
 agrees among ranks; whoever is given the same numbers decides the same.
@@ -21,14 +26,23 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from megalowbit.errors import UserError, shown
 from megalowbit.speculation.settings import SpeculationSettings
 
 Reason = Literal["start", "safe", "predicted", "trend", "missed", "waiting", "not finite", "unquantised"]
 DAMAGED = "the saved state of a product is damaged"
-NEW_SHARE = 0.5  # of a new measurement in the running mean of the alignment
+NEW_SHARE = 0.5  # of a new measurement in a running mean
+
+
+def _begins_with_a_step(look: list[float | None]) -> list[float | None]:
+    step = look[0] if look else None
+    if step is None or step < 0 or step != int(step):
+        raise ValueError("a look begins with its step")
+    return look
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +51,8 @@ class Look:
 
     Attributes:
         step: the optimizer step.
-        predicted: dB for each rung but the last, without alignment; `None` where it was not finite.
+        predicted: dB for each rung but the last, neither aligned nor corrected; `None` where it was not
+            finite.
     """
 
     step: int
@@ -56,7 +71,9 @@ class GemmState:
         blocked_until: the step after which a rung may be entered again after a miss.
         hits: verifications whose measured ratio reached the threshold.
         misses: verifications whose measured ratio did not.
-        alignment_db: running mean of the measured correction of predictions; `None`: never measured.
+        alignment_db: running mean of measured alignments; `None`: never measured.
+        corrections: for each rung but the last, running mean in dB of what was measured there less what was
+            predicted, alignment included; `None`: never measured there.
         reason: why `precision` is what it is. "start": nothing decided yet; "safe": the cheapest rung that
             may be entered; "predicted", "trend": a cheaper one is, or will be, below its threshold; "missed":
             was measured below it; "waiting": is not far or not long enough above it; "not finite": has no
@@ -71,13 +88,15 @@ class GemmState:
     hits: int = 0
     misses: int = 0
     alignment_db: float | None = None
+    corrections: tuple[float | None, ...] = ()
     reason: Reason = "start"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` gives back an equal state."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         history = [[look.step, *look.predicted] for look in self.history]
-        return {**values, "ladder": list(self.ladder), "history": history, "streak": list(self.streak)}
+        lists = {name: list(values[name]) for name in ("ladder", "streak", "corrections")}
+        return {**values, **lists, "history": history}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> GemmState:
@@ -94,15 +113,39 @@ class GemmState:
                 "version; start decisions anew"
             )
         try:
-            history = tuple(Look(step=step, predicted=tuple(dbs)) for step, *dbs in values["history"])
-            ladder, streak = tuple(values["ladder"]), tuple(values["streak"])
-        except (TypeError, ValueError):
-            raise UserError(f"{DAMAGED}: its lists are not lists; start decisions anew") from None
-        state = GemmState(**{**values, "ladder": ladder, "streak": streak, "history": history})
-        lengths = {len(streak), *(len(look.predicted) for look in history)}
-        if state.precision not in ladder or lengths != {len(ladder) - 1}:
-            raise UserError(f"{DAMAGED}: it does not fit its ladder {shown(ladder)}; start decisions anew")
+            saved = _Saved.model_validate(dict(values))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UserError(
+                f"{DAMAGED}: {where} = {shown(first['input'])}, {first['msg']}; start decisions anew"
+            ) from None
+        lists = {name: tuple(getattr(saved, name)) for name in ("ladder", "streak", "corrections")}
+        history = tuple(Look(step=step, predicted=tuple(dbs)) for step, *dbs in values["history"])
+        state = GemmState(**{**saved.model_dump(), **lists, "history": history})
+        lengths = {len(state.streak), len(state.corrections), *(len(look.predicted) for look in history)}
+        if state.precision not in state.ladder or lengths != {len(state.ladder) - 1}:
+            raise UserError(
+                f"{DAMAGED}: it does not fit its ladder {shown(state.ladder)}; start decisions anew"
+            )
         return state
+
+
+class _Saved(BaseModel):
+    """What `GemmState.to_dict` writes, type by type."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    ladder: list[str]
+    precision: str
+    history: list[Annotated[list[float | None], AfterValidator(_begins_with_a_step)]]
+    streak: list[NonNegativeInt]
+    blocked_until: NonNegativeInt
+    hits: NonNegativeInt
+    misses: NonNegativeInt
+    alignment_db: float | None
+    corrections: list[float | None]
+    reason: Reason
 
 
 class Policy:
@@ -119,7 +162,10 @@ class Policy:
 
     def start(self) -> GemmState:
         """The state of a product before its first look: at the last rung."""
-        return GemmState(ladder=self.ladder, precision=self.ladder[-1], streak=(0,) * len(self._thresholds))
+        rungs = len(self._thresholds)
+        return GemmState(
+            ladder=self.ladder, precision=self.ladder[-1], streak=(0,) * rungs, corrections=(None,) * rungs
+        )
 
     def restore(self, values: Mapping[str, Any]) -> GemmState:
         """A state saved with this policy's ladder.
@@ -135,8 +181,8 @@ class Policy:
             )
         return state
 
-    def aligned(self, state: GemmState, predicted: Sequence[float]) -> tuple[float, ...]:
-        """Predictions with the product's alignment, as decisions take them.
+    def corrected(self, state: GemmState, predicted: Sequence[float]) -> tuple[float, ...]:
+        """Predictions with the product's alignment and each rung's correction, as decisions take them.
 
         Args:
             state: of the product.
@@ -147,8 +193,7 @@ class Policy:
         """
         if len(predicted) != len(self.ladder):
             raise ValueError(f"predictions must be one for each of {self.ladder}, not {len(predicted)}")
-        offset = self._offset(state)
-        return tuple(float(db) + offset for db in predicted)
+        return tuple(float(db) + self._offset(state, rung) for rung, db in enumerate(predicted))
 
     def align(self, state: GemmState, alignment_db: float) -> GemmState:
         """Take a new measurement of the alignment into its running mean; one that is not finite says nothing.
@@ -157,10 +202,20 @@ class Policy:
             state: of the product.
             alignment_db: measured signal over that of independent operands, in dB.
         """
-        if not math.isfinite(alignment_db):
-            return state
-        before = alignment_db if state.alignment_db is None else state.alignment_db
-        return replace(state, alignment_db=before + NEW_SHARE * (alignment_db - before))
+        return replace(state, alignment_db=_averaged(state.alignment_db, alignment_db))
+
+    def correct(self, state: GemmState, precision: str, residual_db: float) -> GemmState:
+        """Take what a measurement says of a rung's predictions into their correction; not finite: nothing.
+
+        Args:
+            state: of the product.
+            precision: the rung that was measured, any but the last.
+            residual_db: measured less predicted, with the alignment that was measured in the same step.
+        """
+        corrections = list(state.corrections)
+        rung = self.ladder.index(precision)
+        corrections[rung] = _averaged(corrections[rung], residual_db)
+        return replace(state, corrections=tuple(corrections))
 
     def decide(self, state: GemmState, step: int, predicted: Sequence[float]) -> GemmState:
         """Choose the rung for the steps after this one; `verify` of the same step comes first.
@@ -168,12 +223,12 @@ class Policy:
         Args:
             state: of the product.
             step: the optimizer step looked at.
-            predicted: dB for each rung of the ladder, without alignment; inf for the last one.
+            predicted: dB for each rung of the ladder, without alignment and correction; inf for the last one.
 
         Raises:
             ValueError: there is not one prediction for each rung.
         """
-        now = self.aligned(state, predicted)[:-1]
+        now = self.corrected(state, predicted)[:-1]
         look = Look(step=step, predicted=tuple(map(_finite, predicted[:-1])))
         history = (*state.history, look)[-self.settings.trend_window :]
         worst = [self._worst(state, history, rung, db) for rung, db in enumerate(now)]
@@ -221,10 +276,10 @@ class Policy:
             reason="missed",
         ), False
 
-    def _offset(self, state: GemmState) -> float:
-        if not self.settings.use_alignment or state.alignment_db is None:
+    def _offset(self, state: GemmState, rung: int) -> float:
+        if not self.settings.use_alignment or rung == len(self._thresholds):
             return 0.0
-        return state.alignment_db
+        return (state.alignment_db or 0.0) + (state.corrections[rung] or 0.0)
 
     def _worst(self, state: GemmState, history: Sequence[Look], rung: int, now: float) -> float:
         """The lower one of a rung's predictions now and later; NaN, below every threshold, without any."""
@@ -238,7 +293,7 @@ class Policy:
         later = [line_at(points, until)]
         if _has_begun_to_fall([db for _, db in points], self.settings.hysteresis_db):
             later.append(line_at(points[-2:], until))  # the line of all is slow to see it
-        return min([now, *(db + self._offset(state) for db in later if db is not None)])
+        return min([now, *(db + self._offset(state, rung) for db in later if db is not None)])
 
     def _reason(
         self, state: GemmState, chosen: int, step: int, now: Sequence[float], worst: Sequence[float]
@@ -266,6 +321,13 @@ class Policy:
 
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
+
+
+def _averaged(mean: float | None, new: float) -> float | None:
+    """A running mean after one more measurement; one that is not finite says nothing."""
+    if not math.isfinite(new):
+        return mean
+    return new if mean is None else mean + NEW_SHARE * (new - mean)
 
 
 def _has_begun_to_fall(values: Sequence[float], least: float) -> bool:

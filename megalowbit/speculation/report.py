@@ -19,8 +19,9 @@ class GemmRow:
         layer: the layer's name.
         product: "output", "grad_input" or "grad_weight".
         precision: what it ran at in this step; a `Change` says what follows.
-        predicted_db: signal-to-noise ratio foretold for `precision` from this step's statistics and the
-            alignment known before the step; `None` at bf16, and where statistics were not finite.
+        predicted_db: signal-to-noise ratio foretold for `precision` from this step's statistics, the
+            alignment and the correction known before the step; `None` at bf16, and where statistics were not
+            finite.
         measured_db: the ratio found by verification; `None` where nothing was verified, at bf16, and where
             there was no signal, or no finite number to measure.
         is_hit: whether the measured ratio reached the threshold of `precision`; `None` where nothing was

@@ -26,9 +26,10 @@ HIGHEST = "bf16"  # the last rung of every ladder: not quantised, and so always 
 EVEN_RUNGS = ("int4", "int8", HIGHEST)  # those whose grid is even, as the model "zeros" presumes
 EXAMPLE = '["int8", "fp8", "bf16"]'
 
+MOST = 10**9  # steps, looks or elements: no run has more, and floats tell these apart
 # strict: `true` and "8" are not numbers
-Count = Annotated[int, Field(strict=True, ge=1)]
-CountFromZero = Annotated[int, Field(strict=True, ge=0)]
+Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
+CountFromZero = Annotated[int, Field(strict=True, ge=0, le=MOST)]
 NumberFromZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
@@ -39,14 +40,14 @@ class EstimatorSettings(BaseModel):
         type: "quantile" (of 68 % of a sample) and "mad" (median absolute deviation) are unmoved by outliers;
             "negative" takes the least variance of `negative_k` samples, and so reads it low.
         sample: elements looked at; as many as the tensor has, or more, take each of them once.
-        negative_k: number of samples of type "negative".
+        negative_k: number of samples of type "negative", each drawn at every look; 100 at most.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["quantile", "mad", "negative"] = "quantile"
     sample: Annotated[Count, Field(ge=16)] = 8192
-    negative_k: Count = 5
+    negative_k: Annotated[Count, Field(le=100)] = 5
 
 
 class SpeculationSettings(BaseModel):
@@ -62,7 +63,7 @@ class SpeculationSettings(BaseModel):
             "all": with them.
         every: steps between looks.
         lookahead: steps ahead for which the SNR is foreseen from its trend, at least `every`; 0: none.
-        trend_window: looks whose line is the trend.
+        trend_window: looks whose line is the trend, all of which checkpoints hold; 1000 at most.
         hysteresis_db: what a cheaper rung needs above its threshold before a product goes to it.
         patience: looks in a row for which it needs that.
         verify_every: looks from one comparison with high-precision products to the next, of which the first
@@ -82,10 +83,10 @@ class SpeculationSettings(BaseModel):
     signal: Literal["bulk", "all"] = "bulk"
     every: Count = 10
     lookahead: CountFromZero = Field(default=20, validate_default=True)
-    trend_window: Annotated[Count, Field(ge=2)] = 4
+    trend_window: Annotated[Count, Field(ge=2, le=1000)] = 4
     hysteresis_db: NumberFromZero = 1.0
     patience: Count = 2
-    verify_every: CountFromZero = 5
+    verify_every: CountFromZero = 3
     verify_size: Count = 128
     cooldown: Count = 100
     use_alignment: bool = Field(default=True, strict=True)

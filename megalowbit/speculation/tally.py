@@ -43,7 +43,15 @@ class Tally:
 
     @staticmethod
     def from_dict(values: Mapping[str, Mapping[str, int]]) -> Tally:
-        """Undo `to_dict`."""
+        """Undo `to_dict`.
+
+        Raises:
+            TypeError: a total is not a number of times.
+        """
+        for totals in (values["gemm_steps"], values["sums"]):
+            for name, count in totals.items():
+                if type(count) is not int or count < 0:
+                    raise TypeError(f"{name} counts {count!r} times")
         tally = Tally()
         tally._gemm_steps.update(values["gemm_steps"])
         tally._sums.update(values["sums"])

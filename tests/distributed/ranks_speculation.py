@@ -80,6 +80,10 @@ def refusals(rank):
         PrecisionController(model, {**SETTINGS, "cooldown": 100 + (rank == 1)})
     except UserError as error:
         found["settings"] = str(error)
+    try:
+        PrecisionController(model, {**SETTINGS, "cooldown": int(rank != 1)})
+    except UserError as error:
+        found["invalid"] = str(error)
     if rank == 1:
         mlb.restore(model)
         mlb.convert(model, "metis-nvfp4")

@@ -69,6 +69,7 @@ def test_what_one_rank_does_differently_all_hear_of(seen):
     for rank in seen:
         found = rank["refusals"]
         assert "speculation.cooldown is 101 on rank 1 and 100 on rank 0" in found["settings"]
+        assert "speculation.cooldown = 0 is not valid" in found["invalid"]
         assert "split_input" in found["recipe"]
         assert "ranks have chosen different precisions" in found["decisions"]
         assert not [text for text in found.values() if "\n" in text]
@@ -92,10 +93,15 @@ def test_all_ranks_of_an_engine_know_and_follow_all_decisions(seen, name):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines_run_at_several_precisions_and_verify_them(seen, name):
-    totals = seen[0]["engines"][name]["totals"]
+    totals, reports = (seen[0]["engines"][name][key] for key in ("totals", "reports"))
     assert totals["shares"]["int8"] > 0.1
     assert totals["shares"]["fp8"] > 0.1
-    assert totals["hits"] == len(LAYERS) * 3  # the third look
+    measured = [{row["layer"] for row in report["rows"] if row["is_hit"]} for report in reports]
+    # the fourth look: layers alone of which a product went to another precision after the third
+    entered = {each["layer"] for each in reports[2]["changes"] if each["after"] != "bf16"}
+    assert measured == [set(), set(LAYERS), set(LAYERS), entered]
+    assert len(entered) < len(LAYERS)
+    assert totals["hits"] == sum(report["hits"] for report in reports) == 3 * (16 + len(entered))
     assert totals["misses"] == 0
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_engines import step
 
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.initialize import initialize
@@ -26,14 +27,6 @@ def make_engine(width=4, steps=1):
         "megalowbit": {"precision": "bf16"},
     }
     return initialize(model=model, config=config)[0]
-
-
-def step(engine, seed):
-    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    loss = engine(x).float().square().mean()
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
 
 
 @pytest.fixture(scope="module")

@@ -4,42 +4,11 @@ import errno
 import os
 
 import pytest
-import torch
+from small_engines import SGD, make_engine, trained
 
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.checkpoint_io import remove_checkpoint
-from megalowbit.engine.initialize import initialize
 from megalowbit.errors import UserError
-
-ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
-SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
-
-
-def make_engine(stage=0, *, optimizer=ADAMW, width=16, seed=0, **block):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, 16))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": optimizer,
-        "zero_optimization": {"stage": stage},
-        "megalowbit": {"precision": "bf16", **block},
-    }
-    return initialize(model=model, config=config)[0]
-
-
-def step(engine, seed):
-    x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-    loss = engine(x).float().square().mean()
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
-
-
-def trained(stage=0, **settings):
-    engine = make_engine(stage, **settings)
-    step(engine, 0)
-    step(engine, 1)
-    return engine
 
 
 @pytest.mark.parametrize("stage", range(4))

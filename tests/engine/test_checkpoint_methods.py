@@ -4,39 +4,9 @@ import json
 
 import pytest
 import torch
+from small_engines import make_engine, step, trained
 
-from megalowbit.engine.initialize import initialize
 from megalowbit.errors import UserError
-
-ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
-SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
-
-
-def make_engine(stage=0, *, optimizer=ADAMW, width=16, seed=0, **block):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, 16))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": optimizer,
-        "zero_optimization": {"stage": stage},
-        "megalowbit": {"precision": "bf16", **block},
-    }
-    return initialize(model=model, config=config)[0]
-
-
-def step(engine, seed):
-    x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-    loss = engine(x).float().square().mean()
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
-
-
-def trained(stage=0, **settings):
-    engine = make_engine(stage, **settings)
-    step(engine, 0)
-    step(engine, 1)
-    return engine
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -120,6 +90,20 @@ def test_a_save_that_fails_leaves_no_folder_and_latest_as_it_was(tmp_path):
         engine.save_checkpoint(str(tmp_path), tag="two", client_state={"x": object()})
     assert not (tmp_path / "two").exists()
     assert (tmp_path / "latest").read_text() == "one"
+
+
+def test_saving_in_the_middle_of_accumulation_is_refused_before_anything_is_written(tmp_path):
+    engine = make_engine(micro_batches=2)
+    engine.save_checkpoint(str(tmp_path), tag="before")
+    step(engine, 0)
+    with pytest.raises(UserError, match="save between optimizer steps"):
+        engine.save_checkpoint(str(tmp_path), tag="amid")
+    assert {path.name for path in tmp_path.iterdir()} == {"before", "latest"}
+    assert (tmp_path / "latest").read_text() == "before"
+    step(engine, 1)
+    assert engine.global_steps == 1
+    engine.save_checkpoint(str(tmp_path), tag="amid")
+    assert (tmp_path / "latest").read_text() == "amid"
 
 
 @pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}])

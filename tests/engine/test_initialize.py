@@ -198,11 +198,14 @@ def test_a_recipe_that_quantises_converts_the_model_and_it_trains():
 
 SCHEDULED = {
     "late_switch": {"late_switch": {"at": 0.9}},
+    "speculation": {"speculation": {"every": 20}},
     "parameter_split": {"recipe": {"base": "nvfp4", "parameter_split": {"rank": 2}}},
 }
 WARNINGS = {
     "late_switch": "megalowbit.late_switch is acted on by launch/pretrain.py only: "
     "call mlb.switch_precision(model) yourself",
+    "speculation": "megalowbit.speculation is acted on by launch/pretrain.py only: "
+    "make an mlb.PrecisionController(model, settings) yourself",
     "parameter_split": "recipe.parameter_split: call mlb.split_weights(engine) before the steps that are due",
 }
 
@@ -214,7 +217,9 @@ def warnings_of(caplog, settings):
     return [each.getMessage() for each in caplog.records if each.name == "megalowbit.engine.initialize"]
 
 
-@pytest.mark.parametrize("names", [(), ("late_switch",), ("parameter_split",), tuple(SCHEDULED)])
+@pytest.mark.parametrize(
+    "names", [(), ("late_switch",), ("speculation",), ("parameter_split",), tuple(SCHEDULED)]
+)
 def test_a_schedule_that_a_loop_of_ones_own_must_keep_is_said_once(caplog, tmp_path, names):
     settings = quantised("nvfp4")
     for name in names:
@@ -228,7 +233,7 @@ def test_a_schedule_that_a_loop_of_ones_own_must_keep_is_said_once(caplog, tmp_p
 
 def test_a_schedule_that_is_set_to_null_is_not_warned_of(caplog):
     settings = quantised({"base": "nvfp4", "parameter_split": None})
-    settings["megalowbit"]["late_switch"] = None
+    settings["megalowbit"].update(late_switch=None, speculation=None)
     with caplog.at_level(logging.WARNING):
         assert warnings_of(caplog, settings) == []
 

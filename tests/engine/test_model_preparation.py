@@ -1,5 +1,6 @@
 import pytest
 import torch
+from small_engines import config, model
 
 from megalowbit.engine.config import read_deepspeed_config
 from megalowbit.engine.initialize import initialize
@@ -14,20 +15,6 @@ from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import recipe
 from megalowbit.layers.surgery import bit_layers, convert, random_stream, restore
-
-
-def model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-
-
-def config(recipe=None, **changes):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "megalowbit": {"precision": "bf16", "recipe": recipe},
-        **changes,
-    }
 
 
 def test_a_model_leaves_converted_and_knows_its_layers():

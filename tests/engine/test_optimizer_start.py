@@ -1,23 +1,10 @@
 import pytest
 import torch
 import transformers
+from small_engines import config, model
 
 from megalowbit.engine.initialize import initialize
 from megalowbit.errors import UserError
-
-
-def model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-
-
-def config(recipe=None, **changes):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "megalowbit": {"precision": "bf16", "recipe": recipe},
-        **changes,
-    }
 
 
 def tiny_gpt2():

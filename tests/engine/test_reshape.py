@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_engines import step
 
 from megalowbit.checkpoints.contents import CheckpointContents
 from megalowbit.engine.checkpoint import CheckpointStore
@@ -37,14 +38,6 @@ def make_engine(stage=0, width=4, optimizer="AdamW", frozen=False):
         "megalowbit": {"precision": "bf16"},
     }
     return initialize(model=model, config=config)[0]
-
-
-def step(engine, seed):
-    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    loss = engine(x).float().square().mean()
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,14 @@
 """Start launch/pretrain.py the ways users do, with real launchers and real processes."""
 
+import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +36,22 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@functools.lru_cache(maxsize=1)
+def built_libraries():
+    """Folder of compiled kernels that earlier launches of this process have built; removed at its end."""
+    return tempfile.TemporaryDirectory(prefix="megalowbit-libraries-")
+
+
+def copy_libraries(source, target):
+    for library in source.glob("*.so"):
+        if not (target / library.name).exists():
+            shutil.copy2(library, target / library.name)
+
+
 def environment(cache):
+    """Of a launched process: a cache of its own, so that nothing but compiled kernels is found in it."""
+    cache.mkdir(mode=0o700, exist_ok=True)
+    copy_libraries(Path(built_libraries().name), cache)
     inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return {
         **inherited,
@@ -71,6 +89,7 @@ def run(launcher, *arguments, cwd, processes=1, seconds=SECONDS, **more):
         output, _ = process.communicate(timeout=seconds)
     finally:
         kill(process)
+        copy_libraries(Path(cwd) / "cache", Path(built_libraries().name))
     return Done(process.returncode, output)
 
 
@@ -81,6 +100,20 @@ def kill(process):
     except ProcessLookupError:
         return
     process.wait()
+
+
+def check_refusal(done, message):
+    """A command line says a mistake in one line with exit code 2, and does nothing else.
+
+    Args:
+        done: what `subprocess.run` returned.
+        message: what the line must contain.
+    """
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert done.stdout == ""
 
 
 def metrics(run_dir):

@@ -1,6 +1,8 @@
 """The command line with a ladder of precisions: two processes, killed and resumed, two stages, a mistake."""
 
 import json
+import shutil
+import statistics
 
 import pytest
 
@@ -32,52 +34,62 @@ def summary(folder):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run of two processes at ZeRO 2."""
+def killed(tmp_path_factory):
+    """A run of two processes at ZeRO 2, killed; of its checkpoints the first one is left."""
     folder = tmp_path_factory.mktemp("speculation")
     config = write_config(folder, block=BLOCK, zero_optimization={"stage": 2})
-    done = run("torchrun", "--ds-config", config, "--run-dir", folder / "run", cwd=folder, processes=2)
+    arguments = ("--ds-config", config, "--run-dir", folder / "run", "--resume", "auto")
+    process = start("torchrun", *arguments, cwd=folder, processes=2)
+    wait_for_step(folder / "run", 2 * EVERY + 2, process)
+    kill(process)
+    output = process.stdout.read()
+    for saved in (folder / "run" / "checkpoints").glob("step-*"):  # as where saves come seldom
+        if saved.name != f"step-{EVERY:08d}":
+            shutil.rmtree(saved)
+    return folder / "run", rows(folder / "run"), looks(folder / "run"), output, arguments
+
+
+@pytest.fixture(scope="module")
+def resumed(killed):
+    """What the resumed run said."""
+    folder, *_, arguments = killed
+    done = run("torchrun", *arguments, cwd=folder.parent, processes=2)
     assert done.code == 0, done.output
-    return folder, done.output
+    return done.output
 
 
-def test_two_processes_decide_together_and_one_of_them_writes(whole):
-    folder, output = whole
-    found = looks(folder / "run")
+def test_two_processes_decide_together_and_one_of_them_writes(killed, resumed):
+    folder, _, _, output, _ = killed
+    found = looks(folder)
     gemms = [(row["step"], row["layer"], row["product"]) for row in found]
     assert len(gemms) == len(set(gemms)) == 24 * (STEPS // 2)
     assert sorted({step for step, *_ in gemms}) == list(range(1, STEPS, 2))
     verified = [row for row in found if row["is_hit"] is not None]
-    assert {row["step"] for row in verified} == {5, 9, 13}  # the first look, at bf16, has nothing to verify
+    # the first look, at bf16, has nothing to verify; others than these are of layers with a new precision
+    assert {row["step"] for row in verified} >= {3, 5, 9, 13}
     assert all((row["measured_db"] >= 20) == row["is_hit"] for row in verified)
-    last = [row for row in metrics(folder / "run") if "speculation/misses" in row][-1]
+    last = [row for row in metrics(folder) if "speculation/misses" in row][-1]
     hits = sum(row["is_hit"] for row in verified)
     assert last["speculation/hit_rate"] == pytest.approx(hits / len(verified))
-    assert summary(folder / "run")["hits"] == hits
-    assert output.count("ladder    int8, fp8, bf16 at 20 dB; a look every 2 steps, 1 of 2 verified") == 1
+    assert summary(folder)["hits"] == hits
+    assert resumed.count("ladder    int8, fp8, bf16 at 20 dB; a look every 2 steps, 1 of 2 verified") == 1
     assert output.count("step 1: and ") == 1
 
 
-def test_a_killed_run_goes_on_with_bitwise_the_same_losses_and_decisions(whole, tmp_path):
-    folder, _ = whole
-    arguments = ("--ds-config", folder / "tiny.json", "--run-dir", tmp_path / "run", "--resume", "auto")
-    process = start("torchrun", *arguments, cwd=folder, processes=2)
-    wait_for_step(tmp_path / "run", EVERY + 2, process)
-    kill(process)
-    before = looks(tmp_path / "run")
-    done = run("torchrun", *arguments, cwd=folder, processes=2)
-    assert done.code == 0, done.output
-    assert "resumed after step" in done.output
-    assert rows(tmp_path / "run") == rows(folder / "run")
-    assert looks(tmp_path / "run") == looks(folder / "run")
-    assert looks(tmp_path / "run")[: len(before)] == before
-    assert summary(tmp_path / "run") == summary(folder / "run")
+def test_a_killed_run_goes_on_with_bitwise_the_same_losses_and_decisions(killed, resumed):
+    folder, rows_before, looks_before, *_ = killed
+    assert f"resumed after step {EVERY}" in resumed
+    assert rows_before[-1]["step"] >= 2 * EVERY + 2
+    assert rows(folder)[: len(rows_before)] == rows_before
+    assert looks(folder)[: len(looks_before)] == looks_before
+    assert {row["precision"] for row in looks_before} >= {"int8", "bf16"}
+    assert rows(folder)[-1]["step"] == STEPS
 
 
-def test_a_mistake_on_two_processes_is_one_line(whole, tmp_path):
-    config = whole[0] / "tiny.json"
-    arguments = ("--ds-config", config, "--run-dir", tmp_path / "new", "--set", "megalowbit.recipe=bf16")
-    done = run("torchrun", *arguments, cwd=whole[0], processes=2)
+@pytest.mark.slow
+def test_a_mistake_on_two_processes_is_one_line(tmp_path):
+    config = write_config(tmp_path, block={**BLOCK, "recipe": "bf16"})
+    done = run("torchrun", "--ds-config", config, "--run-dir", tmp_path / "new", cwd=tmp_path, processes=2)
     assert done.code != 0
     (line,) = done.errors
     assert "megalowbit.speculation: " in line
@@ -86,6 +98,7 @@ def test_a_mistake_on_two_processes_is_one_line(whole, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_two_stages_decide_for_all_layers_and_one_process_goes_on_with_that(tmp_path):
     write_config(tmp_path, model=NO_DROPOUT, block=BLOCK, pipeline={"stages": 2})
     arguments = ("--ds-config", tmp_path / "tiny.json", "--run-dir", tmp_path / "run")
@@ -113,9 +126,9 @@ def test_the_shipped_configuration_learns_at_few_bits(tmp_path):
     config = ROOT / "configs" / "gpt2_tiny_speculative.json"
     done = run(
         "python", "--ds-config", config, "--run-dir", tmp_path / "run",
-        "--set", "megalowbit.run.steps=41", "--set", "megalowbit.checkpoint.export_hf=false", cwd=tmp_path,
+        "--set", "megalowbit.run.steps=21", "--set", "megalowbit.checkpoint.export_hf=false", cwd=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.output
     losses = [row["loss"] for row in metrics(tmp_path / "run")]
-    assert sum(losses[-10:]) / 10 < 3.6 < losses[0]
+    assert statistics.median(losses[-8:]) < 3.6 < losses[0]
     assert summary(tmp_path / "run")["share_8bit_or_less"] > 0.7

@@ -1,11 +1,12 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from launchers import write_config
 from megalowbit.errors import UserError
-from megalowbit.pretrain.sweep import Gap, Run, execute, folder_name
+from megalowbit.pretrain.sweep import Gap, Run, execute, folder_name, make_folder
 
 
 @pytest.fixture
@@ -114,3 +115,60 @@ def test_a_run_diverged_where_nothing_at_its_end_was_learned(make_run):
     with (run.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # torn
     assert run.losses() == [3.0, None, 2.0, 1.0]
+
+
+def row(step, **more):
+    return json.dumps({"step": step, "loss": 2.0, "skipped_steps": 0, **more}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("config.json", "{", "it is not JSON"),
+        ("config.json", "", "it is not JSON"),
+        ("config.json", "[" * 100_000, "it is not JSON"),
+        ("config.json", "[1]", "it is not an object"),
+        ("config.json", b"\xff", "it is not UTF-8"),
+        ("summary.json", '{"steps"', "it is not JSON"),
+        ("summary.json", f'{{"steps": {"1" * 5000}}}', "it is not JSON"),
+        ("summary.json", "4", "it is not an object"),
+        ("metrics.jsonl", row(1) + "{\n", "line 2 is not JSON"),
+        ("metrics.jsonl", row(1) + "\n", "line 2 is not JSON"),
+        ("metrics.jsonl", "3\n", "line 1 is not an object"),
+        ("metrics.jsonl", row(1, loss="2"), "line 1 has no loss"),
+        ("metrics.jsonl", row(1, loss=math.nan), "line 1 has no loss"),
+        ("metrics.jsonl", row(1, loss=10**400), "line 1 has no loss"),
+        ("metrics.jsonl", '{"step": 1, "skipped_steps": 0}\n', "line 1 has no loss"),
+        ("metrics.jsonl", row(1, skipped_steps=None), "line 1 has no skipped_steps"),
+        ("metrics.jsonl", row(1) + row(3), "line 2 is not that of step 2"),
+        ("metrics.jsonl", row(1) + row(2), "it does not end with step 4, as summary.json says"),
+        ("metrics.jsonl", "", "it does not end with step 4, as summary.json says"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_folder_to_remove(make_run, name, content, reason):
+    run = recorded(make_run(""), [3.0, 2.0, 1.0, 1.5])
+    (run.folder / "summary.json").write_text('{"steps": 4}')
+    assert run.is_complete()
+    (run.folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        run.is_complete()
+    assert str(caught.value) == (
+        f"{run.folder / name} is damaged ({reason}): remove that run's folder, {run.folder}, to do it again"
+    )
+
+
+def test_a_record_without_a_loss_is_no_result(make_run):
+    run = recorded(make_run(""), [])
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged \(it has no loss\)"):
+        run.final_loss(2)
+
+
+def test_a_folder_is_made_or_refused_in_one_line(tmp_path):
+    make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    (tmp_path / "file").write_text("x")
+    for out in (Path("/proc/foo"), Path("/proc"), tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=f"^--out {out} cannot be written to as a folder .*: choose"):
+            make_folder(out)
+    assert (tmp_path / "file").read_text() == "x"

@@ -6,6 +6,8 @@ import shutil
 
 import torch
 
+from megalowbit import c_library
+
 # not whether the kernels can be had: where there is a compiler, broken ones must fail
 HAS_COMPILER = bool(os.environ.get("CC")) or any(map(shutil.which, ("cc", "gcc", "clang")))
 
@@ -47,3 +49,14 @@ def special(name, rows, cols):
     x[3, :32] = -0.0
     x[4, 1::2] = 1e-30
     return x
+
+
+def spoil(monkeypatch, folder, kernels, name, right, wrong):
+    """Let a module of C kernels be built from sources of which one is changed, in a cache of its own."""
+    for each in (kernels.SOURCE.name, *kernels.HEADERS):
+        text = kernels.SOURCE.with_name(each).read_text()
+        assert each != name or right in text
+        (folder / each).write_text(text.replace(right, wrong) if each == name else text)
+    monkeypatch.setattr(kernels, "SOURCE", folder / kernels.SOURCE.name)
+    monkeypatch.setenv("MEGALOWBIT_CACHE", str(folder / "cache"))
+    monkeypatch.setattr(c_library, "EXTRA_FLAGS", (("-O0", "-fopenmp"),))  # quick to build

@@ -6,9 +6,8 @@ import numpy as np
 import philox_reference
 import pytest
 import torch
-from kernel_operands import HAS_COMPILER, bits, gaussian, same_numbers, special
+from kernel_operands import HAS_COMPILER, bits, gaussian, same_numbers, special, spoil
 
-from megalowbit import c_library
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import MIXED_INT8, BlockFormat
 from megalowbit.formats.element import E2M1, E3M2, E4M3, E5M2, INT4, INT8, INT8_E5M2, TERNARY
@@ -330,13 +329,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("name", "right", "wrong", "noticed"), FAULTS)
 def test_a_library_that_computes_wrongly_is_not_used(monkeypatch, tmp_path, name, right, wrong, noticed):
-    for each in (kernels_cpu_8bit.SOURCE.name, *kernels_cpu_8bit.HEADERS):
-        text = kernels_cpu_8bit.SOURCE.with_name(each).read_text()
-        assert each != name or right in text
-        (tmp_path / each).write_text(text.replace(right, wrong) if each == name else text)
-    monkeypatch.setattr(kernels_cpu_8bit, "SOURCE", tmp_path / kernels_cpu_8bit.SOURCE.name)
-    monkeypatch.setenv("MEGALOWBIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(c_library, "EXTRA_FLAGS", (("-O0", "-fopenmp"),))  # quick to build
+    spoil(monkeypatch, tmp_path, kernels_cpu_8bit, name, right, wrong)
     library, reason = kernels_cpu_8bit._loaded.__wrapped__()
     assert library is None
     assert re.search(rf"fails its self-check \(.*{noticed}.*\): set CC", reason), reason

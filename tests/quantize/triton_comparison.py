@@ -37,8 +37,8 @@ ENCODINGS = {
 FP8 = {torch.float8_e4m3fn: (14, 6), torch.float8_e5m2: (28, 13)}  # reach and exponent of the largest block
 
 
-def compare_in_a_process(device, group, **environment):
-    command = [sys.executable, "-W", "ignore", __file__, device, group]
+def compare_in_a_process(device, group, program=__file__, **environment):
+    command = [sys.executable, "-W", "ignore", program, device, group]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "equal\n"

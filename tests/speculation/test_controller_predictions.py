@@ -1,9 +1,14 @@
 """Predicted against measured ratios of all products of a tiny GPT-2 trained on the standard library's text.
 
-Products are measured whole. Without alignment predictions are low by what operands of a trained model have to
-do with each other; with it they are within 2 dB but for a few. What is left: gradients rounded to nearest
-(FP8), whose errors have to do with each other too, early in training; hidden values behind a GELU, at 38 dB
-and more; and ratios below 10 dB, which read 2 to 3 dB low.
+It is trained under a controller with the settings that users have by default. At later looks, whether they
+are verified ones or not, what the controller foretells, from samples, from alignments and corrections that
+it learnt at earlier looks, is compared with what a second controller measures in that step; the first one
+does not learn from it. How far predictions are off at each rung is a table, minutes long:
+
+    pytest -q -s -m slow tests/speculation/test_controller_predictions.py
+
+Whole products, with the alignment of the same batch, tell the noise model's own errors from those of samples
+and of earlier looks.
 """
 
 import statistics
@@ -14,9 +19,13 @@ import pytest
 import torch
 
 import megalowbit as mlb
+from megalowbit.layers.surgery import set_chooser
+from megalowbit.speculation.precisions import PRODUCTS
+from megalowbit.speculation.settings import SpeculationSettings
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "gpt2_tiny.json"
-TOKENS, ROWS = 128, 8
+TOKENS, ROWS = 128, 4
+TRAINED, EVERY = 150, 10
 WHOLE = 1 << 20
 
 
@@ -28,29 +37,14 @@ def corpus():
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-@pytest.fixture(
-    scope="module", params=[40, pytest.param(150, marks=pytest.mark.slow)], ids=["40 steps", "150 steps"]
-)
-def trained(request, corpus):
-    """A model's weights after so many steps in bf16, and a function that makes the model."""
+def make(*, seed=0):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config.from_json_file(MODEL)
     config.use_cache = False
-
-    def make():
-        torch.manual_seed(0)
-        return transformers.GPT2LMHeadModel(config).train()
-
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    losses = []
-    for step in range(request.param):
-        losses.append(backward(model, batch(corpus, step)))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < 0.7 * losses[0]
-    return make, model.state_dict()
+    torch.manual_seed(seed)
+    model = transformers.GPT2LMHeadModel(config).train()
+    mlb.convert(model, "speculative-int8", seed=seed)
+    return model
 
 
 def batch(corpus, step):
@@ -65,12 +59,104 @@ def backward(model, ids):
     return loss.item()
 
 
-def errors(trained, corpus, rung, *, uses_alignment, signal="bulk"):
-    """(product, predicted - measured) of all products at a rung, where a look of bf16 has gone before."""
-    make, weights = trained
+def measured(model, controller, ids):
+    """Rows of the coming step, all of them verified; the controller does not hear of it."""
+    settings = controller.settings.model_copy(update={"verify_every": 1})
+    set_chooser(model, None)
+    other = mlb.PrecisionController(model, settings)
+    other.load_state_dict(controller.state_dict())
+    other.begin_step()
+    backward(model, ids)
+    model.zero_grad()
+    rows = other.end_step().rows
+    set_chooser(model, controller)
+    return rows
+
+
+def trained(corpus, settings, steps):
+    """A model after so many steps, and rows of all looks after the first `TRAINED` steps."""
+    model = make()
+    controller = mlb.PrecisionController(model, settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    rows, losses = [], []
+    for step in range(steps):
+        ids = batch(corpus, step)
+        if step >= TRAINED and step % EVERY == 0:
+            rows += measured(model, controller, ids)
+        controller.begin_step()
+        losses.append(backward(model, ids))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.end_step()
+    assert losses[-1] < 0.7 * losses[0]
+    return model, rows
+
+
+@pytest.fixture(scope="module")
+def by_default(corpus):
+    return trained(corpus, SpeculationSettings(), TRAINED + 4 * EVERY + 1)
+
+
+def gaps(rows, product, precision):
+    """Predicted less measured in dB."""
+    return [
+        row.predicted_db - row.measured_db
+        for row in rows
+        if (row.product, row.precision) == (product, precision) and row.measured_db is not None
+    ]
+
+
+def share_near(found):
+    return sum(abs(gap) <= 2 for gap in found) / len(found)
+
+
+def test_predictions_from_earlier_looks_are_within_two_decibels(by_default):
+    _, rows = by_default
+    output = gaps(rows, "output", "int8")
+    assert len(output) == 5 * 16
+    assert share_near(output) >= 0.9
+    assert abs(statistics.median(output)) < 0.5
+    for product in ("grad_input", "grad_weight"):
+        found = gaps(rows, product, "int8")
+        assert len(found) > 40
+        assert abs(statistics.median(found)) < 1.5
+        assert max(map(abs, found)) < 12
+
+
+def test_predictions_that_promise_too_much_are_no_more_than_a_few_decibels_off(by_default):
+    """The side that matters: a product that runs noisier than was foretold."""
+    _, rows = by_default
+    found = [gap for product in PRODUCTS for gap in gaps(rows, product, "int8")]
+    assert sorted(found)[int(0.95 * len(found))] < 4
+
+
+# rung → least share of predictions within 2 dB: output, grad_input, grad_weight
+LEAST_NEAR = {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", ["int8", "mixed", "fp8", "nvfp4", "int4"])
+def test_predictions_at_each_rung(corpus, rung):
+    """All products held there: INT4 would not stay at any threshold that a configuration may have."""
+    settings = SpeculationSettings(ladder=(rung, "bf16")).model_copy(update={"threshold_db": -1000.0})
+    _, rows = trained(corpus, settings, TRAINED + 10 * EVERY + 1)
+    for product in PRODUCTS:
+        found = gaps(rows, product, rung)
+        assert len(found) == 11 * 16
+        middle, spread = statistics.median(found), statistics.pstdev(found)
+        near, worst = 100 * share_near(found), max(found, key=abs)
+        print(
+            f"\n{rung:6} {product:12} {middle:+.1f} ± {spread:.1f} dB, {near:.0f} % near, worst {worst:+.1f}"
+        )
+        if rung in LEAST_NEAR:
+            assert share_near(found) >= LEAST_NEAR[rung][PRODUCTS.index(product)]
+
+
+def errors(weights, corpus, rung, *, uses_alignment, signal="bulk"):
+    """(product, predicted - measured) of whole products at a rung, where a look of bf16 has gone before."""
     model = make()
     model.load_state_dict(weights)
-    mlb.convert(model, "fp8")
     settings = {
         "ladder": [rung, "bf16"], "threshold_db": 0, "hysteresis_db": 0, "every": 1, "lookahead": 0,
         "verify_every": 1, "verify_size": WHOLE, "signal": signal, "use_alignment": uses_alignment,
@@ -89,39 +175,34 @@ def errors(trained, corpus, rung, *, uses_alignment, signal="bulk"):
     ]
 
 
-@pytest.mark.parametrize(
-    ("rung", "products"),
-    [("int8", ["output", "grad_input", "grad_weight"]), ("fp8", ["output", "grad_input"])],
-)
-def test_predictions_of_a_trained_models_products_are_within_two_decibels(trained, corpus, rung, products):
-    found = errors(trained, corpus, rung, uses_alignment=True)
-    for product in products:
+@pytest.fixture(scope="module")
+def weights(by_default):
+    return by_default[0].state_dict()
+
+
+@pytest.mark.parametrize("rung", ["int8", "fp8"])
+def test_whole_products_are_as_foretold_once_they_are_aligned(weights, corpus, rung):
+    found = errors(weights, corpus, rung, uses_alignment=True)
+    for product in ("output", "grad_input"):
         own = [error for name, error in found if name == product]
         assert len(own) >= 15
-        assert abs(statistics.median(own)) < 0.6
-        assert sum(abs(error) < 2 for error in own) >= 14
-        assert max(map(abs, own)) < 8
+        assert abs(statistics.median(own)) < 0.8
+        assert share_near(own) >= 0.8
 
 
-def test_errors_of_gradients_rounded_to_nearest_may_add_up(trained, corpus):
-    found = errors(trained, corpus, "fp8", uses_alignment=True)
-    own = [error for name, error in found if name == "grad_weight"]
-    assert min(own) > -2
-    assert max(own) < 11
-
-
-def test_without_alignment_predictions_of_a_trained_model_are_low(trained, corpus):
-    for product in ("output", "grad_input", "grad_weight"):
-        found = errors(trained, corpus, "int8", uses_alignment=False)
+def test_without_alignment_predictions_of_a_trained_model_are_low(weights, corpus):
+    found = errors(weights, corpus, "int8", uses_alignment=False)
+    for product in PRODUCTS:
         low = [error for name, error in found if name == product]
         assert len(low) >= 14
         assert statistics.median(low) < -2.5
         assert max(low) < 2
+        print(f"\n{product} without alignment: {statistics.median(low):+.1f} dB", end="")
 
 
-def test_whole_signals_are_foretold_too(trained, corpus):
+def test_whole_signals_are_foretold_too(weights, corpus):
     """As they came out: the rounding of outputs to bf16, 55 dB down, is in what is measured."""
-    found = errors(trained, corpus, "fp8", uses_alignment=True, signal="all")
+    found = errors(weights, corpus, "fp8", uses_alignment=True, signal="all")
     own = [error for name, error in found if name != "grad_weight"]
     assert abs(statistics.median(own)) < 0.8
-    assert sum(abs(error) < 2 for error in own) >= 0.75 * len(own)
+    assert share_near(own) >= 0.75

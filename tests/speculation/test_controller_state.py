@@ -63,7 +63,7 @@ def test_a_ladder_of_bf16_alone_is_bit_equal_to_no_controller(estimator):
     assert all(report.shares == {"bf16": 1.0} and not report.changes for report in reports)
 
 
-@pytest.mark.parametrize("rung", ["int4", "nvfp4", "int8", "fp8"])
+@pytest.mark.parametrize("rung", ["int4", "nvfp4", "int8", "mixed", "fp8"])
 def test_looks_change_no_bit_at_any_rung(rung):
     """Layers get the largest magnitude from the probe there, and search for it themselves otherwise."""
     plain = with_dropout(["bf16"] * 3)
@@ -173,6 +173,13 @@ def test_a_state_is_plain_json_and_comes_back_equal():
         (lambda state: state["layers"].pop("down"), "it lacks 'down'"),
         (lambda state: state["layers"].update(more=state["layers"]["up"]), "it has 'more'"),
         (lambda state: state.pop("totals"), "not readable"),
+        (lambda state: state.pop("look_at"), "not readable"),
+        (lambda state: state.update(unproven=[3]), "not readable"),
+        (lambda state: state.update(has_run=[["a"]]), "not readable"),
+        (lambda state: state.update(step="abc"), "not readable .*step = 'abc'"),
+        (lambda state: state.update(step=-5), "not readable .*step = -5"),
+        (lambda state: state.update(looks=1.5), "not readable .*looks = 1.5"),
+        (lambda state: state["totals"]["sums"].update(hits="many"), "not readable .*hits"),
         (lambda state: state["layers"]["up"].pop("output"), "not readable"),
         (lambda state: state.update(layers=None), "not readable"),
         (lambda state: state["layers"]["up"]["output"].pop("streak"), "streak"),
@@ -185,6 +192,28 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line(change, message):
     with pytest.raises(UserError, match=message) as caught:
         controller.load_state_dict(state)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_has_one_controller_at_a_time():
+    model = converted()
+    first = mlb.PrecisionController(model, PLAIN)
+    with pytest.raises(UserError, match="has a controller already: call detach"):
+        mlb.PrecisionController(model, PLAIN)
+    first.detach()
+    second = mlb.PrecisionController(model, PLAIN)
+    first.detach()  # no longer its business
+    train(model, second, range(2))
+    assert second.precision("up", "output") == "int8"
+    with pytest.raises(UserError, match="was detached from its model: make another"):
+        first.begin_step()
+
+
+def test_a_precision_of_what_there_is_not_is_refused():
+    controller = mlb.PrecisionController(converted(), PLAIN)
+    with pytest.raises(UserError, match=r"unknown layer 'upp'.*'up'"):
+        controller.precision("upp", "output")
+    with pytest.raises(UserError, match=r"unknown product 'outputs'.*'output'"):
+        controller.precision("up", "outputs")
 
 
 def test_a_state_of_another_ladder_is_refused():

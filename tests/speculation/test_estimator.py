@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,7 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalowbit.quantize.philox import RandomKey
-from megalowbit.speculation.estimator import COUNTED, CPU_PIECE, estimate
+from megalowbit.quantize.tensor_moments import CPU_PIECE
+from megalowbit.speculation.estimator import COUNTED, estimate
 from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS, OperandStatistics
 
@@ -167,6 +169,19 @@ def test_where_outliers_are_counted_in_a_large_tensor_moves_with_the_key():
     powers = {statistics(x, key=key).bulk_power for key in (KEY, RandomKey(999), RandomKey(1, 1))}
     assert len(powers) == 3
     assert all(power == pytest.approx(1.0, rel=0.02) for power in powers)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("key", [KEY, RandomKey(77, 3)])
+def test_a_slice_of_columns_is_read_where_it_lies_and_as_its_copy_would_be(kind, key):
+    wide = with_outliers(gaussian(900, 1700, dtype=torch.bfloat16), 3000, 30.0)
+    settings = EstimatorSettings(type=kind, sample=2048)
+    for x in (wide[:, 300:900], wide[:, 300:900].t(), wide[:, :1600:2], wide[:3, :1699].expand(900, -1, -1)):
+        assert x.numel() > COUNTED
+        found, expected = statistics(x, settings, key), statistics(x.contiguous(), settings, key)
+        assert found.power == pytest.approx(expected.power, rel=1e-12)
+        if x.stride(-1) <= x.stride(0):  # a turned copy lies in another order
+            assert replace(found, power=0.0) == replace(expected, power=0.0)
 
 
 # Properties

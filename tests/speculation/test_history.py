@@ -1,5 +1,6 @@
 import itertools
 import json
+import math
 
 import pytest
 from run_files import made_up_rows, row, write_run
@@ -124,6 +125,17 @@ def damaged(**changes):
         (damaged(measured_db=True), "measured_db = True is not possible"),
         (damaged(is_hit=1), "is_hit = 1 is not possible"),
         (damaged(), "step 1 does not come after"),
+        ("[" * 100_000, "it is not JSON"),
+        (damaged(step=10**400), "step = 1000"),
+        (damaged(step=10**15 + 1), "step = 1000000000000001 is not possible"),
+        (damaged(left_ratio=10**400), "left_ratio = 1000"),
+        (damaged(right_ratio=-0.5), "right_ratio = -0.5 is not possible"),
+        (damaged(predicted_db=10**400), "predicted_db = 1000"),
+        (damaged(predicted_db=1e308), "predicted_db = 1e+308 is not possible"),
+        (damaged(measured_db=-1e308), "measured_db = -1e+308 is not possible"),
+        (damaged(measured_db=math.nan), "measured_db = nan is not possible"),
+        (damaged(is_hit=True), "is_hit = True without a measured_db is not possible"),
+        (damaged(is_hit=False), "is_hit = False without a measured_db is not possible"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, record, message):
@@ -132,7 +144,7 @@ def test_a_damaged_line_is_named(tmp_path, record, message):
         file.write((record if isinstance(record, str) else json.dumps(record)) + "\n")
     with pytest.raises(UserError) as caught:
         read_history(folder)
-    assert "speculation.jsonl line 2: " in str(caught.value)
+    assert "speculation.jsonl line 2 is damaged: " in str(caught.value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -156,6 +168,8 @@ def test_what_is_missing_is_told_in_one_line(tmp_path):
     assert "megalowbit.speculation.ladder" in message(folder)
     write_run(folder, [row(1, A, "output", "bf16")], steps="many")
     assert "steps = 'many' is not a number of steps" in message(folder)
+    write_run(folder, [row(1, A, "output", "bf16")], steps=10**30)
+    assert "is not a number of steps" in message(folder)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +181,8 @@ def test_what_is_missing_is_told_in_one_line(tmp_path):
         (["fc"], ["fc"]),
         (["0.fc", "1.fc"], ["0.fc", "1.fc"]),
         (["a.0.fc", "a.0.fc.0.fc", "b.0.fc"], ["a.0.fc", "a.0.fc.0.fc", "b.0.fc"]),
+        (["h.0.a\nb", "h.1.\x1b[31m\x00"], [r"0.a\nb", r"1.\x1b[31m\x00"]),
+        (["h.0.\ud800é\u202e", "h.1.fc"], [r"0.\ud800é\u202e", "1.fc"]),
     ],
 )
 def test_short_names_are_short_and_each_layers_own(layers, shown):

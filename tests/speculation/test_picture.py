@@ -114,6 +114,17 @@ def test_predictions_stand_against_what_was_measured_in_the_colour_they_ran_at(d
     assert dashed == {COLOURS["int8"]: 15.0, COLOURS["fp8"]: 18.0}
 
 
+@pytest.mark.parametrize("layers", [2, 20, 100])
+def test_names_are_drawn_as_they_are_and_never_as_formulas_or_control_characters(drawn, layers):
+    names = [f"h.{number}.$x^{{\x1b\n\x00\ud800" for number in range(layers)]
+    map_axes, _, _ = drawn([each for name in names for each in gemm_rows(name, ("int8",) * 3, [1])])
+    labels = [label.get_text() for label in map_axes.get_yticklabels()]
+    assert labels
+    assert all(label.isprintable() for label in labels)
+    if layers < 100:  # otherwise blocks have labels
+        assert labels[0].startswith(r"0.$x^{\x1b\n\x00\ud800")
+
+
 def test_precisions_with_one_threshold_share_a_line(drawn):
     verified = {"predicted_db": 30.0, "measured_db": 30.0, "is_hit": True}
     rows = [row(1, "a", "output", "int8", **verified)]

@@ -1,60 +1,9 @@
-"""Two views of the policy: an oracle that replays its whole past in exact fractions, and laws over time.
+"""The rules of the policy, one at a time; laws over time and an oracle of the whole stand beside it."""
 
-Predictions of the oracle's machine lie on quarters and thresholds beside them, so that no comparison hangs on
-how a sum was rounded; equality has tests of its own.
-"""
-
-import itertools
-import json
 import math
-from fractions import Fraction
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-from megalowbit.errors import UserError
-from megalowbit.speculation.policy import GemmState, Policy, line_at
-from megalowbit.speculation.settings import SpeculationSettings
-
-INF, NAN = math.inf, math.nan
-THRESHOLD = 15.0
-
-
-def policy(**changes):
-    """Two rungs, a threshold of 15 dB; whatever a test is not about is switched off."""
-    quiet = {
-        "ladder": ["int8", "bf16"],
-        "threshold_db": THRESHOLD,
-        "lookahead": 0,
-        "hysteresis_db": 0.0,
-        "patience": 1,
-    }
-    return Policy(SpeculationSettings(**{**quiet, **changes}))
-
-
-def run(policy, predictions, *, state=None, step=0):
-    """States after each look, every `every` steps; `predictions` of the cheapest rung, or of all but bf16."""
-    state, states = state or policy.start(), []
-    for each in predictions:
-        predicted = [*each, INF] if isinstance(each, tuple | list) else [each, INF]
-        state = policy.decide(state, step, predicted)
-        states.append(state)
-        step += policy.settings.every
-    return states
-
-
-def rungs(policy, predictions, **options):
-    return [state.precision for state in run(policy, predictions, **options)]
-
-
-def changes(precisions):
-    return sum(one != other for one, other in itertools.pairwise(precisions))
-
-
-# --- one rule at a time ---
+from deciding import INF, NAN, THRESHOLD, policy, run, rungs
 
 
 def test_nothing_is_quantised_before_the_first_look():
@@ -134,7 +83,7 @@ def test_the_alignment_moves_predictions_and_their_trend_alike():
     shifted = policy(lookahead=10)
     state = run(shifted, [20.0, 19.5])[-1]
     low = shifted.align(state, -4.25)
-    assert shifted.aligned(low, [20.0, INF]) == (15.75, INF)
+    assert shifted.corrected(low, [20.0, INF]) == (15.75, INF)
     # 19 leads to 18.5, which is 14.25 with the alignment
     assert shifted.decide(low, 20, [19.0, INF]).precision == "bf16"
     assert shifted.decide(low, 20, [19.0, INF]).reason == "predicted"  # 19 - 4.25 alone is below
@@ -157,6 +106,50 @@ def test_the_alignment_is_a_running_mean_of_half_weight():
     for measured, mean in ((4.0, 4.0), (8.0, 6.0), (NAN, 6.0), (-INF, 6.0), (0.0, 3.0)):
         state = policy().align(state, measured)
         assert state.alignment_db == mean
+
+
+def test_a_correction_moves_its_own_rung_alone_and_comes_on_top_of_the_alignment():
+    three = policy(ladder=["int8", "fp8", "bf16"], lookahead=10)
+    state = three.correct(three.align(three.start(), 2.0), "int8", -5.0)
+    assert three.corrected(state, [20.0, 20.0, INF]) == (17.0, 22.0, INF)
+    assert state.precision == "bf16"
+    assert three.decide(state, 0, [18.0, 13.0, INF]).precision == "int8"
+    assert three.decide(state, 0, [17.9, 13.0, INF]).precision == "fp8"
+    assert three.decide(three.correct(state, "fp8", -0.25), 0, [17.9, 13.0, INF]).precision == "bf16"
+    off = policy(ladder=["int8", "fp8", "bf16"], use_alignment=False)
+    assert off.corrected(state, [20.0, 20.0, INF]) == (20.0, 20.0, INF)
+
+
+def test_a_correction_moves_the_trend_too():
+    shifted = policy(lookahead=10)
+    state = run(shifted, [20.0, 19.5])[-1]
+    # 19 leads to 18.5
+    assert shifted.decide(shifted.correct(state, "int8", -3.5), 20, [19.0, INF]).precision == "int8"
+    left = shifted.decide(shifted.correct(state, "int8", -3.75), 20, [19.0, INF])
+    assert (left.precision, left.reason) == ("bf16", "trend")
+
+
+def test_a_correction_that_was_learnt_is_no_trend():
+    shifted = policy(lookahead=40)
+    state = shifted.correct(run(shifted, [30.0, 30.0])[-1], "int8", -12.0)
+    assert [each.precision for each in run(shifted, [30.0, 30.0], state=state, step=20)] == ["int8", "int8"]
+
+
+def test_a_correction_is_a_running_mean_of_half_weight_for_each_rung():
+    three = policy(ladder=["int8", "fp8", "bf16"])
+    state = three.start()
+    assert state.corrections == (None, None)
+    for rung, measured, means in (
+        ("fp8", -4.0, (None, -4.0)),
+        ("fp8", -8.0, (None, -6.0)),
+        ("int8", NAN, (None, -6.0)),
+        ("int8", 1.0, (1.0, -6.0)),
+        ("fp8", INF, (1.0, -6.0)),
+        ("fp8", -INF, (1.0, -6.0)),
+        ("fp8", 0.0, (1.0, -3.0)),
+    ):
+        state = three.correct(state, rung, measured)
+        assert state.corrections == means
 
 
 def test_one_prediction_for_each_rung_is_asked_for():
@@ -270,329 +263,3 @@ def test_a_reason_says_what_brought_a_product_where_it_is():
     assert state.reason == "missed"
     after = run(telling, [5.0, 5.0, 5.0], state=state, step=90)
     assert [each.reason for each in after] == ["missed", "missed", "predicted"]
-
-
-# --- laws over time ---
-
-
-@given(
-    hysteresis=st.sampled_from([0.5, 1.0, 3.0]),
-    offsets=st.lists(st.floats(-0.5, 0.5), min_size=2, max_size=60),
-    lookahead=st.sampled_from([0, 10, 20, 100]),
-    patience=st.integers(1, 3),
-    is_at_int8=st.booleans(),
-)
-def test_a_prediction_that_swings_within_the_hysteresis_changes_a_product_at_most_once(
-    hysteresis, offsets, lookahead, patience, is_at_int8
-):
-    steady = policy(hysteresis_db=hysteresis, lookahead=lookahead, patience=patience)
-    begin = [THRESHOLD + 10.0] * 4 if is_at_int8 else []
-    swings = [THRESHOLD + hysteresis * offset for offset in offsets]
-    precisions = rungs(steady, [*begin, *swings])
-    assert changes(precisions) <= 1
-    if is_at_int8 and min(swings) < THRESHOLD:
-        assert precisions[-1] == "bf16"
-
-
-def test_without_hysteresis_such_a_prediction_flaps():
-    """That the law above can fail."""
-    assert changes(rungs(policy(), [15.1, 14.9] * 10)) == 19
-
-
-@pytest.mark.parametrize("every", [1, 10])
-@pytest.mark.parametrize("looks_ahead", [1, 2, 5])
-@pytest.mark.parametrize("window", [2, 4, 7])
-def test_a_falling_prediction_is_left_before_it_crosses(every, looks_ahead, window):
-    """For every slope that takes a second look to cross; one look knows no trend."""
-    for slope in [0.01, 0.05, 0.1, 0.37, 1.0, 1.9, 3.3, 5.0, 8.0, 14.0]:
-        for phase in np.linspace(0, 1, 9):
-            falling = policy(every=every, lookahead=looks_ahead * every, trend_window=window)
-            start = THRESHOLD + slope * (1.02 + phase) + 2 * phase
-            looks = int((start - THRESHOLD) / slope) + 3
-            line = [start - slope * look for look in range(looks)]
-            precisions = rungs(falling, line)
-            left = precisions.index("bf16")
-            assert precisions == ["int8"] * left + ["bf16"] * (looks - left)
-            if left > 1:
-                # safe up to the look at which it was left, and no earlier than the line bade
-                assert line[left] >= THRESHOLD - 1e-9
-                assert line[left - 1] - looks_ahead * slope >= THRESHOLD - 1e-9
-                assert line[left] - looks_ahead * slope < THRESHOLD + 1e-9
-            else:
-                assert line[left] >= THRESHOLD - 1e-9
-
-
-def test_without_a_trend_a_falling_prediction_crosses_first():
-    """That the law above can fail."""
-    line = [20.3 - look for look in range(8)]
-    precisions = rungs(policy(lookahead=0), line)
-    assert line[precisions.index("bf16")] < THRESHOLD
-
-
-@pytest.mark.parametrize("slope", [0.01, 0.1, 0.5, 1.0, 4.0, 20.0])
-@pytest.mark.parametrize("patience", [1, 2, 4])
-def test_a_rising_prediction_is_followed_once(slope, patience):
-    rising = policy(lookahead=20, hysteresis_db=1.0, patience=patience)
-    line = [THRESHOLD - 2 + slope * look for look in range(int(4 / slope) + 10)]
-    precisions = rungs(rising, line)
-    entered = precisions.index("int8")
-    assert precisions == ["bf16"] * entered + ["int8"] * (len(line) - entered)
-    reached = next(look for look, db in enumerate(line) if db >= THRESHOLD + 1.0)
-    assert entered == reached + patience - 1
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_steady_prediction_with_noise_far_above_the_threshold_never_leaves(seed):
-    """Two looks with noise of 0.5 dB, read two looks ahead, stray by 1.8 dB: 9 dB are out of their reach."""
-    noise = np.random.default_rng(seed).normal(scale=0.5, size=2000)
-    looked = policy(lookahead=20, trend_window=4, hysteresis_db=1.0, patience=2)
-    assert set(rungs(looked, [float(each) for each in THRESHOLD + 9 + noise])) == {"int8"}
-
-
-@given(
-    points=st.lists(st.tuples(st.integers(0, 500), st.floats(-60, 60)), min_size=1, max_size=8),
-    x=st.integers(0, 600),
-)
-def test_a_line_is_that_of_least_squares(points, x):
-    steps = [step for step, _ in points]
-    if len(set(steps)) < 2:
-        assert line_at(points, x) is None
-    else:
-        slope, offset = np.polyfit(np.array(steps, float), [db for _, db in points], 1)
-        assert line_at(points, x) == pytest.approx(slope * x + offset, rel=1e-6, abs=1e-6)
-
-
-# --- saving ---
-
-numbers = st.floats(-80, 80) | st.sampled_from([NAN, INF, -INF])
-
-
-@given(
-    looks=st.lists(st.tuples(numbers, numbers, numbers, numbers), max_size=8),
-    rest=st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4),
-)
-def test_a_state_goes_on_from_json_as_if_it_had_never_left(looks, rest):
-    three = policy(ladder=["int8", "fp8", "bf16"], lookahead=20, hysteresis_db=1.0, patience=2, cooldown=25)
-    state, step = three.start(), 0
-    for left, right, measured, alignment in looks:
-        state, _ = three.verify(state, step, measured)
-        state = three.decide(three.align(state, alignment), step, [left, right, INF])
-        step += 10
-    again = three.restore(json.loads(json.dumps(state.to_dict(), allow_nan=False)))
-    assert again == state
-    assert run(three, rest, state=again, step=step) == run(three, rest, state=state, step=step)
-
-
-def test_a_state_of_another_ladder_is_refused_naming_both():
-    saved = run(policy(ladder=["int8", "fp8", "bf16"]), [(20.0, 20.0)])[-1].to_dict()
-    with pytest.raises(
-        UserError, match=r"ladder int8, fp8, bf16, not to int4, bf16: set speculation\.ladder to"
-    ):
-        policy(ladder=["int4", "bf16"]).restore(saved)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda saved: saved.pop("misses"), "lacks or does not know misses: .* start decisions anew"),
-        (lambda saved: saved.update(mood=3), "lacks or does not know mood"),
-        (
-            lambda saved: saved.update(precision="int4"),
-            r"damaged: it does not fit its ladder \('int8', 'bf16'\)",
-        ),
-        (lambda saved: saved.update(streak=[1, 2]), "damaged: it does not fit its ladder"),
-        (lambda saved: saved.update(history=[[0, 1.0, 2.0]]), "damaged: it does not fit its ladder"),
-        (lambda saved: saved.update(history=[3]), "damaged: its lists are not lists"),
-        (lambda saved: saved.update(history=[[]]), "damaged: its lists are not lists"),
-        (lambda saved: saved.update(streak=None), "damaged: its lists are not lists"),
-    ],
-)
-def test_a_damaged_state_is_refused_in_one_line(damage, message):
-    saved = run(policy(), [20.0, 20.0])[-1].to_dict()
-    assert GemmState.from_dict(saved)
-    damage(saved)
-    with pytest.raises(UserError, match=message) as caught:
-        policy().restore(saved)
-    assert "\n" not in str(caught.value)
-
-
-# --- the whole against an oracle ---
-
-
-class Oracle:
-    """The same rules, told from the whole past: nothing is counted along the way, all in exact fractions."""
-
-    def __init__(self, settings):
-        self.settings = settings
-        self.last = len(settings.ladder) - 1
-        self.bars = [Fraction(settings.threshold(rung)) for rung in settings.ladder[:-1]]
-        self.looks = []  # (step, predictions, rungs that could have been entered)
-        self.measured = []  # alignments
-        self.misses = []  # (step, looks before it)
-        self.hits = 0
-        self.rung = self.last
-
-    def alignment(self):
-        if not self.measured or not self.settings.use_alignment:
-            return Fraction(0)
-        mean = self.measured[0]
-        for each in self.measured[1:]:
-            mean = (mean + each) / 2
-        return mean
-
-    def worst(self, rung):
-        """The lower of now and later, or None where there is no number now."""
-        step, predictions = self.looks[-1][:2]
-        if not math.isfinite(predictions[rung]):
-            return None
-        seen = [
-            (Fraction(at), Fraction(each[rung]))
-            for at, each, _ in self.looks[-self.settings.trend_window :]
-            if math.isfinite(each[rung])
-        ]
-        now = Fraction(predictions[rung])
-        if self.settings.lookahead and len({at for at, _ in seen}) > 1:
-            # normal equations by Cramer's rule
-            n, sx, sy = len(seen), sum(x for x, _ in seen), sum(y for _, y in seen)
-            sxx, sxy = sum(x * x for x, _ in seen), sum(x * y for x, y in seen)
-            determinant = n * sxx - sx * sx
-            slope, offset = (n * sxy - sx * sy) / determinant, (sxx * sy - sx * sxy) / determinant
-            later = offset + slope * (step + self.settings.lookahead)
-            (x1, y1), (x2, y2) = seen[-2:]
-            before = [abs(b - a) for (_, a), (_, b) in itertools.pairwise(seen[:-1])]
-            fall = y1 - y2
-            if fall > max([Fraction(self.settings.hysteresis_db), *before]) and x1 != x2:
-                later = min(later, y2 - fall / (x2 - x1) * (step + self.settings.lookahead - x2))
-            now = min(now, later)
-        return now + self.alignment()
-
-    def is_safe(self, rung, margin=0):
-        worst = self.worst(rung)
-        return worst is not None and worst >= self.bars[rung] + Fraction(margin)
-
-    def decide(self, step, predictions):
-        is_first = not self.looks
-        self.looks.append((step, predictions, None))
-        enterable = {rung for rung in range(self.last) if self.is_safe(rung, self.settings.hysteresis_db)}
-        self.looks[-1] = (step, predictions, enterable)
-        since = self.misses[-1][1] if self.misses else 0
-        recent = [each for _, _, each in self.looks[since:]]
-        patience = 1 if is_first else self.settings.patience
-        if self.misses and step < self.misses[-1][0] + self.settings.cooldown:
-            self.rung = self.last
-            return
-        candidates = [self.last]
-        for rung in range(self.last):
-            if rung >= self.rung:
-                is_open = self.is_safe(rung)
-            else:
-                is_open = len(recent) >= patience and all(rung in each for each in recent[-patience:])
-            candidates += [rung] * is_open
-        self.rung = min(candidates)
-
-    def verify(self, step, measured):
-        if self.rung == self.last or math.isnan(measured):
-            return None
-        if measured >= self.bars[self.rung]:
-            self.hits += 1
-            return True
-        self.misses.append((step, len(self.looks)))
-        self.rung = self.last
-        return False
-
-
-quarters = st.integers(4 * 5, 4 * 30).map(lambda quarter: quarter / 4)
-predictions = st.lists(quarters | st.sampled_from([NAN, INF, -INF]), min_size=3, max_size=3)
-
-
-class PolicyMachine(RuleBasedStateMachine):
-    """Looks, verifications, alignments and restarts in any order."""
-
-    @initialize(
-        lookahead=st.sampled_from([0, 10, 25]),
-        window=st.integers(2, 5),
-        hysteresis=st.sampled_from([0.0, 1.0, 2.5]),
-        patience=st.integers(1, 3),
-        cooldown=st.sampled_from([1, 15, 40]),
-        use_alignment=st.booleans(),
-    )
-    def begin(self, lookahead, window, hysteresis, patience, cooldown, use_alignment):
-        self.policy = Policy(
-            SpeculationSettings(
-                ladder=["int4", "int8", "fp8", "bf16"],
-                threshold_db={"int4": 9.0123457, "int8": 14.9876541, "fp8": 18.0314159},
-                lookahead=lookahead,
-                trend_window=window,
-                hysteresis_db=hysteresis,
-                patience=patience,
-                cooldown=cooldown,
-                use_alignment=use_alignment,
-            )
-        )
-        self.oracle = Oracle(self.policy.settings)
-        self.state = self.policy.start()
-        self.step = 0
-        self.has_decided = False
-
-    @rule(predicted=predictions, gap=st.sampled_from([0, 1, 10, 10, 10, 30]))
-    def look(self, predicted, gap):
-        self.step += gap
-        self.state = self.policy.decide(self.state, self.step, [*predicted, INF])
-        self.oracle.decide(self.step, predicted)
-        self.has_decided = True
-
-    @precondition(lambda self: self.oracle.looks and all(map(math.isfinite, self.oracle.looks[-1][1])))
-    @rule(change=st.sampled_from([-1.0, -0.25, 0.0, 0.25, 1.0]), times=st.integers(1, 4))
-    def drift(self, change, times):
-        """More of the same: what trends are made of."""
-        for _ in range(times):
-            self.look([db + change for db in self.oracle.looks[-1][1]], 10)
-
-    @rule(measured=quarters | st.sampled_from([NAN, INF, -INF]))
-    def verify(self, measured):
-        before = self.state
-        self.state, is_hit = self.policy.verify(self.state, self.step, measured)
-        assert is_hit is self.oracle.verify(self.step, measured)
-        assert (is_hit is None) == (self.state == before)
-        self.has_decided = False
-
-    @rule(measured=st.integers(-8, 8).map(lambda quarter: quarter / 4) | st.sampled_from([NAN, INF, -INF]))
-    def align(self, measured):
-        self.state = self.policy.align(self.state, measured)
-        if math.isfinite(measured):
-            self.oracle.measured.append(Fraction(measured))
-        self.has_decided = False
-
-    @rule()
-    def restart(self):
-        self.state = self.policy.restore(json.loads(json.dumps(self.state.to_dict(), allow_nan=False)))
-
-    @invariant()
-    def agrees_with_the_oracle(self):
-        if hasattr(self, "oracle"):
-            assert self.state.precision == self.policy.ladder[self.oracle.rung]
-            assert (self.state.hits, self.state.misses) == (self.oracle.hits, len(self.oracle.misses))
-
-    @invariant()
-    def is_never_where_it_is_not_safe(self):
-        if getattr(self, "has_decided", False):
-            rung = self.policy.ladder.index(self.state.precision)
-            assert rung == self.oracle.last or self.oracle.is_safe(rung)
-
-    @invariant()
-    def reasons_fit(self):
-        if getattr(self, "has_decided", False):
-            is_highest = self.state.precision == "bf16"
-            assert self.state.reason != "start"
-            assert is_highest or self.state.reason in (
-                "safe",
-                "predicted",
-                "trend",
-                "not finite",
-                "unquantised",
-            )
-            assert not is_highest or self.state.reason != "safe"
-
-
-TestPolicyMachine = PolicyMachine.TestCase
-TestPolicyMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -44,11 +44,21 @@ def test_it_prints_the_table_and_draws_the_picture(tmp_path):
         (["nowhere"], "nowhere holds no run (no config.json)"),
         ([], "the following arguments are required: RUN_DIR; see --help"),
         (["nowhere", "--picture", "some.jpg"], "some.jpg is no PNG: name a file that ends in .png"),
+        (
+            ["nowhere", "--picture", "/no/such/x.png"],
+            "--picture /no/such/x.png: there is no folder /no/such: make it, or name another file",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
     done = report(*arguments)
     check_refusal(done, message)
+
+
+def test_a_picture_makes_no_folders(tmp_path):
+    run = write_run(tmp_path / "run", list(made_up_rows(["h.0.fc"], looks=3)))
+    check_refusal(report(run, "--picture", tmp_path / "a" / "b.png"), f"there is no folder {tmp_path / 'a'}")
+    assert not (tmp_path / "a").exists()
 
 
 def test_without_matplotlib_the_table_is_printed_and_the_remedy_told(tmp_path):

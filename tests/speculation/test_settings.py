@@ -151,6 +151,10 @@ def test_a_trend_reaches_the_next_look_or_is_not_used(values, is_valid):
         ({"every": True}, "every = True is not valid"),
         ({"every": "10"}, "every = '10' is not valid"),
         ({"every": 2.5}, "every = 2.5 is not valid"),
+        (
+            {"every": 10**9 + 1},
+            "every = 1000000001 is not valid: Input should be less than or equal to 1000000000",
+        ),
         ({"lookahead": -1}, "lookahead = -1 is not valid"),
         ({"trend_window": 1}, "trend_window = 1 is not valid: Input should be greater than or equal to 2"),
         ({"hysteresis_db": -0.5}, "hysteresis_db = -0.5 is not valid"),
@@ -166,6 +170,14 @@ def test_a_trend_reaches_the_next_look_or_is_not_used(values, is_valid):
         ({"estimator": {"type": "mean"}}, "estimator.type = 'mean' is not valid"),
         ({"estimator": {"sample": 0}}, "estimator.sample = 0 is not valid"),
         ({"estimator": {"negative_k": 0}}, "estimator.negative_k = 0 is not valid"),
+        (
+            {"estimator": {"negative_k": 101}},
+            "estimator.negative_k = 101 is not valid: Input should be less than or equal to 100",
+        ),
+        (
+            {"trend_window": 1001},
+            "trend_window = 1001 is not valid: Input should be less than or equal to 1000",
+        ),
         ({"estimator": 5}, "estimator = 5 is not valid"),
     ],
 )
@@ -173,7 +185,29 @@ def test_a_wrong_value_is_refused_with_its_key(values, start):
     assert refusal(values).startswith(f"megalowbit.speculation.{start}")
 
 
+COUNTS = [name for name, field in SpeculationSettings.model_fields.items() if type(field.default) is int]
+COUNTS += [f"estimator.{name}" for name in ("sample", "negative_k")]
+
+
+@pytest.mark.parametrize("digits", [10, 400, 5000])
+@pytest.mark.parametrize("key", COUNTS)
+def test_counts_have_bounds_far_beyond_any_run(key, digits):
+    name, _, inner = key.partition(".")
+    text = refusal({name: {inner: 10**digits} if inner else 10**digits})
+    assert text.startswith(f"megalowbit.speculation.{key} = ")
+    assert "Input should be less than or equal to 1" in text
+    assert len(text) < 250
+
+
+def test_the_largest_counts_are_allowed():
+    largest = {"every": 10**9, "lookahead": 10**9, "trend_window": 1000, "patience": 10**9}
+    largest |= {"verify_every": 10**9, "verify_size": 10**9, "cooldown": 10**9}
+    assert set(largest) == {key for key in COUNTS if "." not in key}
+    SpeculationSettings(**largest, estimator={"sample": 10**9, "negative_k": 100})
+
+
 def test_an_unknown_key_is_refused_with_the_nearest_one():
+    assert "did you mean" not in refusal({"foo": 10})
     assert "did you mean 'megalowbit.speculation.every'?" in refusal({"evry": 10})
     assert "did you mean 'megalowbit.speculation.estimator.sample'?" in refusal({"estimator": {"smple": 9}})
 

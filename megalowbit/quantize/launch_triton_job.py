@@ -1,0 +1,110 @@
+"""What Python hands to the Triton kernels: matrices to read and to write, tiles, counts, and the launch.
+
+The launchers of all formats share it. bf16 goes to the kernels by its bits, as int16, because shifting those
+is exact in Triton's interpreter too. A program takes 4,096 elements or 8,192, so that each of 128 threads
+holds whole groups of 16; where neighbours in memory are neighbours in a column, its tile is tall.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalowbit.formats.block_format import GROUP, BlockFormat
+from megalowbit.quantize.counts import COUNT_NAMES, ERROR_NAMES
+from megalowbit.quantize.philox import WORD, RandomKey
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TILE = (16, 16)  # rows and 16-groups of a program that reads along rows
+
+
+def programs_of(width: int, rows: int, tile_width: int, tile_rows: int) -> int:
+    """How many tiles cover a matrix."""
+    return -(-width // tile_width) * -(-rows // tile_rows)
+
+
+def reading(x: Tensor, format: BlockFormat, signs: int | None, tall_rows: int) -> tuple[dict[str, Any], int]:
+    """What all encoding kernels take: the matrix, how to read it, blocks and tile; and how many programs run.
+
+    Args:
+        x: (rows, cols), not negated.
+        format: its blocks.
+        signs: of a Hadamard transform, or `None`.
+        tall_rows: rows of a tile one block wide, which is taken where columns are contiguous.
+    """
+    block_rows, block_cols = format.block or (1, GROUP)
+    tile_rows, tile_groups = TILE if x.stride(1) <= x.stride(0) else (tall_rows, block_cols // GROUP)
+    rows, cols = x.shape
+    return {
+        "x": as_stored(x),
+        "rows": rows,
+        "cols": cols,
+        "row_stride": x.stride(0),
+        "col_stride": x.stride(1),
+        "signs": signs or 0,
+        "DTYPE": DTYPES[x.dtype],
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_COLS": block_cols,
+        "HAS_SIGNS": signs is not None,
+        "TILE_ROWS": tile_rows,
+        "TILE_GROUPS": tile_groups,
+    }, programs_of(format.padded(rows, cols)[1] // GROUP, rows, tile_groups, tile_rows)
+
+
+def writing(out: Tensor, transpose: bool) -> dict[str, Any]:
+    """The matrix that a decoding kernel writes, and its strides."""
+    row_stride, col_stride = (1, out.shape[1]) if transpose else (out.shape[1], 1)
+    return {"out": as_stored(out), "row_stride": row_stride, "col_stride": col_stride}
+
+
+def as_stored(values: Tensor) -> Tensor:
+    """The tensor as the kernels know it: bf16 and FP8 by their bits."""
+    if values.dtype == torch.bfloat16:
+        return values.view(torch.int16)
+    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
+
+
+def as_words(codes: Tensor) -> Tensor:
+    """Codes as the decoding kernels read them: int32 (rows, words of a row)."""
+    codes = codes.contiguous()
+    if codes.data_ptr() % 4:  # a part of a larger buffer
+        codes = codes.clone()
+    return codes.view(torch.int32)
+
+
+def random_words(random_key: RandomKey) -> dict[str, int]:
+    """Key and step as signed 32-bit numbers: of one type for every value, so nothing is compiled again."""
+    key, step = random_key
+    words = {"key_low": key, "key_high": key >> 32, "step_low": step, "step_high": step >> 32}
+    return {name: (word & WORD) - (((word & WORD) >> 31) << 32) for name, word in words.items()}
+
+
+def partial_counts(programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for the counts and the error of each program."""
+    return (
+        torch.empty(programs, len(COUNT_NAMES), dtype=torch.int32, device=device),
+        torch.empty(programs, len(ERROR_NAMES), dtype=torch.float64, device=device),
+    )
+
+
+def total_counts(
+    counts: Tensor | None, error: Tensor | None, elements: int, blocks: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of the matrix, with what its shape tells."""
+    if counts is None or error is None:
+        return None, None
+    total = counts.sum(0, dtype=torch.int64)
+    total[COUNT_NAMES.index("elements")] = elements
+    total[COUNT_NAMES.index("blocks")] = blocks
+    return total, error.sum(0)
+
+
+def launch(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:
+    """Run a kernel on the tensors' own device, with every rounding in place."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[(programs,)](**arguments, enable_fp_fusion=False)
+    else:
+        kernel[(programs,)](**arguments)

@@ -1,0 +1,165 @@
+"""Laws that decisions keep over time, and that a saved state goes on as if it had never left."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from deciding import INF, NAN, THRESHOLD, changes, policy, run, rungs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalowbit.errors import UserError
+from megalowbit.speculation.policy import GemmState, line_at
+
+
+@given(
+    hysteresis=st.sampled_from([0.5, 1.0, 3.0]),
+    offsets=st.lists(st.floats(-0.5, 0.5), min_size=2, max_size=60),
+    lookahead=st.sampled_from([0, 10, 20, 100]),
+    patience=st.integers(1, 3),
+    is_at_int8=st.booleans(),
+)
+def test_a_prediction_that_swings_within_the_hysteresis_changes_a_product_at_most_once(
+    hysteresis, offsets, lookahead, patience, is_at_int8
+):
+    steady = policy(hysteresis_db=hysteresis, lookahead=lookahead, patience=patience)
+    begin = [THRESHOLD + 10.0] * 4 if is_at_int8 else []
+    swings = [THRESHOLD + hysteresis * offset for offset in offsets]
+    precisions = rungs(steady, [*begin, *swings])
+    assert changes(precisions) <= 1
+    if is_at_int8 and min(swings) < THRESHOLD:
+        assert precisions[-1] == "bf16"
+
+
+def test_without_hysteresis_such_a_prediction_flaps():
+    """That the law above can fail."""
+    assert changes(rungs(policy(), [15.1, 14.9] * 10)) == 19
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("looks_ahead", [1, 2, 5])
+@pytest.mark.parametrize("window", [2, 4, 7])
+def test_a_falling_prediction_is_left_before_it_crosses(every, looks_ahead, window):
+    """For every slope that takes a second look to cross; one look knows no trend."""
+    for slope in [0.01, 0.05, 0.1, 0.37, 1.0, 1.9, 3.3, 5.0, 8.0, 14.0]:
+        for phase in np.linspace(0, 1, 9):
+            falling = policy(every=every, lookahead=looks_ahead * every, trend_window=window)
+            start = THRESHOLD + slope * (1.02 + phase) + 2 * phase
+            looks = int((start - THRESHOLD) / slope) + 3
+            line = [start - slope * look for look in range(looks)]
+            precisions = rungs(falling, line)
+            left = precisions.index("bf16")
+            assert precisions == ["int8"] * left + ["bf16"] * (looks - left)
+            if left > 1:
+                # safe up to the look at which it was left, and no earlier than the line bade
+                assert line[left] >= THRESHOLD - 1e-9
+                assert line[left - 1] - looks_ahead * slope >= THRESHOLD - 1e-9
+                assert line[left] - looks_ahead * slope < THRESHOLD + 1e-9
+            else:
+                assert line[left] >= THRESHOLD - 1e-9
+
+
+def test_without_a_trend_a_falling_prediction_crosses_first():
+    """That the law above can fail."""
+    line = [20.3 - look for look in range(8)]
+    precisions = rungs(policy(lookahead=0), line)
+    assert line[precisions.index("bf16")] < THRESHOLD
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.1, 0.5, 1.0, 4.0, 20.0])
+@pytest.mark.parametrize("patience", [1, 2, 4])
+def test_a_rising_prediction_is_followed_once(slope, patience):
+    rising = policy(lookahead=20, hysteresis_db=1.0, patience=patience)
+    line = [THRESHOLD - 2 + slope * look for look in range(int(4 / slope) + 10)]
+    precisions = rungs(rising, line)
+    entered = precisions.index("int8")
+    assert precisions == ["bf16"] * entered + ["int8"] * (len(line) - entered)
+    reached = next(look for look, db in enumerate(line) if db >= THRESHOLD + 1.0)
+    assert entered == reached + patience - 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_steady_prediction_with_noise_far_above_the_threshold_never_leaves(seed):
+    """Two looks with noise of 0.5 dB, read two looks ahead, stray by 1.8 dB: 9 dB are out of their reach."""
+    noise = np.random.default_rng(seed).normal(scale=0.5, size=2000)
+    looked = policy(lookahead=20, trend_window=4, hysteresis_db=1.0, patience=2)
+    assert set(rungs(looked, [float(each) for each in THRESHOLD + 9 + noise])) == {"int8"}
+
+
+@given(
+    points=st.lists(st.tuples(st.integers(0, 500), st.floats(-60, 60)), min_size=1, max_size=8),
+    x=st.integers(0, 600),
+)
+def test_a_line_is_that_of_least_squares(points, x):
+    steps = [step for step, _ in points]
+    if len(set(steps)) < 2:
+        assert line_at(points, x) is None
+    else:
+        slope, offset = np.polyfit(np.array(steps, float), [db for _, db in points], 1)
+        assert line_at(points, x) == pytest.approx(slope * x + offset, rel=1e-6, abs=1e-6)
+
+
+# --- saving ---
+
+numbers = st.floats(-80, 80) | st.sampled_from([NAN, INF, -INF])
+
+
+@given(
+    looks=st.lists(st.tuples(numbers, numbers, numbers, numbers, numbers), max_size=8),
+    rest=st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4),
+)
+def test_a_state_goes_on_from_json_as_if_it_had_never_left(looks, rest):
+    three = policy(ladder=["int8", "fp8", "bf16"], lookahead=20, hysteresis_db=1.0, patience=2, cooldown=25)
+    state, step = three.start(), 0
+    for left, right, measured, alignment, residual in looks:
+        state, _ = three.verify(state, step, measured)
+        state = three.correct(state, "fp8", residual)
+        state = three.decide(three.align(state, alignment), step, [left, right, INF])
+        step += 10
+    again = three.restore(json.loads(json.dumps(state.to_dict(), allow_nan=False)))
+    assert again == state
+    assert run(three, rest, state=again, step=step) == run(three, rest, state=state, step=step)
+
+
+def test_a_state_of_another_ladder_is_refused_naming_both():
+    saved = run(policy(ladder=["int8", "fp8", "bf16"]), [(20.0, 20.0)])[-1].to_dict()
+    with pytest.raises(
+        UserError, match=r"ladder int8, fp8, bf16, not to int4, bf16: set speculation\.ladder to"
+    ):
+        policy(ladder=["int4", "bf16"]).restore(saved)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda saved: saved.pop("misses"), "lacks or does not know misses: .* start decisions anew"),
+        (lambda saved: saved.update(mood=3), "lacks or does not know mood"),
+        (
+            lambda saved: saved.update(precision="int4"),
+            r"damaged: it does not fit its ladder \('int8', 'bf16'\)",
+        ),
+        (lambda saved: saved.update(streak=[1, 2]), "damaged: it does not fit its ladder"),
+        (lambda saved: saved.update(corrections=[]), "damaged: it does not fit its ladder"),
+        (lambda saved: saved.update(corrections=2.0), r"damaged: corrections = 2\.0"),
+        (lambda saved: saved.update(history=[[0, 1.0, 2.0]]), "damaged: it does not fit its ladder"),
+        (lambda saved: saved.update(history=[3]), r"damaged: history\.0 = 3"),
+        (lambda saved: saved.update(history=[[]]), "damaged: .* begins with its step"),
+        (lambda saved: saved.update(history=[[None, 1.0]]), "damaged: .* begins with its step"),
+        (lambda saved: saved.update(history=["abc"]), r"damaged: history\.0 = 'abc'"),
+        (lambda saved: saved.update(alignment_db="x"), "damaged: alignment_db = 'x'"),
+        (lambda saved: saved.update(alignment_db=math.nan), "damaged: alignment_db = nan"),
+        (lambda saved: saved.update(blocked_until=None), "damaged: blocked_until = None"),
+        (lambda saved: saved.update(hits=-1), "damaged: hits = -1"),
+        (lambda saved: saved.update(streak=["a"]), r"damaged: streak\.0 = 'a'"),
+        (lambda saved: saved.update(reason="foo"), "damaged: reason = 'foo'"),
+        (lambda saved: saved.update(streak=None), "damaged: streak = None"),
+    ],
+)
+def test_a_damaged_state_is_refused_in_one_line(damage, message):
+    saved = run(policy(), [20.0, 20.0])[-1].to_dict()
+    assert GemmState.from_dict(saved)
+    damage(saved)
+    with pytest.raises(UserError, match=message) as caught:
+        policy().restore(saved)
+    assert "\n" not in str(caught.value)
