@@ -22,8 +22,9 @@ $(VENV)/installed: setup.py constraints.txt
 pretrain: install
 	PATH="$(abspath $(BIN)):$$PATH" deepspeed --num_accelerators $(GPUS) --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
 
+# Two workers of one thread each; a file stays with one, so that what its tests share is made once.
 test: install lint types
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m "not slow" $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

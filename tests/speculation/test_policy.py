@@ -152,6 +152,28 @@ def test_a_correction_is_a_running_mean_of_half_weight_for_each_rung():
         assert state.corrections == means
 
 
+def test_a_correction_fades_while_its_rung_is_not_measured():
+    three = policy(ladder=["int8", "fp8", "bf16"])
+    state = three.correct(three.correct(three.start(), "int8", -8.0), "fp8", 4.0)
+    assert three.fade(three.start(), "bf16") == three.start()
+    assert three.fade(state, "fp8").corrections == (-8.0 * 127 / 128, 4.0)
+    assert three.fade(state, "bf16").corrections == (-8.0 * 127 / 128, 4.0 * 127 / 128)
+    assert three.fade(state, "int8").precision == state.precision
+
+
+def test_a_rung_that_was_found_too_noisy_is_tried_again_some_day():
+    """25 dB foretold, 13 measured: of the correction 9 dB may be left when 15 + 1 are reached."""
+    wary = policy(hysteresis_db=1.0, cooldown=10)
+    state, entered = run(wary, [25.0])[-1], []
+    state = wary.correct(wary.verify(state, 10, 13.0)[0], "int8", -12.0)
+    for step in range(10, 3000, 10):
+        state = wary.decide(state, step, [25.0, INF])
+        entered += [step] if state.precision == "int8" else []
+        state = wary.fade(state, state.precision)
+    assert entered[0] == 10 + 10 * math.ceil(math.log(9 / 12) / math.log(127 / 128))
+    assert entered == list(range(entered[0], 3000, 10))
+
+
 def test_one_prediction_for_each_rung_is_asked_for():
     for predicted in ([20.0], [20.0, 20.0, INF]):
         with pytest.raises(ValueError, match="one for each of"):

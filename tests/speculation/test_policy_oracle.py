@@ -27,20 +27,29 @@ class Oracle:
         self.bars = [Fraction(settings.threshold(rung)) for rung in settings.ladder[:-1]]
         self.looks = []  # (step, predictions, rungs that could have been entered)
         self.measured = []  # alignments
-        self.residuals = [[] for _ in self.bars]  # for each rung
+        self.residuals = [[] for _ in self.bars]  # for each rung; None: it faded
         self.misses = []  # (step, looks before it)
         self.hits = 0
         self.rung = self.last
 
     def learnt(self, rung):
-        """Alignment and correction: the last of n measurements weighs 1/2, …, the first two 1/2ⁿ⁻¹ each."""
+        """Alignment and correction, each from all that was ever measured of it."""
         if not self.settings.use_alignment:
             return Fraction(0)
-        return sum(
-            each / 2 ** (len(known) - max(1, place))
-            for known in (self.measured, self.residuals[rung])
-            for place, each in enumerate(known)
-        )
+        return sum(map(self.mean, (self.measured, self.residuals[rung])))
+
+    @staticmethod
+    def mean(known):
+        """The last of n measurements weighs 1/2, …, the first two 1/2ⁿ⁻¹ each, less what faded since each."""
+        total, halves, left = Fraction(0), 0, Fraction(1)
+        count = sum(each is not None for each in known)
+        for each in reversed(known):
+            if each is None:
+                left *= Fraction(127, 128)
+            else:
+                halves += 1
+                total += left * each / 2 ** min(halves, count - 1)
+        return total
 
     def worst(self, rung):
         """The lower of now and later, or None where there is no number now."""
@@ -108,7 +117,7 @@ predictions = st.lists(quarters | st.sampled_from([NAN, INF, -INF]), min_size=3,
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Looks, verifications, alignments, corrections and restarts in any order."""
+    """Looks, verifications, alignments, corrections, fading and restarts in any order."""
 
     @initialize(
         lookahead=st.sampled_from([0, 10, 25]),
@@ -173,6 +182,14 @@ class PolicyMachine(RuleBasedStateMachine):
         self.state = self.policy.correct(self.state, self.policy.ladder[rung], residual)
         if math.isfinite(residual):
             self.oracle.residuals[rung].append(Fraction(residual))
+        self.has_decided = False
+
+    @rule(rung=st.integers(0, 3), times=st.sampled_from([1, 1, 50]))
+    def fade(self, rung, times):
+        for _ in range(times):
+            self.state = self.policy.fade(self.state, self.policy.ladder[rung])
+        for other, known in enumerate(self.oracle.residuals):
+            known += [None] * (times if other != rung else 0)
         self.has_decided = False
 
     @rule()
