@@ -114,7 +114,7 @@ def print_average(times: dict[str, list[float]]) -> None:
     average = idle * (1 - share) + looks * share
     print(
         f"  on average {average:.3f} × {PEER} "
-        f"(a look every {settings.every} steps, every {settings.verify_every}th verified)"
+        f"(a look every {settings.every} steps, one of {settings.verify_every} verified)"
     )
 
 

@@ -96,7 +96,11 @@ def describe_speculation(settings: SpeculationSettings) -> str:
 def change_lines(report: SpeculationReport) -> list[str]:
     """What to tell of the changes after a look: misses first, then what got dearer; at most four lines."""
     changes = sorted(report.changes, key=_urgency)
-    lines = [_change_line(step_of(report), change) for change in changes[:MOST_CHANGES_TOLD]]
+    measured = {(row.layer, row.product): row.measured_db for row in report.rows}
+    lines = [
+        _change_line(step_of(report), change, measured.get((change.layer, change.product)))
+        for change in changes[:MOST_CHANGES_TOLD]
+    ]
     others = Counter(change.after for change in changes[MOST_CHANGES_TOLD:])
     if others:
         to = ", ".join(f"{count:,} to {precision}" for precision, count in others.items())
@@ -173,10 +177,13 @@ def _urgency(change: Change) -> int:
     return {"missed": 0, "safe": 2}.get(change.reason, 1)
 
 
-def _change_line(step: int, change: Change) -> str:
+def _change_line(step: int, change: Change, measured_db: float | None) -> str:
     foreseen = "" if change.predicted_db is None else f" at {change.predicted_db:.1f} dB"
     begin = f"step {step}: "
-    end = f" {change.product} {change.before} → {change.after}{foreseen} ({change.reason})"
+    reason: str = change.reason
+    if reason == "missed" and measured_db is not None:
+        reason += f": {measured_db:.1f} dB measured"
+    end = f" {change.product} {change.before} → {change.after}{foreseen} ({reason})"
     room = LINE_WIDTH - len(begin) - len(end)
     layer = change.layer if len(change.layer) <= room else ".." + change.layer[2 - room :]
     return begin + layer + end

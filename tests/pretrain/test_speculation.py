@@ -65,6 +65,16 @@ def test_of_many_changes_three_are_told_misses_first_and_the_others_counted():
     assert change_lines(report()) == []
 
 
+def test_a_miss_is_told_with_what_was_measured():
+    row = GemmRow(
+        layer="h.0", product="output", precision="int8", reason="safe", measured_db=2.46, is_hit=False
+    )
+    missed = change("int8", "bf16", reason="missed", predicted_db=None)
+    assert change_lines(report(missed, rows=[row])) == [
+        "step 120: h.0 output int8 → bf16 (missed: 2.5 dB measured)"
+    ]
+
+
 def test_lines_of_changes_are_at_most_100_characters_and_keep_the_end_of_a_long_name():
     name = "model.decoder.transformer.layers.117.feed_forward.experts.shared.down_projection"
     reasons = ("start", "safe", "predicted", "trend", "missed", "waiting", "not finite", "unquantised")
