@@ -56,7 +56,7 @@ def test_speculation_compares_looks_with_a_layer_of_no_controller():
         lines = [line for line in printed.splitlines() if line.strip().startswith(f"{name}  ")]
         assert len(lines) == 1, name
         assert "× no controller" in lines[0]
-    assert "a look every 10 steps, every 5th verified" in printed
+    assert "a look every 10 steps, one of 3 verified" in printed
     chain = run("speculation.py", "--rounds", "1", "--shape", "64x32x48", "--layers", "3", "--cpu-time")
     assert "64 tokens × 32→48, bf16, 3 layers\n" in chain
 

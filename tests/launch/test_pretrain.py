@@ -255,6 +255,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(finished, tmp_pa
 
 def test_a_dry_run_prints_everything_and_writes_nothing(tmp_path):
     config = write_config(tmp_path)
+    (tmp_path / "cache").mkdir(mode=0o700)  # compiled kernels of earlier launches may be put there
     before = sorted(tmp_path.iterdir())
     done = run("python", "--ds-config", config, "--dry-run", cwd=tmp_path)
     assert done.code == 0, done.output

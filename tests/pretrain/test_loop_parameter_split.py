@@ -159,7 +159,7 @@ def test_a_new_run_starts_from_the_merged_weights_of_a_checkpoint(finished, step
     assert bool(u.any()) is (step == 6)
     merged = (w + u @ torch.diag(s) @ v).t()
     # the fp32 masters of the parts, which the checkpoint's own weights are rounded from
-    torch.testing.assert_close(found.weight.double(), merged, rtol=2**-8, atol=3e-4)
+    torch.testing.assert_close(found.weight.double(), merged, rtol=2**-8, atol=6e-4)
     assert not torch.equal(found.weight.double(), merged)
 
 
