@@ -6,7 +6,7 @@ Also under torchrun, srun and plain python; everything is in `megalowbit.pretrai
 
 import sys
 
-from megalowbit.pretrain.command_line import main
+from megalowbit.pretrain.command_line import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -58,7 +58,7 @@ def atomic_file(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
@@ -225,7 +225,7 @@ def set_aside(folder: Path) -> Path:
         number += 1
         target = folder.with_name(f"{folder.name}{DAMAGED}-{number}")
     folder.rename(target)
-    _sync_folder(folder.parent)
+    sync(folder.parent)
     return target
 
 
@@ -242,9 +242,9 @@ def remove_drafts(folder: Path) -> None:
             draft.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make what was written to a file, or renamed in a folder, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,8 +1,8 @@
-"""The one exception for mistakes a user can mend.
+"""The one exception for mistakes a user can mend, and its kind for what mends itself.
 
 Everything else that goes wrong is a defect of ours and keeps its traceback. The command lines print a
-`UserError` as a single line and exit with code 2, so its message must stand alone: it names the thing, its
-value and the remedy.
+`UserError` as a single line and exit with code 2, or 75 where another try may help, so its message must stand
+alone: it names the thing, its value and the remedy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
 
+EXIT_USER_ERROR = 2  # trying again is useless
+EXIT_TRANSIENT = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
 LONGEST_VALUE = 80  # characters of a value that a message repeats
 LONG_LIST = 30  # names beyond which the nearest one is told without the others
 
@@ -27,6 +29,10 @@ class UserError(ValueError):
     """
 
     is_on_all_ranks: bool = False
+
+
+class TransientError(UserError):
+    """What may be gone at the next try: a rank lost, a network cut; command lines exit with 75."""
 
 
 def shown(value: object) -> str:

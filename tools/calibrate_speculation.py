@@ -14,8 +14,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megalowbit.errors import UserError
-from megalowbit.pretrain.command_line import EXIT_USER_ERROR, OneLineParser
+from megalowbit.errors import EXIT_USER_ERROR, UserError
+from megalowbit.pretrain.command_line import OneLineParser
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (1, 2, 3)

@@ -14,14 +14,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalowbit.errors import UserError, shown, unknown_name
+from megalowbit.errors import EXIT_USER_ERROR, UserError, shown, unknown_name
 from megalowbit.hf.new_folder import refuse_existing
 from megalowbit.pretrain.command_line import OneLineParser
 
 if TYPE_CHECKING:
     from megalowbit.data.tokenize import Tokenizer
 
-EXIT_USER_ERROR = 2
 DTYPES = ("float32", "bfloat16", "float16")
 
 

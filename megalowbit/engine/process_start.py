@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megalowbit import process_group
-from megalowbit.errors import UserError
+from megalowbit.errors import TransientError
 from megalowbit.process_group import ProcessIdentity
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def start_process_group(
         The identity that was used.
 
     Raises:
-        UserError: the main process cannot be reached, or its port is taken.
+        TransientError: the main process cannot be reached, or its port is taken.
     """
     identity = _started_identity() or identity or process_group.identify()
     process_group.export(identity)
@@ -60,7 +60,7 @@ def start_process_group(
     except dist.DistNetworkError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).splitlines()[0]
-        raise UserError(
+        raise TransientError(
             f"no connection to the main process at {address} ({reason}): if another job uses that port, "
             "give the launcher another one (deepspeed --master_port, torchrun --master-port)"
         ) from error

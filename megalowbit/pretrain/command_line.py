@@ -1,7 +1,9 @@
 """The command line of pretraining: arguments in, exit code out.
 
-A mistake of the user ends as one line and exit code 2 and never as a traceback; anything else that raises
-is a defect of ours and keeps it. The configuration is checked before torch is imported, so a typing mistake
+A mistake of the user ends as one line and exit code 2 and never as a traceback, a lost rank as one line and
+code 75: another try may help. Launchers distort codes, so the line of a mistake also goes to the file that
+MEGALOWBIT_REFUSAL names, for whoever would start the job again. Anything else that raises is a defect of ours
+and keeps its traceback. The configuration is checked before torch is imported, so a typing mistake
 is answered at once and nothing has been allocated, joined or written by then.
 """
 
@@ -15,11 +17,13 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from megalowbit.errors import UserError
+from megalowbit.durable import atomic_file
+from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError
+from megalowbit.pretrain.stop_signals import block_stop_signals
 from megalowbit.process_group import ProcessIdentity, identify
 
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+REFUSAL = "MEGALOWBIT_REFUSAL"  # names a file for the line of a mistake, if there is one
 # Launchers stop all ranks when one fails: the main rank must get to print first.
 SECONDS_FOR_THE_MAIN_RANK = 5.0
 
@@ -86,6 +90,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def program() -> int:
+    """The command line as a process of its own, which stop signals are sent to; returns the exit code."""
+    block_stop_signals()  # before heavy imports, whose threads inherit it
+    return main()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     identity = ProcessIdentity()
@@ -95,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         _run(options, identity)
     except UserError as error:
         _report(error, identity)
-        return EXIT_USER_ERROR
+        return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         if identity.is_main:
             print("interrupted: continue from the last checkpoint with --resume auto", file=sys.stderr)
@@ -164,11 +174,21 @@ def _report(error: UserError, identity: ProcessIdentity) -> None:
     line = " ".join(str(error).split("\n"))
     if identity.is_main:
         print(f"error: {line}", file=sys.stderr, flush=True)
+        if REFUSAL in os.environ and not isinstance(error, TransientError):
+            _write_refusal(Path(os.environ[REFUSAL]), line)
     if error.is_on_all_ranks:
         _leave_together()
     elif not identity.is_main:
         time.sleep(SECONDS_FOR_THE_MAIN_RANK)
         print(f"error on rank {identity.rank}: {line}", file=sys.stderr, flush=True)
+
+
+def _write_refusal(path: Path, line: str) -> None:
+    try:
+        with atomic_file(path) as file:
+            file.write(line + "\n")
+    except OSError as error:
+        print(f"{REFUSAL}={path} could not be written ({error.strerror})", file=sys.stderr, flush=True)
 
 
 def _leave_together() -> None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from megalowbit.engine.agreement import agree, gather
 from megalowbit.engine.config import load_json
 from megalowbit.engine.nested_blocks import check_nested_blocks
+from megalowbit.engine.parameter_split import WeightSplitReport
 from megalowbit.engine.pipeline import gather_weights
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts, installation_facts
-from megalowbit.engine.whole_weights import whole_numel, whole_state_dict
+from megalowbit.engine.whole_weights import whole_state_dict
 from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.recipe import recipe as recipe_of
@@ -26,19 +28,16 @@ from megalowbit.layers.surgery import product_counts
 from megalowbit.optim.optimizer_step import learning_rate
 from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
-from megalowbit.pretrain.kernels import check_kernels, describe_kernels
+from megalowbit.pretrain.kernels import check_kernels
 from megalowbit.pretrain.late_switch import check_switchable
+from megalowbit.pretrain.opening import opening, products_line
 from megalowbit.pretrain.optimizer_facts import optimizer_facts, skip_line
 from megalowbit.pretrain.overflow_retry import take_step
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run_folder import RunFolder, claim
-from megalowbit.pretrain.speculation import (
-    check_speculation,
-    describe_speculation,
-    line_after_switch,
-    look_facts,
-)
+from megalowbit.pretrain.speculation import check_speculation, line_after_switch, look_facts
+from megalowbit.pretrain.stop_signals import pending_stop_signal, uninterrupted
 from megalowbit.process_group import ProcessIdentity
 from megalowbit.speculation.report import SpeculationReport
 from megalowbit.telemetry.console import Console
@@ -77,7 +76,10 @@ def pretrain(
         console.print(opening(job, identity, is_resumed=is_resumed, changes=changes))
         if job.step < config.settings.run.steps:
             with Recorder(job, console, is_main=identity.is_main, is_resume=is_resume) as recorder:
-                train(job, recorder)
+                ending = train(job, recorder)
+                if ending is Ending.STOPPED:
+                    recorder.tell(f"stopped after step {job.step} as asked: go on with --resume auto")
+                    return
                 recorder.finish()
                 products = products_of_all_stages(job)
                 if job.recipe.gemm != "bf16" and products:
@@ -85,6 +87,7 @@ def pretrain(
         else:
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
         export(job, console)
+        agree(lambda: folder.mark_done(job.step))
 
 
 def start_facts(config: PretrainConfig, *, is_resume: bool) -> dict[str, str]:
@@ -103,8 +106,17 @@ def _compare_with_saved(config: PretrainConfig, folder: RunFolder) -> list[str]:
     return changed_settings(load_json(folder.config), config.to_dict()) if folder.is_started else []
 
 
-def train(job: Job, recorder: Recorder) -> None:
+class Ending(Enum):
+    """How training ended: after its last step, or where it was asked to."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+
+
+def train(job: Job, recorder: Recorder) -> Ending:
     """Step until the configured number of steps, recording and saving on the way and at the end.
+
+    Where any rank is asked to stop (`stop_signals`), all save after the same step and end.
 
     Raises:
         UserError: `run.max_consecutive_skips` steps in a row had non-finite gradients.
@@ -117,27 +129,44 @@ def train(job: Job, recorder: Recorder) -> None:
         split = job.split_weights()
         if split is not None:
             recorder.tell(f"before step {job.step + 1}: {split}")
-        facts, is_skipped, overflows, look = train_step(job)
-        if job.recipe.parameter_split is not None:
-            facts = {**facts, "weights_split": len(split.ranks) if split is not None else 0}
-        recorder.step(facts)
-        recorder.look(look)
-        optimizer = job.engine.optimizer
-        for line in overflows:
-            recorder.tell(f"{line}; tried again")
-        recorder.tell(skip_line(job.step, optimizer.report, optimizer.loss_scale))
-        if job.late_switch is not None and job.totals.final_loss is not None:
-            recorder.tell(job.late_switch.after_step(job.step, job.totals.final_loss))
-        skips_in_a_row = skips_in_a_row + 1 if is_skipped else 0
+        step = train_step(job)
+        _record(job, recorder, step, split)
+        skips_in_a_row = skips_in_a_row + 1 if step.is_skipped else 0
         if skips_in_a_row >= settings.run.max_consecutive_skips:
-            raise UserError(
-                f"the gradients of {skips_in_a_row} steps in a row were not finite (step {job.step}, "
-                f"loss {facts['loss']}, loss scale {facts['loss_scale']:g}): start a new run with a lower "
-                "learning rate, or a lower loss scale if the loss is finite, from the last good checkpoint "
-                "with megalowbit.model.checkpoint"
-            )
-        if job.step % every == 0 or job.step == settings.run.steps:
-            job.save()
+            raise too_many_skips(job.step, skips_in_a_row, step.facts)
+        is_last = job.step == settings.run.steps
+        if is_last or step.is_stop_asked or job.step % every == 0:
+            recorder.sync()  # a power cut must not leave a checkpoint whose records are gone
+            with uninterrupted():
+                job.save()
+        if step.is_stop_asked and not is_last:
+            return Ending.STOPPED
+    return Ending.DONE
+
+
+def too_many_skips(step: int, skips_in_a_row: int, facts: Facts) -> UserError:
+    """Training cannot go on: no update was applied for so long."""
+    return UserError(
+        f"the gradients of {skips_in_a_row} steps in a row were not finite (step {step}, "
+        f"loss {facts['loss']}, loss scale {facts['loss_scale']:g}): start a new run with a lower "
+        "learning rate, or a lower loss scale if the loss is finite, from the last good checkpoint "
+        "with megalowbit.model.checkpoint"
+    )
+
+
+def _record(job: Job, recorder: Recorder, step: TrainedStep, split: WeightSplitReport | None) -> None:
+    """Tell everyone who follows the run what the step just taken was like."""
+    facts = step.facts
+    if job.recipe.parameter_split is not None:
+        facts = {**facts, "weights_split": len(split.ranks) if split is not None else 0}
+    recorder.step(facts)
+    recorder.look(step.look)
+    optimizer = job.engine.optimizer
+    for line in step.overflows:
+        recorder.tell(f"{line}; tried again")
+    recorder.tell(skip_line(job.step, optimizer.report, optimizer.loss_scale))
+    if job.late_switch is not None and job.totals.final_loss is not None:
+        recorder.tell(job.late_switch.after_step(job.step, job.totals.final_loss))
 
 
 def _switch_if_due(job: Job, recorder: Recorder) -> None:
@@ -159,12 +188,14 @@ class TrainedStep(NamedTuple):
         is_skipped: whether its update was left out.
         overflows: a line for each try that was repeated.
         look: what speculation found, if it looked.
+        is_stop_asked: whether any rank was asked to stop.
     """
 
     facts: Facts
     is_skipped: bool
     overflows: tuple[str, ...]
     look: SpeculationReport | None
+    is_stop_asked: bool
 
 
 def train_step(job: Job) -> TrainedStep:
@@ -178,6 +209,7 @@ def train_step(job: Job) -> TrainedStep:
         attempt.loss,
         tracker=job.tracker,
         regularization=engine.regularizer.value if engine.regularizer is not None else None,
+        is_stop_asked=pending_stop_signal() is not None,
     )
     is_skipped = engine.skipped_steps > skipped_before
     seconds = time.perf_counter() - started
@@ -193,7 +225,7 @@ def train_step(job: Job) -> TrainedStep:
         **(job.late_switch.facts() if job.late_switch is not None else {}),
         **(look_facts(look, job.speculation.totals()) if look is not None and job.speculation else {}),
     }
-    return TrainedStep(facts, is_skipped, attempt.overflows, look)
+    return TrainedStep(facts, is_skipped, attempt.overflows, look, seen.is_stop_asked)
 
 
 def export(job: Job, console: Console) -> None:
@@ -223,45 +255,3 @@ def products_of_all_stages(job: Job) -> dict[str, dict[str, int]]:
                 for path, count in paths.items():
                     sums[path] = sums.get(path, 0) + count
     return total
-
-
-def products_line(counts: dict[str, dict[str, int]]) -> str:
-    """What low-bit products ran in, on one line: `{"output": {"fp8": 3}}` → "output 3 fp8"."""
-    parts = (
-        f"{product} " + " + ".join(f"{count:,} {path}" for path, count in sorted(paths.items()))
-        for product, paths in counts.items()
-    )
-    return f"products  {', '.join(parts)}"
-
-
-def cut(job: Job) -> str:
-    """How the job is cut, for the opening: `" (2 × 2: data 2, tensor 2, ZeRO 1)"`; empty if it is not."""
-    stage = job.engine.zero_optimization_stage()
-    grid = job.engine.process_grid
-    if grid.model_parallel_size == 1 and not stage:
-        return ""
-    return f" ({grid}" + (f", ZeRO {stage})" if stage else ")")
-
-
-def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
-    """What a run says before its first step; `changes` are settings that a resumed run changed."""
-    count = sum(map(whole_numel, job.engine.module.parameters()))
-    count = getattr(job.engine.module, "num_parameters_of_all_stages", count)
-    settings, report = job.config.settings, job.report
-    return "\n".join(
-        [
-            f"run       {job.folder.path}" + (f", resumed after step {job.step}" if is_resumed else ""),
-            f"model     {job.engine.module.config.model_type}, {count:,} parameters, "
-            f"{job.config.parts.settings.precision}",
-            f"recipe    {job.recipe.name}: {len(report.swapped)} layers swapped, {len(report.kept)} kept",
-            *([f"kernels   {describe_kernels(job.recipe, job.engine.device)}"] if report.swapped else []),
-            f"data      {settings.data.corpus}, {job.loader.num_samples:,} sequences of "
-            f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
-            f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
-            f"process{'es' if identity.world_size > 1 else ''}" + cut(job),
-            *([f"switch    {job.late_switch}"] if job.late_switch is not None else []),
-            *([f"ladder    {describe_speculation(settings.speculation)}"] if settings.speculation else []),
-            *(f"changed   {change}" for change in changes),
-            "",
-        ]
-    )

@@ -72,6 +72,7 @@ class Recorder:
                 self._looks = LookFile(job.folder.speculation, resume_step=resume_step)
             job.loader.tokenizer.save_pretrained(job.folder.tokenizer)
             job.folder.set_export_aside(job.step)
+            job.folder.done.unlink(missing_ok=True)
             job.folder.write_config(job.config.to_dict())
         except OSError as error:
             raise UserError(
@@ -95,6 +96,11 @@ class Recorder:
             self._looks.write(report)
         for line in change_lines(report):
             self.tell(line)
+
+    def sync(self) -> None:
+        """Make what was recorded survive a power failure, as a checkpoint does."""
+        if self._is_main:
+            self._job.folder.sync_records()
 
     def tell(self, text: str | None) -> None:
         """Show a line to whoever follows the run; `None` is nothing to tell."""

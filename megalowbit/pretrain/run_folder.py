@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalowbit.durable import atomic_file
+from megalowbit.durable import atomic_file, sync
 from megalowbit.errors import UserError
 
 LOCK = ".lock"
@@ -59,6 +59,21 @@ class RunFolder:
     def summary(self) -> Path:
         """What the end of the run looked like."""
         return self.path / "summary.json"
+
+    @property
+    def done(self) -> Path:
+        """The mark of a run that has nothing left to do, whatever its launcher's exit code says."""
+        return self.path / "DONE"
+
+    def sync_records(self) -> None:
+        """Force the lines of all records to disk; they are in the system's hands as soon as written."""
+        for path in self.path.glob("*.jsonl"):
+            sync(path)
+
+    def mark_done(self, step: int) -> None:
+        """Say that the run is finished; the last thing that is written."""
+        with atomic_file(self.done) as file:
+            file.write(json.dumps({"step": step}) + "\n")
 
     def set_export_aside(self, step: int) -> None:
         """Rename an export of an earlier end of this run, so that `hf/` is never older than the run."""

@@ -2,7 +2,8 @@
 
 The loss average needs an all-reduce anyway; the overflow headline rides with it. The packet is eight float64
 numbers, summed: loss·weight, weight, and the tracker's six. Nothing else of a step crosses the network for
-the sake of telemetry, whatever the model and the number of ranks.
+the sake of telemetry, whatever the model and the number of ranks. A rank that is asked to stop (a signal, a
+time limit) says so in the upper digits of a count: all ranks stop after the same step for no byte more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from megalowbit import process_group
 from megalowbit.telemetry.overflow import HEADLINE_NAMES, GradientOverflowTracker, StepOverflow
 
 PACKET_LENGTH = 2 + len(HEADLINE_NAMES)  # float64: 64 bytes
+# Above any number of quantisations in a step; times 2^15 ranks it still is an exact float64.
+STOP_UNIT = 2.0**38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +30,13 @@ class StepFacts:
         loss: mean over the ranks, by weight; NaN or inf if any rank's is.
         overflow: counts of this step; `None` where nothing is tracked.
         regularization: the regulariser's value on this rank; `None` without one.
+        is_stop_asked: whether any rank is asked to stop.
     """
 
     loss: float
     overflow: StepOverflow | None
     regularization: float | None = None
+    is_stop_asked: bool = False
 
     def facts(self) -> dict[str, float | int | None]:
         """Flat facts for the sinks."""
@@ -47,6 +52,7 @@ def reduce_step_facts(
     weight: float = 1.0,
     tracker: GradientOverflowTracker | None = None,
     regularization: Tensor | None = None,
+    is_stop_asked: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> StepFacts:
     """End the step: reduce loss and overflow over `group`, read both once. Every rank of it must call this.
@@ -56,6 +62,7 @@ def reduce_step_facts(
         weight: how much of the step it stands for, such as its number of predicted tokens.
         tracker: counts of this step, for the same group. Its step ends here: do not call `end_step` as well.
         regularization: 0-dim, of weights that all ranks share, so it is read as it is.
+        is_stop_asked: whether this rank is asked to stop; told to all.
         group: ranks that share the step; `None` for all.
     """
     if tracker is not None and tracker.group is not group:
@@ -63,10 +70,11 @@ def reduce_step_facts(
     if not weight > 0:
         raise ValueError(f"weight must be positive, not {weight}: a rank without data has no mean loss")
     mean = loss.detach().double()
-    packet = torch.stack([mean * weight, torch.full_like(mean, weight)])  # (2,)
+    counts = mean.new_zeros(1) if tracker is None else tracker.pack_step().to(mean.device)  # (1,) or (6,)
+    counts[-1] += STOP_UNIT * is_stop_asked
+    packet = torch.cat([torch.stack([mean * weight, torch.full_like(mean, weight)]), counts])  # (3,) or (8,)
     local = [] if regularization is None else [regularization.detach().double().reshape(1)]
     if tracker is not None:
-        packet = torch.cat([packet, tracker.pack_step().to(packet.device)])  # (8,)
         local.append(tracker.pack_local_step())
     if process_group.world_size(group) > 1:
         packet = packet.to(process_group.exchange_device(group, packet.device))
@@ -76,5 +84,10 @@ def reduce_step_facts(
     numbers = torch.cat([packet, *(part.to(packet.device) for part in local)]).tolist()
     packed, rest = numbers[:reduced], numbers[reduced:]
     value = None if regularization is None else rest.pop(0)
-    overflow = None if tracker is None else tracker.unpack_step(packed[2:], rest)
-    return StepFacts(loss=packed[0] / packed[1], overflow=overflow, regularization=value)
+    num_asked, packed[-1] = divmod(packed[-1], STOP_UNIT)
+    return StepFacts(
+        loss=packed[0] / packed[1],
+        overflow=None if tracker is None else tracker.unpack_step(packed[2:], rest),
+        regularization=value,
+        is_stop_asked=num_asked > 0,
+    )

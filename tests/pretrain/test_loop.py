@@ -1,6 +1,8 @@
 import json
 import math
+import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ from safetensors.torch import load_file
 
 from megalowbit.errors import UserError
 from megalowbit.layers.surgery import bit_layers
-from megalowbit.pretrain.loop import pretrain, products_line, train, train_step
+from megalowbit.pretrain.loop import Ending, pretrain, train, train_step
 from megalowbit.pretrain.recorder import Recorder
+from megalowbit.pretrain.stop_signals import STOP_SIGNALS, block_stop_signals
 from megalowbit.process_group import ProcessIdentity
 from megalowbit.telemetry.console import Console
 
@@ -175,11 +178,6 @@ def test_layouts_are_configured_like_any_recipe(build_job):
     assert math.isfinite(facts["loss"])
 
 
-def test_what_products_ran_in_is_said_on_one_line():
-    line = products_line({"output": {"fp8": 1200, "bf16": 2}, "grad_weight": {"bf16": 3}})
-    assert line == "products  output 2 bf16 + 1,200 fp8, grad_weight 3 bf16"
-
-
 def test_the_regularizer_is_reported_beside_the_loss(build_job):
     job = build_job("megalowbit.regularizer.strength=1e-3", "megalowbit.regularizer.epsilon=1e-3")
     weights = [layer.weight.detach().double() for layer in bit_layers(job.engine.module).values()]
@@ -198,3 +196,66 @@ def test_the_learning_rate_reported_is_the_one_weights_moved_by(build_job):
     job.engine.optimizer.param_groups[0]["lr_scale"] = 0.5
     facts, *_ = train_step(job)
     assert facts["lr"] == 0.5 * rate
+
+
+def ask_to_stop_after(job, step):
+    """Send this process the signal of a time limit while the forward of `step` runs."""
+
+    def send(module, inputs, output):
+        if job.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    return job.engine.module.register_forward_hook(send)
+
+
+@pytest.fixture
+def stop_signals():
+    """Blocked as in a program of its own, and none left waiting."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    block_stop_signals()
+    yield
+    while signal.sigtimedwait(STOP_SIGNALS, 0) is not None:
+        pass
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def recorded(job):
+    return Recorder(job, Console(6, log_every=1, start_step=0), is_main=True, is_resume=True)
+
+
+def test_a_stop_signal_ends_training_after_its_step_with_a_checkpoint(build_job, stop_signals):
+    job = build_job("megalowbit.checkpoint.every=4")
+    ask_to_stop_after(job, 3)
+    with recorded(job) as recorder:
+        assert train(job, recorder) is Ending.STOPPED
+    assert (job.step, job.store.steps()) == (3, [3])
+    assert not job.folder.done.exists()
+
+
+def test_a_signal_at_a_saved_step_or_the_last_one_saves_once(build_job, stop_signals):
+    job = build_job("megalowbit.checkpoint.every=2")
+    hook = ask_to_stop_after(job, 2)
+    with recorded(job) as recorder:
+        assert train(job, recorder) is Ending.STOPPED
+    assert job.store.steps() == [2]
+    hook.remove()
+    signal.sigtimedwait([signal.SIGUSR1], 0)
+    ask_to_stop_after(job, 6)
+    with recorded(job) as recorder:
+        assert train(job, recorder) is Ending.DONE
+    assert job.store.steps() == [2, 4, 6]
+
+
+def test_a_finished_run_is_marked_and_a_stopped_one_is_not(resolve, tmp_path, stop_signals, capsys):
+    arguments = {"run_dir": tmp_path / "run", "is_resume": True}
+    done = tmp_path / "run" / "DONE"
+    pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), **arguments)
+    assert json.loads(done.read_text()) == {"step": 2}
+    os.kill(os.getpid(), signal.SIGTERM)
+    pretrain(resolve("megalowbit.run.steps=4"), ProcessIdentity(), **arguments)
+    assert "stopped after step 3 as asked: go on with --resume auto" in capsys.readouterr().out
+    assert not done.exists()
+    signal.sigtimedwait([signal.SIGTERM], 0)
+    for _ in range(2):  # the second time nothing is left to do
+        pretrain(resolve("megalowbit.run.steps=4"), ProcessIdentity(), **arguments)
+        assert json.loads(done.read_text()) == {"step": 4}

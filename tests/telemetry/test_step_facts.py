@@ -38,6 +38,11 @@ def test_a_nan_loss_on_one_rank_is_seen_by_all(run_two_ranks):
     assert run_two_ranks("nan_loss_on_one_rank") == [{"loss": "nan"}, {"loss": "nan"}]
 
 
+def test_all_ranks_learn_that_one_is_asked_to_stop_and_counts_stay_exact(run_two_ranks):
+    expected = [[False, 2.0, 2], [False, 2.0, None], [True, 2.0, 2], [True, 2.0, None]]
+    assert run_two_ranks("one_rank_is_asked_to_stop") == [expected, expected]
+
+
 @pytest.mark.parametrize("weight", [1.0, 3, 4095, 1_000_003])
 def test_one_process_gets_its_own_loss_back_to_the_bit(weight):
     for loss in torch.randn(50, generator=torch.Generator().manual_seed(3)):

@@ -51,6 +51,19 @@ def one_small_all_reduce(rank):
     return {"sizes": sizes, "loss": facts.loss, "facts": facts.overflow.facts()}
 
 
+def one_rank_is_asked_to_stop(rank):
+    """Twice with a tracker, whose counts must stay exact, and twice without."""
+    seen = []
+    for is_asked in (False, rank == 1):
+        tracker = GradientOverflowTracker()
+        observe(tracker, "a", "grad_output", 2**40, 3, 0, 0, 0, 1, 0, 0)
+        for each in (tracker, None):
+            facts = reduce_step_facts(torch.tensor(2.0), tracker=each, is_stop_asked=is_asked)
+            overflows = None if each is None else facts.overflow.step.quantizations_with_overflow
+            seen.append([facts.is_stop_asked, facts.loss, overflows])
+    return seen
+
+
 def nan_loss_on_one_rank(rank):
     facts = reduce_step_facts(torch.tensor([2.0, float("nan")][rank]))
     return {"loss": repr(facts.loss)}
@@ -82,6 +95,7 @@ SCENARIOS = {
     for scenario in (
         unlike_layers,
         one_small_all_reduce,
+        one_rank_is_asked_to_stop,
         nan_loss_on_one_rank,
         nothing_seen_on_one_rank,
         resume_on_two_ranks,

@@ -1,0 +1,54 @@
+"""Signals that ask a run to save and end: SIGUSR1 before a time limit, SIGTERM before a machine goes away.
+
+Both are blocked and looked for once a step (`sigpending`), never handled: a handler would interrupt whatever
+the process is in, a store's socket or a compiler, and one that is installed after the imports misses what
+came during them. A blocked signal waits. Threads inherit the mask, so it is set before any library starts
+its own.
+
+Ctrl-C still raises `KeyboardInterrupt` at once, but for the parts of a program that must not end half-way
+(`uninterrupted`): there it waits. Not covered: threads that were started before, and Windows.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOP_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGTERM})
+
+
+def block_stop_signals() -> None:
+    """Let stop signals wait until `pending_stop_signal` is asked; call it before heavy imports.
+
+    The mask of this thread is inherited by all it starts, and by child processes.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def pending_stop_signal() -> signal.Signals | None:
+    """The stop signal that waits, if any; it goes on waiting, so every later call finds it too."""
+    waiting = signal.sigpending() & STOP_SIGNALS
+    return signal.Signals(min(waiting)) if waiting else None
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the block has ended; then it raises. Only the main thread gets such signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupts: list[int] = []
+
+    def remember(number: int, _frame: FrameType | None) -> None:
+        interrupts.append(number)
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt

@@ -1,0 +1,79 @@
+"""Signals sent to real processes: those that wait, and Ctrl-C that waits where it must."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megalowbit.pretrain.stop_signals import pending_stop_signal, uninterrupted
+
+ROOT = Path(__file__).parents[2]
+WAITING = """
+import os, signal, sys
+from megalowbit.pretrain.stop_signals import block_stop_signals, pending_stop_signal
+block_stop_signals()
+print(pending_stop_signal(), flush=True)
+sys.stdin.readline()
+import torch  # threads that come later inherit the mask
+torch.rand(512, 512) @ torch.rand(512, 512)
+sys.stdin.readline()
+print(pending_stop_signal().name, pending_stop_signal().name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_stop_signal_before_or_after_the_imports_waits_until_it_is_asked_for(name):
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout.readline() == "None\n"
+    is_early = name == "SIGUSR1"
+    if is_early:
+        process.send_signal(signal.Signals[name])
+    process.stdin.write("\n")
+    process.stdin.flush()
+    time.sleep(0.2)
+    if not is_early:
+        process.send_signal(signal.Signals[name])
+    output, _ = process.communicate("\n", timeout=60)
+    assert output == f"{name} {name}\n"
+    assert process.returncode == 0
+
+
+def test_nothing_waits_in_a_process_nobody_signalled():
+    assert pending_stop_signal() is None
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block_and_then_raises():
+    done = []
+
+    def block():
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("first half")
+            time.sleep(0.01)  # a handler would have run by now
+            done.append("second half")
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert done == ["first half", "second half"]
+
+
+def test_afterwards_an_interrupt_raises_at_once_and_an_error_of_the_block_stays_the_one_that_is_seen():
+    before = signal.getsignal(signal.SIGINT)
+
+    def fail():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"), uninterrupted():
+        fail()
+    assert signal.getsignal(signal.SIGINT) is before
+    with uninterrupted():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
