@@ -28,13 +28,8 @@ HEADERS = ("kernels_cpu_elements.h", "kernels_cpu_tasks.h", "kernels_cpu_codes.h
 LARGEST_BLOCK = 128  # elements of a row
 
 
-def is_available() -> bool:
-    """Whether the library works here; the first call compiles it."""
-    return _loaded()[0] is not None
-
-
 def why_unavailable() -> str | None:
-    """Why there is no library, with the remedy; `None` if there is one."""
+    """Why there is no library, with the remedy; `None` if there is one. The first call compiles it."""
     return _loaded()[1]
 
 

@@ -22,13 +22,8 @@ SOURCE = Path(__file__).with_suffix(".c")
 HEADERS = ("kernels_cpu_tasks.h", "kernels_cpu_codes.h", "kernels_cpu_lanes.h")
 
 
-def is_available() -> bool:
-    """Whether the library works here; the first call compiles it."""
-    return _loaded()[0] is not None
-
-
 def why_unavailable() -> str | None:
-    """Why there is no library, with the remedy; `None` if there is one."""
+    """Why there is no library, with the remedy; `None` if there is one. The first call compiles it."""
     return _loaded()[1]
 
 

@@ -135,10 +135,11 @@ class Exchange:
             RuntimeError: ranks have decided differently before.
         """
         device = process_group.exchange_device(self._group, device)
-        sums = torch.cat([self._moments(sheet, device), self._energies(sheet, device)])
-        maxima = torch.cat(
-            [self._magnitudes(sheet, device), self._flags(sheet, unquantized, decisions).to(device)]
-        )
+        of = dict(zip(COLUMNS, self._statistics(sheet, device).unbind(1), strict=True))
+        sums = torch.cat([_moments(of), self._energies(sheet, device)])
+        # NaN, which a library's MAX may drop, is told by the sums
+        magnitudes = of["absmax"].nan_to_num(nan=0.0)
+        maxima = torch.cat([magnitudes, self._flags(sheet, unquantized, decisions).to(device)])
         if process_group.world_size(self._group) > 1:
             dist.all_reduce(sums, group=self._group)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._group)
@@ -151,23 +152,8 @@ class Exchange:
     def _products(self) -> list[tuple[str, str]]:
         return [(layer, product) for layer in self.layers for product in PRODUCTS]
 
-    def _moments(self, sheet: LookSheet, device: torch.device) -> Tensor:
-        """(operands · moments,) float64 to be summed, operand by operand."""
-        of = dict(zip(COLUMNS, self._rows(sheet, device).unbind(1), strict=True))
-        weighted = [
-            of["center"],
-            of["sigma"].square() + of["center"].square(),
-            of["power"],
-            of["bulk_power"],
-            of["outlier_share"],
-        ]
-        return torch.stack([of["count"], *(of["count"] * each for each in weighted)], dim=1).flatten()
-
-    def _magnitudes(self, sheet: LookSheet, device: torch.device) -> Tensor:
-        """(operands,) float64; NaN, which a library's MAX may drop, is told by the sums."""
-        return self._rows(sheet, device)[:, COLUMNS.index("absmax")].nan_to_num(nan=0.0)
-
-    def _rows(self, sheet: LookSheet, device: torch.device) -> Tensor:
+    def _statistics(self, sheet: LookSheet, device: torch.device) -> Tensor:
+        """(operands, columns) float64, as they were found; zeros of operands that were not seen."""
         nothing = torch.zeros(len(COLUMNS), dtype=torch.float64, device=device)
         rows = [sheet.statistics.get(key) for key in self._operands()]
         return torch.stack([nothing if row is None else row.to(device) for row in rows])
@@ -244,6 +230,18 @@ def pooled(moments: Sequence[float], absmax: float) -> OperandStatistics:
         bulk_power=bulk_power,
         outlier_share=outlier_share,
     )
+
+
+def _moments(of: Mapping[str, Tensor]) -> Tensor:
+    """(operands · moments,) float64 to be summed, operand by operand."""
+    weighted = [
+        of["center"],
+        of["sigma"].square() + of["center"].square(),
+        of["power"],
+        of["bulk_power"],
+        of["outlier_share"],
+    ]
+    return torch.stack([of["count"], *(of["count"] * each for each in weighted)], dim=1).flatten()
 
 
 def _check_alike(first: Mapping[str, object], theirs: Mapping[str, object], rank: int) -> None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from megalowbit.errors import UserError
@@ -55,7 +56,9 @@ def require_matplotlib() -> None:
 
 
 def draw_history(history: History, path: Path) -> None:
-    """Draw what a run chose: precision by product and step, predicted against measured SNR, shares over time.
+    """Draw what a run chose and how well it foresaw.
+
+    Precision by product and step; predicted against measured SNR, all at once and over time; shares over time.
 
     Args:
         history: at least one look.
@@ -66,11 +69,12 @@ def draw_history(history: History, path: Path) -> None:
     """
     rows = len(history.looks)
     tall = min(14.0, max(1.6, 0.14 * rows))
-    figure = _figure(12, tall + 5.6)
-    grid = figure.add_gridspec(2, 2, height_ratios=[tall, 4.2])
+    figure = _figure(14, tall + 5.6)
+    grid = figure.add_gridspec(2, 3, height_ratios=[tall, 4.2])
     _draw_precisions(figure.add_subplot(grid[0, :]), history)
     _draw_predictions(figure.add_subplot(grid[1, 0]), history)
-    _draw_shares(figure.add_subplot(grid[1, 1]), history)
+    _draw_gaps_over_time(figure.add_subplot(grid[1, 1]), history)
+    _draw_shares(figure.add_subplot(grid[1, 2]), history)
     patches = _matplotlib("patches")
     handles = [patches.Patch(color=COLOURS[name], label=name) for name in history.settings.ladder]
     if _misses(history):
@@ -228,6 +232,25 @@ def _draw_predictions(axes: Axes, history: History) -> None:
     axes.set(xlim=(low, high), ylim=(low, high))
     near = sum(abs(check.gap_db) <= NEAR_DB for check in checks) / len(checks)
     axes.set_title(f"{100 * near:.0f} % of {len(checks):,} predictions within ±{NEAR_DB:g} dB", loc="left")
+
+
+def _draw_gaps_over_time(axes: Axes, history: History) -> None:
+    """Measured minus predicted SNR step by step: points by precision, and the median of each step."""
+    checks = history.compared
+    axes.set(xlim=(0, history.steps), xlabel="optimizer step", ylabel="measured - predicted (dB)")
+    axes.axhspan(-NEAR_DB, NEAR_DB, color=INK, alpha=0.12, linewidth=0)
+    axes.axhline(0, color=INK, linewidth=0.8)
+    alpha = min(0.6, max(0.1, 300 / max(1, len(checks))))
+    for name in history.settings.ladder[:-1]:
+        some = [check for check in checks if check.precision == name]
+        steps, gaps = [check.step for check in some], [check.gap_db for check in some]
+        axes.plot(steps, gaps, "o", color=COLOURS[name], markersize=3, alpha=alpha, markeredgewidth=0)
+    by_step: dict[int, list[float]] = {}
+    for check in checks:
+        by_step.setdefault(check.step, []).append(check.gap_db)
+    steps = sorted(by_step)
+    axes.plot(steps, [median(by_step[step]) for step in steps], color=MISS, linewidth=1.4)
+    axes.set_title("Median of each step, and every verified product" if steps else "", loc="left")
 
 
 def _scatter(axes: Axes, checks: Sequence[Verified], colour: str, alpha: float) -> None:

@@ -30,6 +30,7 @@ FLOATS = (
     ("fp8e5m2", "fp8e4m3"),
     ("fp8e5m2", "fp8e5m2"),
     ("fp8e4m3:sr", "fp8e5m2:sr"),
+    ("fp8e5m2:sr", "fp8e4m3"),  # the rung `fp8`: grad_output and weight
 )
 INT4 = (("int4", "int4"), ("int4:sr", "int4"))
 BLOCKS = (

@@ -39,7 +39,7 @@ def gemm_rows(layer, precisions, steps, **more):
 
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
-    """Draw a history and return its three panels as they are when they are saved."""
+    """Draw a history and return its four panels as they are when they are saved."""
 
     def drawn(rows, **settings):
         figures = []
@@ -73,7 +73,7 @@ def test_areas_are_the_shares_of_steps(tmp_path):
 
 def test_the_map_has_the_precision_of_every_product_and_step(drawn):
     layers, rows = SIZES["two blocks"], list(made_up_rows(SIZES["two blocks"], looks=30))
-    map_axes, _, _ = drawn(rows)
+    map_axes, *_ = drawn(rows)
     mesh = map_axes.collections[0]
     cells, edges = mesh.get_array(), mesh.get_coordinates()[0, :, 0]
     assert cells.shape[0] == 3 * len(layers)
@@ -96,7 +96,7 @@ def test_predictions_stand_against_what_was_measured_in_the_colour_they_ran_at(d
         row(11, "a", "output", "int8", predicted_db=16.0, measured_db=11.0, is_hit=False),
         row(1, "b", "output", "fp8", **{**verified, "measured_db": 22.0}),
     ]
-    _, axes, _ = drawn(rows, threshold_db={"int8": 15, "fp8": 18})
+    _, axes, *_ = drawn(rows, threshold_db={"int8": 15, "fp8": 18})
     points = {
         (line.get_color(), line.get_marker()): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
         for line in axes.get_lines()
@@ -117,7 +117,7 @@ def test_predictions_stand_against_what_was_measured_in_the_colour_they_ran_at(d
 @pytest.mark.parametrize("layers", [2, 20, 100])
 def test_names_are_drawn_as_they_are_and_never_as_formulas_or_control_characters(drawn, layers):
     names = [f"h.{number}.$x^{{\x1b\n\x00\ud800" for number in range(layers)]
-    map_axes, _, _ = drawn([each for name in names for each in gemm_rows(name, ("int8",) * 3, [1])])
+    map_axes, *_ = drawn([each for name in names for each in gemm_rows(name, ("int8",) * 3, [1])])
     labels = [label.get_text() for label in map_axes.get_yticklabels()]
     assert labels
     assert all(label.isprintable() for label in labels)
@@ -128,16 +128,31 @@ def test_names_are_drawn_as_they_are_and_never_as_formulas_or_control_characters
 def test_precisions_with_one_threshold_share_a_line(drawn):
     verified = {"predicted_db": 30.0, "measured_db": 30.0, "is_hit": True}
     rows = [row(1, "a", "output", "int8", **verified)]
-    _, axes, _ = drawn(
+    _, axes, *_ = drawn(
         rows, ladder=["int4", "int8", "fp8", "bf16"], threshold_db={"int4": 10, "int8": 20, "fp8": 20}
     )
     assert [text.get_text().strip() for text in axes.texts] == ["int4 10 dB", "int8, fp8 20 dB"]
-    _, axes, _ = drawn(rows)
+    _, axes, *_ = drawn(rows)
     assert [text.get_text().strip() for text in axes.texts] == ["threshold 15 dB"]
 
 
+def test_over_time_each_gap_has_its_step_and_each_step_its_median(drawn):
+    measured = {1: (19.5, 22.0, 20.5), 11: (18.0, 26.0, 19.0)}
+    rows = [
+        row(step, layer, "output", "int8", predicted_db=20.0, measured_db=value, is_hit=True)
+        for step, values in measured.items()
+        for layer, value in zip("abc", values, strict=True)
+    ]
+    _, _, axes, _ = drawn(rows)
+    lines = {(line.get_color(), line.get_marker()): line.get_xydata().tolist() for line in axes.get_lines()}
+    points = sorted([step, value - 20.0] for step, values in measured.items() for value in values)
+    assert sorted(lines[COLOURS["int8"], "o"]) == points
+    assert lines[picture.MISS, "None"] == [[1, 0.5], [11, -1.0]]
+    assert axes.get_xlim() == (0, 11)
+
+
 def test_a_run_without_verification_says_so(drawn):
-    _, axes, shares = drawn(gemm_rows("a", ("int8", "fp8", "bf16"), [1, 11]))
+    _, axes, _, shares = drawn(gemm_rows("a", ("int8", "fp8", "bf16"), [1, 11]))
     assert axes.get_title(loc="left") == "Nothing was verified"
     assert shares.get_title(loc="left") == "67 % of products × steps at 8 bits or fewer"
 
