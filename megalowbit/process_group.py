@@ -3,6 +3,7 @@
 torchrun and the DeepSpeed launcher export `RANK`, `LOCAL_RANK` and `WORLD_SIZE`; `srun` exports
 `SLURM_PROCID`, `SLURM_LOCALID` and `SLURM_NTASKS`; a plain `python` exports nothing and is rank 0 of 1.
 DeepSpeed itself understands the first form only (without it it tries MPI), so `export` rewrites the others.
+Where a launcher runs inside `srun`, SLURM's variables reach its ranks too, and the launcher's win.
 Group creation beyond the default group belongs to the engine; here are only identity and small collectives.
 """
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 SLURM_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
 DEFAULT_PORT = 29500
+FIRST_SLURM_PORT, SLURM_PORTS = 15000, 16381  # below the ports that systems give to clients; a prime
+NODE_OF_LIST = re.compile(r"(?:[^,\[\]\s]|\[[\d,-]+\])+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,11 @@ def _whole_number(name: str, environ: MutableMapping[str, str]) -> int:
 def export(identity: ProcessIdentity, environ: MutableMapping[str, str] | None = None) -> None:
     """Write `identity` under the names torch and DeepSpeed read, with a master address if none is set.
 
-    A single process gets a free port of its own, so that two runs on one machine do not collide.
+    A single process gets a free port of its own, so that two runs on one machine do not collide. Under
+    `srun` also the place on the node and among nodes, as the DeepSpeed launcher writes it.
+
+    Raises:
+        UserError: SLURM's variables are not understood.
     """
     environ = os.environ if environ is None else environ
     environ["RANK"] = str(identity.rank)
@@ -94,21 +101,59 @@ def export(identity: ProcessIdentity, environ: MutableMapping[str, str] | None =
         environ["MASTER_ADDR"] = _slurm_head(environ) if identity.launcher == "slurm" else "127.0.0.1"
     if "MASTER_PORT" not in environ:
         environ["MASTER_PORT"] = str(_port(identity, environ))
+    if identity.launcher == "slurm":
+        for name, value in _slurm_places(environ).items():
+            environ.setdefault(name, str(value))
 
 
 def _slurm_head(environ: MutableMapping[str, str]) -> str:
-    """First host of a SLURM node list: `n[3-5,9]` → `n3`, `a1,b2` → `a1`."""
+    """First host of a SLURM node list: `n[03-05,9]-ib` → `n03-ib`, `a[1-2]b[3-4]` → `a1b3`."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
-    if match is None:
+    match = NODE_OF_LIST.match(nodes)
+    if match is None or nodes[match.end() :][:1] not in ("", ","):
         raise UserError(f"SLURM node list {nodes!r} is not understood: set MASTER_ADDR")
-    return match.group(1) + (match.group(2) or "")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
+
+
+def _slurm_places(environ: MutableMapping[str, str]) -> dict[str, int]:
+    """Processes of this node, number of nodes, and which of them this is, as far as SLURM says so."""
+    places = {}
+    nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
+    if nodes is not None and "SLURM_NODEID" in environ:
+        places = {"CROSS_RANK": _whole_number("SLURM_NODEID", environ), "CROSS_SIZE": int(nodes)}
+    local_size = _slurm_local_size(environ)
+    if local_size is not None:
+        places |= {"LOCAL_WORLD_SIZE": local_size, "LOCAL_SIZE": local_size}
+    return places
+
+
+def _slurm_local_size(environ: MutableMapping[str, str]) -> int | None:
+    """Tasks of this node: the third number of `2(x3),1` on the node of index 2."""
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if counts is None or "SLURM_NODEID" not in environ:
+        text = environ.get("SLURM_NTASKS_PER_NODE", "")
+        return int(text) if text.isdecimal() else None
+    node = _whole_number("SLURM_NODEID", environ)
+    for count in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", count)
+        if match is None:
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE {counts!r} is not understood: unset it")
+        repeats = int(match[2] or 1)
+        if node < repeats:
+            return int(match[1])
+        node -= repeats
+    raise UserError(f"SLURM_NODEID {environ['SLURM_NODEID']} is not among the nodes of {counts!r}: unset it")
 
 
 def _port(identity: ProcessIdentity, environ: MutableMapping[str, str]) -> int:
     if identity.launcher == "slurm":
-        # All tasks must agree without talking: derive the port from the job id.
-        return 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000
+        # All tasks must agree without talking. Jobs on one node, tasks of an array too, have other ids;
+        # steps of a job may run side by side; and something of the try before may still hold its port.
+        job, step, restarts = (
+            _whole_number(name, environ) if name in environ else 0
+            for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        )
+        return FIRST_SLURM_PORT + (16 * job + step + restarts) % SLURM_PORTS
     if identity.world_size == 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -138,6 +183,18 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
     import torch.distributed as dist
 
     return dist.get_rank(group) if is_initialized() else 0
+
+
+def is_true_anywhere(mine: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether any rank of `group` (default: the world) says so, in 4 bytes for any number; collective."""
+    if world_size(group) == 1:
+        return mine
+    import torch
+    import torch.distributed as dist
+
+    flag = torch.tensor([int(mine)], dtype=torch.int32, device=exchange_device(group))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
 
 
 def exchange_device(group: dist.ProcessGroup | None, device: torch.device | None = None) -> torch.device:

@@ -29,6 +29,7 @@ ALLOWED = {
     "hf": {"quantize", "layers", "checkpoints"},
     "checkpoints": {"layers"},
     "data": {"process_group"},
+    "cluster": {"process_group"},
     "engine": {"process_group", "optim", "layers", "telemetry", "checkpoints", "hf"},
     "pretrain": {
         "process_group",

@@ -1,0 +1,130 @@
+"""What failures cost a run: training time over wall time, and the interval between saves that costs least.
+
+Many runs are simulated (`run_history`), each struck at moments of its own. Candidates for the interval are
+compared on the same failures, so that their differences are theirs and not the draw's. The curve is flat
+about its top: what lies near is told as well.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megalowbit.cluster.failures import FailureTrace, NodeFailures
+from megalowbit.cluster.intervals import daly_interval
+from megalowbit.cluster.run_history import CAUSES, RunCosts, simulate_run
+from megalowbit.errors import UserError
+
+CONFIDENCE = 1.96  # standard errors on each side: 95 %
+NEAR = 0.005  # of goodput: not worth telling apart
+FARTHEST = 12  # half octaves from Daly's interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Many simulated runs with one interval.
+
+    Attributes:
+        interval: seconds of training between saves.
+        goodput: mean over the runs.
+        low, high: of the 95 % confidence interval of that mean.
+        wall: mean seconds of a run.
+        shares: of the time, by cause: means over the runs.
+        failures, jobs: means over the runs.
+        given_up: share of runs that would not have ended in `HOPELESS` times their training time.
+    """
+
+    interval: float
+    goodput: float
+    low: float
+    high: float
+    wall: float
+    shares: Mapping[str, float]
+    failures: float
+    jobs: float
+    given_up: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """What a search found.
+
+    Attributes:
+        outcome: of the best interval.
+        shortest, longest: of the intervals that were tried and cost at most `NEAR` of goodput more.
+    """
+
+    outcome: Outcome
+    shortest: float
+    longest: float
+
+
+def failure_traces(failures: NodeFailures, *, runs: int, seed: int) -> list[FailureTrace]:
+    """What strikes `runs` runs; the same arguments, the same moments.
+
+    Raises:
+        UserError: a mean over so few runs says nothing.
+    """
+    if runs < 10:
+        raise UserError(f"runs = {runs} is not valid: simulate at least 10, 100 for half a percent")
+    return [FailureTrace(failures, seed, run) for run in range(runs)]
+
+
+def simulate(costs: RunCosts, interval: float, traces: Sequence[FailureTrace]) -> Outcome:
+    """Runs with one interval, one for each trace."""
+    runs = [simulate_run(costs, interval, trace) for trace in traces]
+    goodputs = [run.goodput for run in runs]
+    mean = statistics.fmean(goodputs)
+    margin = CONFIDENCE * statistics.stdev(goodputs) / math.sqrt(len(goodputs))
+    return Outcome(
+        interval=interval,
+        goodput=mean,
+        low=mean - margin,
+        high=mean + margin,
+        wall=statistics.fmean(run.wall for run in runs),
+        shares={cause: statistics.fmean(run.spent[cause] / run.wall for run in runs) for cause in CAUSES},
+        failures=statistics.fmean(run.failures for run in runs),
+        jobs=statistics.fmean(run.jobs for run in runs),
+        given_up=statistics.fmean(run.trained < costs.work for run in runs),
+    )
+
+
+def best_interval(
+    costs: RunCosts,
+    failures: NodeFailures,
+    traces: Sequence[FailureTrace],
+    *,
+    rounded: Callable[[float], float] = float,
+) -> Best:
+    """The interval of highest mean goodput, searched from Daly's outwards as far as it is worth it.
+
+    Args:
+        costs: of the run.
+        failures: where the search begins.
+        traces: what strikes each run, for every candidate alike.
+        rounded: turns seconds into an interval that can be had, as whole steps; positive.
+    """
+    tried: dict[float, Outcome] = {}
+    centre = min(daly_interval(costs.save, failures.mtbf), costs.work)
+
+    def best() -> Outcome:
+        return max(tried.values(), key=lambda outcome: outcome.goodput)
+
+    def falls_behind(exponent: float, centre: float) -> bool:
+        interval = rounded(centre * 2**exponent)
+        if interval not in tried:
+            tried[interval] = simulate(costs, interval, traces)
+        return tried[interval].goodput < best().goodput - 2 * NEAR
+
+    for direction in (1, -1):
+        for half_octaves in range(FARTHEST):
+            if falls_behind(direction * half_octaves / 2, centre):
+                break
+    for finer in (1 / 4, 1 / 8):
+        centre = best().interval
+        for exponent in (finer, -finer):
+            falls_behind(exponent, centre)
+    near = [each.interval for each in tried.values() if each.goodput >= best().goodput - NEAR]
+    return Best(outcome=best(), shortest=min(near), longest=max(near))

@@ -1,0 +1,162 @@
+"""What the simulation of failures is asked and what it answers, as a table and as plain data.
+
+Beside the interval found by simulation stand those of Young's and Daly's formulas and, if one is given, the
+user's own, all simulated on the same failures, and what Daly's model expects of each where it applies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megalowbit.cluster.failures import FailureTrace, NodeFailures
+from megalowbit.cluster.goodput import Best, Outcome, best_interval, simulate
+from megalowbit.cluster.intervals import (
+    daly_first_order_interval,
+    daly_interval,
+    expected_seconds,
+    young_interval,
+)
+from megalowbit.cluster.run_history import CAUSES, RunCosts
+
+BEST, OWN = "best, simulated", "yours"
+UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        failures: how often nodes fail.
+        costs: what everything takes.
+        step_seconds: of an optimizer step; None: intervals need not be whole steps.
+        own: an interval to compare, in seconds; None: none.
+    """
+
+    failures: NodeFailures
+    costs: RunCosts
+    step_seconds: float | None = None
+    own: float | None = None
+
+    def rounded(self, interval: float) -> float:
+        """To whole steps, at least one."""
+        if self.step_seconds is None:
+            return interval
+        return max(1, round(interval / self.step_seconds)) * self.step_seconds
+
+    def steps(self, interval: float) -> int | None:
+        """How many steps an interval is."""
+        return None if self.step_seconds is None else max(1, round(interval / self.step_seconds))
+
+    @property
+    def is_of_the_model(self) -> bool:
+        """Whether Daly's model holds: no memory, no time limit, always another node."""
+        return self.failures.shape == 1 and self.costs.time_limit == math.inf and self.costs.spares is None
+
+    def expected_goodput(self, interval: float) -> float | None:
+        """By formula; None where it does not hold."""
+        if not self.is_of_the_model:
+            return None
+        costs = self.costs
+        return costs.work / expected_seconds(
+            costs.work,
+            interval,
+            save=costs.save,
+            mtbf=self.failures.mtbf,
+            start=costs.start,
+            pause=costs.detection + costs.requeue,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came out.
+
+    Attributes:
+        question: what was asked.
+        best: found by simulation.
+        outcomes: by the name of the interval, the best one first.
+    """
+
+    question: Question
+    best: Best
+    outcomes: dict[str, Outcome]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON may hold it: seconds and shares; infinity is None."""
+        question = self.question
+        rows = {
+            name: {
+                **asdict(outcome),
+                "steps": question.steps(outcome.interval),
+                "expected_goodput": question.expected_goodput(outcome.interval),
+            }
+            for name, outcome in self.outcomes.items()
+        }
+        asked = {**asdict(question.failures), **asdict(question.costs), "step_seconds": question.step_seconds}
+        return {
+            "asked": {key: None if value == math.inf else value for key, value in asked.items()},
+            "mtbf": question.failures.mtbf,
+            "best": rows[BEST],
+            "near": {"shortest": self.best.shortest, "longest": self.best.longest},
+            "intervals": rows,
+        }
+
+
+def answer(question: Question, traces: Sequence[FailureTrace]) -> Answer:
+    """Search and compare."""
+    costs, failures = question.costs, question.failures
+    best = best_interval(costs, failures, traces, rounded=question.rounded)
+    restart = costs.detection + costs.requeue + costs.start
+    intervals = {
+        "Young 1974": young_interval(costs.save, failures.mtbf),
+        "Daly 2006, first order": daly_first_order_interval(costs.save, failures.mtbf, restart),
+        "Daly 2006": daly_interval(costs.save, failures.mtbf),
+    }
+    if question.own is not None:
+        intervals[OWN] = question.own
+    outcomes = {BEST: best.outcome}
+    for name, interval in intervals.items():
+        outcomes[name] = simulate(costs, question.rounded(interval), traces)
+    return Answer(question=question, best=best, outcomes=outcomes)
+
+
+def table(found: Answer) -> str:
+    """For people."""
+    question, best = found.question, found.best.outcome
+    failures, costs = question.failures, question.costs
+    lines = [
+        f"nodes      {failures.nodes:,}, each fails once in {duration(failures.node_mtbf)}: "
+        f"one of them in {duration(failures.mtbf)}",
+        f"costs      save {duration(costs.save)}, detection {duration(costs.detection)}, queue "
+        f"{duration(costs.requeue)}, start {duration(costs.start)}",
+        f"training   {duration(costs.work)}, becomes {duration(best.wall)} in {best.jobs:,.1f} jobs with "
+        f"{best.failures:,.1f} failures",
+        "",
+        f"{'interval between saves':34}{'steps' if question.step_seconds else '':>9}   {'goodput (95 %)':16}"
+        f"{'Daly expects' if question.is_of_the_model else '':>12}".rstrip(),
+    ]
+    for name, outcome in found.outcomes.items():
+        steps, expected = question.steps(outcome.interval), question.expected_goodput(outcome.interval)
+        lines.append(
+            f"{name:24}{duration(outcome.interval):>10}{'' if steps is None else f'{steps:,}':>9}   "
+            f"{100 * outcome.goodput:5.2f} ± {100 * (outcome.high - outcome.goodput):4.2f} %  "
+            f"{'' if expected is None else f'{100 * expected:10.2f} %'}".rstrip()
+            + (f"  ({outcome.given_up:.0%} never end)" if outcome.given_up else "")
+        )
+    lost = ", ".join(f"{cause} {100 * best.shares[cause]:.2f} %" for cause in CAUSES if best.shares[cause])
+    near = (duration(each) for each in (found.best.shortest, found.best.longest))
+    lines += ["", f"lost at the best: {lost}", "within half a percent of it: {} to {}".format(*near)]
+    if question.step_seconds is not None:
+        lines.append(f"megalowbit.checkpoint.every = {question.steps(best.interval)}")
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Three digits and the unit that suits: `"18.6 min"`."""
+    name, size = next(((name, size) for name, size in UNITS if seconds >= 2 * size), UNITS[-1])
+    value = seconds / size
+    return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"

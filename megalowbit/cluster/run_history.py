@@ -1,0 +1,214 @@
+"""One run that nodes fail under, from failure to failure: what it took, and what for.
+
+A run trains, stops to save, and is struck at moments that do not depend on it (`failures`). What was trained
+since the last complete save is lost; the failure has to be noticed, the job queued and started again, and any
+of that, a save and a start too, may be struck as well. Before its time limit a job saves, ends and is queued
+again. Cycles that nothing comes between are taken at once, so that a run costs no more than its failures.
+Not covered: saving beside training, steps (time is continuous), jobs that wait for each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megalowbit.cluster.failures import FailureTrace
+from megalowbit.errors import UserError
+
+CAUSES = ("saves", "lost work", "detection", "queue", "starts", "spare nodes")
+HOPELESS = 10  # times its training time, after which a run is given up
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCosts:
+    """What a run has to do and what everything takes, in seconds.
+
+    Attributes:
+        work: of training, without failures and saves.
+        save: during which training stands still.
+        start: from the start of processes to the first step: imports, groups, model, data, load.
+        detection: from a failure to the end of the job; at most 1.5 × `watchdog.timeout`.
+        requeue: from the end of a job to the start of the next one.
+        time_limit: of a job; it then saves and is queued again.
+        notice: before the limit, at which the signal to save comes.
+        spares: nodes that stand by; None: there is always another.
+        repair: of a failed node, after which it stands by.
+    """
+
+    work: float
+    save: float
+    start: float = 0.0
+    detection: float = 0.0
+    requeue: float = 0.0
+    time_limit: float = math.inf
+    notice: float = 0.0
+    spares: int | None = None
+    repair: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("work", "save"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name} = {getattr(self, name):g} s is not valid: it must be positive")
+        for name in ("start", "detection", "requeue", "notice", "repair"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name} = {getattr(self, name):g} s is not valid: it must not be negative")
+        if self.spares is not None and self.spares < 0:
+            raise UserError(f"spares = {self.spares} is not valid: give their number, 0 or more")
+        if self.time_limit <= self.start + self.notice:
+            raise UserError(
+                f"a time limit of {self.time_limit:g} s leaves nothing beside a start of {self.start:g} s "
+                f"and a notice of {self.notice:g} s: raise it"
+            )
+        if self.time_limit < math.inf and self.notice < self.save:
+            raise UserError(
+                f"a notice of {self.notice:g} s is shorter than a save of {self.save:g} s, which would never "
+                "be complete: raise it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """One simulated run.
+
+    Attributes:
+        wall: seconds from its beginning to its end.
+        trained: seconds of training that count; less than the work where the run was given up.
+        spent: seconds by cause, in the order of `CAUSES`; with `trained` they make `wall`.
+        failures: that struck a job or a start.
+        jobs: that were started.
+    """
+
+    wall: float
+    trained: float
+    spent: Mapping[str, float]
+    failures: int
+    jobs: int
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that was training which counts."""
+        return self.trained / self.wall
+
+
+class _Run:
+    """A run in the middle of its history; `train_all` ends it."""
+
+    def __init__(self, costs: RunCosts, interval: float, trace: FailureTrace) -> None:
+        self.costs, self.interval, self.trace = costs, interval, trace
+        self.clock = 0.0
+        self.done = 0.0  # seconds of training in complete saves
+        self.marks = 0  # multiples of the interval among them
+        self.spent = dict.fromkeys(CAUSES, 0.0)
+        self.failures = self.jobs = 0
+        self._index = 0
+        self._back: list[float] = []  # a heap: when failed nodes stand by again
+        self._struck_at = trace.moment(0)
+
+    def train_all(self) -> History:
+        while self.done < self.costs.work and self.clock < HOPELESS * self.costs.work:
+            if self._start():
+                self._train()
+        return History(
+            wall=self.clock, trained=self.done, spent=self.spent, failures=self.failures, jobs=self.jobs
+        )
+
+    def _start(self) -> bool:
+        """Wait for nodes and start a job; whether it came to train."""
+        self._wait_for_nodes()
+        self.jobs += 1
+        is_struck = self._struck_at < self.clock + self.costs.start
+        self._spend("starts", self._struck_at - self.clock if is_struck else self.costs.start)
+        if is_struck:
+            self._fail()
+        return not is_struck
+
+    def _train(self) -> None:
+        """Train and save until something comes between."""
+        deadline = self.clock - self.costs.start + self.costs.time_limit - self.costs.notice
+        until = min(self._struck_at, deadline)
+        while True:
+            self._skip_whole_cycles(until)
+            segment = min((self.marks + 1) * self.interval, self.costs.work) - self.done
+            if self.done >= self.costs.work:
+                return
+            if self.clock + segment + self.costs.save > until:
+                break
+            self._commit(segment, segment)
+        trained = min(until - self.clock, segment)
+        if deadline < self._struck_at and self.clock + trained + self.costs.save <= self._struck_at:
+            self._commit(trained, segment)
+            if self.done < self.costs.work:
+                self._pause("queue", self.costs.requeue)
+            return
+        if deadline >= self._struck_at:
+            trained = min(self._struck_at - self.clock, segment)
+        self._spend("lost work", trained)
+        self._spend("saves", self._struck_at - self.clock)
+        self._fail()
+
+    def _skip_whole_cycles(self, until: float) -> None:
+        """Go over the cycles of training and saving that nothing comes between, at once."""
+        if self.done != self.marks * self.interval:
+            return
+        cycle = self.interval + self.costs.save
+        count = min(int((until - self.clock) / cycle), int((self.costs.work - self.done) / self.interval))
+        if count > 0:
+            self.marks += count
+            self.done = self.marks * self.interval
+            self.clock += count * self.interval
+            self._spend("saves", count * self.costs.save)
+
+    def _commit(self, trained: float, segment: float) -> None:
+        """Train so long of a segment, and save."""
+        self.clock += trained
+        self._spend("saves", self.costs.save)
+        if trained < segment:
+            self.done += trained
+        elif (self.marks + 1) * self.interval <= self.costs.work:
+            self.marks += 1
+            self.done = self.marks * self.interval
+        else:
+            self.done = self.costs.work
+
+    def _fail(self) -> None:
+        """End the job at the failure that comes now, and queue it again."""
+        self.failures += 1
+        self._next_failure()
+        self._pause("detection", self.costs.detection)
+        self._pause("queue", self.costs.requeue)
+
+    def _pause(self, cause: str, seconds: float) -> None:
+        """Let time pass in which a failure ends nothing, but takes a node."""
+        self._spend(cause, seconds)
+        while self._struck_at <= self.clock:
+            self._next_failure()
+
+    def _next_failure(self) -> None:
+        if self.costs.spares is not None:
+            heapq.heappush(self._back, self._struck_at + self.costs.repair)
+        self._index += 1
+        self._struck_at = self.trace.moment(self._index)
+
+    def _wait_for_nodes(self) -> None:
+        if self.costs.spares is None:
+            return
+        while len(self._back) > self.costs.spares or (self._back and self._back[0] <= self.clock):
+            back = heapq.heappop(self._back)
+            self._pause("spare nodes", max(0.0, back - self.clock))
+
+    def _spend(self, cause: str, seconds: float) -> None:
+        self.spent[cause] += seconds
+        self.clock += seconds
+
+
+def simulate_run(costs: RunCosts, interval: float, trace: FailureTrace) -> History:
+    """One run, struck where `trace` says; saves after each `interval` seconds of training, and at its end.
+
+    Raises:
+        UserError: the interval is not positive.
+    """
+    if not 0 < interval < math.inf:
+        raise UserError(f"an interval of {interval:g} s is not valid: it must be positive")
+    return _Run(costs, interval, trace).train_all()

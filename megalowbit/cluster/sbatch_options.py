@@ -1,0 +1,60 @@
+"""Further options of sbatch in a cluster's file, and those among them that the job script needs for itself.
+
+SLURM takes the last of two options that say the same, so one that slipped in could turn off requeueing, or
+move the log away from where it is looked for. Abbreviated long options are not covered: sbatch takes them.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megalowbit.errors import UserError, shown
+
+# long option: short option, key of a cluster's file that sets it; None: it has to stay as the script has it
+OWN_OPTIONS: dict[str, tuple[str | None, str | None]] = {
+    "partition": ("p", "partition"),
+    "account": ("A", "account"),
+    "qos": ("q", "qos"),
+    "reservation": (None, "reservation"),
+    "constraint": ("C", "constraint"),
+    "exclude": ("x", "exclude"),
+    "time": ("t", "time"),
+    "nodes": ("N", "nodes"),
+    "ntasks": ("n", "tasks_per_node"),
+    "ntasks-per-node": (None, "tasks_per_node"),
+    "cpus-per-task": ("c", "cpus_per_task"),
+    "gres": (None, "gpus_per_node"),
+    "gpus": ("G", "gpus_per_node"),
+    "gpus-per-node": (None, "gpus_per_node"),
+    "mem": (None, "memory"),
+    "job-name": ("J", "job_name"),
+    "signal": (None, "signal_seconds"),
+    "array": ("a", None),
+    "chdir": ("D", None),
+    "output": ("o", None),
+    "error": ("e", None),
+    "open-mode": (None, None),
+    "requeue": (None, None),
+    "no-requeue": (None, None),
+    "wrap": (None, None),
+}
+LONG_OF_SHORT = {short: long for long, (short, _) in OWN_OPTIONS.items() if short is not None}
+
+
+def check_sbatch_option(option: str) -> None:
+    """Refuse what is no option, or one that the script sets.
+
+    Args:
+        option: as it would stand in an `#SBATCH` line: `"--mail-type=END"`.
+
+    Raises:
+        UserError: see above, with the key to use instead.
+    """
+    match = re.fullmatch(r"--?(?P<name>[A-Za-z][\w-]*)[^\x00-\x1f\x7f]*", option)
+    if match is None:
+        raise UserError(f"{shown(option)} is no option on one line: write it like '--mail-type=END'")
+    name = match["name"] if option.startswith("--") else LONG_OF_SHORT.get(match["name"][0], "")
+    if name in OWN_OPTIONS:
+        _, key = OWN_OPTIONS[name]
+        remedy = f"use the key {key!r}" if key is not None else "leave it out, the script needs it as it is"
+        raise UserError(f"{shown(option)} is set by the script: {remedy}")

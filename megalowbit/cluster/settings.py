@@ -1,0 +1,264 @@
+"""What a user says of a cluster: a JSON file, and single values over it.
+
+The file is about the machine and its queue, not about training: the same one serves every run. What it asks
+of SLURM keeps SLURM's own name where it has one (`partition`, `time`, `cpus_per_task`). Values end up in
+`#SBATCH` lines and a shell script: what could leave its place there is refused here or quoted by `script.py`.
+Not covered: whether the cluster has such a partition or that much memory; `sbatch` says so.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from megalowbit.cluster.sbatch_options import check_sbatch_option
+from megalowbit.errors import UserError, invalid_settings, shown
+from megalowbit.json_text import NotJsonError, parse_json, read_json_object
+
+ONE_LINE = r"[^\x00-\x1f\x7f]+"
+# as sbatch reads it: d-h, d-h:m and d-h:m:s, or m, m:s and h:m:s
+DAYS = r"(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"
+MINUTES = r"(?:(?P<h>\d+):(?=\d+:))?(?P<m>\d+)(?::(?P<s>\d+))?"
+# what the job script says to the ranks; values here would be lost
+OWN_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "MEGALOWBIT_REFUSAL", "MEGALOWBIT_TRY"}
+
+
+def _like(pattern: str, remedy: str) -> AfterValidator:
+    """Let a value pass that is wholly as `pattern` says, and tell the user's remedy of any other."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise UserError(remedy)
+        return text
+
+    return AfterValidator(check)
+
+
+Word = Annotated[str, _like(ONE_LINE, "write a word on one line")]
+Nodes = Annotated[str, _like(r"[1-9]\d*(-[1-9]\d*)?", "write how many, 2, or from how few on, '1-2'")]
+GpuType = Annotated[str, _like(r"[\w.-]+", "write a type that the cluster has, e.g. 'h100'")]
+Memory = Annotated[str, _like(r"\d+[KMGT]?", "write a number and K, M, G or T: '64G'")]
+AbsolutePath = Annotated[str, _like(f"/{ONE_LINE}", "write an absolute path")]
+
+
+class ContainerSettings(BaseModel):
+    """`"container"`: the image that the ranks run in.
+
+    Attributes:
+        kind: `"pyxis"`, options of srun; or `"apptainer"`, a program around each task.
+        image: a file, or an address that the kind understands.
+        mounts: `"/outside:/inside"`, optionally with `:ro`.
+        options: more options of srun or of `apptainer exec`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["pyxis", "apptainer"]
+    image: Word = Field(description="a file, or an address")
+    mounts: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+    @field_validator("mounts")
+    @classmethod
+    def _mounts_can_be_listed(cls, mounts: tuple[str, ...]) -> tuple[str, ...]:
+        for mount in mounts:
+            if not re.fullmatch(r"/[^,\x00-\x1f\x7f]*", mount):
+                raise UserError(f"mount {shown(mount)} must be absolute and without comma: '/data:/data:ro'")
+        return mounts
+
+    @field_validator("options")
+    @classmethod
+    def _options_are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            if not re.fullmatch(r"-[^\x00-\x1f\x7f]+", option):
+                raise UserError(f"option {shown(option)} must begin with '-': write '--name=value'")
+        return options
+
+
+class ClusterSettings(BaseModel):
+    """A cluster's file.
+
+    Attributes:
+        launcher: what starts the ranks on the nodes.
+        nodes: how many, `2`, or from how few to how many, `"1-2"`.
+        gpus_per_node: ranks on each node; 0 for a run on CPUs.
+        tasks_per_node: ranks on each node of a run on CPUs.
+        gpu_type: as the cluster names it in `--gres=gpu:TYPE:8`.
+        cpus_per_task: cores for each rank, and its OMP_NUM_THREADS.
+        memory: of each node, `"64G"`; `"0"` is all of it.
+        time: limit of one try, as sbatch reads it: `"12:00:00"`; a run may take many tries.
+        signal_seconds: so long before the limit all ranks are asked to save and end.
+        max_failures: how many tries in a row may end without a new checkpoint and be tried again.
+        job_name: by default that of the run's folder.
+        partition, account, qos, reservation, constraint, exclude: as for sbatch.
+        nccl_socket_ifname, gloo_socket_ifname, nccl_ib_hca: the variables of these names.
+        environment: more variables of the ranks.
+        setup: commands of the shell before the ranks start, `"module load cuda/12.8"`.
+        sbatch: more options of sbatch, `"--mail-type=END"`.
+        container: the image that the ranks run in.
+        script: `launch/pretrain.py` as the nodes see it; by default that of this checkout.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+
+    launcher: Literal["srun", "torchrun", "deepspeed"] = "srun"
+    nodes: Nodes = "1"
+    gpus_per_node: int = Field(ge=0, le=1024, description="e.g. 8, or 0 for CPUs and tasks_per_node")
+    tasks_per_node: int | None = Field(default=None, ge=1, le=4096)
+    gpu_type: GpuType | None = None
+    cpus_per_task: int = Field(ge=1, le=4096, description="cores for each rank, e.g. 8")
+    memory: Memory | None = None
+    time: str | None = None
+    signal_seconds: int = Field(default=300, ge=1, le=65535, validate_default=True)
+    max_failures: int = Field(default=3, ge=0)
+    job_name: Word | None = None
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    reservation: Word | None = None
+    constraint: Word | None = None
+    exclude: Word | None = None
+    nccl_socket_ifname: str | None = None
+    gloo_socket_ifname: str | None = None
+    nccl_ib_hca: str | None = None
+    environment: dict[str, str] = {}
+    setup: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = ()
+    container: ContainerSettings | None = None
+    script: AbsolutePath | None = None
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Processes of the run on each node."""
+        return self.gpus_per_node or self.tasks_per_node or 1
+
+    @property
+    def node_counts(self) -> range:
+        """All numbers of nodes that the job may get."""
+        fewest, _, most = self.nodes.partition("-")
+        return range(int(fewest), int(most or fewest) + 1)
+
+    @field_validator("nodes")
+    @classmethod
+    def _nodes_ascend(cls, nodes: str) -> str:
+        fewest, _, most = nodes.partition("-")
+        if most and int(most) < int(fewest):
+            raise UserError(f"write the smaller number first: '{most}-{fewest}'")
+        return nodes
+
+    @field_validator("time")
+    @classmethod
+    def _time_can_be_read(cls, time: str | None) -> str | None:
+        if time is not None and seconds_of(time) is None:
+            raise UserError("write minutes, or hours:minutes:seconds, or days-hours, as for sbatch")
+        return time
+
+    @field_validator("environment")
+    @classmethod
+    def _variables_can_be_set(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name, value in environment.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise UserError(f"{shown(name)} is no name of a variable: use letters, digits and _")
+            if name in OWN_VARIABLES or name.startswith("SLURM_"):
+                raise UserError(f"{name} is set for the ranks by the script or by SLURM: leave it out")
+            if "\0" in value:
+                raise UserError(f"{name} = {shown(value)} holds a zero byte: leave it out")
+        return environment
+
+    @field_validator("setup")
+    @classmethod
+    def _each_setup_line_is_a_command(cls, setup: tuple[str, ...]) -> tuple[str, ...]:
+        for line in setup:
+            if not re.fullmatch(ONE_LINE, line) or re.search(r"(^|\s)#|\\$|^\s*$", line):
+                raise UserError(f"{shown(line)} must be a command on one line, without a comment")
+        return setup
+
+    @field_validator("sbatch")
+    @classmethod
+    def _sbatch_options_are_free(cls, sbatch: tuple[str, ...]) -> tuple[str, ...]:
+        for option in sbatch:
+            check_sbatch_option(option)
+        return sbatch
+
+    @field_validator("tasks_per_node")
+    @classmethod
+    def _a_rank_has_one_gpu(cls, tasks: int | None, info: ValidationInfo) -> int | None:
+        gpus = info.data.get("gpus_per_node", 0)
+        if gpus and tasks not in (None, gpus):
+            raise UserError(f"each rank has one of the {gpus} GPUs (gpus_per_node): leave it out")
+        return tasks
+
+    @field_validator("gpu_type")
+    @classmethod
+    def _a_type_needs_gpus(cls, gpu_type: str | None, info: ValidationInfo) -> str | None:
+        if gpu_type is not None and not info.data.get("gpus_per_node", 1):
+            raise UserError("gpus_per_node is 0: leave it out")
+        return gpu_type
+
+    @field_validator("signal_seconds")
+    @classmethod
+    def _ranks_have_time_before_the_signal(cls, seconds: int, info: ValidationInfo) -> int:
+        time = info.data.get("time")
+        limit = None if time is None else seconds_of(time)
+        if limit and seconds >= limit:
+            raise UserError(f"time {time!r} is {limit} seconds: lower one or raise the other")
+        return seconds
+
+
+def seconds_of(time: str) -> int | None:
+    """A time as sbatch reads it, in seconds; None if it cannot. 0 means no limit."""
+    match = re.fullmatch(f"{DAYS}|{MINUTES}", time)
+    if match is None:
+        return None
+    part = {name: int(text or 0) for name, text in match.groupdict().items()}
+    hours = 24 * part["d"] + part["dh"] + part["h"]
+    return 3600 * hours + 60 * (part["dm"] + part["m"]) + part["ds"] + part["s"]
+
+
+def load_cluster(path: Path | None, overrides: list[str]) -> ClusterSettings:
+    """Read a cluster's file and put single values over it.
+
+    Args:
+        path: of the JSON file; None: an empty one.
+        overrides: `"key=value"` or `"container.image=value"`; values are JSON, or else plain strings.
+
+    Raises:
+        UserError: anything wrong with the file, its keys or values, or `overrides`.
+    """
+    raw = {} if path is None else read_json_object(path, is_strict=True)
+    for override in overrides:
+        _apply(raw, override)
+    try:
+        return ClusterSettings.model_validate(raw)
+    except ValidationError as error:
+        raise invalid_settings(error, "", ClusterSettings) from None
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--slurm {shown(override)} is not key=value: write for example --slurm nodes=4")
+    try:
+        value = parse_json(text, f"--slurm {shown(override)}", is_strict=True)
+    except NotJsonError:
+        value = text
+    *parents, last = key.split(".")
+    node: Any = raw
+    for parent in parents:
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
+            raise UserError(f"--slurm {shown(override)}: {parent} is {shown(node)}, not an object")
+    node[last] = value

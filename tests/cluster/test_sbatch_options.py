@@ -1,0 +1,42 @@
+import pytest
+
+from megalowbit.cluster.sbatch_options import check_sbatch_option
+from megalowbit.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--mail-type=END", "--licenses=a:1", "--hint=nomultithread", "-d afterok:12", "--exclusive", "-Lmatlab"],
+)
+def test_options_that_the_script_does_not_need_are_free(option):
+    check_sbatch_option(option)
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ("--partition=gpu", "partition"),
+        ("-p gpu", "partition"),
+        ("-pgpu", "partition"),
+        ("-N2", "nodes"),
+        ("--gres=gpu:4", "gpus_per_node"),
+        ("--mem 64G", "memory"),
+        ("--signal=USR1@5", "signal_seconds"),
+        ("-n=8", "tasks_per_node"),
+    ],
+)
+def test_options_with_a_key_of_their_own_name_it(option, key):
+    with pytest.raises(UserError, match=f"is set by the script: use the key '{key}'"):
+        check_sbatch_option(option)
+
+
+@pytest.mark.parametrize("option", ["--no-requeue", "--output=x", "-o x", "--open-mode=truncate", "-a 1-3"])
+def test_options_that_the_script_needs_as_they_are_stay_so(option):
+    with pytest.raises(UserError, match="leave it out, the script needs it as it is"):
+        check_sbatch_option(option)
+
+
+@pytest.mark.parametrize("option", ["mail-type=END", "--a=b\n#SBATCH --no-requeue", "--\0", "-", "--", ""])
+def test_what_is_no_option_is_refused(option):
+    with pytest.raises(UserError, match="is no option on one line"):
+        check_sbatch_option(option)

@@ -1,0 +1,109 @@
+import json
+
+import pytest
+
+from launchers import ROOT
+from megalowbit.cluster.settings import ClusterSettings, load_cluster, seconds_of
+from megalowbit.errors import UserError
+
+CPU = ["gpus_per_node=0", "cpus_per_task=1"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "clusters").glob("*.json")), ids=lambda p: p.stem)
+def test_the_examples_are_valid(path):
+    assert load_cluster(path, []).ranks_per_node >= 1
+
+
+def test_a_file_and_values_over_it(tmp_path):
+    path = tmp_path / "c.json"
+    container = {"kind": "pyxis", "image": "a.sqsh"}
+    path.write_text(
+        json.dumps({"gpus_per_node": 8, "cpus_per_task": 4, "container": container, "environment": {"A": 1}})
+    )
+    overrides = ["nodes=4", "time=02:00:00", "container.image=b c.sqsh", "environment.B=x=y", "qos=null"]
+    settings = load_cluster(path, overrides)
+    assert (settings.nodes, settings.time, settings.container.image) == ("4", "02:00:00", "b c.sqsh")
+    assert settings.environment == {"A": "1", "B": "x=y"}
+    assert (settings.launcher, settings.ranks_per_node, settings.signal_seconds) == ("srun", 8, 300)
+
+
+def test_ranks_are_gpus_or_on_cpus_tasks():
+    assert load_cluster(None, ["gpus_per_node=4", "cpus_per_task=1"]).ranks_per_node == 4
+    assert load_cluster(None, [*CPU, "tasks_per_node=3"]).ranks_per_node == 3
+    assert load_cluster(None, CPU).ranks_per_node == 1
+
+
+def test_a_range_of_nodes_is_all_the_numbers_the_job_may_get():
+    assert list(load_cluster(None, [*CPU, "nodes=2-4"]).node_counts) == [2, 3, 4]
+    assert list(load_cluster(None, [*CPU, "nodes=2"]).node_counts) == [2]
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:01", 7201),
+        ("1-12", 129600),
+        ("1-0:30", 88200),
+        ("1-0:0:5", 86405),
+        ("0", 0),
+        ("1:2:3:4", None),
+        ("soon", None),
+        ("1:", None),
+        ("-5", None),
+        ("5\n", None),
+    ],
+)
+def test_times_are_read_as_sbatch_reads_them(time, seconds):
+    assert seconds_of(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cpus_per_task=1"], "gpus_per_node is missing: e.g. 8"),
+        ([*CPU, "node=2"], "unknown key 'node': did you mean 'nodes'?"),
+        (
+            [*CPU, "container.kind=pyxis", "container.image=i", "container.mount=[]"],
+            "unknown key 'container.mount': did you mean",
+        ),
+        ([*CPU, "container.kind=docker"], "container.kind = 'docker' is not valid: Input should be 'pyxis'"),
+        ([*CPU, "launcher=mpirun"], "launcher = 'mpirun' is not valid: Input should be 'srun', 'torchrun'"),
+        ([*CPU, "nodes=0"], "nodes = 0 is not valid: write how many, 2, or from how few on"),
+        ([*CPU, "nodes=4-2"], "nodes = '4-2' is not valid: write the smaller number first: '2-4'"),
+        ([*CPU, "time=soon"], "time = 'soon' is not valid: write minutes"),
+        ([*CPU, "time=5"], "signal_seconds = 300 is not valid: time '5' is 300 seconds"),
+        ([*CPU, "gpu_type=h100"], "gpu_type = 'h100' is not valid: gpus_per_node is 0"),
+        (
+            ["gpus_per_node=8", "cpus_per_task=1", "tasks_per_node=4"],
+            "tasks_per_node = 4 is not valid: each rank has one of the 8 GPUs",
+        ),
+        ([*CPU, 'partition="a\\nb"'], r"partition = 'a\nb' is not valid: write a word on one line"),
+        ([*CPU, 'environment={"A B": "1"}'], "'A B' is no name of a variable"),
+        ([*CPU, "environment.MASTER_PORT=1"], "MASTER_PORT is set for the ranks by the script or by SLURM"),
+        ([*CPU, "environment.SLURM_NODEID=1"], "SLURM_NODEID is set for the ranks"),
+        ([*CPU, 'setup=["a\\nb"]'], "must be a command on one line"),
+        ([*CPU, 'setup=["a # b"]'], "must be a command on one line, without a comment"),
+        ([*CPU, 'setup=["a \\\\"]'], "must be a command on one line"),
+        ([*CPU, 'sbatch=["--no-requeue"]'], "'--no-requeue' is set by the script"),
+        ([*CPU, 'container={"kind": "pyxis", "image": "i", "mounts": ["data:/data"]}'], "must be absolute"),
+        ([*CPU, 'container={"kind": "pyxis", "image": "i", "mounts": ["/a:/a,/b:/b"]}'], "without comma"),
+        ([*CPU, 'container={"kind": "pyxis", "image": "i", "options": ["x"]}'], "must begin with '-'"),
+        ([*CPU, "script=launch/pretrain.py"], "script = 'launch/pretrain.py' is not valid"),
+        ([*CPU, "memory=64 GB"], "memory = '64 GB' is not valid: write a number and K, M, G or T"),
+        ([*CPU, "nodes"], "--slurm 'nodes' is not key=value: write for example --slurm nodes=4"),
+        ([*CPU, "time.x=1", "time.x.y=2"], "--slurm 'time.x.y=2': x is 1, not an object"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(overrides, message):
+    with pytest.raises(UserError) as caught:
+        load_cluster(None, overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_signals_within_the_limit_and_words_around_a_hash_are_fine():
+    overrides = [*CPU, "time=5", "signal_seconds=299", 'setup=["module load a#b", "[[ -d x ]] && cd x"]']
+    assert isinstance(load_cluster(None, overrides), ClusterSettings)
+    assert load_cluster(None, [*CPU, "time=0"]).time == "0"  # no limit

@@ -1,0 +1,165 @@
+"""launch/slurm/submit.py up to sbatch, and what the documentation says of it; its jobs are in tests/slurm."""
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launchers import ROOT, check_refusal, write_config
+from megalowbit.cluster.settings import ClusterSettings, load_cluster
+from megalowbit.pretrain.command_line import build_parser
+from megalowbit.pretrain.config import load_config
+
+SUBMIT = ROOT / "launch" / "slurm" / "submit.py"
+LAUNCHERS = ["srun", "torchrun", "deepspeed"]
+
+
+@pytest.fixture(scope="module")
+def submit():
+    spec = importlib.util.spec_from_file_location("submit", SUBMIT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["submit"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Arguments that name a cluster of CPUs and a tiny run."""
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text(json.dumps({"gpus_per_node": 0, "nodes": 2, "cpus_per_task": 1}))
+    config = write_config(tmp_path)
+    return ["--cluster", str(cluster), "--ds-config", str(config), "--run-dir", str(tmp_path / "run")]
+
+
+def documented(start, *names):
+    """Commands in the documentation that begin so."""
+    lines = [line for name in names for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
+    found = [line for line in lines if line.startswith(start) and " --ds-config " in line]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_dry_run_shows_a_script_and_writes_nothing(submit, files, capsys, tmp_path, launcher):
+    before = sorted(tmp_path.iterdir())
+    assert submit.main([*files, "--slurm", f"launcher={launcher}", "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert f"--output={tmp_path / 'run'}/slurm/job-%j.log" in script
+    assert f"export PATH={Path(sys.executable).parent}:" in script
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", documented("python launch/slurm", "README.md", "docs/clusters.md"))
+def test_documented_commands_make_scripts(submit, capsys, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "lr.txt").write_text("optimizer.params.lr=1e-3\n")
+    assert submit.main([*shlex.split(command)[2:], "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", documented(("torchrun", "deepspeed"), "docs/clusters.md"))
+def test_documented_commands_for_many_nodes_parse(command):
+    words = shlex.split(command)
+    options = build_parser().parse_args(words[words.index("launch/pretrain.py") + 1 :])
+    load_config(ROOT / options.ds_config, options.overrides, world_size=16)
+
+
+def test_documented_settings_are_valid(tmp_path):
+    text = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    cluster, *containers = map(json.loads, re.findall(r"```json\n(.*?)```", text, re.DOTALL))
+    for container in containers:
+        (tmp_path / "c.json").write_text(json.dumps({**cluster, "container": container}))
+        assert load_cluster(tmp_path / "c.json", []).container.kind == container["kind"]
+    table = text[: text.index("## How a try ends")]
+    keys = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
+    assert sorted(keys) == sorted(ClusterSettings.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--slurm", "noodes=3"], "unknown key 'noodes': did you mean 'nodes'?"),
+        (["--set", "megalowbit.recip=bf16"], "unknown key 'megalowbit.recip'"),
+        (["--set", "train_batch_size=3"], "train_batch_size"),
+        (["--slurm", 'setup=["if true"]'], "the script is no valid shell"),
+        (["--array-limit", "2"], "--array-limit 2 is for --array"),
+        (["--array", "nowhere.txt"], "--array nowhere.txt cannot be read (No such file or directory)"),
+        (["--array", "EMPTY"], "names no run: write KEY=VALUE"),
+        (["--array", "WORD"], "line 2: 'seed' is not KEY=VALUE: write it as after --set"),
+        (["--array", "QUOTE"], "line 1: No closing quotation: close what is quoted"),
+        (["--array", "KEY"], "run 2 of the sweep: unknown key 'megalowbit.run.stps': did you mean"),
+        (["--run-dir", "TAKEN"], "is not empty: continue it with --resume auto, or choose another --run-dir"),
+        ([], "sbatch cannot be run (No such file or directory): do this where jobs are submitted"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_queued(
+    submit, files, capsys, tmp_path, monkeypatch, arguments, message
+):
+    texts = {
+        "EMPTY": "# nothing\n\n",
+        "WORD": "--set megalowbit.run.seed=1\nseed\n",
+        "QUOTE": "a='b\n",
+        "KEY": "megalowbit.run.steps=3\nmegalowbit.run.stps=3\n",
+    }
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    places = {"TAKEN": "taken", **{name: name for name in texts}}
+    words = [str(tmp_path / places[word]) if word in places else word for word in arguments]
+    monkeypatch.setenv("PATH", str(only_bash(tmp_path)))
+    assert submit.main([*files, *words]) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert (told.err.count("\n"), told.out) == (1, "")
+    assert not (tmp_path / "run").exists()
+
+
+def only_bash(folder):
+    made = folder / "only-bash"
+    made.mkdir()
+    (made / "bash").symlink_to("/bin/bash")
+    return made
+
+
+def test_a_range_of_nodes_is_checked_at_every_number(submit, files, capsys):
+    batch = ["--set", "train_batch_size=8", "--set", "gradient_accumulation_steps=auto"]
+    assert submit.main([*files, "--slurm", "nodes=1-3", *batch, "--dry-run"]) == 2
+    assert "error: on 3 nodes: " in capsys.readouterr().err
+
+
+def test_what_sbatch_refuses_leaves_nothing_behind(submit, files, capsys, tmp_path, monkeypatch):
+    folder = only_bash(tmp_path)
+    (folder / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    assert submit.main(files) == 2
+    assert "sbatch refuses the job (sbatch: error: invalid partition)" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_job_that_submits_another_keeps_its_own_variables(submit, files, capsys, tmp_path, monkeypatch):
+    folder = only_bash(tmp_path)
+    (folder / "sbatch").write_text('#!/bin/bash\nprintf "%s;" "${!SLURM_@}" "$@"\n')
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    assert submit.main(files) == 0
+    assert capsys.readouterr().out.startswith("job SLURM_CONF is queued")
+    assert (tmp_path / "run" / "slurm" / "pretrain.sbatch").read_text().startswith("#!/bin/bash\n")
+
+
+def test_mistakes_on_the_command_line_itself_are_one_line():
+    check_refusal(
+        subprocess.run([sys.executable, SUBMIT, "--dry-run"], capture_output=True, text=True),
+        "the following arguments are required: --ds-config; see --help",
+    )
