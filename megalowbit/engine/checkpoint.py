@@ -12,7 +12,7 @@ checkpoint is not overwritten. `latest` is kept for DeepSpeed's own tools. Loadi
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from megalowbit.engine.checkpoint_io import (
 from megalowbit.engine.random_state import (
     is_cut_alike,
     restore_random_state,
+    saved_random_state,
     saved_rank_of,
     seed_missing_rank,
 )
@@ -71,31 +72,45 @@ class CheckpointStore:
         """Steps with a complete checkpoint, oldest first."""
         return complete_steps(self.folder)
 
-    def latest(self) -> Path | None:
+    def latest(self, *, until: int | None = None, every: int = 1) -> Path | None:
         """The newest good checkpoint, the same on every rank; every rank must call it.
 
         Incomplete ones are named in the log and passed over, damaged ones moved aside. All ranks share the
         reading that this takes.
 
+        Args:
+            until: look no further than this step.
+            every: look at multiples of this step only.
+
         Raises:
             UserError: there were checkpoints, and all of them are damaged, also if that was found before.
         """
         agree(self._warn_of_incomplete)
-        while (path := agree(self._newest)) is not None:
+        while (path := agree(lambda: self._newest(until, every))) is not None:
             reason = self._damage_of(path)
             if reason is None:
                 return path
             agree(lambda path=path, reason=reason: self._set_aside(path, reason))  # type: ignore[misc]
-        if aside := agree(lambda: damaged_in(self.folder)):
+        if aside := agree(lambda: [] if self.steps() else damaged_in(self.folder)):
             raise UserError(
                 f"all {len(aside)} checkpoints in {self.folder} are damaged (newest: {aside[-1]}): start "
                 "anew in another folder, or repair one and take .damaged off its name"
             )
         return None
 
-    def _newest(self) -> Path | None:
-        steps = self.steps()
+    def _newest(self, until: int | None, every: int) -> Path | None:
+        steps = [step for step in self.steps() if (until is None or step <= until) and step % every == 0]
         return self.path_of(steps[-1]) if steps else None
+
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, which are to be trained anew; every rank must call it."""
+
+        def remove() -> None:
+            for later in reversed([each for each in steps_in(self.folder) if each > step]):
+                remove_checkpoint(self.path_of(later))
+
+        agree(remove)
+        self._verified = {path for path in self._verified if path.name <= step_name(step)}
 
     def _warn_of_incomplete(self) -> None:
         newest = max(self.steps(), default=-1)
@@ -130,6 +145,8 @@ class CheckpointStore:
         step: int,
         client_state: Mapping[str, Any],
         rank_state: Mapping[str, Any] | None = None,
+        *,
+        spare: Collection[int] = (),
     ) -> Path:
         """Write a checkpoint; every rank must call it, between optimizer steps.
 
@@ -138,6 +155,7 @@ class CheckpointStore:
             step: names the checkpoint.
             client_state: rank 0's is saved; picklable.
             rank_state: every rank's own is saved, for `rank_state`; tensors and plain values.
+            spare: steps of checkpoints that are kept beside the newest `keep`.
 
         Raises:
             UserError: the step has a complete checkpoint, or it could not be written; all ranks raise it and
@@ -146,7 +164,7 @@ class CheckpointStore:
         path = self.path_of(step)
         rank_file = (_rank_file(process_group.rank()), rank_state) if rank_state else None
         save_together(engine, path, client_state, step=step, rank_file=rank_file)
-        agree(lambda: self._prune(path))
+        agree(lambda: self._prune(path, spare))
         self._verified.discard(path)
         return path
 
@@ -203,8 +221,8 @@ class CheckpointStore:
             return None
         return load_file(path / _rank_file(rank), is_mapped=False)
 
-    def _prune(self, saved: Path) -> None:
-        """Remove all but the newest `keep` whole ones and the one just saved, maybe of an earlier step.
+    def _prune(self, saved: Path, spare: Collection[int]) -> None:
+        """Remove all but the newest `keep` whole ones, `spare` and the one just saved, maybe an earlier one.
 
         Damaged ones count as little as drafts.
         """
@@ -212,7 +230,7 @@ class CheckpointStore:
         steps = self.steps()
         whole = [step for step in steps if looks_whole(self.path_of(step))]
         kept = set(whole if self.keep is None else whole[-self.keep :])
-        kept |= {step for step in whole if self.path_of(step) == saved}
+        kept |= {step for step in whole if self.path_of(step) == saved or step in spare}
         for step in steps_in(self.folder):
             if step in steps and step not in whole:
                 self._set_aside(self.path_of(step), f"checkpoint {self.path_of(step)} lacks files")
@@ -234,7 +252,7 @@ class CheckpointStore:
                 len(states), process_group.world_size(),
             )  # fmt: skip
         if saved is not None:
-            restore_random_state(states[saved], engine.device)
+            restore_random_state(saved_random_state(states, saved), engine.device)
             return
         seed = seed_missing_rank(own["step"], engine.process_grid.data_rank)
         logger.warning("rank %d was not part of the saved run: its generators start from seed %d", rank, seed)

@@ -118,6 +118,12 @@ def split_weights(
     return WeightSplitReport(ranks=ranks, is_projected=is_projected, lr_scale=lr_scale)
 
 
+def forget_lr_scales(engine: Any) -> None:
+    """Undo what the first split made of the learning rates, before a checkpoint is loaded that may lack it."""
+    for group in engine.optimizer.param_groups:
+        group.pop("lr_scale", None)
+
+
 def _layers_to_split(model: nn.Module) -> dict[str, BitLinear]:
     """Layers by name, at least one, all with the same settings."""
     layers = {

@@ -49,6 +49,15 @@ def restore_layers(model: nn.Module, snapshot: LayerSnapshot) -> None:
     for name, layer in bit_layers(model).items():
         # new states each time: what is kept in the snapshot must stay as it is
         layer.split_states = {role: state.copy() for role, state in snapshot.splits[name].items()}
-        layer._uses = UseCounter()  # the first micro-batch has its old number again, and is no second use
+    forget_uses(model)
+
+
+def forget_uses(model: nn.Module) -> None:
+    """Call it where a micro-batch gets a number it may have had before: its first use is no second one.
+
+    Quantised weights that were kept for it are forgotten too.
+    """
+    for layer in bit_layers(model).values():
+        layer._uses = UseCounter()
         if layer.weight_slot is not None:
             layer.weight_slot.clear()

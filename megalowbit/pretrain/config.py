@@ -25,6 +25,7 @@ from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.errors import UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
+from megalowbit.pretrain.loss_guard_settings import LossGuardSettings
 from megalowbit.pretrain.switch_settings import LateSwitchSettings, check_late_switch
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
@@ -80,6 +81,7 @@ class PretrainSettings(BaseModel):
     run: RunSettings
     checkpoint: CheckpointSettings = CheckpointSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+    loss_guard: LossGuardSettings = LossGuardSettings()
     late_switch: LateSwitchSettings | None = None
     speculation: SpeculationSettings | None = None
 

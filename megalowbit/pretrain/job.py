@@ -17,7 +17,7 @@ from megalowbit.data.loader import ShardedLoader, build_loader
 from megalowbit.engine.agreement import gather, succeed_together
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.parameter_split import WeightSplitReport, split_weights
+from megalowbit.engine.parameter_split import WeightSplitReport, forget_lr_scales, split_weights
 from megalowbit.engine.pipeline import groups_of, pipeline_module
 from megalowbit.engine.pipeline_values import interval_of, partition_of
 from megalowbit.engine.process_grid import ProcessGrid
@@ -26,6 +26,7 @@ from megalowbit.engine.tensor_parallel import shard_model
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits, expected_projections
+from megalowbit.layers.layer_snapshot import forget_uses
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.split_states import (
@@ -47,6 +48,7 @@ from megalowbit.layers.weight_cache import WeightCache
 from megalowbit.optim.timers import StepTimers
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.late_switch import LateSwitch
+from megalowbit.pretrain.loss_guard import LossGuard
 from megalowbit.pretrain.resume import check_same_model
 from megalowbit.pretrain.run_folder import RunFolder
 from megalowbit.pretrain.switch_settings import check_resumed_switch
@@ -72,11 +74,13 @@ class Job:
         report: what the conversion swapped and kept.
         recipe: how the layers quantise.
         store: the run's checkpoints.
+        loss_guard: what a loss in trouble leads to.
         tracker: overflow counts; `None` where telemetry or quantisation is off.
         weight_cache: quantised weights of a step that uses them more than once; not at ZeRO 3.
         late_switch: when layers stop quantising; `None`: never.
         speculation: chooses the precision of each product, step by step; `None`: all run with the recipe.
         totals: what the run has done so far, resumed parts included.
+        skips_in_a_row: steps up to now whose update was left out.
     """
 
     config: PretrainConfig
@@ -86,11 +90,13 @@ class Job:
     report: ConversionReport
     recipe: Recipe
     store: CheckpointStore
+    loss_guard: LossGuard
     tracker: GradientOverflowTracker | None
     weight_cache: WeightCache | None = None
     late_switch: LateSwitch | None = None
     speculation: PrecisionController | None = None
     totals: RunTotals = field(default_factory=RunTotals)
+    skips_in_a_row: int = 0
 
     @property
     def step(self) -> int:
@@ -101,6 +107,11 @@ class Job:
     def accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
         return self.config.parts.deepspeed["gradient_accumulation_steps"]
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Optimizer steps between two checkpoints; those of the run where only its end is saved."""
+        return self.config.settings.checkpoint.every or self.config.settings.run.steps
 
     @property
     def tokens_per_step(self) -> int:
@@ -132,7 +143,20 @@ class Job:
         state, own = succeed_together(
             lambda: (self._state(weight_splits), split_state_dict(self.engine.module, OWN_ROLES))
         )
-        self.store.save(self.engine, self.step, state, own)
+        self.store.save(self.engine, self.step, state, own, spare=self._refuges())
+
+    def _refuges(self) -> tuple[int, ...]:
+        """Steps whose checkpoints a rollback may need, however old: the newest known as good, and the next.
+
+        The next one is kept until it is known to be good itself, or none would ever come to be.
+        """
+        until = self.loss_guard.good_until(self.step)
+        if until is None:
+            return ()
+        saved = (*self.store.steps(), self.step)
+        saved = tuple(step for step in saved if step % self.checkpoint_every == 0) or saved
+        good, later = [step for step in saved if step <= until], [step for step in saved if step > until]
+        return (*good[-1:], *later[:1])
 
     def _state(self, weight_splits: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint holds besides the engine's own."""
@@ -147,10 +171,12 @@ class Job:
             "progress": {
                 "loader": self.loader.state_dict(),
                 "totals": self.totals.state_dict(),
+                "skips_in_a_row": self.skips_in_a_row,
                 "random_stream": _state_of(random_stream(self.engine.module)),
                 "tracker": _state_of(self.tracker),
                 "late_switch": _state_of(self.late_switch),
                 "speculation": _state_of(self.speculation),
+                "loss_guard": self.loss_guard.state_dict(),
                 "weight_splits": weight_splits,
             },
         }
@@ -160,11 +186,17 @@ class Job:
         path = self.store.latest()
         if path is None:
             return False
+        self.load(path)
+        return True
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint, also one of an earlier step than this. Every rank must call it."""
+        if self.recipe.parameter_split is not None:
+            forget_lr_scales(self.engine)
         state = self.store.load(self.engine, path)
-        self.weights_have_changed()
+        forget_uses(self.engine.module)  # and quantised weights
         own = self.store.rank_state(self.engine, path)
         succeed_together(lambda: self._continue_from(path, state, own))
-        return True
 
     def _continue_from(self, path: Path, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Take over what `_state` has saved, and this rank's own; the engine has its part."""
@@ -180,13 +212,20 @@ class Job:
         )
         self.loader.load_state_dict(progress["loader"])
         self.totals.load_state_dict(progress["totals"])
+        self.skips_in_a_row = progress.get("skips_in_a_row", 0)
         stream = random_stream(self.engine.module)
         if stream is not None and progress["random_stream"] is not None:
             stream.load_state_dict(progress["random_stream"])
-        if self.tracker is not None and progress["tracker"] is not None:
-            self.tracker.load_state_dict(progress["tracker"])
-        if self.late_switch is not None and progress.get("late_switch") is not None:
-            self.late_switch.load_state_dict(progress["late_switch"])
+        if self.tracker is not None:
+            self.tracker.reset()
+            if progress["tracker"] is not None:
+                self.tracker.load_state_dict(progress["tracker"])
+        if self.late_switch is not None:
+            self.late_switch.go_back(self.step)
+            self.late_switch.load_state_dict(progress.get("late_switch") or {"before": [], "since": []})
+        # earlier versions saved none
+        guarded = progress.get("loss_guard") or LossGuard(self.loss_guard.settings).state_dict()
+        self.loss_guard.load_state_dict(guarded)
         if self.speculation is not None:
             if progress.get("speculation") is None:
                 raise UserError(
@@ -232,13 +271,52 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
         rank=grid.data_rank,  # ranks that hold parts of one model read the same batches
         world_size=grid.data_size,
     )
+    recipe = recipe_of(config.recipe)
+    model, report = _prepared_model(config, recipe, loader, grid)
+    engine, _, _, _ = initialize(model=model, config=parts)
+    # dropout differs between ranks, not between runs, nor where ranks compute the same
+    seed_generators(settings.run.seed, identity.rank // grid.tensor_size)
+    if settings.telemetry.timers:
+        engine.optimizer.timers = StepTimers(engine.device)
+    is_tracked = settings.telemetry.overflow and report.swapped
+    late_switch = None
+    if settings.late_switch is not None:
+        late_switch = LateSwitch(
+            settings.late_switch,
+            engine.module,
+            recipe,
+            total_steps=settings.run.steps,
+            num_layers=len(report.swapped),
+        )
+    return Job(
+        config=config,
+        folder=folder,
+        engine=engine,
+        loader=loader,
+        report=report,
+        recipe=recipe,
+        store=CheckpointStore(folder.checkpoints, keep=settings.checkpoint.keep),
+        loss_guard=LossGuard(settings.loss_guard),
+        tracker=_attached_tracker(engine) if is_tracked else None,
+        weight_cache=cache_weights(engine.module) if report.swapped and _reuses_codes(engine) else None,
+        late_switch=late_switch,
+        speculation=None
+        if settings.speculation is None
+        else PrecisionController(engine.module, settings.speculation),
+    )
+
+
+def _prepared_model(
+    config: PretrainConfig, recipe: Recipe, loader: ShardedLoader, grid: ProcessGrid
+) -> tuple[Any, ConversionReport]:
+    """The model as the engine takes it: cut over tensor ranks, converted, cut into stages."""
+    settings, parts = config.settings, config.parts
     model = build_model(settings.model, seed=settings.run.seed)
     check_fits(
         model.config,
         vocab_size=loader.tokenizer.vocab_size,
         sequence_length=settings.data.sequence_length,
     )
-    recipe = recipe_of(config.recipe)
     shard_model(model, parts)  # low-bit layers are made of shards
     report = convert(model, recipe, seed=settings.run.seed, rank=grid.data_rank)
     check_nothing_missed(model.config, report)
@@ -250,44 +328,23 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
             activation_checkpoint_interval=interval_of(parts.deepspeed),
             dynamic_shape=False,  # the loader's batches are all alike
         )
-    engine, _, _, _ = initialize(model=model, config=parts)
-    # dropout differs between ranks, not between runs, nor where ranks compute the same
-    seed_generators(settings.run.seed, identity.rank // grid.tensor_size)
-    if settings.telemetry.timers:
-        engine.optimizer.timers = StepTimers(engine.device)
-    tracker = None
-    if settings.telemetry.overflow and report.swapped:
-        groups = groups_of(engine.module)
-        tracker = GradientOverflowTracker(stages=None if groups is None else groups.pipeline)
-        set_observer(engine.module, tracker)
-    is_used_again = parts.deepspeed["gradient_accumulation_steps"] > 1 or getattr(
+    return model, report
+
+
+def _attached_tracker(engine: Any) -> GradientOverflowTracker:
+    groups = groups_of(engine.module)
+    tracker = GradientOverflowTracker(stages=None if groups is None else groups.pipeline)
+    set_observer(engine.module, tracker)
+    return tracker
+
+
+def _reuses_codes(engine: Any) -> bool:
+    """Whether a step uses quantised weights more than once, and whole weights may be kept for that."""
+    is_used_again = engine.gradient_accumulation_steps() > 1 or getattr(
         engine.module, "is_activation_checkpointing", False
     )
     # codes of whole weights on every rank are what stage 3 is chosen to do without
-    keeps_codes = is_used_again and report.swapped and engine.zero_optimization_stage() < 3
-    return Job(
-        config=config,
-        folder=folder,
-        engine=engine,
-        loader=loader,
-        report=report,
-        recipe=recipe,
-        store=CheckpointStore(folder.checkpoints, keep=settings.checkpoint.keep),
-        tracker=tracker,
-        weight_cache=cache_weights(engine.module) if keeps_codes else None,
-        late_switch=None
-        if settings.late_switch is None
-        else LateSwitch(
-            settings.late_switch,
-            engine.module,
-            recipe,
-            total_steps=settings.run.steps,
-            num_layers=len(report.swapped),
-        ),
-        speculation=None
-        if settings.speculation is None
-        else PrecisionController(engine.module, settings.speculation),
-    )
+    return bool(is_used_again and engine.zero_optimization_stage() < 3)
 
 
 def check_nothing_missed(model_config: Any, report: ConversionReport) -> None:

@@ -55,6 +55,7 @@ class LateSwitch:
         self._scope, self._model = settings.scope, model
         self._num_layers = num_layers or len(bit_layers(model))
         self._reported_at = min(self.step + WINDOW, total_steps)
+        self._former: dict[str, Recipe] = {}  # of the layers, since the switch
         self._before: list[float | None] = []  # losses of the last steps before the switch
         self._since: list[float | None] = []  # of the first ones after it
 
@@ -69,7 +70,9 @@ class LateSwitch:
         """
         if self.is_switched or step < self.step:
             return None
-        if bit_layers(self._model):  # a pipeline stage may have none
+        layers = bit_layers(self._model)
+        if layers:  # a pipeline stage may have none
+            self._former = {name: layer.recipe for name, layer in layers.items()}
             switch_precision(self._model, self._scope)
         self.is_switched = True
         if step > self.step:
@@ -130,6 +133,15 @@ class LateSwitch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
         self._before, self._since = list(state["before"]), list(state["since"])
+
+    def go_back(self, step: int) -> None:
+        """Undo the switch where the run has gone back to `step`, from which it is still to come."""
+        if not self.is_switched or step > self.step:
+            return
+        layers = bit_layers(self._model)
+        for name, former in self._former.items():
+            layers[name].recipe = former
+        self.is_switched = False
 
     def __str__(self) -> str:
         return f"after step {self.step}: {self.recipe.name}"

@@ -7,8 +7,10 @@ layer need an all-reduce, so their calls are for every rank. Counts of splits ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
+from typing import Any
 
 from megalowbit.engine.agreement import agree
 from megalowbit.errors import UserError
@@ -49,6 +51,7 @@ class Recorder:
         self._speed = MovingRate()
         self._sinks = SinkGroup([console])
         self._looks: LookFile | None = None
+        self._table_step = job.step if is_resume else 0  # of the newest table by layer
         agree(lambda: self._open(job.step if is_resume else None))
 
     def _open(self, resume_step: int | None) -> None:
@@ -77,15 +80,32 @@ class Recorder:
         except OSError as error:
             raise UserError(
                 f"the run cannot be recorded in {error.filename or job.folder.path} ({error.strerror}): "
-                "move away what is there, or choose another --run-dir"
+                "free space or move away what is there, or choose another --run-dir"
             ) from error
         self._sinks = SinkGroup([*files.sinks, self._console])
 
+    def go_back(self) -> None:
+        """Drop what was recorded after the job's step, which has become an earlier one. Every rank calls it.
+
+        Raises:
+            UserError: a file cannot be opened again; every rank raises it.
+        """
+        files = SinkGroup(sink for sink in self._sinks.sinks if sink is not self._console)
+        self._sinks = SinkGroup([self._console])  # the run goes on, and so does what a person sees
+        if self._looks is not None:
+            self._looks.close()
+            self._looks = None
+        files.close()
+        agree(lambda: self._open(self._job.step))
+
     def step(self, facts: Facts) -> None:
         """Record one step. Every rank must call it."""
+        step, last = self._job.step, self._job.config.settings.run.steps
         self._speed.add(self._job.tokens_per_step)
-        self._sinks.write(self._job.step, facts)
-        if self._every and self._job.step % self._every == 0:
+        with self._recording():
+            self._sinks.write(step, facts)
+        # the last one before the last checkpoint, or a kill in between would leave the run without it
+        if step == last or (self._every and step % self._every == 0):
             self._write_layers()
 
     def look(self, report: SpeculationReport | None) -> None:
@@ -93,24 +113,27 @@ class Recorder:
         if report is None:
             return
         if self._looks is not None:
-            self._looks.write(report)
+            with self._recording():
+                self._looks.write(report)
         for line in change_lines(report):
             self.tell(line)
 
     def sync(self) -> None:
         """Make what was recorded survive a power failure, as a checkpoint does."""
         if self._is_main:
-            self._job.folder.sync_records()
+            with self._recording():
+                self._job.folder.sync_records()
 
     def tell(self, text: str | None) -> None:
         """Show a line to whoever follows the run; `None` is nothing to tell."""
         if text is not None:
-            self._console.print(text, "bold")
+            with self._recording():  # logs lie on disks too
+                self._console.print(text, "bold")
 
     def finish(self) -> None:
         """Write and show the summary. Every rank must call it."""
         job = self._job
-        if job.tracker is not None and not (self._every and job.step % self._every == 0):
+        if self._table_step != job.step:
             self._write_layers()
         splits = split_counts(job.engine.module)
         summary = RunSummary.build(
@@ -123,11 +146,13 @@ class Recorder:
             speculation=speculation_summary(job.speculation.totals())
             if job.speculation is not None
             else None,
+            rollbacks=job.loss_guard.rollbacks,
         )
-        self._sinks.close(summary=summary.facts())
+        agree(lambda: self._close(summary))
         if self._is_main:
-            summary.write(job.folder.summary)
             self._console.print(summary.render())
+            if job.loss_guard.rollbacks:
+                self._console.print(rollbacks_line(job.loss_guard.rollbacks))
             self._tell_of_splits(splits)
 
     def _tell_of_splits(self, counts: Mapping[str, int]) -> None:
@@ -140,7 +165,30 @@ class Recorder:
     def _write_layers(self) -> None:
         if self._job.tracker is None:
             return
-        self._sinks.write_layers(self._job.step, self._job.tracker.reduce_layers())
+        self._table_step, layers = self._job.step, self._job.tracker.reduce_layers()
+        with self._recording():
+            self._sinks.write_layers(self._job.step, layers)
+
+    def _close(self, summary: RunSummary) -> None:
+        """Leave the summary, on the main process, and close the files."""
+        with self._recording():
+            self._sinks.close(summary=summary.facts())
+            if self._is_main:
+                summary.write(self._job.folder.summary)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Say in one line that a disk is full, or what else keeps the records from being written."""
+        try:
+            yield
+        except OSError as error:
+            path = self._job.folder.path
+            steps = self._job.store.steps()
+            saved = f"from the checkpoint of step {steps[-1]}" if steps else "from the start"
+            raise UserError(
+                f"the run cannot be recorded in {path} ({error.strerror or error}): free space or mend the "
+                f"disk, then go on {saved} with --resume auto"
+            ) from error
 
     def __enter__(self) -> Recorder:
         return self
@@ -148,9 +196,18 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._looks is not None:
-            self._looks.close()
-        self._sinks.close(exit_code=0 if kind is None else 1)
+        # on a full disk closing fails again, and would hide why the run ends
+        with nullcontext() if kind is None else suppress(OSError):
+            self._sinks.close(exit_code=0 if kind is None else 1)
+        with nullcontext() if kind is None else suppress(OSError):
+            if self._looks is not None:
+                self._looks.close()
+
+
+def rollbacks_line(rollbacks: Sequence[Mapping[str, Any]]) -> str:
+    """All rollbacks of a run on one line: "rollbacks 2: after step 20 to step 10, …"."""
+    steps = (f"after step {each['after_step']} to step {each['to_step']}" for each in rollbacks)
+    return f"rollbacks {len(rollbacks)}: {', '.join(steps)}"
 
 
 def splits_line(counts: Mapping[str, int]) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 from megalowbit.engine.config import EngineSettings
 from megalowbit.errors import UserError, shown
 from megalowbit.optim.scaler_settings import GradScalerSettings
+from megalowbit.pretrain.loss_guard_settings import LossGuardSettings
 
 MAY_CHANGE = (
     "train_batch_size",
@@ -39,6 +40,7 @@ MAY_CHANGE = (
     "megalowbit.run.name",
     "megalowbit.run.max_consecutive_skips",
     "megalowbit.run.overflow_retries",
+    "megalowbit.loss_guard.*",
     "megalowbit.checkpoint.*",
     "megalowbit.telemetry.*",
     # whether the steps trained so far allow it is seen once the checkpoint is read
@@ -80,6 +82,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
         "megalowbit": {
             **EngineSettings().model_dump(mode="json", include=set(WRITTEN_SINCE)),
             "run": {"overflow_retries": 0},
+            "loss_guard": LossGuardSettings().model_dump(mode="json"),
         }
     }
     before = {**_flat(unwritten), **_flat(saved), **_flat(_unwritten_scaler(saved))}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalowbit.telemetry.counters import COUNT_NAMES, ERROR_NAMES, ROLES, TABLE_NAMES
+from megalowbit.telemetry.exact_sum import NUM_DIGITS, digits_of, make_scales
 
 MAX_PENDING = 4096  # bounds memory where nobody ends a step
 _SATURATED = COUNT_NAMES.index("saturated")
@@ -20,9 +21,10 @@ _NONFINITE = COUNT_NAMES.index("nonfinite")
 
 
 class DeviceTable:
-    """Integer sums in the columns of `TABLE_NAMES`, float64 sums in those of `ERROR_NAMES`.
+    """Integer sums in the columns of `TABLE_NAMES`, and of the errors in those of `ERROR_NAMES`.
 
-    There are two of each: of the step that is running, and of the steps finished since `take_run`.
+    There are two of each: of the step that is running, whose errors are float64, and of the steps finished
+    since `take_run`, whose errors are exact sums, see `exact_sum`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,8 +34,9 @@ class DeviceTable:
         self._index_rows: list[int] = []
         self._index = torch.empty(0, dtype=torch.int64, device=device)
         self._role_index = torch.empty(0, dtype=torch.int64, device=device)  # (rows,), into ROLES
+        self._scales = make_scales(device)
         self._step = _zeros(0, device)
-        self._run = _zeros(0, device)
+        self._run = _no_sums(0, device)
 
     def append(self, layer: str, role: str, counts: Tensor, error: Tensor) -> None:
         """Note one quantisation; the tensors are kept, not copied."""
@@ -51,9 +54,11 @@ class DeviceTable:
     def close_step(self) -> None:
         """Add the running step to the run and start the next."""
         self._fold()
-        for run, step in zip(self._run, self._step, strict=True):
-            run += step
-            step.zero_()
+        integers, errors = self._step
+        self._run[0].add_(integers)
+        self._run[1].add_(digits_of(errors, self._scales))
+        for part in self._step:
+            part.zero_()
 
     def step_by_role(self) -> tuple[Tensor, Tensor]:
         """Sums of the running step in the order of `ROLES`: (3, 11) int64 and (3, 2) float64."""
@@ -64,13 +69,17 @@ class DeviceTable:
             errors.index_add_(0, self._role_index, self._step[1]),
         )
 
-    def take_run(self) -> Iterator[tuple[tuple[str, str], list[int], list[float]]]:
-        """Read the sums of the finished steps to the host, row by row, and set them to zero."""
-        integers, errors = (part.tolist() for part in self._run)
+    def take_run(self) -> Iterator[tuple[tuple[str, str], list[int]]]:
+        """Read the sums of the finished steps to the host, row by row, and set them to zero.
+
+        Yields:
+            Layer and role; the columns of `TABLE_NAMES`, then the digits of each of `ERROR_NAMES`.
+        """
+        rows = torch.cat([self._run[0], self._run[1].flatten(1)], dim=1).tolist()
         for part in self._run:
             part.zero_()
         # a layer met in the step that is still running has no row yet: zip ends before it
-        yield from zip(self._row_of, integers, errors, strict=False)
+        yield from zip(self._row_of, rows, strict=False)
 
     def _fold(self) -> None:
         """Sum what is pending into the running step."""
@@ -99,10 +108,12 @@ class DeviceTable:
             return
         roles = [ROLES.index(role) for _, role in self._row_of]
         self._role_index = torch.tensor(roles, device=self.device)
-        more = _zeros(missing, self.device)
         self._step, self._run = (
             (torch.cat([integers, more[0]]), torch.cat([errors, more[1]]))
-            for integers, errors in (self._step, self._run)
+            for (integers, errors), more in (
+                (self._step, _zeros(missing, self.device)),
+                (self._run, _no_sums(missing, self.device)),
+            )
         )
 
 
@@ -111,3 +122,8 @@ def _zeros(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
         torch.zeros(rows, len(TABLE_NAMES), dtype=torch.int64, device=device),
         torch.zeros(rows, len(ERROR_NAMES), dtype=torch.float64, device=device),
     )
+
+
+def _no_sums(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    integers, errors = _zeros(rows, device)
+    return integers, errors.new_zeros(rows, len(ERROR_NAMES), NUM_DIGITS, dtype=torch.int64)

@@ -5,13 +5,15 @@ written as `null`, and the object gets one more key that says what it was: `"non
 
 A run that is killed may leave a torn last line, and steps beyond its last checkpoint. Both are dropped when
 the run resumes; the file is replaced in one move, so that a second crash in that moment costs nothing either.
+Lines that should be there and are not, as where somebody has removed the file, are told and not made up.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError
 from megalowbit.telemetry.counters import LayerOverflow
 from megalowbit.telemetry.facts import Facts
+
+logger = logging.getLogger(__name__)
+MOST_GAPS_TOLD = 5
 
 
 class JsonlFile:
@@ -36,6 +41,7 @@ class JsonlFile:
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self.path = path
         self.last_step = -1
+        self.kept_steps: set[int] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
             if resume_step is None:
@@ -58,6 +64,7 @@ class JsonlFile:
             for step, line in _lines(self.path):
                 if step <= resume_step:
                     draft.write(line)
+                    self.kept_steps.add(step)
                     self.last_step = max(self.last_step, step)
 
 
@@ -66,6 +73,11 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self._file = JsonlFile(path, resume_step=resume_step)
+        if gaps := missing_steps(self._file.kept_steps, resume_step or 0):
+            logger.warning(
+                "%s lacks the lines of steps that are trained already: %s; lost or removed, they stay away",
+                path, gaps,
+            )  # fmt: skip
 
     def write(self, step: int, facts: Facts) -> None:
         """Write one line; the facts must be plain values."""
@@ -112,6 +124,20 @@ def json_ready(record: Mapping[str, Any]) -> dict[str, Any]:
     strange = {name: str(value) for name, value in record.items() if _is_nonfinite(value)}
     ready = {name: None if name in strange else value for name, value in record.items()}
     return ready | {"nonfinite": strange} if strange else ready
+
+
+def missing_steps(present: Collection[int], last: int) -> str:
+    """Which steps from 1 to `last` are not there: `"3, 7-9"`; of many gaps the first ones."""
+    gaps: list[list[int]] = []
+    for step in range(1, last + 1):
+        if step in present:
+            continue
+        if gaps and gaps[-1][1] == step - 1:
+            gaps[-1][1] = step
+        else:
+            gaps.append([step, step])
+    told = [f"{first}" if first == end else f"{first}-{end}" for first, end in gaps[:MOST_GAPS_TOLD]]
+    return ", ".join([*told, *(["…"] if len(gaps) > MOST_GAPS_TOLD else [])])
 
 
 def _is_nonfinite(value: object) -> bool:

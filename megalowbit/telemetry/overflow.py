@@ -41,6 +41,7 @@ from megalowbit.telemetry.counters import (
     ratio,
 )
 from megalowbit.telemetry.device_table import DeviceTable
+from megalowbit.telemetry.exact_sum import NUM_DIGITS, from_float, to_float, whole
 from megalowbit.telemetry.reduction import Key, sum_over_ranks
 
 HEADLINE_NAMES = (
@@ -141,7 +142,8 @@ class GradientOverflowTracker:
         """Forget everything, the run's totals included."""
         self._tables: dict[torch.device, DeviceTable] = {}
         self._run = OverflowTotals()
-        self._layers: dict[Key, OperandCounts] = {}  # over all ranks, up to the last reduction
+        # over all ranks, up to the last reduction: columns of TABLE_NAMES, then exact sums of ERROR_NAMES
+        self._layers: dict[Key, list[int]] = {}
 
     @property
     def run(self) -> OverflowTotals:
@@ -228,28 +230,34 @@ class GradientOverflowTracker:
         Ranks may have seen layers in different order, or different layers. Layers come in the order of the
         first rank that knows them, roles in the order of `ROLES`.
         """
-        mine: dict[Key, tuple[list[int], list[float]]] = {}
+        mine: dict[Key, list[int]] = {}
         for table in self._tables.values():
-            for key, integers, errors in table.take_run():
-                if key in mine:  # one layer whose operands lie on two devices
-                    before = mine[key]
-                    integers = [a + b for a, b in zip(before[0], integers, strict=True)]
-                    errors = [a + b for a, b in zip(before[1], errors, strict=True)]
-                mine[key] = (integers, errors)
-        for key, counts in sum_over_ranks(mine, self.group, next(iter(self._tables), torch.device("cpu"))):
-            self._layers[key] = self._layers.get(key, OperandCounts()) + counts
+            for key, row in table.take_run():
+                mine[key] = _sum(mine.get(key), row)  # a layer's operands may lie on two devices
+        for key, row in sum_over_ranks(mine, self.group, next(iter(self._tables), torch.device("cpu"))):
+            self._layers[key] = _sum(self._layers.get(key), _whole_row(row))
         first_seen = {
             layer: index for index, layer in enumerate(dict.fromkeys(layer for layer, _ in self._layers))
         }
         order = sorted(self._layers, key=lambda key: (first_seen[key[0]], ROLES.index(key[1])))
-        return tuple(LayerOverflow(layer=key[0], role=key[1], counts=self._layers[key]) for key in order)
+        return tuple(
+            LayerOverflow(layer=key[0], role=key[1], counts=_counts_of(self._layers[key])) for key in order
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The run's totals over all ranks, as plain numbers; every rank must call it.
 
         It is the same on all ranks and says nothing of their number: load one copy on each rank of any job.
         """
-        rows = [{"layer": row.layer, "role": row.role, **asdict(row.counts)} for row in self.reduce_layers()]
+        rows = [
+            {
+                "layer": row.layer,
+                "role": row.role,
+                **asdict(row.counts),
+                "exact_errors": self._layers[row.layer, row.role][len(TABLE_NAMES) :],
+            }
+            for row in self.reduce_layers()
+        ]
         return {"run": asdict(self._run), "layers": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -260,13 +268,8 @@ class GradientOverflowTracker:
         """
         try:
             run = OverflowTotals(**state["run"])
-            layers = {
-                (row["layer"], row["role"]): OperandCounts(
-                    **{name: value for name, value in row.items() if name not in ("layer", "role")}
-                )
-                for row in state["layers"]
-            }
-        except (KeyError, TypeError) as error:
+            layers = {(row["layer"], row["role"]): _saved_row(row) for row in state["layers"]}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"overflow counts of the checkpoint are not readable ({error}): resume from another"
             ) from error
@@ -291,3 +294,27 @@ def _roles_of(local: Sequence[float]) -> dict[str, OperandCounts]:
     return {
         role: OperandCounts.from_rows(row[:split], row[split:]) for role, row in zip(ROLES, rows, strict=True)
     }
+
+
+def _sum(before: list[int] | None, row: list[int]) -> list[int]:
+    return row if before is None else [a + b for a, b in zip(before, row, strict=True)]
+
+
+def _whole_row(row: list[int]) -> list[int]:
+    """Put the digits of a row's exact sums together."""
+    integers, digits = row[: len(TABLE_NAMES)], row[len(TABLE_NAMES) :]
+    starts = range(0, len(digits), NUM_DIGITS)
+    return [*integers, *(whole(digits[start : start + NUM_DIGITS]) for start in starts)]
+
+
+def _counts_of(row: list[int]) -> OperandCounts:
+    split = len(TABLE_NAMES)
+    return OperandCounts.from_rows(row[:split], [to_float(total) for total in row[split:]])
+
+
+def _saved_row(saved: dict[str, Any]) -> list[int]:
+    """A row of a state; earlier versions had rounded sums only."""
+    exact = saved.get("exact_errors") or [from_float(saved[name]) for name in ERROR_NAMES]
+    row = [*(int(saved[name]) for name in TABLE_NAMES), *(int(total) for total in exact)]
+    _counts_of(row)  # as many as there should be
+    return row

@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 
 from megalowbit import process_group
-from megalowbit.telemetry.counters import ERROR_NAMES, TABLE_NAMES, OperandCounts
+from megalowbit.telemetry.counters import ERROR_NAMES, TABLE_NAMES
+from megalowbit.telemetry.exact_sum import NUM_DIGITS
 
 Key = tuple[str, str]  # (layer, role)
-Row = tuple[list[int], list[float]]  # columns of TABLE_NAMES, columns of ERROR_NAMES
+Row = list[int]  # columns of TABLE_NAMES, then the digits of each of ERROR_NAMES
+ROW_LENGTH = len(TABLE_NAMES) + len(ERROR_NAMES) * NUM_DIGITS
 
 
 def sum_over_ranks(
     mine: Mapping[Key, Row], group: dist.ProcessGroup | None, device: torch.device
-) -> Iterator[tuple[Key, OperandCounts]]:
+) -> Iterator[tuple[Key, Row]]:
     """Sum each row over the ranks of `group`, each of which must call it.
 
     Args:
@@ -30,21 +32,15 @@ def sum_over_ranks(
         device: where this rank's counts live.
     """
     if process_group.world_size(group) == 1:
-        for key, (integers, errors) in mine.items():
-            yield key, OperandCounts.from_rows(integers, errors)
+        yield from mine.items()
         return
     keys = _keys_of_all_ranks(list(mine), group)
     if not keys:
         return
-    nothing = ([0] * len(TABLE_NAMES), [0.0] * len(ERROR_NAMES))
-    rows = [mine.get(key, nothing) for key in keys]
-    device = process_group.exchange_device(group, device)
-    all_integers = torch.tensor([row[0] for row in rows], dtype=torch.int64, device=device)
-    all_errors = torch.tensor([row[1] for row in rows], dtype=torch.float64, device=device)
-    dist.all_reduce(all_integers, group=group)
-    dist.all_reduce(all_errors, group=group)
-    for key, integers, errors in zip(keys, all_integers.tolist(), all_errors.tolist(), strict=True):
-        yield key, OperandCounts.from_rows(integers, errors)
+    rows = [mine.get(key, [0] * ROW_LENGTH) for key in keys]
+    sums = torch.tensor(rows, dtype=torch.int64, device=process_group.exchange_device(group, device))
+    dist.all_reduce(sums, group=group)
+    yield from zip(keys, sums.tolist(), strict=True)
 
 
 def _keys_of_all_ranks(mine: list[Key], group: dist.ProcessGroup | None) -> list[Key]:

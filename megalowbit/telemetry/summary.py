@@ -88,6 +88,7 @@ class RunSummary:
         worst: the worst layer per role and measure, output gradients first.
         splits: how often factors of split operands were found in which way, if any were split.
         late_switch: when layers went on in high precision and the losses around it, if they did.
+        rollbacks: to which step the run went back after which, and why, if it did.
         speculation: which share of products ran at which precision, how many were verified and how many of
             these held their threshold, where precisions were chosen in the run.
     """
@@ -99,6 +100,7 @@ class RunSummary:
     splits: Mapping[str, int] | None = None
     late_switch: Mapping[str, Any] | None = None
     speculation: Mapping[str, Any] | None = None
+    rollbacks: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def build(
@@ -111,6 +113,7 @@ class RunSummary:
         splits: Mapping[str, int] | None = None,
         late_switch: Mapping[str, Any] | None = None,
         speculation: Mapping[str, Any] | None = None,
+        rollbacks: Sequence[Mapping[str, Any]] = (),
     ) -> RunSummary:
         """Summarise a run; `layers` as `GradientOverflowTracker.reduce_layers` returns them."""
         return cls(
@@ -121,6 +124,7 @@ class RunSummary:
             splits=splits,
             late_switch=late_switch,
             speculation=speculation,
+            rollbacks=tuple(rollbacks),
         )
 
     def facts(self) -> dict[str, Fact]:
@@ -148,6 +152,8 @@ class RunSummary:
             record["late_switch"] = dict(self.late_switch)
         if self.speculation is not None:
             record["speculation"] = dict(self.speculation)
+        if self.rollbacks:
+            record["rollbacks"] = [dict(each) for each in self.rollbacks]
         with atomic_file(path) as file:
             json.dump(record, file, indent=2, allow_nan=False)
             file.write("\n")

@@ -280,3 +280,36 @@ def test_what_could_only_be_pickled_is_refused_at_the_save(tmp_path):
         store.save(make_engine(), 1, {"note": object()})
     assert "free space" not in str(caught.value)
     assert store.latest() is None
+
+
+def test_the_newest_may_be_asked_for_up_to_a_step_and_in_a_rhythm(tmp_path):
+    store, engine = CheckpointStore(tmp_path), make_engine()
+    for number in (2, 4, 5, 6):
+        store.save(engine, number, {})
+    asked = [{}, {"until": 5}, {"until": 5, "every": 2}, {"until": 1}, {"every": 7}]
+    found = [store.latest(**each) for each in asked]
+    assert found == [store.path_of(6), store.path_of(5), store.path_of(4), None, None]
+    damaged = store.path_of(2) / WEIGHTS
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert store.latest(until=3) is None  # though all that were asked for are damaged, others are not
+    assert store.steps() == [4, 5, 6]
+
+
+def test_checkpoints_of_steps_to_come_again_are_removed(tmp_path):
+    store, engine = CheckpointStore(tmp_path), make_engine()
+    for number in (2, 4, 6):
+        store.save(engine, number, {"from": "the first time"})
+    (tmp_path / "step-00000008").mkdir()  # what an interrupted save leaves
+    store.remove_after(3)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002"]
+    path = store.save(engine, 4, {"from": "the second time"})
+    assert store.load(make_engine(), path) == {"from": "the second time"}
+
+
+def test_spared_checkpoints_are_kept_however_old(tmp_path):
+    store, engine = CheckpointStore(tmp_path, keep=1), make_engine()
+    for number in range(1, 5):
+        store.save(engine, number, {}, spare=(1, 3))
+    assert store.steps() == [1, 3, 4]
+    store.save(engine, 5, {})
+    assert store.steps() == [5]

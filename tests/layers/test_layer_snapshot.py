@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megalowbit.layers.layer_snapshot import restore_layers, take_layers
+from megalowbit.layers.layer_snapshot import forget_uses, restore_layers, take_layers
 from megalowbit.layers.split_states import split_counts
 from megalowbit.layers.surgery import bit_layers, cache_weights, convert, random_stream
 
@@ -74,3 +74,19 @@ def test_a_model_without_low_bit_layers_is_fine():
     restore_layers(model, snapshot)
     assert snapshot.stream is None
     assert not bit_layers(model)
+
+
+def test_a_micro_batch_that_gets_its_number_again_is_no_second_use():
+    model = model_of("nvfp4")
+    cache = cache_weights(model)
+    before = random_stream(model).state_dict()
+    first, _ = step(model, 1, 1)
+    random_stream(model).load_state_dict(before)
+    assert len(cache)
+    second_use, _ = step(model, 1, 1)
+    random_stream(model).load_state_dict(before)
+    forget_uses(model)
+    assert not len(cache)
+    again, _ = step(model, 1, 1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second_use)

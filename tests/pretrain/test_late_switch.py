@@ -209,3 +209,17 @@ def test_a_stage_without_low_bit_layers_counts_those_of_all_stages():
     lines = told(switch, [1.0, 2.0])
     assert lines[1][0].startswith("precision switched after step 1: 5 layers go on")
     assert switch.is_switched
+
+
+@pytest.mark.parametrize("scope", ["forward", "all"])
+def test_a_run_that_goes_back_to_before_the_switch_has_it_before_it_again(scope):
+    switch, model = switch_of(3, scope=scope)
+    lines = told(switch, [1.0] * 5)
+    switch.go_back(4)
+    assert switch.is_switched  # that far back it was switched already
+    switch.go_back(3)
+    assert not switch.is_switched
+    assert {layer.recipe for layer in bit_layers(model).values()} == {recipe("nvfp4")}
+    switch.load_state_dict({"before": [1.0] * 3, "since": []})
+    assert told(switch, [1.0, 1.0], start=3) == lines
+    assert switch.is_switched

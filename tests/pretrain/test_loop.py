@@ -259,3 +259,32 @@ def test_a_finished_run_is_marked_and_a_stopped_one_is_not(resolve, tmp_path, st
     for _ in range(2):  # the second time nothing is left to do
         pretrain(resolve("megalowbit.run.steps=4"), ProcessIdentity(), **arguments)
         assert json.loads(done.read_text()) == {"step": 4}
+
+
+def test_a_run_killed_after_its_last_checkpoint_is_summed_up_and_exported_by_the_next_start(
+    resolve, tmp_path
+):
+    config, run = resolve("megalowbit.run.steps=2", "megalowbit.telemetry.layers_every=3"), tmp_path / "run"
+    pretrain(config, ProcessIdentity(), run_dir=run, is_resume=False)
+    whole = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    summary = json.loads(whole["summary.json"])
+    for name in ("summary.json", "DONE"):
+        (run / name).unlink()
+    shutil.rmtree(run / "hf")
+    pretrain(config, ProcessIdentity(), run_dir=run, is_resume=True)
+    for name in ("metrics.jsonl", "overflow_layers.jsonl", "DONE"):
+        assert (run / name).read_bytes() == whole[name]
+    again = json.loads((run / "summary.json").read_text())
+    assert again == {**summary, "tokens_per_second": None}  # which nobody has measured
+    assert (run / "hf" / "model.safetensors").exists()
+
+
+def test_skips_in_a_row_are_counted_over_a_kill(resolve, tmp_path):
+    limit = "megalowbit.run.max_consecutive_skips=4"
+    scaler = 'megalowbit.grad_scaler={"initial_scale": 1e30, "min_scale": 1e30, "max_scale": 1e30}'
+    arguments = ("megalowbit.precision=fp16", scaler, limit, "megalowbit.run.steps=9")
+    config, run = resolve(*arguments, "megalowbit.checkpoint.every=3"), tmp_path / "run"
+    for _ in range(2):  # as if killed before the fourth
+        with pytest.raises(UserError, match=r"4 steps in a row were not finite \(step 4"):
+            pretrain(config, ProcessIdentity(), run_dir=run, is_resume=True)
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000003"]

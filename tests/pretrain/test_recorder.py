@@ -1,8 +1,10 @@
 import json
+import resource
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megalowbit.errors import UserError
 from megalowbit.layers.surgery import bit_layers
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.recorder import Recorder
@@ -105,3 +107,31 @@ def test_records_are_closed_as_failed_when_training_raises(build_job, tmp_path):
         fail_after_a_step()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_full_disk_is_one_line_that_says_how_to_go_on(build_job, tmp_path):
+    job = build_job()
+    for name in ("metrics.jsonl", "overflow_layers.jsonl"):
+        (tmp_path / "run" / name).symlink_to("/dev/full")  # whatever is written there finds no room
+    message = r"cannot be recorded in .*/run \(No space left on device\): free space .* from the start with"
+    with (
+        pytest.raises(UserError, match=message),
+        Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder,
+    ):
+        recorder.step(train_step(job)[0])
+
+
+def test_a_summary_that_finds_no_room_names_the_checkpoint_to_go_on_from(build_job, tmp_path):
+    job = build_job()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder:
+        recorder.step(train_step(job)[0])
+        job.save()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        try:
+            with pytest.raises(UserError, match=r"\(File too large\).* from the checkpoint of step 1 with"):
+                recorder.finish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert not list((tmp_path / "run").glob(".*.tmp"))

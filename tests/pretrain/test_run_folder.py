@@ -114,3 +114,28 @@ def test_an_older_export_is_set_aside_and_never_lost(tmp_path):
     assert (tmp_path / "hf-step-00000004-2" / "model").read_text() == "second"
     folder.set_export_aside(8)
     assert not (tmp_path / "hf-step-00000008").exists()
+
+
+def test_what_a_killed_job_left_half_written_is_removed_by_the_next_one(tmp_path):
+    folder = claim("gpt2", run_dir=tmp_path / "run", is_resume=False)
+    (folder.path / ".hf.0123abcd.tmp").mkdir()
+    (folder.path / ".hf.0123abcd.tmp" / "model.safetensors").write_text("half")
+    for name in (".config.json.0123abcd.tmp", ".metrics.jsonl.0123abcd.tmp", ".mine.0123abcd.tmp"):
+        (folder.path / name).write_text("half")
+    with folder.held():
+        assert sorted(path.name for path in folder.path.iterdir()) == [".lock", ".mine.0123abcd.tmp"]
+
+
+@pytest.mark.parametrize(
+    ("summary", "expected"),
+    [('{"steps": 7}', True), ('{"steps": 6}', False), ('{"st', False), ("[]", False), (None, False)],
+)
+def test_a_run_is_summed_up_if_its_summary_is_of_its_last_step(tmp_path, summary, expected):
+    if summary is not None:
+        (tmp_path / "summary.json").write_text(summary)
+    assert RunFolder(tmp_path).is_summed_up(7) is expected
+
+
+def test_a_mark_that_finds_no_room_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"gone/DONE cannot be written \(No such file or directory\): free"):
+        RunFolder(tmp_path / "gone").mark_done(3)

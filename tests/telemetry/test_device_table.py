@@ -2,6 +2,7 @@ import torch
 
 from megalowbit.telemetry.counters import ROLES, TABLE_NAMES
 from megalowbit.telemetry.device_table import DeviceTable
+from megalowbit.telemetry.exact_sum import NUM_DIGITS, to_float, whole
 
 CPU = torch.device("cpu")
 
@@ -40,10 +41,11 @@ def test_the_run_is_taken_once_and_holds_finished_steps_only():
     add(table, "a", "input", 16, 1, 2, 3, 0, 1, 0, 0)
     assert list(table.take_run()) == []
     table.close_step()
-    ((key, integers, errors),) = table.take_run()
-    assert (key, integers, errors) == (("a", "input"), [16, 1, 2, 3, 0, 1, 0, 0, 1, 1, 0], [0.0, 1.0])
-    ((_, integers, _),) = table.take_run()
-    assert integers == [0] * 11
+    ((key, row),) = table.take_run()
+    assert key == ("a", "input")
+    assert row[:11] == [16, 1, 2, 3, 0, 1, 0, 0, 1, 1, 0]
+    assert [to_float(whole(row[start : start + NUM_DIGITS])) for start in (11, 11 + NUM_DIGITS)] == [0.0, 1.0]
+    assert list(table.take_run()) == [(key, [0] * len(row))]
 
 
 def test_an_empty_table_sums_to_zero():
@@ -59,4 +61,4 @@ def test_the_row_index_follows_when_the_order_of_layers_changes():
         for layer in order:
             add(table, layer, "input", ord(layer), 0, 0, 0, 0, 1, 0, 0)
         table.close_step()
-    assert {key[0]: integers[0] for key, integers, _ in table.take_run()} == {"a": 3 * 97, "b": 3 * 98}
+    assert {key[0]: row[0] for key, row in table.take_run()} == {"a": 3 * 97, "b": 3 * 98}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
 from megalowbit.telemetry.counters import LayerOverflow, OperandCounts
-from megalowbit.telemetry.jsonl import JsonlSink, LayerTableSink, json_ready
+from megalowbit.telemetry.jsonl import JsonlSink, LayerTableSink, json_ready, missing_steps
 
 
 def strict(line):
@@ -168,3 +168,29 @@ def test_the_table_by_layer_has_one_object_per_layer_and_role(tmp_path):
     assert written[0]["saturation_rate"] == 0.1
     assert written[0]["saturated"] == 1
     assert written[0]["nonfinite"] == {"snr_db": "inf"}
+
+
+def test_lines_that_were_lost_are_told_when_a_run_resumes(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 6, 9)))
+    JsonlSink(path, resume_step=8).close()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{path} lacks the lines of steps that are trained already: 3-5, 7-8; lost or removed, they stay away"
+    )
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 6]
+
+
+def test_nothing_is_told_of_records_that_are_whole(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    for resume_step in (2, 0):
+        JsonlSink(path, resume_step=resume_step).close()
+    JsonlSink(tmp_path / "new.jsonl").close()
+    assert not caplog.records
+
+
+def test_of_many_gaps_the_first_are_told():
+    assert missing_steps(set(range(2, 40, 2)), 20) == "1, 3, 5, 7, 9, …"
+    assert missing_steps({1, 2, 3}, 3) == ""
+    assert missing_steps(set(), 10**5) == "1-100000"
