@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -65,16 +66,21 @@ def atomic_file(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]
 
 
 class HashingFile:
-    """A file for writing that keeps size and SHA-256 of what went through it."""
+    """A file for writing that keeps size and SHA-256 of what went through it, and why a write failed."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._digest, self.size = file, hashlib.sha256(), 0
+        self.failure: OSError | None = None  # for writers, as torch's, that lose it on the way
 
     def write(self, piece: bytes) -> int:
         """Write and count."""
         self._digest.update(piece)
         self.size += len(piece)
-        return self._file.write(piece)
+        try:
+            return self._file.write(piece)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
 
     def flush(self) -> None:
         """Hand everything to the file."""
@@ -235,10 +241,17 @@ def damaged_in(folder: Path) -> list[str]:
     return sorted(name for name in found if is_step_name(name.partition(DAMAGED)[0]))
 
 
-def remove_drafts(folder: Path) -> None:
-    """Remove what writers that were killed have left of files in `folder`; nobody may be writing there."""
-    for draft in folder.glob(".*.tmp"):
-        if DRAFT.fullmatch(draft.name):
+def remove_drafts(folder: Path, names: Iterable[str] = ("*",)) -> None:
+    """Remove what writers that were killed have left of files and folders; nobody may be writing these.
+
+    Args:
+        folder: where they lie.
+        names: patterns of what they were to become.
+    """
+    for draft in [path for name in names for path in folder.glob(f".{name}.*.tmp")]:
+        if DRAFT.fullmatch(draft.name) and draft.is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
+        elif DRAFT.fullmatch(draft.name):
             draft.unlink(missing_ok=True)
 
 

@@ -26,9 +26,11 @@ class UserError(ValueError):
 
     Attributes:
         is_on_all_ranks: every rank of the job raises the same, so rank 0 alone need print it.
+        is_told: another rank prints it already, which need not be rank 0.
     """
 
     is_on_all_ranks: bool = False
+    is_told: bool = False
 
 
 class TransientError(UserError):

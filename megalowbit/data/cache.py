@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError
-from megalowbit.process_group import identify, is_initialized, world_size
+from megalowbit.process_group import identify, is_initialized, is_true_anywhere, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,8 @@ def run_on_each_node_first(work: Callable[[], Result], fingerprint: Callable[[Re
 
 
 def _raise_everywhere(failure: Exception | None) -> None:
+    if not is_true_anywhere(failure is not None):
+        return
     mine = None if failure is None else (isinstance(failure, UserError), str(failure), repr(failure))
     everyones: list[tuple[bool, str, str] | None] = [None] * world_size()
     dist.all_gather_object(everyones, mine)

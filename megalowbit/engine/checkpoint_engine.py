@@ -24,8 +24,9 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from megalowbit.checkpoints.shards import foreign
 from megalowbit.durable import FileFacts, HashingFile, atomic_file
-from megalowbit.engine.agreement import gather
+from megalowbit.engine.agreement import gather, raised_on_all_ranks
 from megalowbit.errors import UserError
+from megalowbit.process_group import is_true_anywhere
 
 LOSS_SCALER = "loss_scaler"  # DeepSpeed's key in the state of a ZeRO optimizer
 ATOMS = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
@@ -63,7 +64,10 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
             content = plain_data(state_dict)
             with atomic_file(Path(path), "wb") as file:
                 hashing = HashingFile(file)
-                torch.save(content, cast(IO[bytes], hashing))
+                try:
+                    torch.save(content, cast(IO[bytes], hashing))
+                except RuntimeError as error:  # of positions in a zip file, where a disk is full
+                    raise hashing.failure or error from error
             self._facts[path] = hashing.facts(path)
 
         self._keep_failure(path, write)
@@ -115,12 +119,14 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         failure, self._failure = self._failure, None
         defect, self._defect = self._defect, None
         line = None if defect is None else f"{type(defect).__name__}: {defect}"
+        if not is_true_anywhere(failure is not None or defect is not None):
+            return True
         everyone = gather((failure, line))
         if defect is not None:
             raise defect
         for rank, (message, _) in enumerate(everyone):
             if message is not None:
-                raise UserError(f"checkpoint {info.tag} was not written (rank {rank}): {message}")
+                raise raised_on_all_ranks(f"checkpoint {info.tag} was not written (rank {rank}): {message}")
         for rank, (_, line) in enumerate(everyone):
             if line is not None:
                 raise RuntimeError(f"checkpoint {info.tag} was not written: rank {rank} failed: {line}")

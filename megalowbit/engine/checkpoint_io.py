@@ -27,8 +27,8 @@ from megalowbit.durable import (
     verify_folder,
     write_manifest,
 )
-from megalowbit.engine.agreement import agree, gather, succeed_together
-from megalowbit.engine.random_state import random_state
+from megalowbit.engine.agreement import agree, gather, gather_bytes, succeed_together
+from megalowbit.engine.random_state import packed_random_state
 from megalowbit.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -294,14 +294,14 @@ def _engine_state(engine: Any, step: int, client_state: Mapping[str, Any]) -> di
             "format": 1,
             "step": step,
             "client_keys": list(dict(client_state)),
-            "random_states": random_state(engine.device),
+            "random_states": packed_random_state(engine.device),
             "grad_scaler": None if scaler is None else scaler.state_dict(),
             "optimizer": update_rule(engine),
             "recipe": recipes_of(engine),
         }
 
     own = succeed_together(of_this_rank)  # before any rank waits for the others' generators
-    states = gather(own["random_states"])
+    states = gather_bytes(own["random_states"])
     return {**own, "random_states": states, LAYOUT_KEY: describe_layout(engine).to_dict()}
 
 

@@ -8,6 +8,7 @@ export. Not covered: experts, NVMe, hierarchical partitions, parameters of no el
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from megalowbit.checkpoints.layout import NOWHERE, Layout, Slice, StoredParameter
 from megalowbit.checkpoints.shards import model_file
-from megalowbit.engine.agreement import gather, succeed_together
+from megalowbit.engine.agreement import gather, share, succeed_together
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 
@@ -29,15 +30,20 @@ def describe_layout(engine: Any) -> Layout:
     Raises:
         UserError: a parameter has no place, or ranks of one slice disagree; all ranks raise it.
     """
-    mine = succeed_together(lambda: (engine.checkpoint_mp_rank, own_slice(engine), tied_names(engine)))
-    slices: dict[int, Slice] = {}
-    tied: dict[str, str] = {}
-    for rank, (index, part, names) in enumerate(gather(mine)):
-        if slices.setdefault(index, part) != part:
+    own = succeed_together(lambda: (own_slice(engine), tied_names(engine)))
+    # digests of all, but each slice from one rank: it is a line for every parameter
+    digest = hashlib.sha256(repr(own).encode()).digest()
+    first: dict[int, tuple[int, bytes]] = {}
+    for rank, (index, theirs) in enumerate(gather((engine.checkpoint_mp_rank, digest))):
+        if first.setdefault(index, (rank, theirs))[1] != theirs:
             raise UserError(
                 f"rank {rank} has cut its part of the model in another way than the others of slice {index}: "
                 "start all ranks with the same model and configuration"
             )
+    slices: dict[int, Slice] = {}
+    tied: dict[str, str] = {}
+    for index, (rank, _) in first.items():
+        slices[index], names = share(own, rank)
         tied |= names
     return Layout(
         stage=engine.zero_optimization_stage(),

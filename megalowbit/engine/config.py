@@ -30,6 +30,7 @@ from megalowbit.engine.deepspeed_values import check_parameter_split, check_valu
 from megalowbit.engine.optimizer_settings import fill_optimizer, fill_scheduler
 from megalowbit.engine.pipeline_values import fill_pipeline
 from megalowbit.engine.stock_precision import take_stock_precision
+from megalowbit.engine.watchdog_settings import WatchdogSettings
 from megalowbit.engine.zero_values import check_zero, fill_zero
 from megalowbit.errors import UserError, invalid_settings, unknown_name
 from megalowbit.json_text import read_json_object
@@ -45,7 +46,16 @@ from megalowbit.optim.scaler_settings import (
 
 BLOCK = "megalowbit"
 # read by the pretraining loop; accepted without it, so that one file serves both
-LOOP_SECTIONS = ("model", "data", "run", "checkpoint", "telemetry", "late_switch", "speculation")
+LOOP_SECTIONS = (
+    "model",
+    "data",
+    "run",
+    "checkpoint",
+    "telemetry",
+    "loss_guard",
+    "late_switch",
+    "speculation",
+)
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default
 
 
@@ -65,6 +75,7 @@ class EngineSettings(BaseModel):
         log_num_zeros_in_grad: count gradient elements that are exactly zero; one more pass over them.
         autocast: run operations by class, see `optim.op_classes`; off, all run in their inputs' precision.
         fp32_norms: layer and RMS norms keep fp32 parameters and compute in fp32.
+        watchdog: after how long a run that cannot go on ends.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,6 +89,7 @@ class EngineSettings(BaseModel):
     log_num_zeros_in_grad: Annotated[bool, Field(strict=True)] = False
     autocast: AutocastSettings = AutocastSettings(enabled=False)
     fp32_norms: Annotated[bool, Field(strict=True)] = False
+    watchdog: WatchdogSettings = WatchdogSettings()
 
     @model_validator(mode="before")
     @classmethod

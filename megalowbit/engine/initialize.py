@@ -21,6 +21,7 @@ from megalowbit import process_group
 from megalowbit.engine.agreement import succeed_together
 from megalowbit.engine.argument_checks import check_arguments
 from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, load_json, read_deepspeed_config
+from megalowbit.engine.group_timeouts import set_group_timeouts
 from megalowbit.engine.model_optimizer import ClientOptimizer, ModelParameters
 from megalowbit.engine.model_preparation import check_prepared, prepare_model
 from megalowbit.engine.mpu import ModelParallelUnit, adapt_mpu, find_grid
@@ -82,7 +83,8 @@ def initialize(
         collate_fn: for the data loader.
         seed: of stochastic rounding in layers that are converted here.
         total_steps: optimizer steps of the run, for `"auto"` in the scheduler.
-        timeout: after which a collective that does not end fails.
+        timeout: after which a collective that does not end fails; by default torch's own until the engine is
+            made, and `megalowbit.watchdog.timeout` from then on.
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`; dataloader and scheduler may be None.
@@ -125,6 +127,10 @@ def initialize(
     _finish(engine, parts.settings, start.regularizer, grid)
     succeed_together(lambda: check_prepared(engine, prepared))
     release_whole(engine.module)
+    if timeout is None and parts.settings.watchdog.timeout is not None:
+        timeout = timedelta(seconds=parts.settings.watchdog.timeout)
+    if timeout is not None:  # of DeepSpeed's groups too, which it makes without one
+        set_group_timeouts(timeout)
     return engine, wrapped, dataloader, scheduler
 
 

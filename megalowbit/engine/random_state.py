@@ -8,14 +8,17 @@ so that at least all its runs are alike.
 from __future__ import annotations
 
 import hashlib
+import io
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from megalowbit.engine.process_grid import ProcessGrid
+
+LENGTH_BYTES = 8
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -40,6 +43,23 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def packed_random_state(device: torch.device) -> bytes:
+    """`random_state` as a file's content behind its length, to be one row of what all ranks have."""
+    content = io.BytesIO()
+    torch.save(random_state(device), content)
+    return content.tell().to_bytes(LENGTH_BYTES, "little") + content.getvalue()
+
+
+def saved_random_state(states: torch.Tensor | Sequence[Mapping[str, Any]], rank: int) -> Mapping[str, Any]:
+    """One rank's state among those of all: rows of bytes, or a list as older checkpoints have it."""
+    if not isinstance(states, torch.Tensor):
+        return states[rank]
+    row = states[rank].numpy().tobytes()
+    length = int.from_bytes(row[:LENGTH_BYTES], "little")
+    state: Mapping[str, Any] = torch.load(io.BytesIO(row[LENGTH_BYTES:][:length]), weights_only=True)
+    return state
 
 
 def seed_generators(number: int, rank: int) -> int:

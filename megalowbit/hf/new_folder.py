@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from megalowbit.errors import UserError
 
 
@@ -41,9 +43,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         draft.mkdir(parents=True)
         yield draft
         draft.rename(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter is how a full disk under weights shows
         raise UserError(
-            f"{folder} cannot be written ({error.strerror or error}): check the place and its free room"
+            f"{folder} cannot be written ({getattr(error, 'strerror', None) or error}): check the place and its free room"
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

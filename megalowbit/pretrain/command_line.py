@@ -93,7 +93,11 @@ def build_parser() -> argparse.ArgumentParser:
 def program() -> int:
     """The command line as a process of its own, which stop signals are sent to; returns the exit code."""
     block_stop_signals()  # before heavy imports, whose threads inherit it
-    return main()
+    code = main()
+    if code == EXIT_TRANSIENT:
+        sys.stdout.flush()
+        os._exit(code)  # taking down groups whose ranks are gone could hang or abort
+    return code
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,6 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
         _run(options, identity)
     except UserError as error:
         _report(error, identity)
+        if error.is_on_all_ranks:
+            _leave_together()
         return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         if identity.is_main:
@@ -118,6 +124,8 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
 
     config = load_config(options.ds_config, options.overrides, world_size=_world_size(options, identity))
     _share_cores()
+    # or torch prints its stack on every rank when a main process is lost; read when it is first imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.dry_run:
         from megalowbit.pretrain.dry_run import describe
 
@@ -137,7 +145,13 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     import_deepspeed()  # first of all imports that lead to it, for it is set up on the way
     from megalowbit.pretrain.loop import pretrain
 
-    pretrain(config, identity, run_dir=options.run_dir, is_resume=options.resume == "auto")
+    pretrain(
+        config,
+        identity,
+        run_dir=options.run_dir,
+        is_resume=options.resume == "auto",
+        tell=lambda error: _report(error, identity),
+    )
     stop_process_group()
 
 
@@ -171,14 +185,15 @@ def _share_cores() -> None:
 
 
 def _report(error: UserError, identity: ProcessIdentity) -> None:
-    line = " ".join(str(error).split("\n"))
-    if identity.is_main:
+    """Print the line once for the whole job, and leave it where the job's script looks."""
+    line, is_transient = " ".join(str(error).split("\n")), isinstance(error, TransientError)
+    if identity.is_main and REFUSAL in os.environ and not is_transient:
+        _write_refusal(Path(os.environ[REFUSAL]), line)
+    if error.is_told or (error.is_on_all_ranks and not identity.is_main):
+        return
+    if identity.is_main or is_transient:
         print(f"error: {line}", file=sys.stderr, flush=True)
-        if REFUSAL in os.environ and not isinstance(error, TransientError):
-            _write_refusal(Path(os.environ[REFUSAL]), line)
-    if error.is_on_all_ranks:
-        _leave_together()
-    elif not identity.is_main:
+    else:
         time.sleep(SECONDS_FOR_THE_MAIN_RANK)
         print(f"error on rank {identity.rank}: {line}", file=sys.stderr, flush=True)
 

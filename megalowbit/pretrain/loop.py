@@ -8,6 +8,7 @@ on and holds the learning rate.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
@@ -20,6 +21,8 @@ from megalowbit.engine.parameter_split import WeightSplitReport
 from megalowbit.engine.pipeline import gather_weights
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts, installation_facts
+from megalowbit.engine.watchdog import Watchdog, print_error
+from megalowbit.engine.watchdog_settings import WatchdogSettings
 from megalowbit.engine.whole_weights import whole_state_dict
 from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model, save_hf
@@ -35,6 +38,7 @@ from megalowbit.pretrain.optimizer_facts import optimizer_facts, skip_line
 from megalowbit.pretrain.overflow_retry import take_step
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings
+from megalowbit.pretrain.roll_back import guard_loss
 from megalowbit.pretrain.run_folder import RunFolder, claim
 from megalowbit.pretrain.speculation import check_speculation, line_after_switch, look_facts
 from megalowbit.pretrain.stop_signals import pending_stop_signal, uninterrupted
@@ -46,11 +50,24 @@ from megalowbit.telemetry.step_facts import reduce_step_facts
 
 
 def pretrain(
-    config: PretrainConfig, identity: ProcessIdentity, *, run_dir: Path | None, is_resume: bool
+    config: PretrainConfig,
+    identity: ProcessIdentity,
+    *,
+    run_dir: Path | None,
+    is_resume: bool,
+    tell: Callable[[UserError], None] = print_error,
 ) -> None:
     """Train until `run.steps`; every rank of the job calls this once.
 
+    Args:
+        config: resolved.
+        identity: this process.
+        run_dir: the folder the user asked for; None: a new one.
+        is_resume: whether an existing run may be continued.
+        tell: says why the process ends where it ends in here, as `Watchdog` does.
+
     Raises:
+        TransientError: a rank was lost, hangs or cannot be reached.
         UserError: a mistake in configuration, data or folders, or training that cannot go on.
     """
     start_process_group(identity)
@@ -74,9 +91,12 @@ def pretrain(
             is_main=identity.is_main,
         )
         console.print(opening(job, identity, is_resumed=is_resumed, changes=changes))
-        if job.step < config.settings.run.steps:
+        watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, tell=tell)
+        stack.enter_context(watchdog)
+        is_summed_up = agree(lambda: folder.is_summed_up(job.step))  # or it was killed just before that
+        if job.step < config.settings.run.steps or not is_summed_up:
             with Recorder(job, console, is_main=identity.is_main, is_resume=is_resume) as recorder:
-                ending = train(job, recorder)
+                ending = train(job, recorder, watchdog)
                 if ending is Ending.STOPPED:
                     recorder.tell(f"stopped after step {job.step} as asked: go on with --resume auto")
                     return
@@ -86,6 +106,7 @@ def pretrain(
                     console.print(products_line(products))
         else:
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
+        watchdog.mark("the export")
         export(job, console)
         agree(lambda: folder.mark_done(job.step))
 
@@ -113,35 +134,49 @@ class Ending(Enum):
     STOPPED = "stopped"
 
 
-def train(job: Job, recorder: Recorder) -> Ending:
+def train(job: Job, recorder: Recorder, watchdog: Watchdog | None = None) -> Ending:
     """Step until the configured number of steps, recording and saving on the way and at the end.
 
     Where any rank is asked to stop (`stop_signals`), all save after the same step and end.
 
     Raises:
-        UserError: `run.max_consecutive_skips` steps in a row had non-finite gradients.
+        UserError: `run.max_consecutive_skips` steps in a row had non-finite gradients, or the loss guard
+            stops the run.
     """
     settings = job.config.settings
-    every = settings.checkpoint.every or settings.run.steps
-    skips_in_a_row = 0
+    watchdog = watchdog or Watchdog(WatchdogSettings(timeout=None), ProcessIdentity())
     while job.step < settings.run.steps:
+        watchdog.mark(f"step {job.step + 1}")
         _switch_if_due(job, recorder)
         split = job.split_weights()
         if split is not None:
             recorder.tell(f"before step {job.step + 1}: {split}")
         step = train_step(job)
         _record(job, recorder, step, split)
-        skips_in_a_row = skips_in_a_row + 1 if step.is_skipped else 0
-        if skips_in_a_row >= settings.run.max_consecutive_skips:
-            raise too_many_skips(job.step, skips_in_a_row, step.facts)
+        recorder.tell(watchdog.step_ended(step.seconds))
+        if guard_loss(job, recorder, is_skipped=step.is_skipped):
+            continue
+        job.skips_in_a_row = job.skips_in_a_row + 1 if step.is_skipped else 0
+        if job.skips_in_a_row >= settings.run.max_consecutive_skips:
+            raise too_many_skips(job.step, job.skips_in_a_row, step.facts)
         is_last = job.step == settings.run.steps
-        if is_last or step.is_stop_asked or job.step % every == 0:
+        if is_last or step.is_stop_asked or _is_save_due(job, recorder):
             recorder.sync()  # a power cut must not leave a checkpoint whose records are gone
+            watchdog.mark(f"the save of step {job.step}")
             with uninterrupted():
                 job.save()
         if step.is_stop_asked and not is_last:
             return Ending.STOPPED
     return Ending.DONE
+
+
+def _is_save_due(job: Job, recorder: Recorder) -> bool:
+    """Whether a checkpoint is due that is worth going back to; if not, that is told."""
+    if job.step % job.checkpoint_every:
+        return False
+    if not job.loss_guard.is_calm:
+        recorder.tell(f"step {job.step}: no checkpoint while the loss is in trouble")
+    return job.loss_guard.is_calm
 
 
 def too_many_skips(step: int, skips_in_a_row: int, facts: Facts) -> UserError:
@@ -156,7 +191,7 @@ def too_many_skips(step: int, skips_in_a_row: int, facts: Facts) -> UserError:
 
 def _record(job: Job, recorder: Recorder, step: TrainedStep, split: WeightSplitReport | None) -> None:
     """Tell everyone who follows the run what the step just taken was like."""
-    facts = step.facts
+    facts: Facts = {**step.facts, **job.loss_guard.facts()}
     if job.recipe.parameter_split is not None:
         facts = {**facts, "weights_split": len(split.ranks) if split is not None else 0}
     recorder.step(facts)
@@ -189,6 +224,7 @@ class TrainedStep(NamedTuple):
         overflows: a line for each try that was repeated.
         look: what speculation found, if it looked.
         is_stop_asked: whether any rank was asked to stop.
+        seconds: it took.
     """
 
     facts: Facts
@@ -196,6 +232,7 @@ class TrainedStep(NamedTuple):
     overflows: tuple[str, ...]
     look: SpeculationReport | None
     is_stop_asked: bool
+    seconds: float
 
 
 def train_step(job: Job) -> TrainedStep:
@@ -225,7 +262,7 @@ def train_step(job: Job) -> TrainedStep:
         **(job.late_switch.facts() if job.late_switch is not None else {}),
         **(look_facts(look, job.speculation.totals()) if look is not None and job.speculation else {}),
     }
-    return TrainedStep(facts, is_skipped, attempt.overflows, look, seen.is_stop_asked)
+    return TrainedStep(facts, is_skipped, attempt.overflows, look, seen.is_stop_asked, seconds)
 
 
 def export(job: Job, console: Console) -> None:

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalowbit.durable import atomic_file, sync
+from megalowbit.durable import atomic_file, remove_drafts, sync
 from megalowbit.errors import UserError
 
 LOCK = ".lock"
+# written as drafts, which a kill leaves behind; drafts of other names are somebody else's
+OWN_NAMES = ("hf", "config.json", "summary.json", "DONE", "*.jsonl")
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,21 @@ class RunFolder:
 
     def mark_done(self, step: int) -> None:
         """Say that the run is finished; the last thing that is written."""
-        with atomic_file(self.done) as file:
-            file.write(json.dumps({"step": step}) + "\n")
+        try:
+            with atomic_file(self.done) as file:
+                file.write(json.dumps({"step": step}) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.done} cannot be written ({error.strerror}): free space, then start again with "
+                "--resume auto; all else of the run is there"
+            ) from error
+
+    def is_summed_up(self, step: int) -> bool:
+        """Whether the summary is of a run that ended after this step."""
+        try:
+            return bool(json.loads(self.summary.read_text(encoding="utf-8"))["steps"] == step)
+        except (OSError, ValueError, KeyError, TypeError):  # none, or not one of ours
+            return False
 
     def set_export_aside(self, step: int) -> None:
         """Rename an export of an earlier end of this run, so that `hf/` is never older than the run."""
@@ -106,6 +121,7 @@ class RunFolder:
                     f"run folder {self.path} is in use by another job: wait for it, or use another --run-dir"
                 ) from None
             try:
+                remove_drafts(self.path, OWN_NAMES)
                 yield
             finally:
                 if self.is_new and not has_content(self.path):

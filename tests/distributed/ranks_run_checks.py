@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tiny_training import TinyModel, config, facts, rank_and_size, report, train_step
 
-from megalowbit.engine.agreement import succeed_together
+from megalowbit.engine.agreement import gather_bytes, share, succeed_together
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks import check_ranks_agree, check_scaler, code_digest
@@ -176,6 +176,8 @@ report(
         "other_parts": other_parts(),
         "user_error": fails_on_one(UserError("mend it")),
         "defect": fails_on_one(OSError("disk")),
+        "shared": share({"from": RANK}, 1),
+        "rows": gather_bytes(b"ab" if RANK else b"abc").tolist(),
         "scaler": scaler(),
         "agreed": agreed(),
     }

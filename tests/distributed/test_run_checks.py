@@ -68,6 +68,12 @@ def test_a_defect_on_one_rank_ends_the_others_and_keeps_its_type_there(seen):
     assert seen[1]["defect"] == ["OSError: disk", None]
 
 
+def test_ranks_get_what_one_shares_and_what_all_have(seen):
+    for rank in seen:
+        assert rank["shared"] == {"from": 1}
+        assert rank["rows"] == [[97, 98, 99], [97, 98, 0]]
+
+
 def test_a_scaler_that_is_not_ours_is_refused(seen):
     for rank in seen:
         foreign, own = rank["scaler"]

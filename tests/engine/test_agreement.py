@@ -1,8 +1,8 @@
-"""One process; that several ranks return and raise together is shown in tests/distributed/test_steps.py."""
+"""One process; that several ranks return and raise together is shown in tests/distributed."""
 
 import pytest
 
-from megalowbit.engine.agreement import agree
+from megalowbit.engine.agreement import agree, gather_bytes, share
 from megalowbit.errors import UserError
 
 
@@ -19,3 +19,8 @@ def test_an_error_is_raised_as_it_is(error):
     with pytest.raises(type(error)) as caught:
         agree(decide)
     assert caught.value is error
+
+
+def test_one_process_shares_and_gathers_its_own():
+    assert share({"a": 1}, 0) == {"a": 1}
+    assert gather_bytes(b"ab").tolist() == [[97, 98]]

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.random_state import (
     is_cut_alike,
+    packed_random_state,
     random_state,
     restore_random_state,
+    saved_random_state,
     saved_rank_of,
     seed_missing_rank,
 )
@@ -36,6 +38,29 @@ def test_every_generator_continues_where_it_was(tmp_path_factory, seed, used):
     expected = draws()
     draws()
     restore_random_state(torch.load(path, weights_only=True), CPU)
+    assert draws() == expected
+
+
+def test_generators_continue_from_a_row_among_those_of_other_ranks(tmp_path):
+    rows, expected = [], []
+    for seed in range(3):
+        seed_missing_rank(seed, 0)
+        rows.append(packed_random_state(CPU))
+        expected.append(draws())
+    longest = max(map(len, rows)) + 5  # what fills a row up is not read
+    states = torch.tensor([list(row.ljust(longest, b"\0")) for row in rows], dtype=torch.uint8)
+    torch.save(states, tmp_path / "states.pt")
+    states = torch.load(tmp_path / "states.pt", weights_only=True, mmap=True)
+    for rank in (2, 0, 1):
+        restore_random_state(saved_random_state(states, rank), CPU)
+        assert draws() == expected[rank]
+
+
+def test_generators_continue_from_a_list_as_older_checkpoints_have_it():
+    seed_missing_rank(1, 0)
+    states = [random_state(CPU), {}]
+    expected = draws()
+    restore_random_state(saved_random_state(states, 0), CPU)
     assert draws() == expected
 
 

@@ -1,6 +1,9 @@
+import resource
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megalowbit.errors import UserError
 from megalowbit.hf.new_folder import new_folder, refuse_existing
@@ -79,3 +82,19 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         new_folder(tmp_path / "file" / "a"),
     ):
         pass
+
+
+def test_a_disk_that_is_full_under_weights_is_one_line(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write():
+        with new_folder(tmp_path / "a") as draft:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+            try:
+                save_file({"weight": torch.zeros(1000)}, draft / "model.safetensors")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    with pytest.raises(UserError, match=r"/a cannot be written \(.*File too large.*\): check the place"):
+        write()
+    assert names(tmp_path) == []

@@ -1,0 +1,167 @@
+"""Where a thread is, for people: which collective, called from where; and whether an error is of one.
+
+A stack is read from its innermost frame outwards. Frames of torch.distributed and deepspeed.comm say which
+collective it is, the first frame outside them where it was called. An operation that was started earlier is
+waited for in C, where Python has no frame: there the line itself says it (`handle.wait()`).
+
+Errors of a transport are told by their words, since gloo raises plain `RuntimeError`s. Sizes that do not
+fit (`enforce fail`) are a defect, though gloo reports them. Not covered: a GPU that waits for others is a
+host that reads a number; that place is named, but nothing says that a collective is the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import re
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+COMMUNICATION = ("torch/distributed/", "deepspeed/comm/")
+WRAPPERS = ("torch/utils/_contextlib.py", "contextlib.py", "deepspeed/utils/timer.py")
+INNER_NAMES = frozenset({"wrapper", "log_wrapper", "decorate_context", "wait"})  # never a collective's own
+LIBRARIES = ("torch/", "deepspeed/", "megalowbit/")  # where `.wait(` is one for other ranks
+ALWAYS = re.compile(
+    r"gloo/transport|NCCL (error|communicator|operation|timeout)|collective operation timeout"
+)
+NEAR_COLLECTIVES = re.compile(
+    r"connection (closed|reset|refused|timed out)|timed out|broken pipe|network is unreachable"
+    r"|no route to host|socket|transport",
+    re.IGNORECASE,
+)
+NEVER = re.compile(r"enforce fail")
+
+
+class CallSite(NamedTuple):
+    """Where a thread is.
+
+    Attributes:
+        text: `"all_reduce (telemetry/step_facts.py:92 reduce_step_facts)"`, or the place alone.
+        is_collective: whether it waits for other ranks there.
+    """
+
+    text: str
+    is_collective: bool
+
+
+class _Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+
+def site_of_frame(frame: FrameType | None) -> CallSite:
+    """Where a living thread is, from its innermost frame."""
+    frames = []
+    while frame is not None:
+        frames.append(_Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return _site(frames)
+
+
+def site_of_error(error: BaseException) -> CallSite:
+    """Where an error was raised; of one that was raised because of another, where that was."""
+    *_, root = _chain(error)
+    return _site(_frames_of(root.__traceback__))
+
+
+def is_failed_collective(error: BaseException) -> bool:
+    """Whether an error says that other ranks could not be reached, rather than a defect or a mistake."""
+    return any(_is_of_transport(each) for each in _chain(error))
+
+
+def _is_of_transport(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError) or NEVER.search(str(error)):
+        return False
+    if ALWAYS.search(str(error)):
+        return True
+    is_near = any(_is_communication(frame.file) for frame in _frames_of(error.__traceback__))
+    return is_near and NEAR_COLLECTIVES.search(str(error)) is not None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, what it was raised because of, and so on to the first."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+
+
+def _frames_of(trace: TracebackType | None) -> list[_Frame]:
+    """Innermost first."""
+    walked = [
+        _Frame(frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(trace)
+    ]
+    return walked[::-1]
+
+
+def _site(frames: list[_Frame]) -> CallSite:
+    if not frames:
+        return CallSite("no Python code", False)
+    inside = list(itertools.takewhile(lambda frame: _is_passed_over(frame.file), frames))
+    # a thread that ends in such frames alone was started there
+    caller = frames[len(inside)] if len(inside) < len(frames) else frames[-1]
+    name = _collective(inside)
+    if name is None and _waits(caller):
+        name = "wait"
+    if name is not None:
+        return CallSite(f"{name} ({_place(caller)})", True)
+    # of a library's inside people want to know who called it
+    own = next((frame for frame in frames if not _is_installed(frame.file)), caller)
+    return CallSite(_place(caller) if own is caller else f"{_place(caller)}, from {_place(own)}", False)
+
+
+def _collective(inside: Iterable[_Frame]) -> str | None:
+    """The outermost function of torch.distributed, whatever wraps it; None where there is none."""
+    names = [
+        (frame.file, frame.function)
+        for frame in inside
+        if _is_communication(frame.file) and frame.function not in INNER_NAMES
+    ]
+    of_torch = [function for file, function in names if COMMUNICATION[0] in _slashed(file)]
+    return of_torch[-1] if of_torch else names[-1][1] if names else None
+
+
+def _waits(frame: _Frame) -> bool:
+    is_ours = any(f"/{library}" in _slashed(frame.file) for library in LIBRARIES)
+    return is_ours and ".wait(" in linecache.getline(frame.file, frame.line)
+
+
+def _is_passed_over(file: str) -> bool:
+    return _is_communication(file) or any(_slashed(file).endswith(wrapper) for wrapper in WRAPPERS)
+
+
+def _is_communication(file: str) -> bool:
+    return any(f"/{part}" in _slashed(file) for part in COMMUNICATION)
+
+
+def _is_installed(file: str) -> bool:
+    is_there = re.search(r"/site-packages/|/lib/python3|^<", _slashed(file)) is not None
+    return is_there and "/megalowbit/" not in _slashed(file)
+
+
+def _place(frame: _Frame) -> str:
+    return f"{_short(frame.file)}:{frame.line} {frame.function}"
+
+
+def _slashed(file: str) -> str:
+    return file.replace("\\", "/")
+
+
+def _short(file: str) -> str:
+    """A path as a reader knows it: below our package, below the installed ones, or its end."""
+    parts = Path(file).parts
+    for folder in ("megalowbit", "site-packages"):
+        if folder in parts[:-1]:
+            return "/".join(parts[len(parts) - parts[::-1].index(folder) :])
+    return "/".join(parts[-2:])

@@ -1,0 +1,35 @@
+"""How long a run waits for its ranks before it ends itself; read without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SHORTEST_TIMEOUT = 5.0  # seconds; below it a busy machine is taken for a broken one
+SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.5, 5.0  # seconds
+BEATS_IN_A_TIMEOUT = 12
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class WatchdogSettings(BaseModel):
+    """`"watchdog"`: when a run counts as stuck, and which steps are told as slow.
+
+    Attributes:
+        timeout: seconds that a collective may take, and that may pass without a step, a save or an export
+            coming to its end; None: torch's own timeouts (30 minutes or none), and nobody looks.
+        slow_step: a step slower than so many medians of the last 50 is told; None: none is.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    timeout: Annotated[Number, Field(ge=SHORTEST_TIMEOUT)] | None = 600.0
+    slow_step: Annotated[Number, Field(gt=1.0)] | None = 10.0
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two beats of a rank."""
+        if self.timeout is None:
+            return LONGEST_INTERVAL
+        return min(max(self.timeout / BEATS_IN_A_TIMEOUT, SHORTEST_INTERVAL), LONGEST_INTERVAL)

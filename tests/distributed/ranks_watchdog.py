@@ -1,0 +1,193 @@
+"""Runs that lose a rank, all at the same time: see test_watchdog.py.
+
+The imports take seconds and are alike, so one process makes them and is forked into all ranks of all runs.
+Each run trains until the file `go` is there; then its victim does to itself what its case says.
+With `RANK` set, this process is that rank of the only run, and where it runs is up to who has started it.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import ranks_pipeline
+import torch
+from tiny_training import TinyModel, config, make, train_step
+
+from megalowbit.engine import watchdog as watchdog_file
+from megalowbit.engine.process_start import stop_process_group
+from megalowbit.engine.watchdog import Watchdog
+from megalowbit.engine.watchdog_settings import WatchdogSettings
+from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError
+from megalowbit.process_group import ProcessIdentity
+
+PATIENCE = 3.0  # timeouts, after which the test ends what has not ended by itself
+
+
+def hang_in_a_lock():
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()
+
+
+def fail():
+    raise ValueError("a defect")
+
+
+def refuse():
+    raise UserError("this corpus has no such file: mend data.corpus")
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)  # waits, as the command line lets it
+    time.sleep(1000)
+
+
+def keep_the_interpreter():
+    ctypes.PyDLL(None).sleep(1000)  # PyDLL does not let go of the interpreter's lock
+
+
+FAULTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep": lambda: time.sleep(1000),
+    "lock": hang_in_a_lock,
+    "keep": keep_the_interpreter,
+    "fail": fail,
+    "refuse": refuse,
+    "terminate": terminate,
+    "end": lambda: sys.exit(0),
+    "nothing": lambda: None,
+}
+
+
+def start_training(kind):
+    """`step(number)` of an engine of that kind, and the module where its faults happen."""
+    if kind == "pipeline":
+        engine = ranks_pipeline.start()
+        return lambda number: ranks_pipeline.train(engine, number), engine.module
+    settings = {**config("bf16", steps=2), "zero_optimization": {"stage": int(kind)}}
+    engine, *_ = make(TinyModel(), settings)
+    return lambda number: train_step(engine, number), engine.module
+
+
+def train(case, folder, training, watchdog, rank):
+    step, module = training
+    faults = []
+
+    def strike(*_):
+        if faults:
+            (folder / f"fault{rank}").write_text(json.dumps(time.monotonic()))
+            faults.pop()()
+
+    module.register_forward_pre_hook(strike)
+    number = 0
+    while True:
+        watchdog.mark(f"step {number + 1}")
+        step(number)
+        number += 1
+        if number == 3:
+            (folder / f"ready{rank}").write_text(str(time.process_time()))
+        if (folder / "go").exists():
+            if case["fault"] == "nothing":
+                return number
+            if rank in case["victims"]:
+                faults.append(FAULTS[case["fault"]])
+        time.sleep(0.3)
+
+
+def run_rank(case, folder, rank):
+    """What a command line does: a run that is lost ends at once, whatever the libraries still wait for."""
+    torch.set_num_threads(1)
+    settings = WatchdogSettings(timeout=case["timeout"])
+    identity = ProcessIdentity(rank=rank, local_rank=rank, world_size=case["size"], launcher="environment")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    watchdog_file.SECONDS_AFTER_SIGTERM = 3.0
+    try:
+        training = start_training(case["kind"])
+        with Watchdog(settings, identity, folder=folder) as watchdog:
+            train(case, folder, training, watchdog, rank)
+    except UserError as error:
+        if not error.is_told:
+            print(f"error: {error}", flush=True)
+        os._exit(EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR)
+    stop_process_group()
+    return 0
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def fork_rank(name, case, folder, rank, port):
+    """The process id, or None in the new process."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["size"]),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    return None
+
+
+def wait_until(is_true, seconds):
+    end = time.monotonic() + seconds
+    while not is_true():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {seconds} s")
+        time.sleep(0.05)
+
+
+def main(cases, results):
+    """Fork, let all train, let them go, collect how each ended."""
+    running = {}
+    for name, case in cases.items():
+        folder = results / name
+        folder.mkdir()
+        port = free_port()
+        for rank in range(case["size"]):
+            pid = fork_rank(name, case, folder, rank, port)
+            if pid is None:
+                return run_rank(case, folder, rank)
+            running[pid] = (name, rank)
+    try:
+        ended = watch(cases, results, running)
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+    (results / "rank0.json").write_text(json.dumps(ended))
+    return 0
+
+
+def watch(cases, results, running):
+    """Let all go once they train; how and when each ended. Leaves in `running` what has not."""
+    expected = len(running)
+    wait_until(lambda: len(list(results.glob("*/ready*"))) == expected, 120)
+    for name in cases:
+        (results / name / "go").touch()
+    longest = max(case["timeout"] for case in cases.values())
+    end, ended = time.monotonic() + PATIENCE * longest, {}
+    while running and time.monotonic() < end:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            time.sleep(0.02)
+            continue
+        name, rank = running.pop(pid)
+        ended[f"{name}/{rank}"] = {"code": os.waitstatus_to_exitcode(status), "time": time.monotonic()}
+    return ended
+
+
+if __name__ == "__main__":
+    given, place = json.loads(sys.argv[1]), Path(os.environ["RESULTS"])
+    sys.exit(run_rank(given, place, int(os.environ["RANK"])) if "RANK" in os.environ else main(given, place))

@@ -1,0 +1,214 @@
+"""Lost, hung and failing ranks: the others end in 1.5 timeouts, with one line that names rank and collective.
+
+All runs go at the same time, for what they take is waiting; the lines are compared word by word, but for
+steps and seconds.
+"""
+
+import json
+import re
+
+import pytest
+
+TIMEOUT = 8.0
+LIMIT = 1.5 * TIMEOUT
+TRANSIENT = 75
+
+
+def case(kind, fault, victims, size=2):
+    return {"kind": kind, "fault": fault, "victims": victims, "size": size, "timeout": TIMEOUT}
+
+
+CASES = {
+    "killed": case("0", "kill", [1], size=3),
+    "killed_zero_2": case("2", "kill", [1]),
+    "stopped": case("0", "stop", [1]),
+    "stopped_zero_2": case("2", "stop", [1]),
+    "sleeping": case("0", "sleep", [1]),
+    "locked": case("2", "lock", [1]),
+    "keeping": case("0", "keep", [1]),
+    "main_killed": case("0", "kill", [0], size=3),
+    "main_stopped": case("2", "stop", [0]),
+    "main_failing": case("0", "fail", [0]),
+    "failing": case("2", "fail", [1], size=3),
+    "refusing": case("0", "refuse", [1]),
+    "leaving": case("0", "end", [1]),
+    "failing_stage": case("pipeline", "fail", [1]),
+    "sleeping_stage": case("pipeline", "sleep", [1]),
+    "alone": case("0", "sleep", [0], size=1),
+    "terminated": case("0", "terminate", [0, 1]),
+    "healthy": case("0", "nothing", []),
+}
+HERE, NAME = r"\(host [\w.-]+\)", "distributed/ranks_watchdog.py"
+ZERO_0 = r"all_reduce \(deepspeed/runtime/engine.py:\d+ allreduce_bucket\)"
+ZERO_2 = r"all_reduce \(deepspeed/runtime/zero/stage_1_and_2.py:\d+ \w+\)"
+RECV = r"recv \(deepspeed/runtime/pipe/p2p.py:\d+ recv\)"
+SILENT = rf"rank 1 {HERE} does not answer: silent since step \d+ \(killed, stopped, or cut off the network\)"
+AGAIN = "continue from the last checkpoint"
+MAIN = r"the main process \(rank 0, at 127.0.0.1:\d+\)"
+
+
+def hangs(function, seen, where):
+    place = rf"rank 1 {HERE} hangs since step \d+: is in {NAME}:\d+ {function}"
+    return rf"{place}; rank 0 {HERE} waited \d+ s in {seen} \(its stack: {where}/stack-rank\*.txt\); {AGAIN}"
+
+
+@pytest.fixture(scope="module")
+def runs(launch_ranks):
+    """How each rank ended: `runs(name) -> ({rank: (code, seconds since the fault, output)}, folder)`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "TORCH_CPP_LOG_LEVEL", "ERROR"
+        )  # as the command line does: no stacks of a store that ends
+        launched = launch_ranks("ranks_watchdog.py", json.dumps(CASES), world_size=1, launcher="slurm")
+    (ended,) = launched.wait(timeout=200)
+
+    def of(name):
+        folder = launched.folder / name
+        faults = [json.loads(path.read_text()) for path in folder.glob("fault*")]
+        found = {}
+        for rank in range(CASES[name]["size"]):
+            output = (folder / f"rank{rank}.log").read_text()
+            seen = ended.get(f"{name}/{rank}")
+            seconds = seen["time"] - min(faults) if seen and faults else None
+            found[rank] = (seen and seen["code"], seconds, output)
+        return found, folder
+
+    return of
+
+
+def errors(found, ranks):
+    return [line for rank in ranks for line in found[rank][2].splitlines() if line.startswith("error")]
+
+
+def check_end(found, survivors, codes=(TRANSIENT,)):
+    """Survivors end in time, and nothing is printed but one line of one of them; it is returned."""
+    for rank in survivors:
+        code, seconds, output = found[rank]
+        assert code in codes, output
+        assert seconds <= LIMIT, f"rank {rank} took {seconds:.1f} s"
+        assert "Traceback" not in output
+        assert "gloo" not in output
+    told = errors(found, survivors)
+    assert len(told) == 1, told
+    return told[0].removeprefix("error: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "survivors", "seen"),
+    [
+        ("killed", [0, 2], ZERO_0),
+        ("killed_zero_2", [0], ZERO_2),
+        ("stopped", [0], ZERO_0),
+        ("stopped_zero_2", [0], ZERO_2),
+        ("keeping", [0], ZERO_0),
+    ],
+)
+def test_a_rank_that_does_not_answer_is_named(runs, name, survivors, seen):
+    found, _ = runs(name)
+    line = check_end(found, survivors)
+    assert re.fullmatch(rf"{SILENT}; rank [02] {HERE} waited \d+ s in {seen}; {AGAIN}", line), line
+
+
+def test_a_killed_rank_is_named_long_before_the_timeout(runs):
+    found, _ = runs("killed_zero_2")
+    assert found[0][1] < 0.75 * TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "seen"),
+    [
+        ("sleeping", "<lambda>", ZERO_0),
+        ("locked", "hang_in_a_lock", ZERO_2),
+        ("sleeping_stage", "<lambda>", RECV),  # over gloo a transfer to one rank knows no timeout
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_its_place_and_ends_too(runs, name, function, seen):
+    found, folder = runs(name)
+    line = check_end(found, [0, 1])
+    assert re.fullmatch(hangs(function, seen, re.escape(str(folder))), line), line
+    stack = (folder / "stack-rank1.txt").read_text()
+    assert f'{NAME.rpartition("/")[2]}"' in stack
+    assert f"in {function}" in stack
+    assert not (folder / "stack-rank0.txt").exists()  # it waited for the other
+
+
+def test_a_rank_whose_interpreter_is_kept_busy_is_ended_from_c(runs):
+    code, seconds, output = runs("keeping")[0][1]
+    assert code == 1
+    assert seconds <= LIMIT
+    assert "keep_the_interpreter" in output
+
+
+def test_the_main_process_is_named_though_the_notes_end_with_it(runs):
+    found, _ = runs("main_killed")
+    for rank in (1, 2):
+        line = check_end({rank: found[rank]}, [rank])  # they cannot agree on one of them any more
+        why = "(its port refuses connections|it has closed its connections)"
+        assert re.fullmatch(
+            rf"{MAIN} has ended: {why}; rank {rank} {HERE} waited \d+ s in {ZERO_0} since step \d+; {AGAIN}",
+            line,
+        ), line
+
+
+def test_a_main_process_that_is_stopped_is_told_from_one_that_has_ended(runs):
+    line = check_end(runs("main_stopped")[0], [1])
+    assert re.match(rf"{MAIN} does not answer, though its machine does \(no answer for [\d.]+ s\): ", line), (
+        line
+    )
+    assert re.search(rf"; rank 1 {HERE} waited \d+ s in {ZERO_2} since step \d+; {AGAIN}$", line), line
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "others"),
+    [("failing", 1, [0, 2]), ("main_failing", 0, [1]), ("failing_stage", 1, [0])],
+)
+def test_a_defect_keeps_its_traceback_and_the_others_name_it(runs, name, rank, others):
+    found, _ = runs(name)
+    line = check_end(found, others)
+    failed = rf"rank {rank} {HERE} failed in step \d+: ValueError: a defect \(its own output says where\)"
+    assert re.fullmatch(f"{failed}; {AGAIN}", line), line
+    code, _, output = found[rank]
+    assert code == 1
+    assert output.count("Traceback") == 1
+    assert "ValueError: a defect" in output
+    assert "in fail" in output
+
+
+def test_a_users_mistake_on_one_rank_is_one_on_all(runs):
+    found, _ = runs("refusing")
+    line = check_end(found, [0], codes=(2,))
+    mistake = "this corpus has no such file: mend data.corpus"
+    assert re.fullmatch(rf"rank 1 {HERE} failed in step \d+: {mistake}", line), line
+    assert found[1][0] == 2
+    assert errors(found, [1]) == [f"error: {mistake}"]
+
+
+def test_a_rank_that_leaves_early_is_named(runs):
+    line = check_end(runs("leaving")[0], [0])
+    assert re.match(rf"rank 1 {HERE} failed in step \d+: SystemExit: 0 ", line), line
+
+
+def test_a_run_of_one_rank_that_hangs_ends_too(runs):
+    found, folder = runs("alone")
+    line = check_end(found, [0])
+    assert re.fullmatch(
+        rf"rank 0 {HERE} hangs since step \d+, for \d+ s: it is in {NAME}:\d+ <lambda>; {AGAIN}", line
+    ), line
+    assert (folder / "stack-rank0.txt").exists()
+
+
+def test_sigterm_ends_a_step_that_does_not_end(runs):
+    line = check_end(runs("terminated")[0], [0, 1], codes=(143,))
+    assert re.fullmatch(
+        r"ended by SIGTERM without a checkpoint, for no step has ended for 3 s: "
+        r"all ranks hang since step \d+, "
+        rf"for \d s: they are in {NAME}:\d+ terminate",
+        line,
+    ), line
+
+
+def test_nothing_is_said_of_a_run_that_goes_well(runs):
+    for code, _, output in runs("healthy")[0].values():
+        assert code == 0, output
+        assert "error" not in output
+        assert "Traceback" not in output

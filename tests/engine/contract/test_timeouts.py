@@ -1,0 +1,83 @@
+"""What `engine.group_timeouts`, `engine.notice_board` and `engine.call_site` use of torch's inside."""
+
+import importlib
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megalowbit.engine.notice_board import ATTEMPT, IS_STORE_OF_LAUNCHER
+from megalowbit.engine.process_start import start_process_group
+
+
+@pytest.fixture(autouse=True)
+def _group():
+    start_process_group()
+
+
+def test_all_groups_of_a_process_are_in_one_table():
+    made = dist.new_group([0])
+    assert made in distributed_c10d._world.pg_map, "groups that DeepSpeed makes would keep waiting for ever"
+
+
+def test_the_timeout_of_a_group_can_be_set():
+    group = dist.new_group([0])
+    distributed_c10d._set_pg_timeout(timedelta(seconds=7), group)
+    seen = group._get_backend(torch.device("cpu")).options._timeout
+    assert seen == timedelta(seconds=7), "a cut network would not end a run any more"
+
+
+def test_the_backends_of_a_group_are_told():
+    assert "gloo" in dist.get_backend_config(dist.group.WORLD), "no group's timeout would be set"
+
+
+def test_the_store_of_the_group_has_what_the_notes_need():
+    store = distributed_c10d._get_default_store()
+    notes = dist.PrefixStore("contract", store.clone())
+    assert notes.add("count", 2) == 2
+    assert notes.compare_set("claim", "", "me") == b"me"
+    assert notes.compare_set("claim", "", "you") == b"me", "every rank would look, and every rank would speak"
+    notes.set("note", "text")
+    assert notes.check(["note", "claim"])
+    assert not notes.check(["note", "nothing"])
+    assert notes.multi_get(["note", "claim"]) == [b"text", b"me"]
+
+
+def test_the_server_behind_a_store_is_found():
+    store = distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    assert isinstance(store, dist.TCPStore), "a main process that is lost would not be told from its machine"
+    assert store.host
+    assert store.port
+
+
+def test_torchrun_says_that_it_serves_the_store_and_which_attempt_it_is():
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function has its name too
+    agent = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
+    assert IS_STORE_OF_LAUNCHER in inspect.getsource(rendezvous)
+    assert ATTEMPT in inspect.getsource(agent), "notes of a failed attempt would alarm the next"
+
+
+def test_collectives_run_through_functions_of_torch_distributed():
+    file = inspect.getsourcefile(distributed_c10d.all_reduce).replace("\\", "/")
+    assert "/torch/distributed/" in file, "the place where ranks wait would not be told"
+    with pytest.raises(RuntimeError) as seen:
+        dist.broadcast(torch.ones(1), src=3)
+    names = []
+    trace = seen.value.__traceback__
+    while trace is not None:
+        names.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    assert names[1:3] == ["wrapper", "broadcast"], (
+        "an error would name torch's wrapper instead of the collective"
+    )
+
+
+def test_errors_of_the_network_have_a_class_of_their_own():
+    for name in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+        assert issubclass(getattr(dist, name), dist.DistError)
+        assert issubclass(dist.DistError, RuntimeError)
