@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         cache_weights,
         convert,
         product_counts,
+        random_stream,
         restore,
         set_observer,
     )
@@ -87,6 +88,7 @@ _HOMES = {
     "product_counts": "layers.surgery",
     "quantizer": "quantize.names",
     "quantizer_names": "quantize.names",
+    "random_stream": "layers.surgery",
     "recipe": "layers.recipe",
     "recipes": "layers.recipe",
     "restore": "layers.surgery",
@@ -132,6 +134,7 @@ __all__ = [
     "product_counts",
     "quantizer",
     "quantizer_names",
+    "random_stream",
     "recipe",
     "recipes",
     "restore",

@@ -58,7 +58,7 @@ def require_matplotlib() -> None:
 def draw_history(history: History, path: Path) -> None:
     """Draw what a run chose and how well it foresaw.
 
-    Precision by product and step; predicted against measured SNR, all at once and over time; shares over time.
+    Precision by product and step; predicted against measured SNR, at once and over time; shares over time.
 
     Args:
         history: at least one look.

@@ -47,7 +47,7 @@ def test_make_targets_exist(command):
 
 
 @pytest.mark.parametrize(
-    "command", [*commands("deepspeed "), *commands("torchrun "), *commands("python launch")]
+    "command", [*commands("deepspeed "), *commands("torchrun "), *commands("python launch/pretrain")]
 )
 def test_pretraining_commands_parse_and_name_real_configurations(command):
     arguments = shlex.split(command)

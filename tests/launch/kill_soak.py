@@ -1,0 +1,236 @@
+"""Kill runs of two ranks at random moments, start them again, and compare with runs that nobody disturbed.
+
+    python tests/launch/kill_soak.py --kills 200 --seed 1
+
+Every run is killed over and over, from the first import to the last export, and started again with
+`--resume auto` until it has left its DONE. Then all its records, its last checkpoint with every generator in
+it and the exported weights must be bitwise those of the undisturbed run. A kill is SIGKILL of one rank or of
+both; some are signals that ask, which the ranks must follow by themselves. What is random follows from the
+seed but for the moments, which are those of real processes. Exit code 0: all runs were alike.
+"""
+
+import argparse
+import itertools
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from forked_ranks import Ranks
+from soak_runs import RUNS, compare, write_run
+
+from launchers import metrics
+
+PHASES = ("import", "start", "step", "save", "end")
+CODES_WHEN_ASKED = {0, 130, 143}  # stopped as asked, by Ctrl-C, before any step had ended
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one, printed")
+    parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--most-steps", type=int, default=8, help="that a start may take before its kill")
+    parser.add_argument("--unforked", type=float, default=0.2, help="share of starts with all imports")
+    parser.add_argument("--folder", type=Path, default=None)
+    return parser.parse_args(arguments)
+
+
+class Watched:
+    """A run as it looks from outside.
+
+    Args:
+        config: its configuration.
+        path: its folder.
+        steps: of the whole run.
+    """
+
+    def __init__(self, config, path, steps):
+        self.config, self.path, self.steps = config, path, steps
+
+    @property
+    def arguments(self):
+        arguments = ("--ds-config", self.config, "--run-dir", self.path, "--resume", "auto")
+        return [str(argument) for argument in arguments]
+
+    @property
+    def step(self):
+        rows = metrics(self.path)
+        return rows[-1]["step"] if rows else 0
+
+    @property
+    def saved(self):
+        """Step of the newest complete checkpoint."""
+        return max(
+            (int(p.parent.name[5:]) for p in self.path.glob("checkpoints/step-*/manifest.json")), default=0
+        )
+
+    @property
+    def is_saving(self):
+        folders = self.path.glob("checkpoints/step-*")
+        return any(path.is_dir() and not (path / "manifest.json").exists() for path in folders)
+
+    @property
+    def is_done(self):
+        return (self.path / "DONE").exists()
+
+    @property
+    def is_held(self):
+        """Whether a main process has the run's folder; a look that disturbs nobody."""
+        try:
+            number = (self.path / ".lock").stat().st_ino
+        except FileNotFoundError:
+            return False
+        return f":{number} " in Path("/proc/locks").read_text()
+
+
+class Soak:
+    """Kills runs until it has done so `kills` times and the last one is done."""
+
+    def __init__(self, options, folder):
+        self.options, self.folder = options, folder
+        self.random = random.Random(options.seed)
+        self.kills, self.hit, self.how, self.wrong = 0, Counter(), Counter(), []
+
+    def run(self):
+        undisturbed = {name: self.undisturbed(name) for name in self.options.runs}
+        for number in itertools.count():
+            name = self.options.runs[number % len(self.options.runs)]
+            self.kill_until_done(undisturbed[name], f"{name}-{number}")
+            if self.kills >= self.options.kills:
+                return
+
+    def undisturbed(self, name):
+        config = write_run(self.folder / name, name, self.options.steps)
+        watched = Watched(config, self.folder / name / "undisturbed", self.options.steps)
+        self.finish(watched, is_forked=False)
+        return watched
+
+    def kill_until_done(self, undisturbed, name):
+        """Kill one run until it is done, or enough was killed; compare it."""
+        watched = Watched(undisturbed.config, undisturbed.path.with_name(name), undisturbed.steps)
+        before = self.kills
+        while not watched.is_done:
+            if self.kills >= self.options.kills:
+                self.finish(watched, is_forked=True)
+            else:
+                self.start_and_kill(watched)
+        found = compare(watched.path, undisturbed.path)
+        self.wrong += [f"{name}: {line}" for line in found]
+        verdict = "bitwise the undisturbed run" if not found else f"{len(found)} DIFFERENCES"
+        print(f"{name}: {self.kills - before} kills, {verdict}", *found, sep="\n   ", flush=True)
+
+    def start(self, watched, *, is_forked):
+        return Ranks(self.folder, *watched.arguments, is_forked=is_forked)
+
+    def finish(self, watched, *, is_forked):
+        with self.start(watched, is_forked=is_forked) as ranks:
+            assert ranks.wait(), f"hangs\n{ranks.output()}"
+            assert ranks.codes == [0, 0], ranks.output()
+            assert watched.is_done, ranks.output()
+
+    def start_and_kill(self, watched):
+        is_forked = self.random.random() >= self.options.unforked
+        saved, started = watched.saved, time.monotonic()
+        with self.start(watched, is_forked=is_forked) as ranks:
+            self.wait_for_a_moment(watched, ranks, is_forked)
+            phase = self.phase_of(watched, ranks)
+            if ranks.is_over:  # done before its time had come
+                assert ranks.codes == [0, 0], ranks.output()
+                return
+            how = self.end(ranks)
+            self.kills += 1
+            self.hit[phase] += 1
+            self.how[how] += 1
+            print(
+                f"{self.kills:4}  {how:<22} in {phase:<7}{'' if is_forked else '*'}"
+                f" step {watched.step}, saved {saved} → {watched.saved}, codes {ranks.codes}"
+                f" {time.monotonic() - started:.1f} s",
+                flush=True,
+            )
+            self.check(watched, ranks, saved, phase)
+
+    def wait_for_a_moment(self, watched, ranks, is_forked):
+        """Let the ranks come to a phase, and some way into it."""
+        is_near_end = watched.steps - watched.saved <= self.options.most_steps
+        weights = {"import": 0 if is_forked else 2, "start": 1, "step": 4, "save": 4, "end": 3 * is_near_end}
+        (phase,) = self.random.choices(PHASES, [weights[each] for each in PHASES])
+        first = watched.saved
+        goal = min(first + self.random.randint(1, self.options.most_steps), watched.steps)
+        reached = {
+            "import": lambda: True,
+            "start": lambda: watched.is_held,
+            "step": lambda: watched.step >= goal,
+            "save": lambda: watched.saved >= goal - 2 and watched.is_saving,
+            "end": lambda: (watched.path / "summary.json").exists(),
+        }[phase]
+        longest = {"import": 6.0, "start": 1.5, "step": 0.3, "save": 0.2, "end": 0.4}[phase]
+        if phase == "step":  # records of steps that the checkpoint lacks are dropped first
+            ranks.wait_until(lambda: watched.step <= first)
+        ranks.wait_until(reached)
+        time.sleep(self.random.uniform(0, longest))
+
+    def phase_of(self, watched, ranks):
+        if watched.is_saving:
+            return "save"
+        if watched.step >= watched.steps:
+            return "end"
+        opening = ranks.logs[0].read_text(errors="replace")
+        if re.search(r"^ *step +loss ", opening, re.MULTILINE):
+            return "step"
+        return "start" if watched.is_held else "import"
+
+    def end(self, ranks):
+        """Kill or ask to stop; returns how."""
+        victims = self.random.choice([(0,), (1,), (0, 1)])
+        names = " and ".join(map(str, victims))
+        number = self.random.choices(
+            [signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], [16, 1, 2, 1]
+        )[0]
+        if number == signal.SIGINT:
+            victims, names = (0, 1), "0 and 1"  # as the keyboard does
+        ranks.send(number, victims)
+        if number == signal.SIGKILL:
+            ranks.wait(self.random.choice([0.0, 0.5, 2.0]))
+            ranks.end()
+        else:
+            assert ranks.wait(), f"hangs after {number.name}\n{ranks.output()}"
+        return f"{number.name} of {names}"
+
+    def check(self, watched, ranks, saved, phase):
+        """What must hold after every kill."""
+        assert watched.saved >= saved, f"a checkpoint is lost\n{ranks.output()}"
+        assert not list(watched.path.glob("checkpoints/*.damaged*")), ranks.output()
+        # an interpreter that has just begun obeys signals by itself
+        if phase != "import" and signal.SIGKILL not in [-code for code in ranks.codes]:
+            assert set(ranks.codes) <= CODES_WHEN_ASKED, ranks.output()
+            if ranks.codes == [0, 0]:
+                assert watched.is_done or watched.step == watched.saved > saved, ranks.output()
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    options.seed = random.randrange(10**6) if options.seed is None else options.seed
+    print(f"seed {options.seed}", flush=True)
+    started = time.monotonic()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="kill-soak-"))
+    folder.mkdir(exist_ok=True)
+    soak = Soak(options, folder)
+    soak.run()
+    if options.folder is None and not soak.wrong:
+        shutil.rmtree(folder)
+    hit = ", ".join(f"{soak.hit[phase]} in {phase}" for phase in PHASES)
+    print(f"{soak.kills} kills in {time.monotonic() - started:.0f} s: {hit}")
+    print(", ".join(f"{count} {how}" for how, count in soak.how.most_common()))
+    print(*soak.wrong, sep="\n")
+    return 1 if soak.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

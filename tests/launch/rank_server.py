@@ -1,0 +1,103 @@
+"""Forks ranks of launch/pretrain.py on request, with all their imports done: see forked_ranks.py.
+
+Each line on standard input is a request, each line on standard output its answer, both JSON. This process
+does nothing but fork and wait, and has one thread: what another one held would stay held in a child for ever.
+"""
+
+import importlib
+import json
+import os
+import random
+import resource
+import signal
+import sys
+from pathlib import Path
+
+IMPORTED_LATE = (
+    "megalowbit.pretrain.command_line",
+    "megalowbit.pretrain.loop",
+    "deepspeed.runtime.zero.muon.original_muon",  # and by it torch's compiler
+    "transformers.models.gpt2.modeling_gpt2",
+    "torch.utils.tensorboard",
+    "tensorboard.compat.proto.event_pb2",
+)
+
+
+def import_what_ranks_import():
+    """Before the first fork; what leads to seconds of imports when a model and its engine are made, too."""
+    from megalowbit.engine.process_start import import_deepspeed
+
+    import_deepspeed()
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
+
+
+def start(arguments, env, log, file_size=None, hook=None):
+    """The process id of a rank.
+
+    Args:
+        arguments: of launch/pretrain.py.
+        env: its whole environment.
+        log: where its output goes.
+        file_size: bytes that it may write to a file; None: any number.
+        hook: `module.function` to call in it first.
+    """
+    assert len(list(Path("/proc/self/task").iterdir())) == 1
+    pid = os.fork()
+    if pid == 0:
+        become_a_rank(arguments, env, log, file_size)
+        if hook is not None:
+            module, _, name = hook.rpartition(".")
+            getattr(importlib.import_module(module), name)()
+        from megalowbit.pretrain.command_line import program
+
+        sys.exit(program())  # through all that an interpreter does at its end
+    return pid
+
+
+def become_a_rank(arguments, env, log, file_size):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for ours, theirs in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
+        os.dup2(ours, theirs)
+    os.environ.clear()
+    os.environ.update(env)
+    seed_anew()
+    if file_size is not None:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, hard))
+    sys.argv = ["pretrain.py", *arguments]
+
+
+def seed_anew():
+    """Or what forgets to seed itself would look reproducible."""
+    import numpy as np
+    import torch
+
+    seed = int.from_bytes(os.urandom(4), "big")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def poll(pid):
+    """The exit code of a rank, negative for a signal; None while it runs. It is told once."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports print is no answer
+    import_what_ranks_import()
+    actions = {"start": start, "poll": poll}
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        name, values = json.loads(line)
+        print(json.dumps(actions[name](**values)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Runs killed at random moments and started again are bitwise the run that nobody disturbed.
+
+The short soak is of one run with everything that has state but speculation, whose runs are killed in
+test_pretrain_speculation.py; the long one is of all.
+"""
+
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from launchers import ROOT
+
+SOAK = ROOT / "tests" / "launch" / "kill_soak.py"
+
+
+def soak(folder, *arguments):
+    """What a soak says; fails with it if a run was not alike, or ended in another way than runs may."""
+    command = [sys.executable, SOAK, "--folder", folder, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
+    return done.stdout
+
+
+def test_a_run_killed_again_and_again_is_bitwise_the_undisturbed_one(tmp_path):
+    seed = random.randrange(10**6)  # printed, and with every failure
+    said = soak(
+        tmp_path, "--kills", 6, "--seed", seed, "--steps", 14, "--runs", "splits", "--most-steps", 5,
+        "--unforked", 0.15,
+    )  # fmt: skip
+    assert said.count("bitwise the undisturbed run") >= 1
+    assert re.search(r"^6 kills in \d+ s", said, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_200_kills(tmp_path):
+    seed = random.randrange(10**6)
+    said = soak(tmp_path, "--kills", 200, "--seed", seed)
+    assert re.search(r"^200 kills in \d+ s", said, re.MULTILINE)
+    for phase in ("import", "start", "step", "save", "end"):
+        assert re.search(rf"[1-9]\d* in {phase}", said), f"no kill in {phase}"
