@@ -4,7 +4,7 @@ start_ranks() {
     scontrol show hostnames "$SLURM_JOB_NODELIST" |
         while read -r host; do echo "$host slots=$tasks_per_node"; done >"$hostfile"
     local step=(srun --kill-on-bad-exit=1 --wait=60 --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES")
-    step+=(--ntasks-per-node=1 --cpus-per-task={{slurm_cpus_per_task}})
+    step+=(--ntasks-per-node=1 --cpus-per-task={{step_cpus_per_task}})
     step+=({{container}})
     # USR1 is for the ranks, which look out for it; the launcher would end
     "${step[@]}" bash -c '

@@ -1,7 +1,7 @@
 # One task for each node: torchrun, which starts the node's ranks.
 start_ranks() {
     local step=(srun --kill-on-bad-exit=1 --wait=60 --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES")
-    step+=(--ntasks-per-node=1 --cpus-per-task={{slurm_cpus_per_task}})
+    step+=(--ntasks-per-node=1 --cpus-per-task={{step_cpus_per_task}})
     step+=({{container}})
     # USR1 is for the ranks, which look out for it; torchrun would end
     "${step[@]}" bash -c '

@@ -87,6 +87,9 @@ def _sbatch_values(settings: ClusterSettings, request: JobRequest) -> dict[str, 
     """Values for the `#SBATCH` lines at the top of the script."""
     is_per_rank = settings.launcher == "srun"  # others start a node's ranks from one task
     ranks = settings.ranks_per_node
+    # told how many tasks a node has, SLURM would take the fewest nodes of a range even if all are idle
+    is_range = len(settings.node_counts) > 1
+    step_cores = settings.cpus_per_task * (1 if is_per_rank else ranks)
     gres = ":".join(filter(None, ["gpu", settings.gpu_type, str(settings.gpus_per_node)]))
     words = {
         "job_name": settings.job_name or request.folder.name,
@@ -99,8 +102,9 @@ def _sbatch_values(settings: ClusterSettings, request: JobRequest) -> dict[str, 
         "time": settings.time,
         "memory": settings.memory,
         "nodes": settings.nodes,
-        "slurm_tasks_per_node": str(ranks if is_per_rank else 1),
-        "slurm_cpus_per_task": str(settings.cpus_per_task * (1 if is_per_rank else ranks)),
+        "slurm_tasks_per_node": None if is_range else str(ranks if is_per_rank else 1),
+        "slurm_cpus_per_task": str(settings.cpus_per_task * ranks if is_range else step_cores),
+        "step_cpus_per_task": str(step_cores),
         "gres": gres if settings.gpus_per_node else None,
         "array": _array(request),
         "working_folder": str(request.working_folder),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megalowbit import process_group
-from megalowbit.errors import UserError
+from megalowbit.errors import TransientError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -32,13 +32,13 @@ def agree(decide: Callable[[], T]) -> T:
     """
     if process_group.world_size() == 1:
         return decide()
-    outcome: list[Any] = [None, None, None]  # result, message of a UserError, any other failure
+    outcome: list[Any] = [None, None, None]  # result; kind and message of a UserError; any other failure
     failure: Exception | None = None
     if process_group.rank() == 0:
         try:
             outcome[0] = decide()
         except UserError as error:
-            outcome[1] = str(error)
+            outcome[1] = (isinstance(error, TransientError), str(error))
         except Exception as error:  # must reach the other ranks before it goes on its way
             failure = error
             outcome[2] = f"rank 0 failed: {type(error).__name__}: {error}"
@@ -50,7 +50,8 @@ def agree(decide: Callable[[], T]) -> T:
     if outcome[2] is not None:
         raise RuntimeError(outcome[2])
     if outcome[1] is not None:
-        raise raised_on_all_ranks(outcome[1])
+        is_transient, message = outcome[1]
+        raise raised_on_all_ranks(message, is_transient=is_transient)
     result: T = outcome[0]
     return result
 
@@ -76,21 +77,29 @@ def succeed_together(work: Callable[[], T]) -> T:
     if not process_group.is_true_anywhere(failure is not None):  # one object a rank costs a second at 10,000
         done: T = result
         return done
-    mine = None if failure is None else (isinstance(failure, UserError), _line(failure))
-    everyone: list[tuple[bool, str] | None] = [None] * process_group.world_size()
+    mine = None if failure is None else (_kind(failure), _line(failure))
+    everyone: list[tuple[str, str] | None] = [None] * process_group.world_size()
     dist.all_gather_object(everyone, mine)
     if failure is not None and not isinstance(failure, UserError):
         raise failure
-    rank, (is_user_error, line) = next((rank, each) for rank, each in enumerate(everyone) if each is not None)
+    rank, (kind, line) = next((rank, each) for rank, each in enumerate(everyone) if each is not None)
     message = line if set(everyone) == {everyone[rank]} else f"rank {rank}: {line}"
-    raise raised_on_all_ranks(message) if is_user_error else RuntimeError(message)
+    if kind == "defect":
+        raise RuntimeError(message)
+    raise raised_on_all_ranks(message, is_transient=kind == "transient")
 
 
-def raised_on_all_ranks(message: str) -> UserError:
+def raised_on_all_ranks(message: str, *, is_transient: bool = False) -> UserError:
     """An error that every rank raises alike, so that one of them is enough to print it."""
-    error = UserError(message)
+    error = (TransientError if is_transient else UserError)(message)
     error.is_on_all_ranks = True
     return error
+
+
+def _kind(error: Exception) -> str:
+    if not isinstance(error, UserError):
+        return "defect"
+    return "transient" if isinstance(error, TransientError) else "mistake"
 
 
 def _line(error: Exception) -> str:

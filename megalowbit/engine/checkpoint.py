@@ -21,6 +21,8 @@ from megalowbit.checkpoints.contents import check_files, header_file
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
 from megalowbit.checkpoints.shards import load_file
 from megalowbit.durable import (
+    LATEST,
+    atomic_file,
     complete_steps,
     damaged_in,
     looks_whole,
@@ -103,14 +105,26 @@ class CheckpointStore:
         return self.path_of(steps[-1]) if steps else None
 
     def remove_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, which are to be trained anew; every rank must call it."""
+        """Remove the checkpoints of later steps, which are to be trained anew; every rank must call it.
 
-        def remove() -> None:
-            for later in reversed([each for each in steps_in(self.folder) if each > step]):
-                remove_checkpoint(self.path_of(later))
+        Args:
+            step: has a complete checkpoint, which is the newest then.
 
-        agree(remove)
-        self._verified = {path for path in self._verified if path.name <= step_name(step)}
+        Raises:
+            UserError: the folder cannot be written to.
+        """
+        self._verified.difference_update(agree(lambda: self._remove_after(step)))
+
+    def _remove_after(self, step: int) -> list[Path]:
+        later = [self.path_of(each) for each in steps_in(self.folder) if each > step]
+        try:
+            with atomic_file(self.folder / LATEST) as file:
+                file.write(self.path_of(step).name)
+        except OSError as error:
+            raise UserError(f"{self.folder / LATEST} cannot be written ({error.strerror})") from error
+        for path in reversed(later):
+            remove_checkpoint(path)
+        return later
 
     def _warn_of_incomplete(self) -> None:
         newest = max(self.steps(), default=-1)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megalowbit.engine.heartbeat import Heartbeat, StoreSilentError
-from megalowbit.engine.notice_board import LOOKS, Finding
+from megalowbit.engine.notice_board import LOOKS, LOSS, Finding
 from megalowbit.engine.verdict import Beat, blame, has_culprit_elsewhere, waited
 
 INTERVALS_BETWEEN_LOOKS = 2.5
@@ -29,14 +29,14 @@ class Verdict(NamedTuple):
 
     Attributes:
         line: for people, without full stop.
-        is_users: a mistake that the next try would find again.
+        kind: one of `notice_board.KINDS`.
         is_mine: this rank tells it, and no other.
         is_hang: some rank answers but does not come, so its stack says more.
         is_open: nobody is to blame, so the error that a rank has met says more.
     """
 
     line: str
-    is_users: bool = False
+    kind: str = LOSS
     is_mine: bool = True
     is_hang: bool = False
     is_open: bool = False
@@ -78,11 +78,11 @@ def _look(heartbeat: Heartbeat, rank: int) -> Verdict:
     while (failure := heartbeat.ask(lambda board: board.failure())) is None and time.monotonic() < end:
         time.sleep(heartbeat.interval / POLLS_AN_INTERVAL)
     if failure is not None:
-        finding = Finding(str(failure), failure.is_users, len(first))
-        verdict = Verdict(finding.line, finding.is_users)
+        finding = Finding(str(failure), failure.kind, len(first))
+        verdict = Verdict(finding.line, finding.kind)
     else:
         look = heartbeat.ask(lambda board: board.look(first))
-        finding = Finding(blame(look, observer=rank), False, len(look.living))
+        finding = Finding(blame(look, observer=rank), LOSS, len(look.living))
         is_hang = has_culprit_elsewhere(look)
         verdict = Verdict(finding.line, is_hang=is_hang, is_open=not (is_hang or look.silent))
     heartbeat.ask(lambda board: board.tell(finding))
@@ -95,7 +95,7 @@ def _read(heartbeat: Heartbeat, describe: Callable[[], Beat], rank: int) -> Verd
     while time.monotonic() < end:
         finding = heartbeat.ask(lambda board: board.finding())
         if finding is not None:
-            return Verdict(finding.line, finding.is_users, is_mine=False)
+            return Verdict(finding.line, finding.kind, is_mine=False)
         time.sleep(heartbeat.interval / POLLS_AN_INTERVAL)
     other = heartbeat.ask(lambda board: board.claimant(LOOKS))
     return Verdict(

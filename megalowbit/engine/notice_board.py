@@ -23,6 +23,8 @@ from megalowbit.engine.verdict import Beat, Look
 ALARM, FAILURE, FINDING, INFORMED, ENTERED = "alarm", "failure", "finding", "informed", "entered"
 LOOKS, TELLS_OF_SIGTERM = "looks", "tells of SIGTERM"  # what one rank alone does
 IS_STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
+# a mistake is found again by the next try, an interrupt was asked for, and the rest may have gone
+KINDS = DEFECT, MISTAKE, INTERRUPT, LOSS = "defect", "mistake", "interrupt", "loss"
 KEYS_A_REQUEST = 256
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
@@ -35,17 +37,17 @@ class Failure(NamedTuple):
         host: its machine.
         mark: what its loop was at.
         line: what it raised.
-        is_users: a mistake that the next try would find again.
+        kind: one of `KINDS`.
     """
 
     rank: int
     host: str
     mark: str
     line: str
-    is_users: bool
+    kind: str
 
     def __str__(self) -> str:
-        where = "" if self.is_users else " (its own output says where)"
+        where = " (its own output says where)" if self.kind == DEFECT else ""
         return f"rank {self.rank} (host {self.host}) failed in {self.mark}: {self.line}{where}"
 
 
@@ -54,12 +56,12 @@ class Finding(NamedTuple):
 
     Attributes:
         line: for people.
-        is_users: see `Failure`.
+        kind: see `Failure`.
         living: ranks that are expected to read it, the finder among them.
     """
 
     line: str
-    is_users: bool
+    kind: str
     living: int
 
 

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import NamedTuple
 
 from megalowbit import process_group
@@ -36,13 +36,22 @@ from megalowbit.engine.call_site import is_failed_collective, site_of_error, sit
 from megalowbit.engine.group_timeouts import set_group_timeouts
 from megalowbit.engine.heartbeat import Heartbeat, StoreSilentError
 from megalowbit.engine.inquiry import Verdict, inquire, wait_until_known
-from megalowbit.engine.notice_board import TELLS_OF_SIGTERM, Failure, NoticeBoard
+from megalowbit.engine.notice_board import (
+    DEFECT,
+    INTERRUPT,
+    LOSS,
+    MISTAKE,
+    TELLS_OF_SIGTERM,
+    Failure,
+    NoticeBoard,
+)
 from megalowbit.engine.verdict import Beat, blame, named, waited
 from megalowbit.engine.watchdog_settings import WatchdogSettings
 from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError
 from megalowbit.process_group import ProcessIdentity
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
+EXIT_CODES = MappingProxyType({MISTAKE: EXIT_USER_ERROR, INTERRUPT: 128 + signal.SIGINT})
 TIMEOUTS_WITHOUT_PROGRESS = 1.1  # a little later than the collectives' own, which end a run more cleanly
 SECONDS_AFTER_SIGTERM = 20.0  # launchers kill after 30
 INTERVALS_TO_COME_OUT = 0.5
@@ -173,7 +182,7 @@ class Watchdog:
             if self._alarmed.is_set():  # another rank has failed and will not come to what follows
                 raise _error(self._find_out())
             return
-        if not is_failed_collective(error):
+        if not isinstance(error, Exception) or not is_failed_collective(error):
             self._report(error)
             return
         self._place = site_of_error(error).text
@@ -193,7 +202,7 @@ class Watchdog:
             host=self._host,
             mark=self._mark.what,
             line=_on_a_line(error),
-            is_users=isinstance(error, UserError) and not isinstance(error, TransientError),
+            kind=_kind_of(error),
         )
         try:
             self._heartbeat.ask(lambda board: board.report(failure))
@@ -308,7 +317,8 @@ class Watchdog:
         """End this process, now."""
         self._arm_backstop(self._settings.interval)  # a terminal or a disk may hang as well
         error = _error(verdict)
-        self._tell(error)
+        if isinstance(error, UserError):
+            self._tell(error)
         site = site_of_frame(sys._current_frames().get(self._main_thread))
         if not site.is_collective and self._folder is not None:
             # the line has been told, which matters more than a disk that is full
@@ -316,7 +326,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file)
         if self._heartbeat is not None:
             wait_until_known(self._heartbeat)
-        os._exit(EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR)
+        os._exit(EXIT_CODES.get(verdict.kind, EXIT_TRANSIENT))
 
 
 def _on_a_line(error: BaseException) -> str:
@@ -325,10 +335,21 @@ def _on_a_line(error: BaseException) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…"
 
 
-def _error(verdict: Verdict) -> UserError:
-    line = verdict.line
-    error = (
-        UserError(line) if verdict.is_users else TransientError(f"{line}; continue from the last checkpoint")
-    )
+def _kind_of(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPT
+    if isinstance(error, TransientError):
+        return LOSS
+    return MISTAKE if isinstance(error, UserError) else DEFECT
+
+
+def _error(verdict: Verdict) -> UserError | KeyboardInterrupt:
+    """What this rank raises for what has happened elsewhere."""
+    if verdict.kind == INTERRUPT:
+        return KeyboardInterrupt(verdict.line)
+    if verdict.kind == MISTAKE:
+        error = UserError(verdict.line)
+    else:
+        error = TransientError(f"{verdict.line}; continue from the last checkpoint")
     error.is_told = not verdict.is_mine
     return error

@@ -45,7 +45,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         draft.rename(folder)
     except (OSError, SafetensorError) as error:  # the latter is how a full disk under weights shows
         raise UserError(
-            f"{folder} cannot be written ({getattr(error, 'strerror', None) or error}): check the place and its free room"
+            f"{folder} cannot be written ({getattr(error, 'strerror', None) or error}): "
+            "check the place and its free room"
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -93,10 +94,15 @@ def build_parser() -> argparse.ArgumentParser:
 def program() -> int:
     """The command line as a process of its own, which stop signals are sent to; returns the exit code."""
     block_stop_signals()  # before heavy imports, whose threads inherit it
-    code = main()
-    if code == EXIT_TRANSIENT:
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code:
         sys.stdout.flush()
-        os._exit(code)  # taking down groups whose ranks are gone could hang or abort
+        sys.stderr.flush()
+        os._exit(code)  # taking down groups whose ranks are gone can hang, or abort with another code
     return code
 
 

@@ -167,6 +167,7 @@ def train(job: Job, recorder: Recorder, watchdog: Watchdog | None = None) -> End
                 job.save()
         if step.is_stop_asked and not is_last:
             return Ending.STOPPED
+    _switch_if_due(job, recorder)  # where no step was left, but the summary
     return Ending.DONE
 
 

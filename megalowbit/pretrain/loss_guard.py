@@ -21,6 +21,7 @@ from megalowbit.pretrain.loss_spikes import LossSpikes
 
 KEY = "megalowbit.loss_guard"
 Action = Literal["go on", "roll back", "stop"]
+NEW_RUN = "megalowbit.model.checkpoint, with a lower learning rate"
 ACTS: Mapping[str, Action] = {"rollback": "roll back", "stop": "stop"}  # other policies go on
 
 
@@ -30,7 +31,7 @@ class Verdict:
 
     Attributes:
         action: whether to train on, to roll back, or to stop.
-        line: what to tell: of a step that goes on, or why it does not; `None` is nothing.
+        line: what to tell of the step; where it stops the run, with the remedy. `None` is nothing.
         since: where it does not, the first step that was in trouble.
     """
 
@@ -103,7 +104,7 @@ class LossGuard:
         if policy not in ACTS:
             # once in a row of them: each skipped step has a line of its own
             return Verdict(line=reason if self._nonfinite_in_a_row == patience else None)
-        return self._act(policy, reason, self._since or step)
+        return self._act("nonfinite", reason, self._since or step)
 
     def _judge_finite(self, step: int, loss: float) -> Verdict:
         policy = self.settings.spike
@@ -118,27 +119,29 @@ class LossGuard:
         if found.rise is not None:
             reason = f"step {step}: {found.rise}"
             since = min(self._spikes.low_until + 1, self._since or step)
-            return self._act(policy, reason, since) if policy in ACTS else Verdict(line=reason)
+            return self._act("spike", reason, since) if policy in ACTS else Verdict(line=reason)
         if not is_spike:
             return Verdict()
         reason = f"step {step}: {found.spike}"
         if policy in ACTS and self._spikes_in_a_row >= self.settings.patience:
             many = f", as {self._spikes_in_a_row} steps in a row" if self._spikes_in_a_row > 1 else ""
-            return self._act(policy, reason + many, self._since or step)
+            return self._act("spike", reason + many, self._since or step)
         return Verdict(line=reason if self._spikes_in_a_row == 1 else None)
 
     def _note_trouble(self, step: int, *, is_trouble: bool) -> None:
         self._since = (self._since or step) if is_trouble else None
 
-    def _act(self, policy: str, reason: str, since: int) -> Verdict:
-        action = ACTS[policy]
-        if action == "roll back" and len(self.rollbacks) >= self.settings.max_rollbacks:
-            return Verdict(
-                action="stop",
-                line=f"{reason}; {KEY}.max_rollbacks = {self.settings.max_rollbacks} are made",
-                since=since,
-            )
-        return Verdict(action=action, line=reason, since=since)
+    def _act(self, key: str, reason: str, since: int) -> Verdict:
+        action = ACTS[getattr(self.settings, key)]
+        if action == "stop":
+            way_out = f"resume with --set {KEY}.{key}=rollback to leave these data out"
+        elif len(self.rollbacks) >= self.settings.max_rollbacks:
+            action = "stop"
+            way_out = f"{KEY}.max_rollbacks = {self.settings.max_rollbacks} are made: raise it"
+        else:
+            return Verdict(action=action, line=reason, since=since)
+        line = f"{reason}: {way_out}, or start a new run from an earlier checkpoint ({NEW_RUN})"
+        return Verdict(action=action, line=line, since=since)
 
     def newest_refuge(self, since: int) -> int:
         """The newest step to roll back to from trouble that began at `since`.

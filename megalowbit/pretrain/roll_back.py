@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.job import Job
-from megalowbit.pretrain.loss_guard import KEY, Verdict
+from megalowbit.pretrain.loss_guard import Verdict
 from megalowbit.pretrain.recorder import Recorder
 
 
@@ -39,7 +39,7 @@ def guard_loss(job: Job, recorder: Recorder, *, is_skipped: bool) -> bool:
     assert loss is not None  # a step was taken
     verdict = job.loss_guard.after_step(job.step, loss, is_skipped=is_skipped)
     if verdict.action == "stop":
-        raise stopped_by(verdict)
+        raise UserError(f"{verdict.line}")
     if verdict.action == "roll back":
         roll_back(job, recorder, verdict)
         return True
@@ -70,14 +70,6 @@ def roll_back(job: Job, recorder: Recorder, verdict: Verdict) -> None:
     recorder.tell(
         f"rolled back after step {step} to step {job.step} ({verdict.line}): training goes on with the data "
         f"that come next; rollback {len(guard.rollbacks)} of {guard.settings.max_rollbacks}"
-    )
-
-
-def stopped_by(verdict: Verdict) -> UserError:
-    """Training ends because of its loss."""
-    return UserError(
-        f'{verdict.line}: resume with {KEY} "rollback" to leave these data out, or start a new run with a '
-        "lower learning rate from a checkpoint with megalowbit.model.checkpoint"
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megalowbit.durable import atomic_file, remove_drafts, sync
-from megalowbit.errors import UserError
+from megalowbit.errors import TransientError, UserError
 
 LOCK = ".lock"
 # written as drafts, which a kill leaves behind; drafts of other names are somebody else's
@@ -110,14 +110,14 @@ class RunFolder:
         """Keep other jobs out while the block runs; afterwards remove the folder if nothing was written.
 
         Raises:
-            UserError: another job holds the folder.
+            TransientError: another job holds the folder.
         """
         lock = self.path / LOCK
         with lock.open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(
+                raise TransientError(  # the lock of a node that died may outlive it for a while
                     f"run folder {self.path} is in use by another job: wait for it, or use another --run-dir"
                 ) from None
             try:

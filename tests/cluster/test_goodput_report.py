@@ -31,15 +31,12 @@ def test_table_and_data_say_the_same():
     assert list(told["intervals"]) == [BEST, "Young 1974", "Daly 2006, first order", "Daly 2006", OWN]
     for name, row in told["intervals"].items():
         (line,) = [line for line in lines if line.startswith(f"{name}  ")]
-        assert (
-            line.split()[-8:]
-            == [
-                *duration(row["interval"]).split(),
-                f"{row['steps']:,}",
-                *f"{100 * row['goodput']:.2f} ± {100 * (row['high'] - row['goodput']):.2f} %".split(),
-                *f"{100 * row['expected_goodput']:.2f} %".split(),
-            ]
-        )
+        assert line.split()[-8:] == [
+            *duration(row["interval"]).split(),
+            f"{row['steps']:,}",
+            *f"{100 * row['goodput']:.2f} ± {100 * (row['high'] - row['goodput']):.2f} %".split(),
+            *f"{100 * row['expected_goodput']:.2f} %".split(),
+        ]
         assert row["goodput"] == pytest.approx(row["expected_goodput"], abs=0.03)
     assert lines[-1] == f"megalowbit.checkpoint.every = {told['best']['steps']}"
 

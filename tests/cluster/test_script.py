@@ -58,6 +58,14 @@ def test_a_task_is_a_rank_or_a_launcher_of_all_ranks_of_a_node(launcher, tasks, 
     }
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_of_a_range_of_nodes_slurm_is_not_told_tasks_for_it_would_take_the_fewest_nodes(launcher):
+    text = script("nodes=1-2", f"launcher={launcher}")
+    assert not [option for option in header(text) if option.startswith("--ntasks")]
+    assert {"--nodes=1-2", "--cpus-per-task=96"} <= {*header(text)}
+    assert f"--cpus-per-task={12 if launcher == 'srun' else 96})" in text
+
+
 def test_what_keeps_a_job_alive_is_always_asked_for():
     options = header(script("signal_seconds=120"))
     assert {"--requeue", "--open-mode=append", "--signal=B:USR1@120"} <= {*options}

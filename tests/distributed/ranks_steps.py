@@ -4,7 +4,7 @@ import torch
 from tiny_training import TinyModel, config, facts, make, rank_and_size, report, train_step, weights
 
 from megalowbit.engine.agreement import agree
-from megalowbit.errors import UserError
+from megalowbit.errors import TransientError, UserError
 from megalowbit.optim.grad_norm import inspect_each_gradient, inspect_gradients
 from megalowbit.optim.mixed_precision import FP32Optimizer
 
@@ -132,7 +132,7 @@ def agreement():
         raise error
 
     seen = [agree(lambda: f"of rank {rank}")]
-    for error in (UserError("mend it"), OSError("disk")):
+    for error in (UserError("mend it"), TransientError("try again"), OSError("disk")):
         try:
             agree(lambda error=error: fail(error))
         except (UserError, OSError, RuntimeError) as caught:

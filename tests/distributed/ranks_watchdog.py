@@ -61,6 +61,7 @@ FAULTS = {
     "fail": fail,
     "refuse": refuse,
     "terminate": terminate,
+    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
     "end": lambda: sys.exit(0),
     "nothing": lambda: None,
 }
@@ -116,6 +117,8 @@ def run_rank(case, folder, rank):
         if not error.is_told:
             print(f"error: {error}", flush=True)
         os._exit(EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        os._exit(130)
     stop_process_group()
     return 0
 

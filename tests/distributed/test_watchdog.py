@@ -32,6 +32,8 @@ CASES = {
     "failing": case("2", "fail", [1], size=3),
     "refusing": case("0", "refuse", [1]),
     "leaving": case("0", "end", [1]),
+    "interrupted": case("2", "interrupt", [1]),
+    "interrupted_stage": case("pipeline", "interrupt", [0]),
     "failing_stage": case("pipeline", "fail", [1]),
     "sleeping_stage": case("pipeline", "sleep", [1]),
     "alone": case("0", "sleep", [0], size=1),
@@ -186,6 +188,15 @@ def test_a_users_mistake_on_one_rank_is_one_on_all(runs):
 def test_a_rank_that_leaves_early_is_named(runs):
     line = check_end(runs("leaving")[0], [0])
     assert re.match(rf"rank 1 {HERE} failed in step \d+: SystemExit: 0 ", line), line
+
+
+@pytest.mark.parametrize("name", ["interrupted", "interrupted_stage"])
+def test_ctrl_c_on_one_rank_ends_all_without_a_word(runs, name):
+    for code, seconds, output in runs(name)[0].values():
+        assert code == 130, output
+        assert seconds <= LIMIT
+        assert "error" not in output
+        assert "Traceback" not in output
 
 
 def test_a_run_of_one_rank_that_hangs_ends_too(runs):

@@ -300,8 +300,9 @@ def test_checkpoints_of_steps_to_come_again_are_removed(tmp_path):
     for number in (2, 4, 6):
         store.save(engine, number, {"from": "the first time"})
     (tmp_path / "step-00000008").mkdir()  # what an interrupted save leaves
-    store.remove_after(3)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002"]
+    store.remove_after(2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000002"]
+    assert (tmp_path / "latest").read_text() == "step-00000002"
     path = store.save(engine, 4, {"from": "the second time"})
     assert store.load(make_engine(), path) == {"from": "the second time"}
 

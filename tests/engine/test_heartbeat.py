@@ -2,7 +2,7 @@ import threading
 import time
 
 import pytest
-from notes import beat, boards
+from small_boards import beat, boards
 
 from megalowbit.engine.heartbeat import Heartbeat, StoreSilentError
 

@@ -2,11 +2,11 @@ import threading
 import time
 
 import pytest
-from notes import beat, boards
+from small_boards import beat, boards
 
 from megalowbit.engine.heartbeat import Heartbeat
 from megalowbit.engine.inquiry import inquire, wait_until_known
-from megalowbit.engine.notice_board import LOOKS, Failure, Finding
+from megalowbit.engine.notice_board import DEFECT, LOOKS, LOSS, MISTAKE, Failure, Finding
 
 INTERVAL = 0.2
 REDUCE = "all_reduce (a.py:1 f)"
@@ -61,18 +61,18 @@ def test_one_looks_and_all_know_the_same(start):
 
 def test_a_reported_failure_is_found_without_waiting_for_beats(start):
     hearts, notes = start(3, beating=(0, 1))
-    notes[2].report(Failure(2, "n2", "step 7", "mend data.corpus", True))
+    notes[2].report(Failure(2, "n2", "step 7", "mend data.corpus", MISTAKE))
     verdicts, intervals = ask_all(hearts)
     assert {verdict.line for verdict in verdicts.values()} == {
         "rank 2 (host n2) failed in step 7: mend data.corpus"
     }
-    assert all(verdict.is_users for verdict in verdicts.values())
+    assert all(verdict.kind == MISTAKE for verdict in verdicts.values())
     assert intervals < 2.5
 
 
 def test_a_failure_that_is_reported_during_the_search_ends_it(start):
     hearts, notes = start(2, beating=(0,))
-    failure = Failure(1, "n2", "step 7", "ValueError: x", False)
+    failure = Failure(1, "n2", "step 7", "ValueError: x", DEFECT)
     threading.Timer(INTERVAL, lambda: notes[1].report(failure)).start()
     assert inquire(hearts[0], lambda: beat(0), rank=0).line == str(failure)
 
@@ -139,7 +139,7 @@ def test_no_way_to_the_machine_is_a_network_that_is_cut(start):
 
 def test_the_main_process_waits_for_the_others_to_read_but_not_for_ever(start):
     hearts, notes = start(2, beating=(0, 1))
-    notes[0].tell(Finding("found", False, 2))
+    notes[0].tell(Finding("found", LOSS, 2))
     started = time.monotonic()
     threading.Timer(INTERVAL, notes[1].finding).start()
     wait_until_known(hearts[0])
@@ -149,7 +149,7 @@ def test_the_main_process_waits_for_the_others_to_read_but_not_for_ever(start):
 
 def test_the_main_process_does_not_wait_for_ever(start):
     hearts, notes = start(2, beating=(0,))
-    notes[0].tell(Finding("found", False, 2))
+    notes[0].tell(Finding("found", LOSS, 2))
     started = time.monotonic()
     wait_until_known(hearts[0])
     assert 2.5 * INTERVAL <= time.monotonic() - started < 10

@@ -1,9 +1,18 @@
-from notes import beat, boards
+from small_boards import beat, boards
 
 from megalowbit.engine import notice_board
-from megalowbit.engine.notice_board import LOOKS, TELLS_OF_SIGTERM, Failure, Finding, NoticeBoard
+from megalowbit.engine.notice_board import (
+    DEFECT,
+    LOOKS,
+    LOSS,
+    MISTAKE,
+    TELLS_OF_SIGTERM,
+    Failure,
+    Finding,
+    NoticeBoard,
+)
 
-FAILURE = Failure(1, "n2", "step 7", "ValueError: a defect", False)
+FAILURE = Failure(1, "n2", "step 7", "ValueError: a defect", DEFECT)
 
 
 def test_beats_of_all_are_read_by_any(monkeypatch):
@@ -40,7 +49,7 @@ def test_a_reported_failure_alarms_all_and_the_first_stays(monkeypatch):
     assert not first.is_alarmed()
     assert first.failure() is None
     second.report(FAILURE)
-    first.report(Failure(0, "n1", "step 7", "another", True))
+    first.report(Failure(0, "n1", "step 7", "another", MISTAKE))
     assert first.is_alarmed()
     assert first.failure() == FAILURE
     assert str(FAILURE).startswith("rank 1 (host n2) failed in step 7: ValueError: a defect")
@@ -50,15 +59,15 @@ def test_everybody_knows_once_all_living_have_found_read_or_reported(monkeypatch
     first, second, third = boards(3, monkeypatch)
     second.report(FAILURE)
     assert not first.is_known_to_all()
-    first.tell(Finding("found", False, 3))
+    first.tell(Finding("found", LOSS, 3))
     assert not first.is_known_to_all()
-    assert third.finding() == Finding("found", False, 3)
+    assert third.finding() == Finding("found", LOSS, 3)
     assert first.is_known_to_all()
 
 
 def test_the_lost_are_not_waited_for(monkeypatch):
     first, _, third = boards(3, monkeypatch)
-    first.tell(Finding("found", False, 2))
+    first.tell(Finding("found", LOSS, 2))
     assert not first.is_known_to_all()
     third.finding()
     assert first.is_known_to_all()

@@ -27,7 +27,8 @@ from soak_runs import RUNS, compare, write_run
 from launchers import metrics
 
 PHASES = ("import", "start", "step", "save", "end")
-CODES_WHEN_ASKED = {0, 130, 143}  # stopped as asked, by Ctrl-C, before any step had ended
+# stopped as asked, by Ctrl-C, because the other rank was, before any step had ended
+CODES_WHEN_ASKED = {0, 130, 75, 143}
 
 
 def parse(arguments):

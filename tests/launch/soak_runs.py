@@ -26,6 +26,7 @@ def shared(steps):
         "checkpoint": {"every": 2, "keep": 2},
         "telemetry": {"log_every": 1, "layers_every": 3},
         "late_switch": {"at": steps - 5},
+        "watchdog": {"timeout": 60.0},
     }
 
 

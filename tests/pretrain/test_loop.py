@@ -1,8 +1,8 @@
 import json
 import math
-import os
 import shutil
 import signal
+import threading
 
 import pytest
 import torch
@@ -199,11 +199,14 @@ def test_the_learning_rate_reported_is_the_one_weights_moved_by(build_job):
 
 
 def ask_to_stop_after(job, step):
-    """Send this process the signal of a time limit while the forward of `step` runs."""
+    """Send the signal of a time limit while the forward of `step` runs, to the thread that blocks it.
+
+    Threads that earlier tests have left do not, and one of them would end the process.
+    """
 
     def send(module, inputs, output):
         if job.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGUSR1)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
     return job.engine.module.register_forward_hook(send)
 
@@ -251,7 +254,7 @@ def test_a_finished_run_is_marked_and_a_stopped_one_is_not(resolve, tmp_path, st
     done = tmp_path / "run" / "DONE"
     pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), **arguments)
     assert json.loads(done.read_text()) == {"step": 2}
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
     pretrain(resolve("megalowbit.run.steps=4"), ProcessIdentity(), **arguments)
     assert "stopped after step 3 as asked: go on with --resume auto" in capsys.readouterr().out
     assert not done.exists()
@@ -264,7 +267,12 @@ def test_a_finished_run_is_marked_and_a_stopped_one_is_not(resolve, tmp_path, st
 def test_a_run_killed_after_its_last_checkpoint_is_summed_up_and_exported_by_the_next_start(
     resolve, tmp_path
 ):
-    config, run = resolve("megalowbit.run.steps=2", "megalowbit.telemetry.layers_every=3"), tmp_path / "run"
+    settings = (
+        "megalowbit.run.steps=2",
+        "megalowbit.telemetry.layers_every=3",
+        "megalowbit.late_switch.at=1",
+    )
+    config, run = resolve(*settings), tmp_path / "run"
     pretrain(config, ProcessIdentity(), run_dir=run, is_resume=False)
     whole = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     summary = json.loads(whole["summary.json"])

@@ -31,8 +31,12 @@ def test_a_single_loss_that_is_not_finite_is_passed_over(policy):
 @pytest.mark.parametrize(("policy", "action"), [("rollback", "roll back"), ("stop", "stop")])
 def test_losses_that_are_not_finite_in_a_row_are_acted_upon(policy, action):
     (found,) = verdicts(guard_of(nonfinite=policy), [2.0, NAN, 2.0, NAN, INF, NAN]).items()
-    line = "step 6: the loss of 3 steps in a row was not finite (the last one is nan)"
-    assert found == (6, Verdict(action=action, line=line, since=4))
+    step, verdict = found
+    assert (step, verdict.action, verdict.since) == (6, action, 4)
+    reason = "step 6: the loss of 3 steps in a row was not finite (the last one is nan)"
+    remedy = ": resume with --set megalowbit.loss_guard.nonfinite=rollback to leave these data out, or start"
+    assert verdict.line.startswith(reason + (remedy if action == "stop" else ""))
+    assert (verdict.line == reason) == (action == "roll back")
 
 
 def test_patience_of_one_acts_at_once():
@@ -82,7 +86,8 @@ def test_spikes_in_a_row_are_acted_upon_and_a_single_one_is_told(policy, action)
         145: action,
     }
     assert found[145].line.startswith("step 145: loss 8 is ")
-    assert found[145].line.endswith(", as 3 steps in a row")
+    assert ", as 3 steps in a row" in found[145].line
+    assert ("--set megalowbit.loss_guard.spike=rollback" in found[145].line) == (action == "stop")
     assert found[145].since == 143
 
 
@@ -139,7 +144,7 @@ def test_rollbacks_are_counted_and_the_last_one_stops():
     guard.rollbacks.append({"after_step": 9, "to_step": 8, "reason": "b"})
     verdict = guard.after_step(15, NAN, is_skipped=True)
     assert verdict.action == "stop"
-    assert verdict.line.endswith("; megalowbit.loss_guard.max_rollbacks = 2 are made")
+    assert ": megalowbit.loss_guard.max_rollbacks = 2 are made: raise it, or start a new run" in verdict.line
 
 
 def test_trouble_that_comes_back_at_once_asks_for_an_earlier_checkpoint():

@@ -260,8 +260,8 @@ def test_data_that_stay_bad_lead_further_back_and_then_to_the_end(build_job, tmp
         (7, 6), (7, 4), (5, 2)
     ]  # fmt: skip
     assert str(error.value).startswith(
-        "step 3: the loss of the step was not finite (the last one is nan); "
-        "megalowbit.loss_guard.max_rollbacks = 3 are made: resume with megalowbit.loss_guard"
+        "step 3: the loss of the step was not finite (the last one is nan): "
+        "megalowbit.loss_guard.max_rollbacks = 3 are made: raise it, or start a new run"
     )
     assert job.store.steps() == [2]
     assert "stopped: step 3/20" in capsys.readouterr().out

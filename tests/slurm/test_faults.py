@@ -57,15 +57,16 @@ def test_time_limit_is_survived_as_often_as_it_takes(workspace):
     assert [step for step, _ in run.losses()] == list(range(1, 301))
 
 
-def test_orphan_of_a_killed_deepspeed_launcher_is_ended_and_the_run_requeued(workspace, undisturbed):
+def test_orphans_of_killed_deepspeed_launchers_are_ended_and_the_run_requeued(workspace, undisturbed):
+    """With its child killed, the launcher ends with 0, and so does the step, while the ranks train on."""
     run = workspace.submit("orphan", "launcher=deepspeed")
     run.reach(step=SAVE_EVERY + 2)
-    second = run.nodes()[1]
-    [orphan] = processes(workspace.cluster, second)
-    workspace.cluster.run("pkill", "-KILL", "-f", "deepspeed.launcher.launch", on=second)
-    run.reach(tries=2, step=1)
-    assert orphan not in processes(workspace.cluster, second)
+    for node in run.nodes():
+        workspace.cluster.run("pkill", "-KILL", "-f", "deepspeed.launcher.launch", on=node)
     assert run.end() == "COMPLETED", run.log
+    assert run.job.restarts == 1
+    assert "(code 0)" in run.tries[0]
+    assert run.tries[0].count("was left over and is ended") == 2
     assert run.losses() == undisturbed["deepspeed"]
 
 
@@ -109,7 +110,8 @@ def test_network_cut_ends_the_try_in_time_naming_the_node_and_the_run_goes_on(tm
         assert [processes(cluster, node) for node in (first, lost)] == [[], []], run.log
         cluster.hosts.mend(lost)
         assert run.end() == "COMPLETED", run.log
-    assert re.search(rf"error: rank 1 \(host {lost}\).* rank 0 waited .*all_reduce", run.tries[0])
+    line = rf"error: rank 1 \(host {lost}\) does not answer.* rank 0 \(host {first}\) waited \d+ s in \w+"
+    assert re.search(line, run.tries[0]), run.tries[0]
     assert run.starts[1] >= SAVE_EVERY
     assert run.losses() == undisturbed["srun"]
 
