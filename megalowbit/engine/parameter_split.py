@@ -119,7 +119,7 @@ def split_weights(
 
 
 def forget_lr_scales(engine: Any) -> None:
-    """Undo what the first split made of the learning rates, before a checkpoint is loaded that may lack it."""
+    """Undo what the first split made of learning rates: a checkpoint to be loaded may be from before it."""
     for group in engine.optimizer.param_groups:
         group.pop("lr_scale", None)
 

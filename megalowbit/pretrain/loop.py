@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from megalowbit.engine.agreement import agree, gather
+from megalowbit.engine.agreement import agree, gather, raised_on_all_ranks
 from megalowbit.engine.config import load_json
 from megalowbit.engine.nested_blocks import check_nested_blocks
 from megalowbit.engine.parameter_split import WeightSplitReport
@@ -154,6 +154,7 @@ def train(job: Job, recorder: Recorder, watchdog: Watchdog | None = None) -> End
         step = train_step(job)
         _record(job, recorder, step, split)
         recorder.tell(watchdog.step_ended(step.seconds))
+        watchdog.mark(f"the end of step {job.step}")  # a rollback loads a checkpoint
         if guard_loss(job, recorder, is_skipped=step.is_skipped):
             continue
         job.skips_in_a_row = job.skips_in_a_row + 1 if step.is_skipped else 0
@@ -182,7 +183,7 @@ def _is_save_due(job: Job, recorder: Recorder) -> bool:
 
 def too_many_skips(step: int, skips_in_a_row: int, facts: Facts) -> UserError:
     """Training cannot go on: no update was applied for so long."""
-    return UserError(
+    return raised_on_all_ranks(
         f"the gradients of {skips_in_a_row} steps in a row were not finite (step {step}, "
         f"loss {facts['loss']}, loss scale {facts['loss_scale']:g}): start a new run with a lower "
         "learning rate, or a lower loss scale if the loss is finite, from the last good checkpoint "

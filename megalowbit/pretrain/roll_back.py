@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalowbit.errors import UserError
+from megalowbit.engine.agreement import raised_on_all_ranks
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.loss_guard import Verdict
 from megalowbit.pretrain.recorder import Recorder
@@ -39,7 +39,7 @@ def guard_loss(job: Job, recorder: Recorder, *, is_skipped: bool) -> bool:
     assert loss is not None  # a step was taken
     verdict = job.loss_guard.after_step(job.step, loss, is_skipped=is_skipped)
     if verdict.action == "stop":
-        raise UserError(f"{verdict.line}")
+        raise raised_on_all_ranks(f"{verdict.line}")
     if verdict.action == "roll back":
         roll_back(job, recorder, verdict)
         return True
@@ -56,7 +56,7 @@ def roll_back(job: Job, recorder: Recorder, verdict: Verdict) -> None:
     assert verdict.since is not None  # whoever rolls back knows from what
     path = _checkpoint_before(job, verdict.since)
     if path is None:
-        raise UserError(
+        raise raised_on_all_ranks(
             f"{verdict.line}: there is no checkpoint from before step {verdict.since} to roll back to; train "
             "anew with a lower learning rate or other data, or lower megalowbit.checkpoint.every"
         )
