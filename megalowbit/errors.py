@@ -8,6 +8,7 @@ alone: it names the thing, its value and the remedy.
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, get_args
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 EXIT_USER_ERROR = 2  # trying again is useless
 EXIT_TRANSIENT = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
+PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN, errno.ENOTCONN}
 LONGEST_VALUE = 80  # characters of a value that a message repeats
 LONG_LIST = 30  # names beyond which the nearest one is told without the others
 
@@ -35,6 +37,17 @@ class UserError(ValueError):
 
 class TransientError(UserError):
     """What may be gone at the next try: a rank lost, a network cut; command lines exit with 75."""
+
+
+def from_system(message: str, error: BaseException) -> UserError:
+    """What a file system's error means to the run: a full disk stays full, a server that is away comes back.
+
+    Args:
+        message: names the thing and the remedy.
+        error: what was raised.
+    """
+    may_pass = isinstance(error, OSError) and error.errno in PASSING
+    return (TransientError if may_pass else UserError)(message)
 
 
 def shown(value: object) -> str:

@@ -91,7 +91,7 @@ def export(identity: ProcessIdentity, environ: MutableMapping[str, str] | None =
     `srun` also the place on the node and among nodes, as the DeepSpeed launcher writes it.
 
     Raises:
-        UserError: SLURM's variables are not understood.
+        UserError: SLURM's variables are not understood, or MASTER_PORT is no number.
     """
     environ = os.environ if environ is None else environ
     environ["RANK"] = str(identity.rank)
@@ -101,6 +101,7 @@ def export(identity: ProcessIdentity, environ: MutableMapping[str, str] | None =
         environ["MASTER_ADDR"] = _slurm_head(environ) if identity.launcher == "slurm" else "127.0.0.1"
     if "MASTER_PORT" not in environ:
         environ["MASTER_PORT"] = str(_port(identity, environ))
+    _whole_number("MASTER_PORT", environ)
     if identity.launcher == "slurm":
         for name, value in _slurm_places(environ).items():
             environ.setdefault(name, str(value))

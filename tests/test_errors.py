@@ -1,7 +1,16 @@
+import errno
+
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from megalowbit.errors import UserError, invalid_settings, shown, unknown_name
+from megalowbit.errors import (
+    TransientError,
+    UserError,
+    from_system,
+    invalid_settings,
+    shown,
+    unknown_name,
+)
 
 
 def test_unknown_name_names_the_value_the_nearest_and_all_known():
@@ -80,3 +89,11 @@ def test_a_value_that_cannot_be_written_is_shown_by_its_type():
 
     assert shown(Odd()) == "<Odd>"
     assert shown(10**5000) == "<int>"
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, UserError), (errno.ESTALE, TransientError)])
+def test_a_full_disk_stays_full_and_a_server_that_is_away_comes_back(number, kind):
+    error = from_system("x cannot be written", OSError(number, "why"))
+    assert type(error) is kind
+    assert str(error) == "x cannot be written"
+    assert type(from_system("x", RuntimeError())) is UserError

@@ -173,3 +173,8 @@ def test_an_exported_identity_starts_a_real_process_group():
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_port_that_is_no_number_is_refused():
+    with pytest.raises(UserError, match="MASTER_PORT must be a whole number ≥ 0, not 'not-a-port'"):
+        export(ProcessIdentity(), {"MASTER_PORT": "not-a-port"})

@@ -25,7 +25,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from megalowbit.checkpoints.shards import foreign
 from megalowbit.durable import FileFacts, HashingFile, atomic_file
 from megalowbit.engine.agreement import gather, raised_on_all_ranks
-from megalowbit.errors import UserError
+from megalowbit.errors import TransientError, UserError, from_system
 from megalowbit.process_group import is_true_anywhere
 
 LOSS_SCALER = "loss_scaler"  # DeepSpeed's key in the state of a ZeRO optimizer
@@ -42,7 +42,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
     def __init__(self, engine: Any = None) -> None:
         super().__init__()
         self.zipfile_serialization = True
-        self._failure: str | None = None  # to write: a mistake or misfortune of the user
+        self._failure: UserError | None = None  # to write: a mistake or misfortune of the user
         self._defect: Exception | None = None  # anything else
         self._facts: dict[str, FileFacts] = {}
         self._read: dict[str, Any] = {}  # ahead
@@ -124,9 +124,10 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         everyone = gather((failure, line))
         if defect is not None:
             raise defect
-        for rank, (message, _) in enumerate(everyone):
-            if message is not None:
-                raise raised_on_all_ranks(f"checkpoint {info.tag} was not written (rank {rank}): {message}")
+        for rank, (error, _) in enumerate(everyone):
+            if error is not None:
+                message = f"checkpoint {info.tag} was not written (rank {rank}): {error}"
+                raise raised_on_all_ranks(message, is_transient=isinstance(error, TransientError))
         for rank, (_, line) in enumerate(everyone):
             if line is not None:
                 raise RuntimeError(f"checkpoint {info.tag} was not written: rank {rank} failed: {line}")
@@ -146,7 +147,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
             action()
         except Exception as error:  # whatever it is (a full disk, an unpicklable object): others wait for us
             if self._failure is None:
-                self._failure = describe_write_error(path, error)
+                self._failure = from_system(describe_write_error(path, error), error)
 
 
 def plain_data(value: Any, where: str = "") -> Any:

@@ -29,7 +29,7 @@ from megalowbit.durable import (
 )
 from megalowbit.engine.agreement import agree, gather, gather_bytes, succeed_together
 from megalowbit.engine.random_state import packed_random_state
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, from_system
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def begin_folder(path: Path, *, is_named_by_user: bool = False) -> None:
             shutil.rmtree(path)
         path.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"checkpoint {_write_error(path, error)}") from error
+        raise from_system(f"checkpoint {_write_error(path, error)}", error) from error
 
 
 def save_together(
@@ -73,6 +73,8 @@ def save_together(
     is_named_by_user: bool = False,
 ) -> None:
     """Write a checkpoint, or leave nothing; every rank must call it, between optimizer steps.
+
+    Where a rank is lost when all is written, the checkpoint stays, and what that raises is raised.
 
     Args:
         engine: from `initialize`.
@@ -92,9 +94,11 @@ def save_together(
     try:
         facts = _write_files(engine, path, client_state, step=step, rank_file=rank_file)
         agree(lambda: _commit(path, facts, is_latest=is_latest))
-    except Exception:  # goes on its way: a folder that is not complete is in nobody's
+    except Exception as error:  # goes on its way: a folder that is not complete is in nobody's
         engine.checkpoint_engine.take_facts(path)
-        if process_group.rank() == 0:
+        # one that is complete stays where only the others could not be told of it
+        is_complete = not isinstance(error, UserError) and (path / MANIFEST).is_file()
+        if process_group.rank() == 0 and not is_complete:
             remove_checkpoint(path)
         raise
 
@@ -107,7 +111,7 @@ def _commit(path: Path, facts: Iterable[FileFacts], *, is_latest: bool) -> None:
             with atomic_file(path.parent / LATEST) as file:
                 file.write(path.name)
     except OSError as error:
-        raise UserError(f"checkpoint {_write_error(path, error)}") from error
+        raise from_system(f"checkpoint {_write_error(path, error)}", error) from error
 
 
 def _write_files(

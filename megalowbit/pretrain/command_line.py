@@ -13,6 +13,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import NoReturn
 
 from megalowbit.durable import atomic_file
 from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError
-from megalowbit.pretrain.stop_signals import block_stop_signals
+from megalowbit.pretrain.stop_signals import EndOnSigterm, block_stop_signals, release_stop_signals
 from megalowbit.process_group import ProcessIdentity, identify
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -132,6 +133,8 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     _share_cores()
     # or torch prints its stack on every rank when a main process is lost; read when it is first imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if options.dry_run or options.prepare_data:
+        release_stop_signals()
     if options.dry_run:
         from megalowbit.pretrain.dry_run import describe
 
@@ -146,6 +149,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
             count = count_samples(data)
             print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {data.cache_dir}")
         return
+    start = EndOnSigterm()
     from megalowbit.engine.process_start import import_deepspeed, stop_process_group
 
     import_deepspeed()  # first of all imports that lead to it, for it is set up on the way
@@ -157,6 +161,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         run_dir=options.run_dir,
         is_resume=options.resume == "auto",
         tell=lambda error: _report(error, identity),
+        at_first_step=start.stop,
     )
     stop_process_group()
 
@@ -200,7 +205,8 @@ def _report(error: UserError, identity: ProcessIdentity) -> None:
     if identity.is_main or is_transient:
         print(f"error: {line}", file=sys.stderr, flush=True)
     else:
-        time.sleep(SECONDS_FOR_THE_MAIN_RANK)
+        if threading.current_thread() is threading.main_thread():  # a watchdog's is here to end us now
+            time.sleep(SECONDS_FOR_THE_MAIN_RANK)
         print(f"error on rank {identity.rank}: {line}", file=sys.stderr, flush=True)
 
 

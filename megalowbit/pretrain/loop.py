@@ -7,6 +7,7 @@ on and holds the learning rate.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -56,6 +57,7 @@ def pretrain(
     run_dir: Path | None,
     is_resume: bool,
     tell: Callable[[UserError], None] = print_error,
+    at_first_step: Callable[[], None] | None = None,
 ) -> None:
     """Train until `run.steps`; every rank of the job calls this once.
 
@@ -65,6 +67,7 @@ def pretrain(
         run_dir: the folder the user asked for; None: a new one.
         is_resume: whether an existing run may be continued.
         tell: says why the process ends where it ends in here, as `Watchdog` does.
+        at_first_step: called when the start is over, and steps begin to look for stop signals.
 
     Raises:
         TransientError: a rank was lost, hangs or cannot be reached.
@@ -82,6 +85,9 @@ def pretrain(
         agree(lambda: stack.enter_context(folder.held()))
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
         job = assemble(config, identity, folder)
+        watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, tell=tell)
+        stack.enter_context(watchdog)
+        watchdog.mark("the load of a checkpoint")
         is_resumed = is_resume and job.resume()
         console = Console(
             config.settings.run.steps,
@@ -91,8 +97,8 @@ def pretrain(
             is_main=identity.is_main,
         )
         console.print(opening(job, identity, is_resumed=is_resumed, changes=changes))
-        watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, tell=tell)
-        stack.enter_context(watchdog)
+        if at_first_step is not None:
+            at_first_step()
         is_summed_up = agree(lambda: folder.is_summed_up(job.step))  # or it was killed just before that
         if job.step < config.settings.run.steps or not is_summed_up:
             with Recorder(job, console, is_main=identity.is_main, is_resume=is_resume) as recorder:
@@ -106,8 +112,9 @@ def pretrain(
                     console.print(products_line(products))
         else:
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
-        watchdog.mark("the export")
+        watchdog.mark("the export", is_save=True)
         export(job, console)
+        watchdog.finish()
         agree(lambda: folder.mark_done(job.step))
 
 
@@ -140,8 +147,8 @@ def train(job: Job, recorder: Recorder, watchdog: Watchdog | None = None) -> End
     Where any rank is asked to stop (`stop_signals`), all save after the same step and end.
 
     Raises:
-        UserError: `run.max_consecutive_skips` steps in a row had non-finite gradients, or the loss guard
-            stops the run.
+        UserError: `run.max_consecutive_skips` steps in a row had non-finite gradients or losses, or the loss
+            guard stops the run.
     """
     settings = job.config.settings
     watchdog = watchdog or Watchdog(WatchdogSettings(timeout=None), ProcessIdentity())
@@ -157,15 +164,17 @@ def train(job: Job, recorder: Recorder, watchdog: Watchdog | None = None) -> End
         watchdog.mark(f"the end of step {job.step}")  # a rollback loads a checkpoint
         if guard_loss(job, recorder, is_skipped=step.is_skipped):
             continue
-        job.skips_in_a_row = job.skips_in_a_row + 1 if step.is_skipped else 0
+        is_lost = step.is_skipped or not math.isfinite(job.totals.final_loss or 0.0)
+        job.skips_in_a_row = job.skips_in_a_row + 1 if is_lost else 0
         if job.skips_in_a_row >= settings.run.max_consecutive_skips:
             raise too_many_skips(job.step, job.skips_in_a_row, step.facts)
         is_last = job.step == settings.run.steps
         if is_last or step.is_stop_asked or _is_save_due(job, recorder):
             recorder.sync()  # a power cut must not leave a checkpoint whose records are gone
-            watchdog.mark(f"the save of step {job.step}")
+            watchdog.mark(f"the save of step {job.step}", is_save=True)
             with uninterrupted():
                 job.save()
+            watchdog.mark(f"the end of step {job.step}")
         if step.is_stop_asked and not is_last:
             return Ending.STOPPED
     _switch_if_due(job, recorder)  # where no step was left, but the summary
@@ -184,7 +193,7 @@ def _is_save_due(job: Job, recorder: Recorder) -> bool:
 def too_many_skips(step: int, skips_in_a_row: int, facts: Facts) -> UserError:
     """Training cannot go on: no update was applied for so long."""
     return raised_on_all_ranks(
-        f"the gradients of {skips_in_a_row} steps in a row were not finite (step {step}, "
+        f"the gradients or losses of {skips_in_a_row} steps in a row were not finite (step {step}, "
         f"loss {facts['loss']}, loss scale {facts['loss_scale']:g}): start a new run with a lower "
         "learning rate, or a lower loss scale if the loss is finite, from the last good checkpoint "
         "with megalowbit.model.checkpoint"

@@ -19,7 +19,8 @@ class LossGuardSettings(BaseModel):
 
     nonfinite: Literal["skip", "rollback", "stop"] = Field(
         default="skip",
-        description="a loss that is NaN or infinite; skip: its update is left out, and training goes on",
+        description="a loss that is NaN or infinite; skip: training goes on, without updates whose gradients "
+        "are not finite, for run.max_consecutive_skips steps in a row at most",
     )
     patience: int = Field(
         default=3,

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from megalowbit.engine.agreement import agree
-from megalowbit.errors import UserError
+from megalowbit.errors import from_system
 from megalowbit.layers.split_states import split_counts
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.speculation import LookFile, change_lines, speculation_summary
@@ -78,9 +78,10 @@ class Recorder:
             job.folder.done.unlink(missing_ok=True)
             job.folder.write_config(job.config.to_dict())
         except OSError as error:
-            raise UserError(
+            raise from_system(
                 f"the run cannot be recorded in {error.filename or job.folder.path} ({error.strerror}): "
-                "free space or move away what is there, or choose another --run-dir"
+                "free space or move away what is there, or choose another --run-dir",
+                error,
             ) from error
         self._sinks = SinkGroup([*files.sinks, self._console])
 
@@ -90,13 +91,17 @@ class Recorder:
         Raises:
             UserError: a file cannot be opened again; every rank raises it.
         """
+        agree(self._open_again)
+
+    def _open_again(self) -> None:
         files = SinkGroup(sink for sink in self._sinks.sinks if sink is not self._console)
         self._sinks = SinkGroup([self._console])  # the run goes on, and so does what a person sees
-        if self._looks is not None:
-            self._looks.close()
-            self._looks = None
-        files.close()
-        agree(lambda: self._open(self._job.step))
+        with self._recording():
+            if self._looks is not None:
+                self._looks.close()
+                self._looks = None
+            files.close()
+        self._open(self._job.step)
 
     def step(self, facts: Facts) -> None:
         """Record one step. Every rank must call it."""
@@ -185,9 +190,10 @@ class Recorder:
             path = self._job.folder.path
             steps = self._job.store.steps()
             saved = f"from the checkpoint of step {steps[-1]}" if steps else "from the start"
-            raise UserError(
+            raise from_system(
                 f"the run cannot be recorded in {path} ({error.strerror or error}): free space or mend the "
-                f"disk, then go on {saved} with --resume auto"
+                f"disk, then go on {saved} with --resume auto",
+                error,
             ) from error
 
     def __enter__(self) -> Recorder:

@@ -11,12 +11,15 @@ Ctrl-C still raises `KeyboardInterrupt` at once, but for the parts of a program 
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+SECONDS_BETWEEN_LOOKS = 0.5
 STOP_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGTERM})
 
 
@@ -32,6 +35,32 @@ def pending_stop_signal() -> signal.Signals | None:
     """The stop signal that waits, if any; it goes on waiting, so every later call finds it too."""
     waiting = signal.sigpending() & STOP_SIGNALS
     return signal.Signals(min(waiting)) if waiting else None
+
+
+def release_stop_signals() -> None:
+    """Let stop signals end this process as they end any other; for work that nothing is saved of."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+class EndOnSigterm:
+    """A thread that ends the process on SIGTERM while it starts, for no loop looks for the signal yet.
+
+    SIGUSR1 goes on waiting: the run saves after its first step.
+    """
+
+    def __init__(self) -> None:
+        self._is_over = threading.Event()
+        threading.Thread(target=self._watch, name="megalowbit-start", daemon=True).start()
+
+    def stop(self) -> None:
+        """The loop looks for itself from now on."""
+        self._is_over.set()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(SECONDS_BETWEEN_LOOKS):
+            if signal.SIGTERM in signal.sigpending():
+                print("error: ended by SIGTERM before the first step", file=sys.stderr, flush=True)
+                os._exit(128 + signal.SIGTERM)
 
 
 @contextmanager

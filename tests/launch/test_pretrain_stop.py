@@ -2,11 +2,14 @@
 
 import json
 import signal
+import socket
+import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from launchers import kill, metrics, run, start, wait_for_step, write_config
+from launchers import free_port, kill, metrics, run, start, wait_for_step, write_config
 
 SECONDS = 120
 
@@ -25,6 +28,15 @@ def ended(process):
     output, _ = process.communicate(timeout=SECONDS)
     kill(process)
     return process.returncode, output
+
+
+def wait_for_library(process, name):
+    """Until a library is loaded, long after signals were blocked."""
+    end = time.monotonic() + SECONDS
+    while name not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +99,26 @@ def test_a_mistake_is_also_written_where_whoever_starts_jobs_again_looks(tmp_pat
 def test_what_may_be_gone_at_the_next_try_is_no_refusal(tmp_path):
     write_config(tmp_path)
     refusal = tmp_path / "refusal"
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    address = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "not-a-port"}
-    done = run("python", "--ds-config", "tiny.json", cwd=tmp_path, MEGALOWBIT_REFUSAL=str(refusal),
-               **ranks, **address)  # fmt: skip
-    assert done.code != 0
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as other_job:
+        other_job.bind(("", 0))
+        other_job.listen()
+        port = other_job.getsockname()[1]
+        more = {**ranks, "MASTER_PORT": str(port), "MEGALOWBIT_REFUSAL": str(refusal)}
+        done = run("python", "--ds-config", "tiny.json", cwd=tmp_path, **more)
+    assert done.code == 75
+    [line] = done.errors
+    assert f"no connection to the main process at 127.0.0.1:{port}" in line
     assert not refusal.exists()
+
+
+def test_sigterm_ends_a_run_that_has_not_begun_at_once(tmp_path):
+    write_config(tmp_path)
+    # the other rank never comes
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    process = start("python", "--ds-config", "tiny.json", cwd=tmp_path, MASTER_PORT=str(free_port()), **ranks)
+    wait_for_library(process, "torch")
+    process.send_signal(signal.SIGTERM)
+    code, output = ended(process)
+    assert code == 143, output
+    assert output.splitlines()[-1] == "error: ended by SIGTERM before the first step"

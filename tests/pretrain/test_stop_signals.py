@@ -44,6 +44,45 @@ def test_a_stop_signal_before_or_after_the_imports_waits_until_it_is_asked_for(n
     assert process.returncode == 0
 
 
+def test_released_signals_end_a_process_as_ever():
+    code = (
+        "import os, signal; from megalowbit.pretrain.stop_signals import *; block_stop_signals(); "
+        "os.kill(os.getpid(), signal.SIGTERM); print('waits', flush=True); release_stop_signals()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "waits\n")
+
+
+STARTING = """
+import sys
+from megalowbit.pretrain.stop_signals import EndOnSigterm, block_stop_signals, pending_stop_signal
+block_stop_signals()
+start = EndOnSigterm()
+if sys.argv[1] == "begun":
+    start.stop()
+print("there", flush=True)
+sys.stdin.readline()
+print(pending_stop_signal().name)
+"""
+
+
+@pytest.mark.parametrize("state", ["starting", "begun"])
+def test_sigterm_ends_a_process_that_starts_and_waits_in_one_that_has_begun(state):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTING, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout.readline() == "there\n"
+    process.send_signal(signal.SIGTERM)
+    if state == "starting":
+        assert process.wait(timeout=30) == 143
+        assert process.stderr.read() == "error: ended by SIGTERM before the first step\n"
+    else:
+        time.sleep(1.2)  # more than two looks
+        assert process.communicate("\n", timeout=30)[0] == "SIGTERM\n"
+        assert process.returncode == 0
+
+
 def test_nothing_waits_in_a_process_nobody_signalled():
     assert pending_stop_signal() is None
 

@@ -57,17 +57,24 @@ def test_time_limit_is_survived_as_often_as_it_takes(workspace):
     assert [step for step, _ in run.losses()] == list(range(1, 301))
 
 
-def test_orphans_of_killed_deepspeed_launchers_are_ended_and_the_run_requeued(workspace, undisturbed):
-    """With its child killed, the launcher ends with 0, and so does the step, while the ranks train on."""
-    run = workspace.submit("orphan", "launcher=deepspeed")
+def test_orphans_of_killed_deepspeed_launchers_are_ended_before_the_next_try(workspace):
+    """With its child killed, a launcher ends with 0 while ranks train on; SLURM waits for them a minute."""
+    run = workspace.submit("orphans", "launcher=deepspeed", sets=("megalowbit.run.steps=5000",))
     run.reach(step=SAVE_EVERY + 2)
-    for node in run.nodes():
+    nodes = run.nodes()
+    for node in nodes:
         workspace.cluster.run("pkill", "-KILL", "-f", "deepspeed.launcher.launch", on=node)
-    assert run.end() == "COMPLETED", run.log
-    assert run.job.restarts == 1
+    orphans = [processes(workspace.cluster, node) for node in nodes]
+    assert [len(each) for each in orphans] == [1, 1]
+    run.reach(tries=2, step=1)
     assert "(code 0)" in run.tries[0]
-    assert run.tries[0].count("was left over and is ended") == 2
-    assert run.losses() == undisturbed["deepspeed"]
+    for node, [orphan] in zip(nodes, orphans, strict=True):
+        assert f"process {orphan} on {node} was left over and is ended" in run.tries[0]
+        assert orphan not in processes(workspace.cluster, node)
+    run.reach(tries=2, step=run.starts[1] + 2)
+    run.job.cancel()
+    assert run.end() == "CANCELLED"
+    assert [step for step, _ in run.losses()] == list(range(1, len(run.losses()) + 1))
 
 
 def test_power_cut_of_the_node_that_runs_the_script(workspace, undisturbed):
