@@ -153,7 +153,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     from megalowbit.engine.process_start import import_deepspeed, stop_process_group
 
     import_deepspeed()  # first of all imports that lead to it, for it is set up on the way
-    from megalowbit.pretrain.loop import pretrain
+    from megalowbit.pretrain.run import pretrain
 
     pretrain(
         config,

@@ -1,6 +1,7 @@
 """A one-process job on a few kilobytes of text, in this process."""
 
 import os
+import signal
 
 import pytest
 
@@ -9,6 +10,7 @@ from megalowbit.engine.process_start import start_process_group
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.job import assemble
 from megalowbit.pretrain.run_folder import RunFolder
+from megalowbit.pretrain.stop_signals import STOP_SIGNALS, block_stop_signals
 from megalowbit.process_group import ProcessIdentity
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -45,3 +47,14 @@ def build_job(tmp_path, resolve):
         return assemble(resolve(*overrides), ProcessIdentity(), RunFolder(tmp_path / "run"))
 
     return build_job
+
+
+@pytest.fixture
+def stop_signals():
+    """Blocked as in a program of its own, and none left waiting."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    block_stop_signals()
+    yield
+    while signal.sigtimedwait(STOP_SIGNALS, 0) is not None:
+        pass
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -11,7 +11,7 @@ from megalowbit.layers.recipe import recipe
 from megalowbit.layers.surgery import bit_layers, convert
 from megalowbit.pretrain.dry_run import describe
 from megalowbit.pretrain.late_switch import WINDOW, LateSwitch
-from megalowbit.pretrain.loop import pretrain
+from megalowbit.pretrain.run import pretrain
 from megalowbit.pretrain.switch_settings import LateSwitchSettings
 from megalowbit.process_group import ProcessIdentity
 

@@ -16,8 +16,9 @@ from megalowbit.layers.recipe import recipe
 from megalowbit.layers.split_parameters import SPLIT_NAMES
 from megalowbit.layers.surgery import bit_layers
 from megalowbit.pretrain.dry_run import describe
-from megalowbit.pretrain.loop import pretrain, train_step
+from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.memory import estimate_memory
+from megalowbit.pretrain.run import pretrain
 from megalowbit.process_group import ProcessIdentity
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,9 @@ import pytest
 
 from megalowbit.errors import UserError
 from megalowbit.layers.split_states import split_counts
-from megalowbit.pretrain.loop import pretrain, train_step
+from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.resume import changed_settings
+from megalowbit.pretrain.run import pretrain
 from megalowbit.process_group import ProcessIdentity
 
 STEPS = 4

@@ -15,7 +15,7 @@ from megalowbit.pretrain.job import assemble
 from megalowbit.pretrain.loop import Ending, train
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.pretrain.run_folder import RunFolder
-from megalowbit.pretrain.stop_signals import STOP_SIGNALS, block_stop_signals
+from megalowbit.pretrain.stop_signals import STOP_SIGNALS
 from megalowbit.process_group import ProcessIdentity
 from megalowbit.telemetry.console import Console
 
@@ -48,17 +48,6 @@ def kill_at(job, step, *, rollbacks):
             raise Killed
 
     job.engine.module.register_forward_hook(hook)
-
-
-@pytest.fixture
-def stop_signals():
-    """Blocked as in a program of its own, and none left waiting."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    block_stop_signals()
-    yield
-    while signal.sigtimedwait(STOP_SIGNALS, 0) is not None:
-        pass
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def ask_to_stop_at(job, step):

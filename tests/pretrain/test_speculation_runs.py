@@ -10,7 +10,8 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.layers.surgery import bit_layers, product_counts
-from megalowbit.pretrain.loop import pretrain, train_step
+from megalowbit.pretrain.loop import train_step
+from megalowbit.pretrain.run import pretrain
 from megalowbit.process_group import ProcessIdentity
 
 PRODUCTS = {"output", "grad_input", "grad_weight"}

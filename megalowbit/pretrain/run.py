@@ -1,0 +1,157 @@
+"""A run from its first check to its export; every rank of the job goes through it once.
+
+What can be wrong is found before anything is written, the folder is held as long as the run lasts, and the
+mark of a finished run is the last thing that is written. The steps themselves are `loop.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from megalowbit.engine.agreement import agree, gather
+from megalowbit.engine.config import load_json
+from megalowbit.engine.nested_blocks import check_nested_blocks
+from megalowbit.engine.pipeline import gather_weights
+from megalowbit.engine.process_start import start_process_group
+from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts, installation_facts
+from megalowbit.engine.watchdog import Watchdog, print_error
+from megalowbit.engine.whole_weights import whole_state_dict
+from megalowbit.errors import UserError
+from megalowbit.hf.model import random_model, save_hf
+from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.surgery import product_counts
+from megalowbit.pretrain.config import Monitors, PretrainConfig
+from megalowbit.pretrain.job import Job, assemble
+from megalowbit.pretrain.kernels import check_kernels
+from megalowbit.pretrain.late_switch import check_switchable
+from megalowbit.pretrain.loop import Ending, train
+from megalowbit.pretrain.opening import opening, products_line
+from megalowbit.pretrain.recorder import Recorder
+from megalowbit.pretrain.resume import changed_settings
+from megalowbit.pretrain.run_folder import RunFolder, claim
+from megalowbit.pretrain.speculation import check_speculation
+from megalowbit.process_group import ProcessIdentity
+from megalowbit.telemetry.console import Console
+
+
+def pretrain(
+    config: PretrainConfig,
+    identity: ProcessIdentity,
+    *,
+    run_dir: Path | None,
+    is_resume: bool,
+    tell: Callable[[UserError], None] = print_error,
+    at_first_step: Callable[[], None] | None = None,
+) -> None:
+    """Train until `run.steps`; every rank of the job calls this once.
+
+    Args:
+        config: resolved.
+        identity: this process.
+        run_dir: the folder the user asked for; None: a new one.
+        is_resume: whether an existing run may be continued.
+        tell: says why the process ends where it ends in here, as `Watchdog` does.
+        at_first_step: called when the start is over, and steps begin to look for stop signals.
+
+    Raises:
+        TransientError: a rank was lost, hangs or cannot be reached.
+        UserError: a mistake in configuration, data or folders, or training that cannot go on.
+    """
+    start_process_group(identity)
+    folder = _checked_folder(config, run_dir=run_dir, is_resume=is_resume)
+    with ExitStack() as stack:
+        agree(lambda: stack.enter_context(folder.held()))
+        changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
+        job = assemble(config, identity, folder)
+        watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, tell=tell)
+        stack.enter_context(watchdog)
+        watchdog.mark("the load of a checkpoint")
+        is_resumed = is_resume and job.resume()
+        console = Console(
+            config.settings.run.steps,
+            log_every=config.settings.telemetry.log_every,
+            start_step=job.step,
+            skipped_steps=job.totals.skipped_steps,
+            is_main=identity.is_main,
+        )
+        console.print(opening(job, identity, is_resumed=is_resumed, changes=changes))
+        if at_first_step is not None:
+            at_first_step()
+        is_summed_up = agree(lambda: folder.is_summed_up(job.step))  # or it was killed just before that
+        if job.step < config.settings.run.steps or not is_summed_up:
+            with Recorder(job, console, is_main=identity.is_main, is_resume=is_resume) as recorder:
+                if train(job, recorder, watchdog) is Ending.STOPPED:
+                    recorder.tell(f"stopped after step {job.step} as asked: go on with --resume auto")
+                    return
+                recorder.finish()
+                _tell_of_products(job, console)
+        else:
+            console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
+        watchdog.mark("the export")
+        export(job, console)
+        agree(lambda: folder.mark_done(job.step))
+
+
+def _checked_folder(config: PretrainConfig, *, run_dir: Path | None, is_resume: bool) -> RunFolder:
+    """The run's folder, once everything that needs no model has been found to be right."""
+    recipe = recipe_of(config.recipe)
+    check_ranks_agree(start_facts(config, is_resume=is_resume))
+    check_nested_blocks(config.parts)
+    agree(lambda: check_kernels(recipe))
+    agree(lambda: check_switchable(config.settings.late_switch, recipe))
+    agree(lambda: check_speculation(config.settings.speculation, recipe))
+    stem = config.settings.run.name or config.source.stem
+    return agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume))
+
+
+def _tell_of_products(job: Job, console: Console) -> None:
+    products = products_of_all_stages(job)
+    if job.recipe.gemm != "bf16" and products:
+        console.print(products_line(products))
+
+
+def start_facts(config: PretrainConfig, *, is_resume: bool) -> dict[str, str]:
+    """What must be alike on all ranks before they do anything together."""
+    return {
+        **installation_facts(),
+        "resume": str(is_resume),
+        **configuration_facts(config.parts),
+        **{
+            f"configuration key {name}": str(getattr(config.monitors, name)) for name in Monitors.model_fields
+        },
+    }
+
+
+def _compare_with_saved(config: PretrainConfig, folder: RunFolder) -> list[str]:
+    return changed_settings(load_json(folder.config), config.to_dict()) if folder.is_started else []
+
+
+def export(job: Job, console: Console) -> None:
+    """Leave an ordinary HuggingFace checkpoint of the final model in `hf/`, if asked to and not there yet."""
+    # rank 0's view: others may look when it has begun to write, and would leave it gathering alone
+    if not job.config.settings.checkpoint.export_hf or agree(job.folder.hf.exists):
+        return
+    model = job.engine.module
+    is_in_parts = job.engine.process_grid.tensor_size > 1 or job.engine.zero_optimization_stage() == 3
+    whole = whole_state_dict(job.engine) if is_in_parts else None
+    if job.is_pipeline:  # gathered weights are those of plain layers, of which no stage has all
+        whole = gather_weights(model)
+        model = random_model(model.config, seed=0, device="meta")
+    agree(lambda: save_hf(model, job.folder.hf, job.loader.tokenizer, whole=whole))
+    console.print(f"HuggingFace checkpoint: {job.folder.hf}")
+
+
+def products_of_all_stages(job: Job) -> dict[str, dict[str, int]]:
+    """What products have run in, in this process and in the other stages of its pipeline; collective."""
+    grid = job.engine.process_grid
+    total: dict[str, dict[str, int]] = {}
+    mine = (grid.data_rank, grid.tensor_rank)
+    for place, counts in gather((mine, product_counts(job.engine.module))):
+        if place == mine:
+            for product, paths in counts.items():
+                sums = total.setdefault(product, {})
+                for path, count in paths.items():
+                    sums[path] = sums.get(path, 0) + count
+    return total
