@@ -28,9 +28,9 @@ from typing import Any
 
 # module, name there, what it is called in the table
 PARTS = (
-    ("megalowbit.pretrain.loop", "start_process_group", "process group"),
-    ("megalowbit.pretrain.loop", "check_ranks_agree", "ranks agree"),
-    ("megalowbit.pretrain.loop", "check_kernels", "kernels"),
+    ("megalowbit.pretrain.run", "start_process_group", "process group"),
+    ("megalowbit.pretrain.run", "check_ranks_agree", "ranks agree"),
+    ("megalowbit.pretrain.run", "check_kernels", "kernels"),
     ("megalowbit.pretrain.job", "build_loader", "data"),
     ("megalowbit.pretrain.job", "build_model", "model"),
     ("megalowbit.pretrain.job", "convert", "conversion"),
@@ -39,7 +39,7 @@ PARTS = (
     ("megalowbit.engine.checkpoint.CheckpointStore", "load", "load"),
     ("megalowbit.engine.checkpoint.CheckpointStore", "save", "save"),
     ("megalowbit.pretrain.loop", "train_step", "steps"),
-    ("megalowbit.pretrain.loop", "export", "export"),
+    ("megalowbit.pretrain.run", "export", "export"),
 )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -107,6 +108,58 @@ def test_loss_scales_counts_overflows_and_octaves_of_every_strategy():
     assert megatron["spikes"][0] <= constant["spikes"][0]
     for strategy in ("max_value", "controller"):
         assert results[strategy]["decay"][1] < megatron["decay"][1]
+
+
+COUNTED = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, "benchmarks")
+from collective_counter import CollectiveCounter, summed
+counter = CollectiveCounter()
+counter.install()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+dist.all_reduce(torch.zeros(8, dtype=torch.float64))
+dist.all_gather_object([None], "x" * 100)
+rows = {key[1:]: value for key, value in summed(counter.seen).items()}
+assert rows[("allreduce", "float64")] == [1, 64]
+calls, size = rows[("allgather", "uint8")]  # an object is two: its size, and what it is pickled to
+assert calls == 1 and 100 < size < 200
+assert rows[("allgather", "int64")] == [1, 8]
+assert {each.phase for each in counter.seen} == {"start"}
+"""
+
+
+def test_collectives_are_counted_with_their_bytes(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED, str(tmp_path / "store")], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_collectives_compares_ours_with_plain_deepspeeds():
+    printed = run("collectives.py", "--case", "ZeRO 1", "--rows").splitlines()
+    ours, plain = (
+        next(line for line in printed if f"ZeRO 1  {' ' * 12}{mode}" in line) for mode in ("ours", "plain")
+    )
+    assert float(ours.split()[-4]) == 3
+    assert float(plain.split()[-4]) == 2
+    assert sum("telemetry/step_facts.py" in line and line.endswith("1.00 × 64 B") for line in printed) == 1
+
+
+@pytest.mark.slow
+def test_restart_clocks_a_start_and_a_resume():
+    printed = run("restart.py", "--rounds", "1")
+    for name in ("imports", "engine", "verification", "load", "save"):
+        assert any(line.startswith(f"{name} ") for line in printed.splitlines()), name
+
+
+@pytest.mark.slow
+def test_watchdog_prints_what_a_mark_a_beat_and_a_failure_cost():
+    printed = run("watchdog.py", "--rounds", "1", "--ranks", "300")
+    for name in ("mark", "beat", "notes of all"):
+        assert any(line.startswith(f"  {name} ") and "×" in line for line in printed.splitlines()), name
+    assert "300 ranks" in printed
+    assert re.search(r"^a note: 1\d\d bytes$", printed, flags=re.MULTILINE)
 
 
 def test_a_wrong_argument_is_one_line_of_usage_not_a_traceback():

@@ -1,6 +1,6 @@
 # One task for each node: the DeepSpeed launcher, which starts the node's ranks.
 start_ranks() {
-    local host hostfile=$state/hostfile
+    local host hostfile=$state/hostfile-$SLURM_JOB_ID
     scontrol show hostnames "$SLURM_JOB_NODELIST" |
         while read -r host; do echo "$host slots=$tasks_per_node"; done >"$hostfile"
     local step=(srun --kill-on-bad-exit=1 --wait=60 --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megalowbit.cluster.script import STATE, JobRequest, render, template_names
+from megalowbit.cluster.script import STATE, JobRequest, all_overrides, render, template_names
 from megalowbit.cluster.settings import ClusterSettings, load_cluster
 from megalowbit.durable import atomic_file
 from megalowbit.errors import EXIT_USER_ERROR, UserError, shown
@@ -157,11 +157,12 @@ def check_runs(settings: ClusterSettings, request: JobRequest) -> None:
     Raises:
         UserError: as `load_config`; of a sweep, says which run.
     """
+    overrides = all_overrides(settings, request)
     for number, more in enumerate(request.sweep or [[]], start=1):
         for nodes in settings.node_counts:
             try:
                 world_size = nodes * settings.ranks_per_node
-                load_config(request.ds_config, [*request.overrides, *more], world_size=world_size)
+                load_config(request.ds_config, [*overrides, *more], world_size=world_size)
             except UserError as error:
                 where = f"run {number} of the sweep: " if request.sweep else ""
                 size = f"on {nodes} nodes: " if len(settings.node_counts) > 1 else ""

@@ -2,7 +2,7 @@
 
 Many runs are simulated (`run_history`), each struck at moments of its own. Candidates for the interval are
 compared on the same failures, so that their differences are theirs and not the draw's. The curve is flat
-about its top: what lies near is told as well.
+about its top: Daly's interval is kept unless another is better beyond chance, and what lies near is told.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megalowbit.cluster.failures import FailureTrace, NodeFailures
-from megalowbit.cluster.intervals import daly_interval
-from megalowbit.cluster.run_history import CAUSES, RunCosts, simulate_run
+from megalowbit.cluster.intervals import daly_interval, expected_seconds
+from megalowbit.cluster.run_history import CAUSES, HOPELESS, RunCosts, simulate_run
 from megalowbit.errors import UserError
 
 CONFIDENCE = 1.96  # standard errors on each side: 95 %
 NEAR = 0.005  # of goodput: not worth telling apart
 FARTHEST = 12  # half octaves from Daly's interval
+ENOUGH_FAILURES = 50  # in all runs together
+RUN_IN_EVENTS, LIFE_IN_EVENTS = 5, 0.1  # what a run, and the draw of a node's first failure, cost beside one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class Outcome:
         shares: of the time, by cause: means over the runs.
         failures, jobs: means over the runs.
         given_up: share of runs that would not have ended in `HOPELESS` times their training time.
+        each: goodput of every run.
     """
 
     interval: float
@@ -45,6 +48,7 @@ class Outcome:
     failures: float
     jobs: float
     given_up: float
+    each: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +57,12 @@ class Best:
 
     Attributes:
         outcome: of the best interval.
+        is_dalys: it is the formula's, which no other interval beat beyond chance.
         shortest, longest: of the intervals that were tried and cost at most `NEAR` of goodput more.
     """
 
     outcome: Outcome
+    is_dalys: bool
     shortest: float
     longest: float
 
@@ -70,6 +76,32 @@ def failure_traces(failures: NodeFailures, *, runs: int, seed: int) -> list[Fail
     if runs < 10:
         raise UserError(f"runs = {runs} is not valid: simulate at least 10, 100 for half a percent")
     return [FailureTrace(failures, seed, run) for run in range(runs)]
+
+
+def expected_events(costs: RunCosts, failures: NodeFailures, *, runs: int) -> dict[str, float]:
+    """How much there is to follow in `runs` runs with one interval, by what brings it; roughly, rather too many.
+
+    Saves are none of it, for cycles that nothing comes between are taken at once. A failure strikes a job, a
+    pause or a wait for nodes, and is a repair as well. No run lasts longer than `HOPELESS` times its training.
+    """
+    interval, job = min(daly_interval(costs.save, failures.mtbf), costs.work), math.inf
+    pause = costs.detection + costs.requeue
+    stretch = expected_seconds(
+        1.0, interval, save=costs.save, mtbf=failures.mtbf, start=costs.start, pause=pause
+    )
+    if costs.time_limit < math.inf:
+        trained = costs.time_limit - costs.notice - costs.start
+        job = costs.start + trained + costs.save + costs.requeue
+        stretch *= job / trained
+    if costs.spares is not None and 2 * costs.repair / failures.mtbf > costs.spares:
+        stretch = HOPELESS  # it may wait for nodes for most of its time
+    wall = min(stretch, HOPELESS) * costs.work + costs.start + pause
+    return {
+        "failures": runs * wall / failures.mtbf,
+        "jobs": runs * wall / job,
+        "lives of nodes": 0.0 if failures.shape == 1 else LIFE_IN_EVENTS * runs * failures.nodes,
+        "runs": float(RUN_IN_EVENTS * runs),
+    }
 
 
 def simulate(costs: RunCosts, interval: float, traces: Sequence[FailureTrace]) -> Outcome:
@@ -88,6 +120,7 @@ def simulate(costs: RunCosts, interval: float, traces: Sequence[FailureTrace]) -
         failures=statistics.fmean(run.failures for run in runs),
         jobs=statistics.fmean(run.jobs for run in runs),
         given_up=statistics.fmean(run.trained < costs.work for run in runs),
+        each=tuple(goodputs),
     )
 
 
@@ -107,7 +140,7 @@ def best_interval(
         rounded: turns seconds into an interval that can be had, as whole steps; positive.
     """
     tried: dict[float, Outcome] = {}
-    centre = min(daly_interval(costs.save, failures.mtbf), costs.work)
+    formula = centre = min(daly_interval(costs.save, failures.mtbf), costs.work)
 
     def best() -> Outcome:
         return max(tried.values(), key=lambda outcome: outcome.goodput)
@@ -127,4 +160,19 @@ def best_interval(
         for exponent in (finer, -finer):
             falls_behind(exponent, centre)
     near = [each.interval for each in tried.values() if each.goodput >= best().goodput - NEAR]
-    return Best(outcome=best(), shortest=min(near), longest=max(near))
+    of_formula = tried[rounded(formula)]
+    is_dalys = not is_better(best(), of_formula)
+    outcome = of_formula if is_dalys else best()
+    return Best(outcome=outcome, is_dalys=is_dalys, shortest=min(near), longest=max(near))
+
+
+def is_better(one: Outcome, other: Outcome) -> bool:
+    """Whether one interval beats another beyond chance, run by run under the same failures.
+
+    Where few of the runs were struck at all, nothing is known of what failures cost, and none does.
+    """
+    if one.failures * len(one.each) < ENOUGH_FAILURES:
+        return False
+    differences = [a - b for a, b in zip(one.each, other.each, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences) > CONFIDENCE * error

@@ -90,7 +90,7 @@ class Answer:
         question = self.question
         rows = {
             name: {
-                **asdict(outcome),
+                **{key: value for key, value in asdict(outcome).items() if key != "each"},
                 "steps": question.steps(outcome.interval),
                 "expected_goodput": question.expected_goodput(outcome.interval),
             }
@@ -101,6 +101,7 @@ class Answer:
             "asked": {key: None if value == math.inf else value for key, value in asked.items()},
             "mtbf": question.failures.mtbf,
             "best": rows[BEST],
+            "is_dalys": self.best.is_dalys,
             "near": {"shortest": self.best.shortest, "longest": self.best.longest},
             "intervals": rows,
         }
@@ -150,6 +151,7 @@ def table(found: Answer) -> str:
     lost = ", ".join(f"{cause} {100 * best.shares[cause]:.2f} %" for cause in CAUSES if best.shares[cause])
     near = (duration(each) for each in (found.best.shortest, found.best.longest))
     lines += ["", f"lost at the best: {lost}", "within half a percent of it: {} to {}".format(*near)]
+    lines += ["no interval is better than Daly's beyond chance"] if found.best.is_dalys else []
     if question.step_seconds is not None:
         lines.append(f"megalowbit.checkpoint.every = {question.steps(best.interval)}")
     return "\n".join(lines)

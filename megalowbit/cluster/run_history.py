@@ -105,9 +105,10 @@ class _Run:
         self._index = 0
         self._back: list[float] = []  # a heap: when failed nodes stand by again
         self._struck_at = trace.moment(0)
+        self._hopeless_at = HOPELESS * costs.work
 
     def train_all(self) -> History:
-        while self.done < self.costs.work and self.clock < HOPELESS * self.costs.work:
+        while self.done < self.costs.work and self.clock < self._hopeless_at:
             if self._start():
                 self._train()
         return History(
@@ -117,6 +118,8 @@ class _Run:
     def _start(self) -> bool:
         """Wait for nodes and start a job; whether it came to train."""
         self._wait_for_nodes()
+        if self.clock >= self._hopeless_at:
+            return False
         self.jobs += 1
         is_struck = self._struck_at < self.clock + self.costs.start
         self._spend("starts", self._struck_at - self.clock if is_struck else self.costs.start)
@@ -192,11 +195,14 @@ class _Run:
         self._struck_at = self.trace.moment(self._index)
 
     def _wait_for_nodes(self) -> None:
+        """Until enough are back, or the run is given up: nodes fail meanwhile, so that it may take for ever."""
         if self.costs.spares is None:
             return
         while len(self._back) > self.costs.spares or (self._back and self._back[0] <= self.clock):
-            back = heapq.heappop(self._back)
+            back = min(heapq.heappop(self._back), self._hopeless_at)
             self._pause("spare nodes", max(0.0, back - self.clock))
+            if self.clock >= self._hopeless_at:
+                return
 
     def _spend(self, cause: str, seconds: float) -> None:
         self.spent[cause] += seconds

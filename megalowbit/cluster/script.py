@@ -16,9 +16,11 @@ from pathlib import Path
 from megalowbit.cluster.settings import ClusterSettings, ContainerSettings
 from megalowbit.cluster.template import Value, fill
 from megalowbit.errors import UserError, shown
+from megalowbit.process_group import FIRST_SLURM_PORT, SLURM_PORTS
 
 TEMPLATE = "pretrain.sbatch"
 STATE = "slurm"  # folder below a run's or sweep's folder: script, logs, what the script remembers
+TERMINATION = "megalowbit.watchdog.termination_seconds"
 PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
 
@@ -67,6 +69,12 @@ def render(settings: ClusterSettings, request: JobRequest, templates: Mapping[st
     values = {**_sbatch_values(settings, request), **_shell_values(settings, request)}
     start_ranks = fill(templates[start], values).rstrip("\n")
     return fill(templates[main], {**values, "start_ranks": start_ranks})
+
+
+def all_overrides(settings: ClusterSettings, request: JobRequest) -> list[str]:
+    """`"key=value"` of every run: what the cluster asks for, then the user's own, which win."""
+    seconds = settings.termination_seconds
+    return [*([] if seconds is None else [f"{TERMINATION}={seconds}"]), *request.overrides]
 
 
 def sbatch_word(value: str) -> str:
@@ -141,10 +149,12 @@ def _shell_values(settings: ClusterSettings, request: JobRequest) -> dict[str, V
         "max_failures": str(settings.max_failures),
         "tasks_per_node": str(settings.ranks_per_node),
         "cpus_per_task": str(settings.cpus_per_task),
+        "first_port": str(FIRST_SLURM_PORT),
+        "ports": str(SLURM_PORTS),
         "python_folder": None if python_folder is None else shlex.quote(str(python_folder)),
         "script": shlex.quote(str(request.script)),
         "ds_config": shlex.quote(str(request.ds_config)),
-        "overrides": [shlex.quote(each) for each in request.overrides],
+        "overrides": [shlex.quote(each) for each in all_overrides(settings, request)],
         "sweep": None if request.sweep is None else _sweep(request.sweep),
         "setup": settings.setup,
         "environment": [f"{name}={shlex.quote(value)}" for name, value in _environment(settings).items()],

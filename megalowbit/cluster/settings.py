@@ -30,6 +30,8 @@ ONE_LINE = r"[^\x00-\x1f\x7f]+"
 # as sbatch reads it: d-h, d-h:m and d-h:m:s, or m, m:s and h:m:s
 DAYS = r"(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"
 MINUTES = r"(?:(?P<h>\d+):(?=\d+:))?(?P<m>\d+)(?::(?P<s>\d+))?"
+KILL_MARGIN = 10  # seconds between a run's own end after TERM and SLURM's
+LAUNCHERS_WAIT = 30  # seconds, from TERM until torchrun and the DeepSpeed launcher kill their ranks
 # what the job script says to the ranks; values here would be lost
 OWN_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "MEGALOWBIT_REFUSAL", "MEGALOWBIT_TRY"}
 
@@ -99,6 +101,7 @@ class ClusterSettings(BaseModel):
         memory: of each node, `"64G"`; `"0"` is all of it.
         time: limit of one try, as sbatch reads it: `"12:00:00"`; a run may take many tries.
         signal_seconds: so long before the limit all ranks are asked to save and end.
+        grace_seconds: so long SLURM leaves a job between TERM and KILL; None: 30 or less, as by default.
         max_failures: how many tries in a row may end without a new checkpoint and be tried again.
         job_name: by default that of the run's folder.
         partition, account, qos, reservation, constraint, exclude: as for sbatch.
@@ -121,6 +124,7 @@ class ClusterSettings(BaseModel):
     memory: Memory | None = None
     time: str | None = None
     signal_seconds: int = Field(default=300, ge=1, le=65535, validate_default=True)
+    grace_seconds: int | None = Field(default=None, gt=KILL_MARGIN, le=65535)
     max_failures: int = Field(default=3, ge=0)
     job_name: Word | None = None
     partition: Word | None = None
@@ -142,6 +146,11 @@ class ClusterSettings(BaseModel):
     def ranks_per_node(self) -> int:
         """Processes of the run on each node."""
         return self.gpus_per_node or self.tasks_per_node or 1
+
+    @property
+    def termination_seconds(self) -> int | None:
+        """So long a run may try to save after TERM before it ends itself; None: as it does by default."""
+        return None if self.grace_seconds is None else self.grace_seconds - KILL_MARGIN
 
     @property
     def node_counts(self) -> range:
@@ -205,6 +214,14 @@ class ClusterSettings(BaseModel):
         if gpu_type is not None and not info.data.get("gpus_per_node", 1):
             raise UserError("gpus_per_node is 0: leave it out")
         return gpu_type
+
+    @field_validator("grace_seconds")
+    @classmethod
+    def _launchers_wait_as_long(cls, seconds: int | None, info: ValidationInfo) -> int | None:
+        launcher = info.data.get("launcher", "srun")
+        if seconds is not None and seconds > LAUNCHERS_WAIT and launcher != "srun":
+            raise UserError(f"{launcher} itself kills ranks {LAUNCHERS_WAIT} s after TERM: use launcher srun")
+        return seconds
 
     @field_validator("signal_seconds")
     @classmethod

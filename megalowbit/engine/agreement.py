@@ -74,7 +74,7 @@ def succeed_together(work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:  # must reach the other ranks before it goes on its way
         failure = error
-    if not process_group.is_true_anywhere(failure is not None):  # one object a rank costs a second at 10,000
+    if not process_group.is_true_anywhere(failure is not None):  # one number; objects only of failures
         done: T = result
         return done
     mine = None if failure is None else (_kind(failure), _line(failure))

@@ -78,7 +78,7 @@ class CheckpointStore:
         """The newest good checkpoint, the same on every rank; every rank must call it.
 
         Incomplete ones are named in the log and passed over, damaged ones moved aside. All ranks share the
-        reading that this takes.
+        reading that this takes; what is looked for with `until` is read again.
 
         Args:
             until: look no further than this step.
@@ -89,6 +89,8 @@ class CheckpointStore:
         """
         agree(self._warn_of_incomplete)
         while (path := agree(lambda: self._newest(until, every))) is not None:
+            if until is not None:
+                self._verified.discard(path)  # hours may have passed; whoever goes back must not meet damage
             reason = self._damage_of(path)
             if reason is None:
                 return path

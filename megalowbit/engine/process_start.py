@@ -68,14 +68,14 @@ def start_process_group(
 
 
 def stop_process_group(timeout: timedelta | None = None) -> None:
-    """Leave the group together, at the end of a job that went well; every rank must call it.
+    """Leave the group together, at the end of a job; every rank must call it.
 
     Without it the process that serves the group's store may exit while others still talk to it, and theirs
     then fail although all work is done.
 
     Args:
-        timeout: for ranks that end with an error: after it, or where the barrier fails, this one leaves
-            nothing and returns, for the others may never come.
+        timeout: after it, or where the barrier fails, this rank leaves nothing and returns, for the others
+            may never come; None: wait for them, and raise what the barrier raises.
     """
     if not process_group.is_initialized():
         return

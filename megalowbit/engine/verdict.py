@@ -42,7 +42,7 @@ class Beat:
     host: str
 
     def to_text(self) -> str:
-        """As a store keeps it; some 150 bytes."""
+        """As a store keeps it, in JSON."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -3,7 +3,8 @@
 A collective with a lost rank fails after the group's timeout, or waits for ever where the backend has none.
 Two threads look after that: the heartbeat (`engine.heartbeat`) talks to the other ranks, and this file's
 thread, which needs no network, ends the process when the loop has made no progress, when another rank has
-raised the alarm and the main thread does not come out by itself, or when SIGTERM waits and no step ends.
+raised the alarm and the main thread does not come out by itself, or when SIGTERM waits and no step ends
+(that alone where there is no timeout, and with no heartbeat).
 Where a collective fails with an error, that error becomes a `TransientError` with the verdict. A rank that
 fails for any other reason lets the others know first, so that they name it instead of its silence.
 
@@ -53,8 +54,8 @@ from megalowbit.process_group import ProcessIdentity
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_CODES = MappingProxyType({MISTAKE: EXIT_USER_ERROR, INTERRUPT: 128 + signal.SIGINT})
 TIMEOUTS_WITHOUT_PROGRESS = 1.1  # a little later than the collectives' own, which end a run more cleanly
-SECONDS_AFTER_SIGTERM = 20.0  # launchers kill after 30
 INTERVALS_TO_COME_OUT = 0.5
+INTERVALS_TO_END = 6.0  # `wait_until_known` takes 4.5 where the store falls silent; the rest is for telling
 BEGINNING = "the beginning"
 STEPS_REMEMBERED, STEPS_NEEDED = 50, 10
 LONGEST_LINE = 300  # characters of another rank's error
@@ -63,10 +64,11 @@ LONGEST_LINE = 300  # characters of another rank's error
 class _Mark(NamedTuple):
     what: str
     time: float
+    is_save: bool = False
 
 
 class _Termination(NamedTuple):
-    """When a waiting SIGTERM was first seen."""
+    """When a waiting SIGTERM was first seen at a mark."""
 
     mark: _Mark
     time: float
@@ -82,7 +84,7 @@ def print_error(error: UserError) -> None:
 class Watchdog:
     """Looks after a training loop, as a context around it; with one rank too.
 
-    With `timeout` None it only tells slow steps.
+    With `timeout` None it tells slow steps, and ends a process that does not come to see a SIGTERM.
     """
 
     def __init__(
@@ -99,8 +101,8 @@ class Watchdog:
             settings: timeout, and what a slow step is.
             identity: this process.
             folder: where a rank that hangs leaves its stack, `stack-rank<r>.txt`; None: nowhere.
-            tell: says why this process ends where its thread must end it; called on every such rank, with
-                `is_told` where another one prints it.
+            tell: says why this process ends where its thread must end it, within seconds; called on every
+                such rank, with `is_told` where another one prints it.
         """
         self._settings, self._rank, self._folder, self._tell = settings, identity.rank, folder, tell
         self._host = socket.gethostname()
@@ -108,7 +110,8 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._main_thread = 0
         self._place: str | None = None  # of a collective that has failed already
-        self._is_done = False
+        self._is_done = self._is_finished = False
+        self._raised: BaseException | None = None  # by `finish`
         self._heartbeat: Heartbeat | None = None
         self._verdict: Verdict | None = None
         self._inquiry = threading.Lock()
@@ -119,10 +122,9 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         self._main_thread = threading.get_ident()
         self.mark(BEGINNING)
-        if self._settings.timeout is None:
-            return self
-        set_group_timeouts(timedelta(seconds=self._settings.timeout))
-        if process_group.world_size() > 1:
+        if self._settings.timeout is not None:
+            set_group_timeouts(timedelta(seconds=self._settings.timeout), is_watched=True)
+        if self._settings.timeout is not None and process_group.world_size() > 1:
             self._heartbeat = Heartbeat(
                 NoticeBoard(self._rank, process_group.world_size()),
                 self._beat,
@@ -133,13 +135,26 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def mark(self, what: str) -> None:
-        """Progress, in well under two microseconds: the loop goes on.
+    def mark(self, what: str, *, is_save: bool = False) -> None:
+        """Progress, in a microsecond: the loop goes on.
 
         Args:
             what: with what: `"step 8"`, `"the save of step 8"`.
+            is_save: what begins is worth waiting for when SIGTERM has come: it has all of `timeout`.
         """
-        self._mark = _Mark(what, time.monotonic())
+        self._mark = _Mark(what, time.monotonic(), is_save)
+
+    def finish(self) -> None:
+        """All that ranks do together is done: what befalls another rank from here on is no failure of this.
+
+        Call it before the run is marked as finished, and leave the block soon.
+
+        Raises:
+            TransientError: another rank has failed before.
+        """
+        self.mark("the end", is_save=True)
+        self._is_finished = True  # first: an alarm that is not seen below must not be acted on
+        self._raise_alarm()
 
     def step_ended(self, seconds: float) -> str | None:
         """A warning if a step was far slower than those before it.
@@ -163,8 +178,6 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._settings.timeout is None:
-            return
         try:
             self._leave(error)
         finally:
@@ -179,8 +192,10 @@ class Watchdog:
         if self._heartbeat is None or (isinstance(error, UserError) and error.is_on_all_ranks):
             return
         if error is None:
-            if self._alarmed.is_set():  # another rank has failed and will not come to what follows
-                raise _error(self._find_out())
+            if not self._is_finished:  # a rank that has failed will not come to what follows
+                self._raise_alarm()
+            return
+        if error is self._raised:
             return
         if not isinstance(error, Exception) or not is_failed_collective(error):
             self._report(error)
@@ -192,6 +207,15 @@ class Watchdog:
             verdict = verdict._replace(line=f"{verdict.line} ({_on_a_line(error)})")
         wait_until_known(self._heartbeat)
         raise _error(verdict) from error
+
+    def _raise_alarm(self) -> None:
+        """Raise the verdict, if another rank has failed."""
+        if self._heartbeat is None or not self._alarmed.is_set():
+            return
+        self._leaving.set()
+        self._raised = error = _error(self._find_out())
+        wait_until_known(self._heartbeat)
+        raise error
 
     def _report(self, error: BaseException) -> None:
         """Let the others know why this rank ends."""
@@ -240,14 +264,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         timeout = self._settings.timeout
-        assert timeout is not None
         while not self._stopped.wait(self._settings.interval / 2):
             if self._leaving.is_set():
                 continue  # the main thread is out, and every step it takes from there has a time limit
-            self._arm_backstop(timeout)
-            if self._alarmed.is_set():
+            if timeout is not None:
+                self._arm_backstop(timeout)
+            if self._alarmed.is_set() and not self._is_finished:
                 self._end_with_others()
-            elif time.monotonic() - self._mark.time > TIMEOUTS_WITHOUT_PROGRESS * timeout:
+            elif timeout and time.monotonic() - self._mark.time > TIMEOUTS_WITHOUT_PROGRESS * timeout:
                 self._end_of_patience()
             elif self._is_termination_overdue():
                 self._end_by_signal()
@@ -277,10 +301,11 @@ class Watchdog:
         """Whether SIGTERM waits to be seen by the loop, and the loop has not come to look for long."""
         if signal.SIGTERM not in signal.sigpending():
             return False
-        if self._sigterm is None:
-            self._sigterm = _Termination(self._mark, time.monotonic(), self._first_look())
-        is_stuck = self._sigterm.mark is self._mark
-        return is_stuck and time.monotonic() - self._sigterm.time > SECONDS_AFTER_SIGTERM
+        mark = self._mark
+        if self._sigterm is None or self._sigterm.mark is not mark:
+            self._sigterm = _Termination(mark, time.monotonic(), self._first_look())
+        seconds = time.monotonic() - self._sigterm.time
+        return not mark.is_save and seconds > self._settings.termination_seconds
 
     def _first_look(self) -> dict[int, Beat] | None:
         """Everybody's beats, for the one rank that will tell what has become of them; None for the others."""
@@ -295,7 +320,8 @@ class Watchdog:
 
     def _end_by_signal(self) -> None:
         assert self._sigterm is not None
-        since = f"no step has ended for {SECONDS_AFTER_SIGTERM:.0f} s"
+        self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
+        since = f"no step has ended for {self._settings.termination_seconds:g} s"
         what = self._state_since(self._sigterm.beats or {})
         error = TransientError(f"ended by SIGTERM without a checkpoint, for {since}: {what}")
         error.is_told = self._sigterm.beats is None
@@ -315,7 +341,8 @@ class Watchdog:
 
     def _end(self, verdict: Verdict) -> None:
         """End this process, now."""
-        self._arm_backstop(self._settings.interval)  # a terminal or a disk may hang as well
+        # a terminal or a disk may hang as well
+        self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
         error = _error(verdict)
         if isinstance(error, UserError):
             self._tell(error)

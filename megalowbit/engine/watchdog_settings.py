@@ -20,12 +20,15 @@ class WatchdogSettings(BaseModel):
         timeout: seconds that a collective may take, and that may pass without a step, a save or an export
             coming to its end; None: torch's own timeouts (30 minutes or none), and nobody looks.
         slow_step: a step slower than so many medians of the last 50 is told; None: none is.
+        termination_seconds: that a step may go on after SIGTERM, before the process ends without a
+            checkpoint; a few less than whoever sent it waits until SIGKILL. A save has until `timeout`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     timeout: Annotated[Number, Field(ge=SHORTEST_TIMEOUT)] | None = 600.0
     slow_step: Annotated[Number, Field(gt=1.0)] | None = 10.0
+    termination_seconds: Annotated[Number, Field(ge=1.0)] = 20.0  # launchers kill after 30
 
     @property
     def interval(self) -> float:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +29,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 REFUSAL = "MEGALOWBIT_REFUSAL"  # names a file for the line of a mistake, if there is one
 # Launchers stop all ranks when one fails: the main rank must get to print first.
 SECONDS_FOR_THE_MAIN_RANK = 5.0
+SECONDS_FOR_ALL_TO_LEAVE = 60.0
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -163,7 +165,9 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         tell=lambda error: _report(error, identity),
         at_first_step=start.stop,
     )
-    stop_process_group()
+    stop_process_group(
+        timedelta(seconds=SECONDS_FOR_ALL_TO_LEAVE)
+    )  # all work is done: none is missed for long
 
 
 def _world_size(options: argparse.Namespace, identity: ProcessIdentity) -> int | None:
@@ -220,8 +224,6 @@ def _write_refusal(path: Path, line: str) -> None:
 
 def _leave_together() -> None:
     """End the process group on all ranks, so that none is aborted by the end of another; within seconds."""
-    from datetime import timedelta
-
     from megalowbit.engine.process_start import stop_process_group
 
     stop_process_group(timedelta(seconds=SECONDS_FOR_THE_MAIN_RANK))

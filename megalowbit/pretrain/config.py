@@ -180,6 +180,7 @@ def _validate_block(block: dict[str, Any], stem: str) -> PretrainSettings:
     ours = {key: value for key, value in block.items() if key not in ENGINE_KEYS}
     settings = _validate(PretrainSettings, ours, BLOCK, also=ENGINE_KEYS)
     check_late_switch(settings.late_switch, settings.run.steps)
+    check_patience(settings)
     check_first_split(block.get("recipe"), settings.run.steps)
     if settings.run.name is None and re.fullmatch(RUN_NAME, stem):
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": stem})})
@@ -200,6 +201,20 @@ def check_retries(overflow_retries: int, engine: EngineSettings) -> None:
             f"{BLOCK}.run.overflow_retries = {overflow_retries} has no loss scale to lower (precision "
             f"{engine.precision}, grad_scaler.type {engine.grad_scaler.type!r}): set it to 0, or use fp16 "
             "with a dynamic scaler"
+        )
+
+
+def check_patience(settings: PretrainSettings) -> None:
+    """Refuse a rollback that would never come, for the run is stopped before.
+
+    Raises:
+        UserError: see above.
+    """
+    patience, skips = settings.loss_guard.patience, settings.run.max_consecutive_skips
+    if settings.loss_guard.nonfinite != "skip" and patience >= skips:
+        raise UserError(
+            f"{BLOCK}.loss_guard.patience = {patience} never ends, for {BLOCK}.run.max_consecutive_skips = "
+            f"{skips} stops the run before: lower the former, or raise the latter"
         )
 
 

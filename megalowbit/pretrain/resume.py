@@ -41,6 +41,7 @@ MAY_CHANGE = (
     "megalowbit.run.max_consecutive_skips",
     "megalowbit.run.overflow_retries",
     "megalowbit.loss_guard.*",
+    "megalowbit.watchdog.*",
     "megalowbit.checkpoint.*",
     "megalowbit.telemetry.*",
     # whether the steps trained so far allow it is seen once the checkpoint is read

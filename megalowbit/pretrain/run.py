@@ -6,11 +6,12 @@ mark of a finished run is the last thing that is written. The steps themselves a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megalowbit.engine.agreement import agree, gather
+from megalowbit.engine.call_site import is_failed_collective, site_of_error
 from megalowbit.engine.config import load_json
 from megalowbit.engine.nested_blocks import check_nested_blocks
 from megalowbit.engine.pipeline import gather_weights
@@ -18,7 +19,7 @@ from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts, installation_facts
 from megalowbit.engine.watchdog import Watchdog, print_error
 from megalowbit.engine.whole_weights import whole_state_dict
-from megalowbit.errors import UserError
+from megalowbit.errors import TransientError, UserError
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import product_counts
@@ -59,9 +60,10 @@ def pretrain(
         TransientError: a rank was lost, hangs or cannot be reached.
         UserError: a mistake in configuration, data or folders, or training that cannot go on.
     """
-    start_process_group(identity)
-    folder = _checked_folder(config, run_dir=run_dir, is_resume=is_resume)
     with ExitStack() as stack:
+        stack.enter_context(naming_lost_ranks(identity))
+        start_process_group(identity)
+        folder = _checked_folder(config, run_dir=run_dir, is_resume=is_resume)
         agree(lambda: stack.enter_context(folder.held()))
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
         job = assemble(config, identity, folder)
@@ -89,8 +91,9 @@ def pretrain(
                 _tell_of_products(job, console)
         else:
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
-        watchdog.mark("the export")
+        watchdog.mark("the export", is_save=True)
         export(job, console)
+        watchdog.finish()
         agree(lambda: folder.mark_done(job.step))
 
 
@@ -104,6 +107,22 @@ def _checked_folder(config: PretrainConfig, *, run_dir: Path | None, is_resume: 
     agree(lambda: check_speculation(config.settings.speculation, recipe))
     stem = config.settings.run.name or config.source.stem
     return agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume))
+
+
+@contextmanager
+def naming_lost_ranks(identity: ProcessIdentity) -> Iterator[None]:
+    """Say in one line where a collective has failed before the watchdog looks after that, and after."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not is_failed_collective(error):
+            raise
+        raise TransientError(
+            f"rank {identity.rank} has lost another rank in {site_of_error(error).text}, at the run's start "
+            "or end: what ended that one is above, or in its node's log"
+        ) from error
 
 
 def _tell_of_products(job: Job, console: Console) -> None:

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megalowbit.durable import atomic_file, remove_drafts, sync
-from megalowbit.errors import TransientError, UserError
+from megalowbit.errors import TransientError, UserError, from_system
 
 LOCK = ".lock"
+TRY = "MEGALOWBIT_TRY"  # what a job script calls the try it makes
 # written as drafts, which a kill leaves behind; drafts of other names are somebody else's
 OWN_NAMES = ("hf", "config.json", "summary.json", "DONE", "*.jsonl")
 
@@ -113,7 +115,7 @@ class RunFolder:
             TransientError: another job holds the folder.
         """
         lock = self.path / LOCK
-        with lock.open("w") as file:
+        with lock.open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -121,12 +123,23 @@ class RunFolder:
                     f"run folder {self.path} is in use by another job: wait for it, or use another --run-dir"
                 ) from None
             try:
+                self._sign(file)
                 remove_drafts(self.path, OWN_NAMES)
                 yield
             finally:
                 if self.is_new and not has_content(self.path):
                     lock.unlink()
                     self.path.rmdir()
+
+    def _sign(self, lock: IO[str]) -> None:
+        """Name this try in the lock: a job script counts only what its own run has written."""
+        name = os.environ.get(TRY, "no job script")
+        try:  # not through the file's buffer, which would fail again when it is closed
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"{name}\n".encode())
+        except OSError as error:
+            message = f"{self.path / LOCK} cannot be written ({error.strerror}): free space or mend the disk"
+            raise from_system(message, error) from error
 
     def write_config(self, resolved: dict[str, Any]) -> None:
         """Save the resolved configuration, whole or not at all."""

@@ -152,7 +152,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 return
             try:
                 step = int(json.loads(line)["step"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise UserError(
                     f"{path} line {number} is damaged: mend or remove that line, then resume"
                 ) from error

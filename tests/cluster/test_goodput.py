@@ -1,12 +1,13 @@
 """Means over simulated runs against Daly's closed form, what must grow or fall with what, and the search."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megalowbit.cluster.failures import NodeFailures
-from megalowbit.cluster.goodput import NEAR, best_interval, failure_traces, simulate
+from megalowbit.cluster.goodput import NEAR, best_interval, failure_traces, is_better, simulate
 from megalowbit.cluster.intervals import daly_interval, expected_seconds, young_interval
 from megalowbit.cluster.run_history import CAUSES, HOPELESS, RunCosts, simulate_run
 from megalowbit.errors import UserError
@@ -103,6 +104,7 @@ def test_the_search_finds_what_dalys_formula_says_where_it_holds(mtbf, save):
     formula = daly_interval(save, mtbf)
     assert formula / 1.5 < found.outcome.interval < formula * 1.5
     assert found.shortest <= formula <= found.longest
+    assert found.is_dalys == (found.outcome.interval == formula)
     # the top is flat: what matters is that neither is worth less than the other
     of_formula = simulate(costs, formula, traces)
     assert of_formula.goodput <= found.outcome.goodput <= of_formula.goodput + NEAR / 2
@@ -126,12 +128,37 @@ def test_an_interval_is_a_whole_number_of_steps_where_asked():
     assert found.outcome.interval / 211 == pytest.approx(young_interval(60, 3 * HOUR) / 211, abs=2)
 
 
-def test_a_run_of_short_jobs_needs_fewer_saves_than_formulas_say():
-    failures = NodeFailures(nodes=1, node_mtbf=1000 * HOUR)  # the limit's own saves do nearly all
-    costs = RunCosts(work=400 * HOUR, save=120, start=60, time_limit=4 * HOUR, notice=150)
+def test_an_interval_that_meets_the_time_limit_is_found_to_be_worth_more_than_the_formulas():
+    failures = NodeFailures(nodes=1, node_mtbf=100 * HOUR)
+    formula = daly_interval(120, 100 * HOUR)
+    # a job saves, and a moment later its limit makes it save again
+    costs = RunCosts(work=400 * HOUR, save=120, start=60, time_limit=formula + 900, notice=150)
     traces = failure_traces(failures, runs=30, seed=1)
     found = best_interval(costs, failures, traces)
-    assert found.outcome.goodput > simulate(costs, HOUR, traces).goodput + 0.02
+    assert not found.is_dalys
+    assert found.outcome.goodput > simulate(costs, formula, traces).goodput + 0.005
+
+
+def test_dalys_interval_is_kept_where_hardly_anything_fails():
+    failures = NodeFailures(nodes=1, node_mtbf=6000 * HOUR)
+    costs = RunCosts(work=300 * HOUR, save=20)
+    found = best_interval(costs, failures, failure_traces(failures, runs=60, seed=1))
+    assert found.is_dalys
+    assert found.outcome.interval == daly_interval(20, 6000 * HOUR)
+
+
+def test_one_interval_is_better_where_it_is_in_run_after_run_and_not_where_it_is_once():
+    traces = failure_traces(NodeFailures(nodes=1, node_mtbf=9.0), runs=10, seed=1)
+    some = simulate(RunCosts(work=1, save=1), 1, traces)
+
+    def outcome(*each):
+        return replace(some, each=each, failures=100.0)
+
+    assert is_better(outcome(0.9, 0.8, 0.7), outcome(0.89, 0.79, 0.68))
+    assert not is_better(outcome(0.9, 0.8, 0.7), outcome(0.91, 0.81, 0.40))
+    assert not is_better(outcome(0.89, 0.79, 0.69), outcome(0.9, 0.8, 0.7))
+    rarely = replace(outcome(0.9, 0.8, 0.7), failures=1.0)
+    assert not is_better(rarely, outcome(0.89, 0.79, 0.68))
 
 
 def test_a_run_without_hope_is_told_as_such():

@@ -31,7 +31,7 @@ def test_table_and_data_say_the_same():
     assert list(told["intervals"]) == [BEST, "Young 1974", "Daly 2006, first order", "Daly 2006", OWN]
     for name, row in told["intervals"].items():
         (line,) = [line for line in lines if line.startswith(f"{name}  ")]
-        assert line.split()[-8:] == [
+        assert line.split()[-9:] == [
             *duration(row["interval"]).split(),
             f"{row['steps']:,}",
             *f"{100 * row['goodput']:.2f} ± {100 * (row['high'] - row['goodput']):.2f} %".split(),

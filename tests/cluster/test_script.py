@@ -127,6 +127,13 @@ def test_ranks_get_threads_interfaces_and_what_else_the_cluster_says():
     assert "export OMP_NUM_THREADS=3" in script("environment.OMP_NUM_THREADS=3")
 
 
+def test_grace_time_is_an_override_of_the_run_that_its_users_own_may_override():
+    assert "termination_seconds" not in script(overrides=["c=3"])
+    text = script("grace_seconds=600", overrides=["c=3"])
+    sets = re.findall(r"^arguments\+=\(--set (.*)\)$", text, re.MULTILINE)
+    assert sets == ["megalowbit.watchdog.termination_seconds=590", "c=3"]
+
+
 def test_containers_are_used_only_where_they_are_asked_for():
     assert "container" not in script()
     assert "apptainer" not in script()

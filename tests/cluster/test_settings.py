@@ -33,6 +33,12 @@ def test_ranks_are_gpus_or_on_cpus_tasks():
     assert load_cluster(None, CPU).ranks_per_node == 1
 
 
+def test_of_grace_time_a_margin_is_left_before_slurm_kills():
+    assert load_cluster(None, CPU).termination_seconds is None
+    assert load_cluster(None, [*CPU, "grace_seconds=30"]).termination_seconds == 20
+    assert load_cluster(None, [*CPU, "grace_seconds=30", "launcher=deepspeed"]).termination_seconds == 20
+
+
 def test_a_range_of_nodes_is_all_the_numbers_the_job_may_get():
     assert list(load_cluster(None, [*CPU, "nodes=2-4"]).node_counts) == [2, 3, 4]
     assert list(load_cluster(None, [*CPU, "nodes=2"]).node_counts) == [2]
@@ -74,6 +80,11 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
         ([*CPU, "nodes=4-2"], "nodes = '4-2' is not valid: write the smaller number first: '2-4'"),
         ([*CPU, "time=soon"], "time = 'soon' is not valid: write minutes"),
         ([*CPU, "time=5"], "signal_seconds = 300 is not valid: time '5' is 300 seconds"),
+        ([*CPU, "grace_seconds=10"], "grace_seconds = 10 is not valid: Input should be greater than 10"),
+        (
+            [*CPU, "launcher=torchrun", "grace_seconds=120"],
+            "grace_seconds = 120 is not valid: torchrun itself kills ranks 30 s after TERM",
+        ),
         ([*CPU, "gpu_type=h100"], "gpu_type = 'h100' is not valid: gpus_per_node is 0"),
         (
             ["gpus_per_node=8", "cpus_per_task=1", "tasks_per_node=4"],

@@ -19,12 +19,12 @@ import ranks_pipeline
 import torch
 from tiny_training import TinyModel, config, make, train_step
 
-from megalowbit.engine import watchdog as watchdog_file
 from megalowbit.engine.process_start import stop_process_group
 from megalowbit.engine.watchdog import Watchdog
 from megalowbit.engine.watchdog_settings import WatchdogSettings
 from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError
-from megalowbit.process_group import ProcessIdentity
+from megalowbit.pretrain.command_line import _report
+from megalowbit.process_group import ProcessIdentity, is_true_anywhere
 
 PATIENCE = 3.0  # timeouts, after which the test ends what has not ended by itself
 
@@ -63,8 +63,47 @@ FAULTS = {
     "terminate": terminate,
     "interrupt": lambda: signal.raise_signal(signal.SIGINT),
     "end": lambda: sys.exit(0),
-    "nothing": lambda: None,
 }
+
+
+def save_then_hang(folder, watchdog, rank):
+    watchdog.mark("the save of step 8", is_save=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    strike_time(folder, rank)
+    time.sleep(5)  # longer than a step may go on after the signal
+    watchdog.mark("step 9")
+    time.sleep(1000)
+
+
+def finish_before_another_fails(folder, watchdog, rank):
+    if rank == 1:
+        wait_until((folder / "finished").exists, 10)
+        strike_time(folder, rank)
+        fail()
+    watchdog.finish()
+    (folder / "finished").touch()
+    assert watchdog._alarmed.wait(10)
+    time.sleep(3)  # in which its thread would end it
+
+
+def finish_after_another_has_failed(folder, watchdog, rank):
+    if rank == 1:
+        strike_time(folder, rank)
+        fail()
+    assert watchdog._alarmed.wait(10)
+    watchdog.finish()
+
+
+ENDINGS = {  # what ranks do where others would step on
+    "nothing": lambda *_: None,
+    "save, then hang": save_then_hang,
+    "fail after the finish": finish_before_another_fails,
+    "fail before the finish": finish_after_another_has_failed,
+}
+
+
+def strike_time(folder, rank):
+    (folder / f"fault{rank}").write_text(json.dumps(time.monotonic()))
 
 
 def start_training(kind):
@@ -83,7 +122,7 @@ def train(case, folder, training, watchdog, rank):
 
     def strike(*_):
         if faults:
-            (folder / f"fault{rank}").write_text(json.dumps(time.monotonic()))
+            strike_time(folder, rank)
             faults.pop()()
 
     module.register_forward_pre_hook(strike)
@@ -94,31 +133,35 @@ def train(case, folder, training, watchdog, rank):
         number += 1
         if number == 3:
             (folder / f"ready{rank}").write_text(str(time.process_time()))
-        if (folder / "go").exists():
-            if case["fault"] == "nothing":
-                return number
-            if rank in case["victims"]:
-                faults.append(FAULTS[case["fault"]])
+        is_going = (folder / "go").exists()
+        if case["fault"] in ENDINGS:
+            if is_true_anywhere(is_going):
+                return ENDINGS[case["fault"]](folder, watchdog, rank)
+        elif is_going and rank in case["victims"]:
+            faults.append(FAULTS[case["fault"]])
         time.sleep(0.3)
 
 
 def run_rank(case, folder, rank):
     """What a command line does: a run that is lost ends at once, whatever the libraries still wait for."""
     torch.set_num_threads(1)
-    settings = WatchdogSettings(timeout=case["timeout"])
+    settings = WatchdogSettings(timeout=case["timeout"], termination_seconds=3.0)
     identity = ProcessIdentity(rank=rank, local_rank=rank, world_size=case["size"], launcher="environment")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    watchdog_file.SECONDS_AFTER_SIGTERM = 3.0
     try:
         training = start_training(case["kind"])
-        with Watchdog(settings, identity, folder=folder) as watchdog:
+        with Watchdog(
+            settings, identity, folder=folder, tell=lambda error: _report(error, identity)
+        ) as watchdog:
             train(case, folder, training, watchdog, rank)
     except UserError as error:
-        if not error.is_told:
-            print(f"error: {error}", flush=True)
+        _report(error, identity)
+        time.sleep(case.get("seconds_to_leave", 0))
         os._exit(EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR)
     except KeyboardInterrupt:
         os._exit(130)
+    if case["fault"] == "fail after the finish":
+        os._exit(0)  # the other is not there to leave together with
     stop_process_group()
     return 0
 
@@ -179,7 +222,7 @@ def watch(cases, results, running):
     wait_until(lambda: len(list(results.glob("*/ready*"))) == expected, 120)
     for name in cases:
         (results / name / "go").touch()
-    longest = max(case["timeout"] for case in cases.values())
+    longest = max(case["timeout"] or 0 for case in cases.values())
     end, ended = time.monotonic() + PATIENCE * longest, {}
     while running and time.monotonic() < end:
         pid, status = os.waitpid(-1, os.WNOHANG)

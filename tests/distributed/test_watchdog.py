@@ -14,8 +14,8 @@ LIMIT = 1.5 * TIMEOUT
 TRANSIENT = 75
 
 
-def case(kind, fault, victims, size=2):
-    return {"kind": kind, "fault": fault, "victims": victims, "size": size, "timeout": TIMEOUT}
+def case(kind, fault, victims, size=2, timeout=TIMEOUT, **more):
+    return {"kind": kind, "fault": fault, "victims": victims, "size": size, "timeout": timeout, **more}
 
 
 CASES = {
@@ -31,6 +31,7 @@ CASES = {
     "main_failing": case("0", "fail", [0]),
     "failing": case("2", "fail", [1], size=3),
     "refusing": case("0", "refuse", [1]),
+    "main_refusing": case("2", "refuse", [0], seconds_to_leave=TIMEOUT),
     "leaving": case("0", "end", [1]),
     "interrupted": case("2", "interrupt", [1]),
     "interrupted_stage": case("pipeline", "interrupt", [0]),
@@ -38,6 +39,10 @@ CASES = {
     "sleeping_stage": case("pipeline", "sleep", [1]),
     "alone": case("0", "sleep", [0], size=1),
     "terminated": case("0", "terminate", [0, 1]),
+    "terminated_alone": case("0", "terminate", [0], size=1, timeout=None),
+    "saving": case("0", "save, then hang", [0], size=1),
+    "finished": case("0", "fail after the finish", [1]),
+    "finishing": case("0", "fail before the finish", [1]),
     "healthy": case("0", "nothing", []),
 }
 HERE, NAME = r"\(host [\w.-]+\)", "distributed/ranks_watchdog.py"
@@ -92,7 +97,7 @@ def check_end(found, survivors, codes=(TRANSIENT,)):
         assert "gloo" not in output
     told = errors(found, survivors)
     assert len(told) == 1, told
-    return told[0].removeprefix("error: ")
+    return re.sub(r"^error( on rank \d+)?: ", "", told[0])
 
 
 @pytest.mark.parametrize(
@@ -182,7 +187,17 @@ def test_a_users_mistake_on_one_rank_is_one_on_all(runs):
     mistake = "this corpus has no such file: mend data.corpus"
     assert re.fullmatch(rf"rank 1 {HERE} failed in step \d+: {mistake}", line), line
     assert found[1][0] == 2
-    assert errors(found, [1]) == [f"error: {mistake}"]
+    assert errors(found, [1]) == [f"error on rank 1: {mistake}"]
+
+
+def test_a_mistake_of_the_main_rank_is_told_by_the_others_though_it_takes_long_to_leave(runs):
+    found, _ = runs("main_refusing")
+    line = check_end(found, [1], codes=(2,))
+    mistake = "this corpus has no such file: mend data.corpus"
+    assert re.fullmatch(rf"rank 0 {HERE} failed in step \d+: {mistake}", line), line
+    assert found[1][1] < found[0][1]  # its thread has ended it, and no lost connection
+    assert found[0][0] == 2
+    assert errors(found, [0]) == [f"error: {mistake}"]
 
 
 def test_a_rank_that_leaves_early_is_named(runs):
@@ -216,6 +231,34 @@ def test_sigterm_ends_a_step_that_does_not_end(runs):
         rf"for \d s: they are in {NAME}:\d+ terminate",
         line,
     ), line
+
+
+def test_sigterm_ends_a_step_that_does_not_end_where_nobody_looks_for_anything_else(runs):
+    line = check_end(runs("terminated_alone")[0], [0], codes=(143,))
+    place = rf"rank 0 {HERE} was \d s in {NAME}:\d+ terminate since step \d+"
+    assert line.startswith("ended by SIGTERM without a checkpoint, for no step has ended for 3 s: "), line
+    assert re.search(place, line), line
+
+
+def test_a_save_is_left_alone_after_sigterm_and_what_hangs_after_it_is_not(runs):
+    found, _ = runs("saving")
+    line = check_end(found, [0], codes=(143,))
+    assert found[0][1] > 5 + 3
+    assert "has ended for 3 s: rank 0" in line
+    assert "since step 9" in line
+
+
+def test_a_rank_that_fails_when_all_is_done_fails_no_other(runs):
+    found, _ = runs("finished")
+    code, _, output = found[0]
+    assert code == 0, output
+    assert not errors(found, [0])
+    assert found[1][0] == 1
+
+
+def test_a_run_is_not_finished_where_another_rank_has_failed_before(runs):
+    line = check_end(runs("finishing")[0], [0])
+    assert re.match(rf"rank 1 {HERE} failed in (step \d+|the end): ValueError: a defect ", line), line
 
 
 def test_nothing_is_said_of_a_run_that_goes_well(runs):

@@ -6,6 +6,7 @@ import os
 import pytest
 from small_engines import SGD, make_engine, trained
 
+from megalowbit.engine import checkpoint_io
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.checkpoint_io import remove_checkpoint
 from megalowbit.errors import UserError
@@ -54,3 +55,37 @@ def test_an_interrupted_removal_does_not_look_like_a_checkpoint(tmp_path, monkey
     assert len(names) == 2
     assert len(list(path.iterdir())) == 61
     assert store.steps() == []
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_checkpoint_stays_if_a_rank_is_lost_after_its_manifest_and_only_then(
+    tmp_path, monkeypatch, is_complete
+):
+    store, agree, calls = CheckpointStore(tmp_path), checkpoint_io.agree, []
+
+    def agree_and_lose_a_rank(decide):
+        calls.append(decide)
+        is_commit = len(calls) == 2
+        if is_complete or not is_commit:
+            agree(decide)
+        if is_commit:
+            raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
+
+    monkeypatch.setattr(checkpoint_io, "agree", agree_and_lose_a_rank)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        store.save(trained(), 1, {})
+    assert len(calls) == 2
+    assert store.steps() == [1] * is_complete
+    assert store.path_of(1).exists() == is_complete
+
+
+def test_a_checkpoint_that_latest_cannot_name_is_removed(tmp_path, monkeypatch):
+    engine = trained()
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_io, "atomic_file", no_space)
+    with pytest.raises(UserError, match="No space left on device"):
+        checkpoint_io.save_together(engine, tmp_path / "step-00000001", {}, step=1)
+    assert not (tmp_path / "step-00000001").exists()

@@ -35,9 +35,18 @@ def test_one_rank_needs_no_process_group_and_nothing_is_left_behind():
         time.sleep(0.01)
 
 
-def test_without_a_timeout_nobody_looks():
-    with watchdog(timeout=None):
-        assert threads() == set()
+def test_without_a_timeout_one_thread_looks_for_sigterm_and_groups_keep_theirs():
+    start_process_group()
+    group = dist.new_group([0])
+    before = group._get_backend(torch.device("cpu")).options._timeout
+    with watchdog(timeout=None) as watched:
+        assert threads() == {"megalowbit-watchdog"}
+        watched.finish()
+    assert group._get_backend(torch.device("cpu")).options._timeout == before
+    deadline = time.monotonic() + 10
+    while threads():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_groups_get_the_timeout_even_those_made_after_the_engine():

@@ -15,7 +15,7 @@ def read(watchdog):
 
 
 def test_a_configuration_without_the_block_waits_ten_minutes():
-    assert read({}) == WatchdogSettings(timeout=600.0, slow_step=10.0)
+    assert read({}) == WatchdogSettings(timeout=600.0, slow_step=10.0, termination_seconds=20.0)
 
 
 def test_null_turns_both_off():
@@ -30,6 +30,8 @@ def test_null_turns_both_off():
         ("timeout", True, "valid number"),
         ("timeout", float("inf"), "finite number"),
         ("slow_step", 1, "greater than 1"),
+        ("termination_seconds", 0.5, "greater than or equal to 1"),
+        ("termination_seconds", None, "valid number"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(key, value, reason):

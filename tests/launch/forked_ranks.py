@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from launchers import ROOT, SCRIPT, environment, free_port
+from launchers import ROOT, SCRIPT, built_libraries, copy_libraries, environment, free_port
 
 HERE = Path(__file__).parent
 PATIENCE = 240  # seconds, on a machine with much else to do
@@ -105,7 +105,8 @@ class Ranks:
         log_folder=None,
         **more,
     ):
-        port, base = free_port(), environment(folder / "cache")
+        self.cache = folder / "cache"
+        port, base = free_port(), environment(self.cache)
         arguments, sizes = [str(argument) for argument in arguments], file_sizes or {}
         self.ranks = []
         self.logs = [(log_folder or folder) / f"rank{rank}.log" for rank in range(world_size)]
@@ -156,6 +157,7 @@ class Ranks:
         for rank in self.ranks:
             rank.send_signal(signal.SIGKILL)
         assert self.wait(60)
+        copy_libraries(self.cache, Path(built_libraries().name))
 
     def output(self):
         return "\n".join(

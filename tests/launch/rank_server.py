@@ -15,7 +15,7 @@ from pathlib import Path
 
 IMPORTED_LATE = (
     "megalowbit.pretrain.command_line",
-    "megalowbit.pretrain.loop",
+    "megalowbit.pretrain.run",
     "deepspeed.runtime.zero.muon.original_muon",  # and by it torch's compiler
     "transformers.models.gpt2.modeling_gpt2",
     "torch.utils.tensorboard",

@@ -124,7 +124,7 @@ def compare(run, undisturbed):
     for name in ("summary.json", "DONE"):
         mine, theirs = (json.loads((each / name).read_text()) for each in (run, undisturbed))
         found += differences(mine, theirs, name)
-    for name in ("model.safetensors", "config.json"):
+    for name in ("model.safetensors", "config.json") if (undisturbed / "hf").exists() else ():
         if (run / "hf" / name).read_bytes() != (undisturbed / "hf" / name).read_bytes():
             found.append(f"hf/{name} differs")
     newest = [max((each / "checkpoints").glob("step-*")) for each in (run, undisturbed)]

@@ -18,7 +18,9 @@ MIB = 2**20
 def folder(tmp_path_factory):
     """With the configuration, at ZeRO 1: every rank writes a file of its own."""
     folder = tmp_path_factory.mktemp("full")
-    block = {"run": {"steps": STEPS}, "checkpoint": {"every": EVERY, "keep": None}}
+    block = {
+        "run": {"steps": STEPS}, "checkpoint": {"every": EVERY, "keep": None}, "watchdog": {"timeout": 30.0},
+    }  # fmt: skip
     write_config(folder, block=block, zero_optimization={"stage": 1})
     return folder
 

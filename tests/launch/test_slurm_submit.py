@@ -135,6 +135,14 @@ def test_a_range_of_nodes_is_checked_at_every_number(submit, files, capsys):
     assert "error: on 3 nodes: " in capsys.readouterr().err
 
 
+def test_grace_time_reaches_the_configuration_of_the_run(submit, files, capsys):
+    assert submit.main([*files, "--slurm", "grace_seconds=40", "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    [setting] = re.findall(r"--set (megalowbit\.watchdog\.\S+=\d+)\)", script)
+    config = load_config(ROOT / "configs" / "gpt2_tiny_fp4.json", [setting], world_size=1)
+    assert config.parts.settings.watchdog.termination_seconds == 30
+
+
 def test_what_sbatch_refuses_leaves_nothing_behind(submit, files, capsys, tmp_path, monkeypatch):
     folder = only_bash(tmp_path)
     (folder / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from launchers import write_config
 from megalowbit.errors import UserError
 from megalowbit.pretrain.config import load_config
 
@@ -257,3 +258,12 @@ def test_what_stages_cannot_do_is_refused_before_anything_is_imported(write):
     overrides = ["pipeline.stages=2", "zero_optimization.stage=2"]
     with pytest.raises(UserError, match=r"zero_optimization\.stage = 2 .* pipeline\.stages = 2"):
         resolve(write(raw_config()), *overrides)
+
+
+def test_a_rollback_that_would_never_come_is_refused(tmp_path):
+    config = write_config(tmp_path)
+    guarded = ['megalowbit.loss_guard={"nonfinite": "rollback", "patience": 50}']
+    with pytest.raises(UserError, match=r"patience = 50 never ends, for .*max_consecutive_skips = 50 stops"):
+        load_config(config, guarded, world_size=1)
+    load_config(config, [*guarded, "megalowbit.run.max_consecutive_skips=51"], world_size=1)
+    load_config(config, ["megalowbit.loss_guard.patience=50"], world_size=1)  # it only skips

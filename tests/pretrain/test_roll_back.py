@@ -217,6 +217,23 @@ def test_a_checkpoint_saved_in_trouble_or_damaged_is_not_gone_back_to(
     assert resumed.store.steps() == [7]
 
 
+def test_damage_since_this_process_has_read_a_checkpoint_is_met_too(
+    build_job, tmp_path, caplog, stop_signals
+):
+    job = build_job(*EVERY, AT_ONCE)
+    ask_to_stop_at(job, 4)
+    assert run(job) is Ending.STOPPED
+    signal.sigtimedwait(STOP_SIGNALS, 0)
+    resumed = build_job(*EVERY, AT_ONCE)
+    assert resumed.resume()
+    for path in (tmp_path / "run" / "checkpoints" / "step-00000004").glob("mp_rank*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    spoil(resumed, {6})
+    with pytest.raises(UserError, match="all 1 checkpoints in .* are damaged"):
+        run(resumed, is_resume=True)
+    assert "step-00000004.damaged" in caplog.text
+
+
 def test_what_is_saved_on_request_changes_nothing(build_job, tmp_path, stop_signals):
     undisturbed = build_job(*EVERY, AT_ONCE)
     spoil(undisturbed, {7})

@@ -59,6 +59,21 @@ def test_the_resolved_configuration_is_written_whole(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_the_lock_names_the_try_that_holds_or_held_the_folder(tmp_path, monkeypatch):
+    folder, lock = RunFolder(tmp_path), tmp_path / ".lock"
+    monkeypatch.setenv("MEGALOWBIT_TRY", "123456-10")
+    with folder.held():
+        monkeypatch.setenv("MEGALOWBIT_TRY", "7-0")
+        with pytest.raises(UserError, match="in use"), folder.held():
+            pass
+        assert lock.read_text() == "123456-10\n"
+    with folder.held():
+        assert lock.read_text() == "7-0\n"
+    monkeypatch.delenv("MEGALOWBIT_TRY")
+    with folder.held():
+        assert lock.read_text() == "no job script\n"
+
+
 def test_a_held_folder_is_refused_to_another_job_and_free_afterwards(tmp_path):
     code = (
         "import pathlib, sys, time\n"

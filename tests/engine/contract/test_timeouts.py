@@ -25,13 +25,31 @@ def test_all_groups_of_a_process_are_in_one_table():
 
 def test_the_timeout_of_a_group_can_be_set():
     group = dist.new_group([0])
-    distributed_c10d._set_pg_timeout(timedelta(seconds=7), group)
-    seen = group._get_backend(torch.device("cpu")).options._timeout
-    assert seen == timedelta(seconds=7), "a cut network would not end a run any more"
+    assert torch.device("cpu") in group._device_types, "no group's timeout would be set"
+    backend = group._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timedelta(seconds=7))
+    assert backend.options._timeout == timedelta(seconds=7), "a cut network would not end a run any more"
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
+def test_the_timeout_of_nccl_can_be_set():
+    assert callable(dist.ProcessGroupNCCL._set_default_timeout), "torch would end runs before the verdict"
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=7)
+    assert options._timeout == timedelta(seconds=7)
+
+
+def test_the_wrapper_of_detailed_debugging_lets_its_group_through():
+    wrapper = importlib.import_module("torch._C._distributed_c10d")._ProcessGroupWrapper
+    assert isinstance(wrapper.wrapped_pg, property), (
+        "with TORCH_DISTRIBUTED_DEBUG=DETAIL a run would not start"
+    )
 
 
 def test_the_backends_of_a_group_are_told():
-    assert "gloo" in dist.get_backend_config(dist.group.WORLD), "no group's timeout would be set"
+    config = dist.get_backend_config(dist.group.WORLD)
+    assert "cpu:gloo" in config.split(","), "no group's timeout would be set"
+    assert all(part.count(":") == 1 for part in config.split(","))
 
 
 def test_the_store_of_the_group_has_what_the_notes_need():

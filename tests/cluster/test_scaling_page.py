@@ -1,0 +1,45 @@
+"""What docs/scaling.md computes follows from the formulas that it gives."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+RANKS = (8, 512, 16384)
+
+
+def all_reduce(ranks):
+    return 6.8 + 2 * (7 * 0.6 + 5.0 * math.log2(ranks / 8))
+
+
+def all_gather(ranks):
+    nodes = ranks // 8
+    return 6.6 + 7 * 0.6 if nodes == 1 else 6.6 + 2.7 * (nodes - 1) + 1.0 * (ranks - nodes)
+
+
+@pytest.mark.parametrize(("name", "formula"), [("all-reduce", all_reduce), ("all-gather", all_gather)])
+def test_times_of_small_messages_are_those_of_the_formulas(name, formula):
+    row = re.search(rf"^\| {name} \| (.*) \|$", PAGE, re.MULTILINE)[1]
+    told = [float(cell.replace(",", "")) for cell in row.split(" | ")]
+    assert told == [pytest.approx(formula(ranks), abs=0.5) for ranks in RANKS]
+
+
+def test_each_row_over_all_ranks_has_these_times():
+    rows = re.findall(r"^\| .*\| all[ ;(|].*$", PAGE, re.MULTILINE)
+    for row in (row for row in rows if "| all-reduce," in row or "2 all-reduces" in row):
+        calls = 2 if "2 all-reduces" in row else 1
+        told = [int(cell) for cell in re.findall(r"(\d+) µs", row)]
+        assert told == [pytest.approx(calls * all_reduce(ranks), abs=calls) for ranks in RANKS], row
+    assert len(rows) >= 5
+
+
+def test_maxima_of_tensor_parallelism_add_up():
+    messages = 32 * 12
+    assert f"{messages} messages a micro-batch, {messages * all_reduce(8) / 1000:.1f} ms" in PAGE
+
+
+def test_the_page_says_where_each_kind_of_figure_comes_from_and_stays_short():
+    assert all(f"**{mark}**" in PAGE for mark in "mca")
+    assert len(PAGE.splitlines()) <= 180

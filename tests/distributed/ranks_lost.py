@@ -1,0 +1,49 @@
+"""Rank 1 does not come to a collective outside the watchdog's care; rank 0 says what becomes of it."""
+
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megalowbit.engine.group_timeouts import set_group_timeouts
+from megalowbit.engine.process_start import start_process_group
+from megalowbit.errors import UserError
+from megalowbit.pretrain.run import naming_lost_ranks
+
+identity = start_process_group()
+set_group_timeouts(timedelta(seconds=2))
+
+
+def outcome(work):
+    try:
+        with naming_lost_ranks(identity):
+            work()
+    except (UserError, RuntimeError) as error:
+        return [type(error).__name__, str(error)]
+
+
+def report(seen):
+    """As all programs here, but without leaving together, which would wait for the other rank."""
+    Path(os.environ["RESULTS"], f"rank{identity.rank}.json").write_text(json.dumps(seen))
+
+
+def fail(error):
+    raise error
+
+
+if identity.rank == 1:
+    report({})
+    time.sleep(8)
+else:
+    report(
+        {
+            "defect": outcome(lambda: fail(RuntimeError("odd"))),
+            "mistake": outcome(lambda: fail(UserError("mend it"))),
+            "lost": outcome(lambda: dist.all_reduce(torch.zeros(1))),
+        }
+    )
+os._exit(0)  # the group is broken

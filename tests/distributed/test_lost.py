@@ -1,0 +1,12 @@
+"""A rank that is lost where no watchdog looks after the run is a line too, and nothing else becomes one."""
+
+import re
+
+
+def test_a_collective_that_fails_outside_the_watchdogs_care_is_one_line(launch_ranks):
+    seen, _ = launch_ranks("ranks_lost.py").wait(timeout=90)
+    assert seen["defect"] == ["RuntimeError", "odd"]
+    assert seen["mistake"] == ["UserError", "mend it"]
+    kind, line = seen["lost"]
+    assert kind == "TransientError"
+    assert re.match(r"rank 0 has lost another rank in all_reduce \(.*\), at the run's start or end: ", line)
