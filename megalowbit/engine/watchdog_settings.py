@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 SHORTEST_TIMEOUT = 5.0  # seconds; below it a busy machine is taken for a broken one
+LONGEST_TIMEOUT = 7 * 86400.0  # a week; clocks of libraries overflow far above
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.5, 5.0  # seconds
 BEATS_IN_A_TIMEOUT = 12
 
@@ -26,9 +27,9 @@ class WatchdogSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    timeout: Annotated[Number, Field(ge=SHORTEST_TIMEOUT)] | None = 600.0
+    timeout: Annotated[Number, Field(ge=SHORTEST_TIMEOUT, le=LONGEST_TIMEOUT)] | None = 600.0
     slow_step: Annotated[Number, Field(gt=1.0)] | None = 10.0
-    termination_seconds: Annotated[Number, Field(ge=1.0)] = 20.0  # launchers kill after 30
+    termination_seconds: Annotated[Number, Field(ge=1.0, le=LONGEST_TIMEOUT)] = 20.0  # launchers kill after 30
 
     @property
     def interval(self) -> float:

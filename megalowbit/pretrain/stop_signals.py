@@ -66,7 +66,8 @@ class EndOnSigterm:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Let Ctrl-C wait until the block has ended; then it raises. Only the main thread gets such signals."""
-    if threading.current_thread() is not threading.main_thread():
+    is_elsewhere = threading.current_thread() is not threading.main_thread()
+    if is_elsewhere or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
         yield
         return
     interrupts: list[int] = []

@@ -26,6 +26,7 @@ def test_null_turns_both_off():
     ("key", "value", "reason"),
     [
         ("timeout", 4.9, "greater than or equal to 5"),
+        ("timeout", 1e308, "less than or equal to 604800"),
         ("timeout", "60", "valid number"),
         ("timeout", True, "valid number"),
         ("timeout", float("inf"), "finite number"),

@@ -102,6 +102,16 @@ def test_an_interrupt_waits_for_the_end_of_the_block_and_then_raises():
     assert done == ["first half", "second half"]
 
 
+def test_what_ignores_interrupts_goes_on_ignoring_them():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_afterwards_an_interrupt_raises_at_once_and_an_error_of_the_block_stays_the_one_that_is_seen():
     before = signal.getsignal(signal.SIGINT)
 
