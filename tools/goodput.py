@@ -146,10 +146,10 @@ def question_of(options: argparse.Namespace) -> Question:
     if step_seconds is not None:
         work = (options.steps or max(1, round(work / step_seconds))) * step_seconds
         own = options.every * step_seconds if options.every is not None else own
-    if work > LONGEST_TRAINING:
+    if options.steps is not None and work > LONGEST_TRAINING:
         raise UserError(
-            f"--steps {options.steps} of --step-seconds {step_seconds:g} are {duration(work)} of training, and "
-            f"at most {duration(LONGEST_TRAINING)} are simulated: fewer --steps tell as much"
+            f"--steps {options.steps} of --step-seconds {step_seconds:g} are {duration(work)} of training, "
+            f"and at most {duration(LONGEST_TRAINING)} are simulated: fewer --steps tell as much"
         )
     limit = options.time_limit_hours
     return Question(
@@ -180,8 +180,8 @@ def save_seconds(options: argparse.Namespace) -> float:
     seconds = float(options.save_seconds if size is None else size / bandwidth)
     if not SHORTEST_SAVE <= seconds <= LONGEST_SAVE:
         raise UserError(
-            f"--checkpoint-gib {size:g} at --bandwidth-gib {bandwidth:g} is a save of {seconds:g} s: change one "
-            f"of them, {SHORTEST_SAVE} to {LONGEST_SAVE:,} s are simulated"
+            f"--checkpoint-gib {size:g} at --bandwidth-gib {bandwidth:g} is a save of {seconds:g} s: "
+            f"change one of them, {SHORTEST_SAVE} to {LONGEST_SAVE:,} s are simulated"
         )
     return seconds
 

@@ -79,10 +79,11 @@ def failure_traces(failures: NodeFailures, *, runs: int, seed: int) -> list[Fail
 
 
 def expected_events(costs: RunCosts, failures: NodeFailures, *, runs: int) -> dict[str, float]:
-    """How much there is to follow in `runs` runs with one interval, by what brings it; roughly, rather too many.
+    """How much there is to follow in `runs` runs with one interval, by what brings it; rather too much.
 
     Saves are none of it, for cycles that nothing comes between are taken at once. A failure strikes a job, a
-    pause or a wait for nodes, and is a repair as well. No run lasts longer than `HOPELESS` times its training.
+    pause or a wait for nodes, and is a repair as well. No run goes on for longer than `HOPELESS` times its
+    training.
     """
     interval, job = min(daly_interval(costs.save, failures.mtbf), costs.work), math.inf
     pause = costs.detection + costs.requeue

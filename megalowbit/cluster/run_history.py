@@ -195,7 +195,7 @@ class _Run:
         self._struck_at = self.trace.moment(self._index)
 
     def _wait_for_nodes(self) -> None:
-        """Until enough are back, or the run is given up: nodes fail meanwhile, so that it may take for ever."""
+        """Until enough are back, or the run is given up: nodes fail meanwhile, so it may take for ever."""
         if self.costs.spares is None:
             return
         while len(self._back) > self.costs.spares or (self._back and self._back[0] <= self.clock):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -108,6 +109,8 @@ def import_deepspeed() -> Any:
 
     if deepspeed.get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
+    # said of DeepSpeed's own calls, in every run; the user can do nothing about it
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     log_filters = deepspeed.utils.logger.filters
     if _is_no_false_alarm not in log_filters:
         deepspeed.utils.logger.addFilter(_is_no_false_alarm)

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from megalowbit.cluster.failures import NodeFailures
-from megalowbit.cluster.goodput import NEAR, best_interval, failure_traces, is_better, simulate
+from megalowbit.cluster.goodput import (
+    NEAR,
+    best_interval,
+    expected_events,
+    failure_traces,
+    is_better,
+    simulate,
+)
 from megalowbit.cluster.intervals import daly_interval, expected_seconds, young_interval
 from megalowbit.cluster.run_history import CAUSES, HOPELESS, RunCosts, simulate_run
 from megalowbit.errors import UserError
@@ -167,6 +174,44 @@ def test_a_run_without_hope_is_told_as_such():
     found = simulate(costs, 600, failure_traces(failures, runs=10, seed=1))
     assert found.given_up == 1
     assert found.goodput < 1 / HOPELESS
+
+
+@pytest.mark.parametrize(
+    ("nodes", "changes", "most"),
+    [
+        (64, {}, "failures"),
+        (2048, {"start": 400}, "failures"),
+        (64, {"time_limit": 1000, "notice": 90}, "jobs"),
+        (64, {"time_limit": 400, "notice": 290, "start": 80}, "jobs"),
+        (64, {"spares": 0, "repair": 30 * HOUR}, "failures"),
+        (64, {"spares": 0, "repair": 80000 * HOUR}, "failures"),
+        (1, {"work": HOUR}, "runs"),
+    ],
+)
+def test_no_fewer_events_are_expected_than_come_and_not_far_more(nodes, changes, most):
+    failures = NodeFailures(nodes=nodes, node_mtbf=1200 * HOUR)
+    costs = RunCosts(
+        **{"work": 200 * HOUR, "save": 40, "start": 100, "detection": 300, "requeue": 60, **changes}
+    )
+    traces = failure_traces(failures, runs=20, seed=2)
+    found = simulate(costs, min(costs.work, daly_interval(40, failures.mtbf)), traces)
+    expected = expected_events(costs, failures, runs=20)
+    assert max(expected, key=expected.get) == most
+    # each moment until the end is looked at, and each job started
+    moments = sum(next(i for i in range(10**6) if trace.moment(i) > found.wall) for trace in traces)
+    assert moments * 0.9 - 50 <= expected["failures"] <= moments * 12 + 100
+    assert 20 * (found.jobs - found.failures - 1) <= expected["jobs"] * 1.02 + 1
+    assert expected["jobs"] <= 20 * found.jobs * 1.5
+
+
+def test_lives_of_nodes_count_where_each_is_followed():
+    costs = RunCosts(work=HOUR, save=1)
+    followed, not_followed = (
+        expected_events(costs, NodeFailures(nodes=10**6, node_mtbf=1e12, shape=shape), runs=10)
+        for shape in (0.7, 1.0)
+    )
+    assert followed["lives of nodes"] == 10**6
+    assert not_followed["lives of nodes"] == 0
 
 
 def test_too_few_runs_are_refused():

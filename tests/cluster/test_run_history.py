@@ -170,6 +170,16 @@ def test_without_another_node_a_run_waits_for_the_repair():
     assert two == always
 
 
+def test_a_wait_for_nodes_that_never_ends_is_given_up():
+    # with 100 nodes broken at a time on average, none of them is never seen again
+    costs = RunCosts(work=10000, save=10, spares=0, repair=10000)
+    found = simulate_run(costs, 500, FailureTrace(NodeFailures(nodes=1, node_mtbf=100.0), 1))
+    assert found.wall == HOPELESS * 10000
+    assert found.failures == found.jobs == 1
+    assert found.trained + sum(found.spent.values()) == pytest.approx(found.wall, rel=1e-12)
+    assert found.spent["spare nodes"] > 0.99 * found.wall
+
+
 def test_a_run_that_never_ends_is_given_up():
     costs = RunCosts(work=1000, save=10)
     found = simulate_run(costs, 500, FailureTrace(NodeFailures(nodes=1, node_mtbf=20.0), 1))

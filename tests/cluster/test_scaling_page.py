@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megalowbit.engine.watchdog_settings import WatchdogSettings
+from megalowbit.pretrain.job import Job
+
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
 RANKS = (8, 512, 16384)
 
@@ -38,6 +41,28 @@ def test_each_row_over_all_ranks_has_these_times():
 def test_maxima_of_tensor_parallelism_add_up():
     messages = 32 * 12
     assert f"{messages} messages a micro-batch, {messages * all_reduce(8) / 1000:.1f} ms" in PAGE
+
+
+def test_beats_of_the_watchdog_are_those_of_its_settings():
+    ranks, default = RANKS[-1], WatchdogSettings()
+    longest, shortest = default.interval, WatchdogSettings(timeout=5.0).interval
+    assert (
+        f"a twelfth of\n  `watchdog.timeout`, but at least {shortest} s and at most {longest:.0f} s" in PAGE
+    )
+    assert WatchdogSettings(timeout=24.0).interval == 24.0 / 12
+    assert WatchdogSettings(timeout=60.0).interval == longest > WatchdogSettings(timeout=59.0).interval
+    assert f"from 60 s on and so at the default of {default.timeout:.0f} s" in PAGE
+    for interval, timeout in ((longest, ""), (shortest, " at a timeout of 6 s")):
+        assert f"{round(ranks / interval, -2 if interval > 1 else -3):,.0f}{timeout}" in PAGE
+    assert WatchdogSettings(timeout=6.0).interval == shortest
+    assert "two descriptors: `ulimit -n` of 40,000" in PAGE
+    assert 2 * ranks < 40_000
+
+
+def test_what_does_not_scale_names_code_that_is_there():
+    section = PAGE.split("## What stops scaling first")[1]
+    assert "Job._weight_splits" in section
+    assert hasattr(Job, "_weight_splits")
 
 
 def test_the_page_says_where_each_kind_of_figure_comes_from_and_stays_short():

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -23,6 +24,23 @@ def goodput(*arguments):
     return subprocess.run(
         [sys.executable, "tools/goodput.py", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
     )
+
+
+@pytest.fixture(scope="module")
+def tool():
+    """The tool as a module: its mistakes need no process each."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import goodput as module
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def in_this_process(tool, arguments, capsys):
+    code = tool.main([*map(str, arguments)])
+    printed = capsys.readouterr()
+    return subprocess.CompletedProcess([], code, printed.out, printed.err)
 
 
 def test_it_prints_what_was_computed():
@@ -70,27 +88,87 @@ def test_data_and_sizes_of_checkpoints():
         (FEW, "give --save-seconds, or both --checkpoint-gib and --bandwidth-gib"),
         ((*FEW, "--save-seconds", 5, "--checkpoint-gib", 5), "give --save-seconds, or both"),
         ((*FEW, "--checkpoint-gib", 5), "give --save-seconds, or both"),
-        ((*FEW, "--checkpoint-gib", 5, "--bandwidth-gib", 0), "--bandwidth-gib 0 is not valid"),
-        ((*FEW, "--save-seconds", "nan"), "save = nan s"),
+        ((*FEW, "--checkpoint-gib", 1e7, "--bandwidth-gib", 0.5), "--bandwidth-gib 0.5 is a save of 2e+07 s"),
         ((*FEW, "--save-seconds", "soon"), "invalid float value: 'soon'"),
         ((*FEW, "--save-seconds", 5, "--steps", 9), "add --step-seconds"),
         ((*FEW, "--save-seconds", 5, "--steps", 9, "--step-seconds", 1), "--days and --steps both"),
-        ((*FEW, "--save-seconds", 5, "--every", 0, "--step-seconds", 1), "--every 0 is not valid"),
-        ((*FEW, "--save-seconds", 5, "--runs", 3), "runs = 3"),
-        ((*FEW, "--save-seconds", 5, "--node-mtbf-hours", 0), "node_mtbf = 0"),
-        ((*FEW, "--save-seconds", 5, "--node-mtbf-hours", 0.001), "take too long to simulate"),
+        ((*FEW[:4], "--save-seconds", 5, "--steps", 10**9, "--step-seconds", 4), "are 46,296 days of"),
         ((*FEW, "--save-seconds", 500, "--time-limit-hours", 4), "a notice of 300 s is shorter than a save"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capsys):
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        import goodput as tool
-    finally:
-        sys.path.pop(0)
-    code = tool.main([*map(str, arguments)])
-    printed = capsys.readouterr()
-    check_refusal(subprocess.CompletedProcess([], code, printed.out, printed.err), message)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, tool, capsys):
+    check_refusal(in_this_process(tool, arguments, capsys), message)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "bounds"),
+    [
+        ("--nodes", 0, "1 to 1,000,000"),
+        ("--nodes", 10**400, "1 to 1,000,000"),
+        ("--node-mtbf-hours", 0, "0.01 to 10,000,000"),
+        ("--shape", 50, "0.1 to 10"),
+        ("--save-seconds", "nan", "0.001 to 86,400"),
+        ("--save-seconds", 1e-300, "0.001 to 86,400"),
+        ("--checkpoint-gib", -1, "0.001 to 10,000,000"),
+        ("--bandwidth-gib", 0, "0.001 to 1,000,000"),
+        ("--start-seconds", 1e18, "0 to 86,400"),
+        ("--detection-seconds", -1, "0 to 604,800"),
+        ("--queue-seconds", "inf", "0 to 2,592,000"),
+        ("--time-limit-hours", "nan", "0.01 to 87,600"),
+        ("--notice-seconds", "nan", "0 to 86,400"),
+        ("--spares", -1, "0 to 1,000,000"),
+        ("--repair-hours", "1e+09", "0 to 87,600"),
+        ("--days", 1e-9, "0.01 to 3,650"),
+        ("--steps", 0, "1 to 1,000,000,000"),
+        ("--step-seconds", 1e-300, "0.001 to 86,400"),
+        ("--every", 0, "1 to 1,000,000,000"),
+        ("--interval-minutes", 1e-300, "0.001 to 1,000,000"),
+        ("--runs", 3, "10 to 10,000"),
+        ("--runs", 10**8, "10 to 10,000"),
+        ("--seed", -1, "0 to 4,294,967,295"),
+    ],
+)
+def test_a_value_of_no_run_is_refused_with_its_bounds(flag, value, bounds, tool, capsys):
+    done = in_this_process(tool, (*FEW, "--save-seconds", 5, flag, value), capsys)
+    check_refusal(done, f"error: {flag} ")
+    if value != 10**400:
+        assert f"{flag} {value} is not valid" in done.stderr
+    assert done.stderr.endswith(f" is not valid: give {bounds}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--node-mtbf-hours", 0.01), "most of them failures: fewer --days or --runs"),
+        (("--runs", 10, "--days", 30, "--time-limit-hours", 0.12), "jobs: raise --time-limit-hours 0.12"),
+        (("--nodes", 10**6, "--node-mtbf-hours", 10**7, "--shape", 0.7), "leave --shape 0.7 out"),
+        (("--runs", 10**4, "--days", 30, "--spares", 0), "most of them failures: fewer --days or --runs"),
+    ],
+)  # fmt: skip
+def test_what_would_take_too_long_is_refused_at_once(arguments, reason, tool, capsys):
+    began = time.process_time()
+    done = in_this_process(tool, (*FEW, "--save-seconds", 5, *arguments), capsys)
+    assert time.process_time() - began < 1
+    check_refusal(done, "take too long to simulate")
+    assert reason in done.stderr
+
+
+def test_all_extremes_that_are_let_through_end_in_a_table(tool, capsys):
+    few = (*FEW[:4], "--runs", 10, "--save-seconds")
+    began = time.process_time()
+    for arguments in (
+        (0.001,),
+        (0.001, "--step-seconds", 0.001, "--every", 1),
+        (40, "--spares", 0, "--repair-hours", 87600),
+        (40, "--shape", 0.1),
+        (40, "--days", 3650, "--step-seconds", 17000),  # whole steps are a little more
+        (86400, "--interval-minutes", 10**6),
+        (5, "--start-seconds", 86400, "--queue-seconds", 2592000, "--days", 0.01),
+    ):
+        done = in_this_process(tool, (*few, *arguments), capsys)
+        assert (done.returncode, done.stderr) == (0, ""), arguments
+        assert "best, simulated" in done.stdout
+    assert time.process_time() - began < 20
 
 
 def test_a_refusal_is_one_in_a_process_too():
