@@ -29,9 +29,8 @@ class WatchdogSettings(BaseModel):
 
     timeout: Annotated[Number, Field(ge=SHORTEST_TIMEOUT, le=LONGEST_TIMEOUT)] | None = 600.0
     slow_step: Annotated[Number, Field(gt=1.0)] | None = 10.0
-    termination_seconds: Annotated[Number, Field(ge=1.0, le=LONGEST_TIMEOUT)] = (
-        20.0  # launchers kill after 30
-    )
+    # launchers kill after 30
+    termination_seconds: Annotated[Number, Field(ge=1.0, le=LONGEST_TIMEOUT)] = 20.0
 
     @property
     def interval(self) -> float:

@@ -229,7 +229,7 @@ def test_damage_since_this_process_has_read_a_checkpoint_is_met_too(
     for path in (tmp_path / "run" / "checkpoints" / "step-00000004").glob("mp_rank*"):
         path.write_bytes(path.read_bytes()[:-1])
     spoil(resumed, {6})
-    with pytest.raises(UserError, match="all 1 checkpoints in .* are damaged"):
+    with pytest.raises(UserError, match=r"all 1 checkpoints in .* are damaged"):
         run(resumed, is_resume=True)
     assert "step-00000004.damaged" in caplog.text
 
