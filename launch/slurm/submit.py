@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from megalowbit.pretrain.config import load_config
 
 HERE = Path(__file__).resolve().parent
 PRETRAIN = HERE.parent / "pretrain.py"
-OF_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS"}  # variables that say where to submit
+OF_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_CLUSTERS"}  # variables that say where to submit
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -85,6 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         request = build_request(options, settings)
         check_runs(settings, request)
         script = render(settings, request, read_templates(settings))
+        check_text(script)
         check_syntax(script)
         if options.dry_run:
             print(script, end="")
@@ -103,11 +105,17 @@ def build_request(options: argparse.Namespace, settings: ClusterSettings) -> Job
     if options.array_limit is not None and (options.array is None or options.array_limit < 1):
         raise UserError(f"--array-limit {options.array_limit} is for --array, and at least 1")
     folder = options.run_dir or Path("runs") / options.ds_config.stem
+    try:
+        working_folder = Path.cwd()
+    except OSError as error:
+        raise UserError(
+            f"the working folder cannot be used ({error.strerror}): go to one that exists"
+        ) from None
     return JobRequest(
         ds_config=_absolute(options.ds_config),
         folder=_absolute(folder),
         script=Path(settings.script) if settings.script else PRETRAIN,
-        working_folder=Path.cwd(),
+        working_folder=working_folder,
         # where this Python was installed, torchrun and deepspeed were; not in an image
         python_folder=None if settings.container else _absolute(Path(sys.executable).parent),
         overrides=options.overrides,
@@ -118,7 +126,10 @@ def build_request(options: argparse.Namespace, settings: ClusterSettings) -> Job
 
 def _absolute(path: Path) -> Path:
     # links stay: where a link of a shared folder leads may be another place on the nodes
-    return Path(os.path.abspath(path.expanduser()))  # noqa: PTH100
+    try:
+        return Path(os.path.abspath(path.expanduser()))  # noqa: PTH100
+    except RuntimeError:
+        raise UserError(f"{shown(str(path))} begins with a home that there is not: write it out") from None
 
 
 def read_sweep(path: Path) -> list[list[str]]:
@@ -128,7 +139,7 @@ def read_sweep(path: Path) -> list[list[str]]:
         UserError: the file cannot be read, has no run, or a word that is no KEY=VALUE.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UserError(f"--array {path} cannot be read ({reason}): name a text file") from None
@@ -174,13 +185,29 @@ def read_templates(settings: ClusterSettings) -> dict[str, str]:
     return {name: (HERE / name).read_text(encoding="utf-8") for name in template_names(settings)}
 
 
+def check_text(script: str) -> None:
+    """Keep what is no Unicode, as bytes on the command line may be, out of the script's file.
+
+    Raises:
+        UserError: there is such a character, with what is around it.
+    """
+    try:
+        script.encode("utf-8")
+    except UnicodeEncodeError as error:
+        start = script.rfind("\n", 0, error.start) + 1
+        line = script[start:].partition("\n")[0]
+        raise UserError(
+            f"{shown(line)} is not UTF-8 text: write --cluster, --slurm, --set and paths in UTF-8"
+        ) from None
+
+
 def check_syntax(script: str) -> None:
     """Let the shell read the script, and run nothing: lines of setup are not ours.
 
     Raises:
         UserError: it cannot be read.
     """
-    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, encoding="utf-8")
     if done.returncode:
         raise UserError(f"the script is no valid shell ({done.stderr.strip()}): mend setup of the cluster")
 
@@ -204,7 +231,9 @@ def submit(script: str, folder: Path) -> str:
         UserError: the folder cannot be written, or sbatch is missing or refuses; nothing is left behind.
     """
     path = folder / STATE / "pretrain.sbatch"
+    new_folders = [each for each in (path.parent, *path.parent.parents) if not each.exists()]
     try:
+        earlier = path.read_bytes() if path.exists() else None  # of a job that may still run
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
             file.write(script)
@@ -213,8 +242,11 @@ def submit(script: str, folder: Path) -> str:
     try:
         job = give_to_sbatch(path)
     except UserError:
-        path.unlink()
-        for made in (path.parent, folder):
+        if earlier is None:
+            path.unlink()
+        else:
+            path.write_bytes(earlier)
+        for made in new_folders:
             if not any(made.iterdir()):
                 made.rmdir()
         raise
@@ -225,11 +257,13 @@ def give_to_sbatch(path: Path) -> str:
     """Queue a script; returns the job's id.
 
     Raises:
-        UserError: sbatch is missing or refuses.
+        UserError: sbatch is missing or refuses, or queues nothing.
     """
-    # of a job that this may run in: the new one would take them for its own
+    # the new job would take SLURM_* of one that this may run in for its own; SBATCH_* win over #SBATCH lines
     environ = {
-        name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_SLURM
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "SBATCH_")) or name in OF_SLURM
     }
     try:
         done = subprocess.run(
@@ -244,7 +278,12 @@ def give_to_sbatch(path: Path) -> str:
         raise UserError(
             f"sbatch refuses the job ({reason}): mend --cluster or --slurm; --dry-run shows the script"
         )
-    return done.stdout.strip().split(";")[0]
+    job = done.stdout.strip().split(";")[0]
+    if not re.fullmatch(r"\d+", job, re.ASCII):
+        raise UserError(
+            f"sbatch answers {shown(done.stdout.strip())} and no number of a job: mend 'sbatch' of --cluster"
+        )
+    return job
 
 
 if __name__ == "__main__":

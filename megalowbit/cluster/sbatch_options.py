@@ -1,12 +1,14 @@
 """Further options of sbatch in a cluster's file, and those among them that the job script needs for itself.
 
 SLURM takes the last of two options that say the same, so one that slipped in could turn off requeueing, or
-move the log away from where it is looked for. Abbreviated long options are not covered: sbatch takes them.
+move the log away from where it is looked for. An `#SBATCH` line may hold many options; here a string is one,
+so that each is looked at. Long options may be abbreviated, as sbatch takes them.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 
 from megalowbit.errors import UserError, shown
 
@@ -37,7 +39,15 @@ OWN_OPTIONS: dict[str, tuple[str | None, str | None]] = {
     "requeue": (None, None),
     "no-requeue": (None, None),
     "wrap": (None, None),
+    # no job is queued, or submitting does not tell its number at once
+    "test-only": (None, None),
+    "wait": ("W", None),
+    "quiet": ("Q", None),
+    "help": ("h", None),
+    "usage": (None, None),
+    "version": ("V", None),
 }
+SHORT_FLAGS = "HOhksQvVW"  # without a value: what follows in the same word would be further options
 LONG_OF_SHORT = {short: long for long, (short, _) in OWN_OPTIONS.items() if short is not None}
 
 
@@ -53,8 +63,30 @@ def check_sbatch_option(option: str) -> None:
     match = re.fullmatch(r"--?(?P<name>[A-Za-z][\w-]*)[^\x00-\x1f\x7f]*", option)
     if match is None:
         raise UserError(f"{shown(option)} is no option on one line: write it like '--mail-type=END'")
-    name = match["name"] if option.startswith("--") else LONG_OF_SHORT.get(match["name"][0], "")
-    if name in OWN_OPTIONS:
-        _, key = OWN_OPTIONS[name]
+    if not _is_one(option):
+        raise UserError(
+            f"{shown(option)} is more than one option, or its value has spaces: give each option a string "
+            "of its own, and quote spaces"
+        )
+    written = match["name"] if option.startswith("--") else LONG_OF_SHORT.get(match["name"][0])
+    names = [] if written is None else [each for each in OWN_OPTIONS if each.startswith(written)]
+    if names:
+        _, key = OWN_OPTIONS[written if written in names else names[0]]
         remedy = f"use the key {key!r}" if key is not None else "leave it out, the script needs it as it is"
         raise UserError(f"{shown(option)} is set by the script: {remedy}")
+
+
+def _is_one(option: str) -> bool:
+    """Whether `option` is one option: one word, or `-x` or `--name` and its value."""
+    try:
+        name, *rest = shlex.split(option)
+    except ValueError:  # a quote is not closed
+        return False
+    is_long = name.startswith("--")
+    is_flag = not is_long and name[1] in SHORT_FLAGS
+    if is_flag and name[2:]:
+        return False
+    if not rest:
+        return True
+    takes_word = "=" not in name and not is_flag and (is_long or len(name) == 2)
+    return takes_word and len(rest) == 1 and not rest[0].startswith(("-", "#"))

@@ -32,15 +32,52 @@ DAYS = r"(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"
 MINUTES = r"(?:(?P<h>\d+):(?=\d+:))?(?P<m>\d+)(?::(?P<s>\d+))?"
 KILL_MARGIN = 10  # seconds between a run's own end after TERM and SLURM's
 LAUNCHERS_WAIT = 30  # seconds, from TERM until torchrun and the DeepSpeed launcher kill their ranks
-# what the job script says to the ranks; values here would be lost
-OWN_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "MEGALOWBIT_REFUSAL", "MEGALOWBIT_TRY"}
+MOST_NODES = 100_000
+WIDEST_RANGE = 1000  # numbers of nodes in a range: the configuration is checked for each of them
+LONGEST_TIME = 366 * 24 * 3600  # seconds
+LONGEST_TEXT_OF_TIME = 40  # characters; Python reads no number of thousands of digits
+# what the job script and launchers say to the ranks, and what the shell keeps: values here would be lost
+OWN_VARIABLES = {
+    *("MASTER_ADDR", "MASTER_PORT", "MEGALOWBIT_REFUSAL", "MEGALOWBIT_TRY", "RANK", "WORLD_SIZE"),
+    *("BASHOPTS", "BASHPID", "BASH_VERSINFO", "EUID", "IFS", "PPID", "SECONDS", "SHELLOPTS", "UID"),
+}
+OWN_PREFIXES = ("SLURM_", "LOCAL_", "CROSS_")
+# variables of the job script itself, which would go on with another value
+SCRIPT_VARIABLES = {
+    *(
+        "answer",
+        "arguments",
+        "code",
+        "counted",
+        "failures",
+        "file",
+        "host",
+        "hostfile",
+        "job",
+        "last",
+        "lock",
+    ),
+    *("manifest", "max_failures", "newest", "next_signal", "number", "pause", "process", "ranks"),
+    *(
+        "refusal",
+        "restarts",
+        "run_folder",
+        "shell_before_setup",
+        "state",
+        "status",
+        "step",
+        "stop_asked",
+        "tasks_per_node",
+    ),
+    *("terminated", "try"),
+}
 
 
 def _like(pattern: str, remedy: str) -> AfterValidator:
     """Let a value pass that is wholly as `pattern` says, and tell the user's remedy of any other."""
 
     def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
+        if not re.fullmatch(pattern, text, re.ASCII):
             raise UserError(remedy)
         return text
 
@@ -125,7 +162,7 @@ class ClusterSettings(BaseModel):
     time: str | None = None
     signal_seconds: int = Field(default=300, ge=1, le=65535, validate_default=True)
     grace_seconds: int | None = Field(default=None, gt=KILL_MARGIN, le=65535)
-    max_failures: int = Field(default=3, ge=0)
+    max_failures: int = Field(default=3, ge=0, le=1_000_000)
     job_name: Word | None = None
     partition: Word | None = None
     account: Word | None = None
@@ -158,10 +195,21 @@ class ClusterSettings(BaseModel):
         fewest, _, most = self.nodes.partition("-")
         return range(int(fewest), int(most or fewest) + 1)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _nothing_is_true_or_false(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # for a number, 1 or 0 would be taken
+            raise UserError("no key is true or false: write a number or a text")
+        return value
+
     @field_validator("nodes")
     @classmethod
     def _nodes_ascend(cls, nodes: str) -> str:
         fewest, _, most = nodes.partition("-")
+        if max(len(fewest), len(most)) > len(str(MOST_NODES)) or int(most or fewest) > MOST_NODES:
+            raise UserError(f"write at most {MOST_NODES}")
+        if most and int(most) - int(fewest) >= WIDEST_RANGE:
+            raise UserError(f"a range is checked at each of its numbers: let it have at most {WIDEST_RANGE}")
         if most and int(most) < int(fewest):
             raise UserError(f"write the smaller number first: '{most}-{fewest}'")
         return nodes
@@ -171,6 +219,8 @@ class ClusterSettings(BaseModel):
     def _time_can_be_read(cls, time: str | None) -> str | None:
         if time is not None and seconds_of(time) is None:
             raise UserError("write minutes, or hours:minutes:seconds, or days-hours, as for sbatch")
+        if time is not None and (seconds_of(time) or 0) > LONGEST_TIME:
+            raise UserError("write at most 366 days, or 0 for no limit")
         return time
 
     @field_validator("environment")
@@ -179,8 +229,10 @@ class ClusterSettings(BaseModel):
         for name, value in environment.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise UserError(f"{shown(name)} is no name of a variable: use letters, digits and _")
-            if name in OWN_VARIABLES or name.startswith("SLURM_"):
+            if name in OWN_VARIABLES or name.startswith(OWN_PREFIXES):
                 raise UserError(f"{name} is set for the ranks by the script or by SLURM: leave it out")
+            if name in SCRIPT_VARIABLES:
+                raise UserError(f"{name} is a variable of the job script: use another name")
             if "\0" in value:
                 raise UserError(f"{name} = {shown(value)} holds a zero byte: leave it out")
         return environment
@@ -235,8 +287,8 @@ class ClusterSettings(BaseModel):
 
 def seconds_of(time: str) -> int | None:
     """A time as sbatch reads it, in seconds; None if it cannot. 0 means no limit."""
-    match = re.fullmatch(f"{DAYS}|{MINUTES}", time)
-    if match is None:
+    match = re.fullmatch(f"{DAYS}|{MINUTES}", time, re.ASCII)
+    if match is None or len(time) > LONGEST_TEXT_OF_TIME:
         return None
     part = {name: int(text or 0) for name, text in match.groupdict().items()}
     hours = 24 * part["d"] + part["dh"] + part["h"]

@@ -6,7 +6,16 @@ from megalowbit.errors import UserError
 
 @pytest.mark.parametrize(
     "option",
-    ["--mail-type=END", "--licenses=a:1", "--hint=nomultithread", "-d afterok:12", "--exclusive", "-Lmatlab"],
+    [
+        "--mail-type=END",
+        "--licenses=a:1",
+        "--hint=nomultithread",
+        "-d afterok:12",
+        "--exclusive",
+        "-Lmatlab",
+        "--comment='a b'",
+        "-H",
+    ],
 )
 def test_options_that_the_script_does_not_need_are_free(option):
     check_sbatch_option(option)
@@ -30,7 +39,21 @@ def test_options_with_a_key_of_their_own_name_it(option, key):
         check_sbatch_option(option)
 
 
-@pytest.mark.parametrize("option", ["--no-requeue", "--output=x", "-o x", "--open-mode=truncate", "-a 1-3"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--no-requeue",
+        "--output=x",
+        "-o x",
+        "--open-mode=truncate",
+        "-a 1-3",
+        "--no-req",
+        "--test-only",
+        "--wait",
+        "-W",
+        "-Q",
+    ],
+)
 def test_options_that_the_script_needs_as_they_are_stay_so(option):
     with pytest.raises(UserError, match="leave it out, the script needs it as it is"):
         check_sbatch_option(option)
@@ -39,4 +62,23 @@ def test_options_that_the_script_needs_as_they_are_stay_so(option):
 @pytest.mark.parametrize("option", ["mail-type=END", "--a=b\n#SBATCH --no-requeue", "--\0", "-", "--", ""])
 def test_what_is_no_option_is_refused(option):
     with pytest.raises(UserError, match="is no option on one line"):
+        check_sbatch_option(option)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--exclusive --no-requeue --time=1",
+        "--exclusive -t1",
+        "-H -t1",
+        "-Ht1",
+        "-H x",
+        "--comment=a b",
+        "-Lmatlab x",
+        "--comment a #b",
+        "--comment='a",
+    ],
+)
+def test_a_string_holds_one_option(option):
+    with pytest.raises(UserError, match="is more than one option, or its value has spaces"):
         check_sbatch_option(option)

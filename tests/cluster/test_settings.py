@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -94,6 +95,19 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
         ([*CPU, 'environment={"A B": "1"}'], "'A B' is no name of a variable"),
         ([*CPU, "environment.MASTER_PORT=1"], "MASTER_PORT is set for the ranks by the script or by SLURM"),
         ([*CPU, "environment.SLURM_NODEID=1"], "SLURM_NODEID is set for the ranks"),
+        ([*CPU, "environment.RANK=1"], "RANK is set for the ranks"),
+        ([*CPU, "environment.LOCAL_WORLD_SIZE=1"], "LOCAL_WORLD_SIZE is set for the ranks"),
+        ([*CPU, "environment.CROSS_RANK=1"], "CROSS_RANK is set for the ranks"),
+        ([*CPU, "environment.UID=1"], "UID is set for the ranks"),
+        ([*CPU, "environment.run_folder=1"], "run_folder is a variable of the job script: use another name"),
+        (["cpus_per_task=1", "gpus_per_node=true"], "gpus_per_node = True is not valid: no key is true or"),
+        ([*CPU, "nodes=99999999999999999999"], "is not valid: write at most 100000"),
+        ([*CPU, "nodes=100001"], "is not valid: write at most 100000"),
+        ([*CPU, f'nodes="{"9" * 5000}"'], "is not valid: write at most 100000"),
+        ([*CPU, "nodes=1-100000"], "nodes = '1-100000' is not valid: a range is checked at each"),
+        ([*CPU, 'nodes="1\u0662"'], "is not valid: write how many"),
+        ([*CPU, "time=999999-0"], "time = '999999-0' is not valid: write at most 366 days"),
+        ([*CPU, f'time="{"9" * 5000}"'], "is not valid: write minutes"),
         ([*CPU, 'setup=["a\\nb"]'], "must be a command on one line"),
         ([*CPU, 'setup=["a # b"]'], "must be a command on one line, without a comment"),
         ([*CPU, 'setup=["a \\\\"]'], "must be a command on one line"),
@@ -112,6 +126,29 @@ def test_mistakes_are_told_in_a_line(overrides, message):
         load_cluster(None, overrides)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_no_variable_of_the_script_can_be_given_to_the_ranks():
+    texts = [
+        path.read_text()
+        for path in (ROOT / "launch" / "slurm").glob("*")
+        if path.suffix in (".sbatch", ".sh")
+    ]
+    names = set(re.findall(r"^(?:    )*(?:local )?([a-z_]+)\+?=", "\n".join(texts), re.MULTILINE))
+    names |= {
+        name
+        for line in re.findall(r"\blocal ([a-z_ ]+)$", "\n".join(texts), re.MULTILINE)
+        for name in line.split()
+    }
+    names |= {name for line in re.findall(r"\bread -r ([a-z ]+)", "\n".join(texts)) for name in line.split()}
+    assert {"job", "try", "ranks", "run_folder", "failures"} <= names
+    for name in names:
+        with pytest.raises(UserError, match=f"{name} is a variable of the job script"):
+            load_cluster(None, [*CPU, f"environment.{name}=1"])
+
+
+def test_as_many_nodes_as_there_may_be_and_days_are_fine():
+    assert load_cluster(None, [*CPU, "nodes=100000", "time=366-0"]).node_counts[-1] == 100_000
 
 
 def test_signals_within_the_limit_and_words_around_a_hash_are_fine():

@@ -127,6 +127,39 @@ def test_a_line_of_setup_that_fails_ends_the_try(tmp_path):
     assert not (job.log / "command").exists()
 
 
+@pytest.mark.parametrize(
+    "line", ["set -e", "set -euo pipefail", "set -f; IFS=:; shopt -s failglob", "trap '' USR1"]
+)
+def test_what_setup_does_to_the_shell_is_not_for_the_rest_of_the_script(tmp_path, line):
+    job = Job(tmp_path, f"setup={json.dumps([line])}")
+    stop = "kill -USR1 $SCRIPT; while [ ! -e $LOG/scancel ]; do sleep 0.05; done; exit 1"
+    code, output = job.start(stop)
+    assert (code, job.requeues) == (0, ["job"]), output
+    assert "ended at step 0 (code 1, asked to stop)" in output
+
+
+@pytest.mark.parametrize("line", ["exit 3", "set -u; echo $NOWHERE", "trap - EXIT TERM; false"])
+def test_setup_that_ends_the_script_ends_the_try_and_counts(tmp_path, line):
+    job = Job(tmp_path, "max_failures=1", f"setup={json.dumps([line])}")
+    code, output = job.start(DONE)
+    assert (code, job.requeues) == (0, ["job"]), output
+    code, output = job.start(DONE, restarts=1)
+    assert (code, job.requeues) == (1, ["job"]), output
+    assert not (job.log / "command").exists()
+
+
+def test_setup_that_returns_early_leaves_the_ranks_an_address(tmp_path):
+    job = Job(tmp_path, 'setup=["return 0"]')
+    assert job.start(DONE)[0] == 0
+    assert "MASTER_ADDR=n1" in job.words("environment")
+
+
+def test_steps_take_over_the_variables_whatever_sbatch_was_told_to_export(tmp_path):
+    job = Job(tmp_path)
+    assert job.start(DONE, SLURM_EXPORT_ENV="NONE")[0] == 0
+    assert not [word for word in job.words("environment") if word.startswith("SLURM_EXPORT_ENV=")]
+
+
 def test_neighbouring_jobs_and_tries_have_ports_of_their_own_below_those_of_clients(tmp_path):
     ports = []
     for number in (1_048_575, 1_048_576):

@@ -96,6 +96,11 @@ def test_documented_settings_are_valid(tmp_path):
         (["--array", "QUOTE"], "line 1: No closing quotation: close what is quoted"),
         (["--array", "KEY"], "run 2 of the sweep: unknown key 'megalowbit.run.stps': did you mean"),
         (["--run-dir", "TAKEN"], "is not empty: continue it with --resume auto, or choose another --run-dir"),
+        (["--array", "FEED"], "line 1: 'seed\\x0c' is not KEY=VALUE"),
+        (["--run-dir", "~nosuch/x"], "'~nosuch/x' begins with a home that there is not: write it out"),
+        (["--run-dir", "/tmp/\udcff"], "is not UTF-8 text: write --cluster, --slurm, --set and paths in"),
+        (["--slurm", "job_name=\udcff"], "is not UTF-8 text"),
+        (["--slurm", 'environment={"A": "\\ud800"}'], "is not UTF-8 text"),
         ([], "sbatch cannot be run (No such file or directory): do this where jobs are submitted"),
     ],
 )
@@ -106,6 +111,7 @@ def test_mistakes_are_told_before_anything_is_queued(
         "EMPTY": "# nothing\n\n",
         "WORD": "--set megalowbit.run.seed=1\nseed\n",
         "QUOTE": "a='b\n",
+        "FEED": "a=1 seed\x0c\n",
         "KEY": "megalowbit.run.steps=3\nmegalowbit.run.stps=3\n",
     }
     (tmp_path / "taken").mkdir()
@@ -153,16 +159,49 @@ def test_what_sbatch_refuses_leaves_nothing_behind(submit, files, capsys, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("body", ["exit 1", "echo", "echo 'job  is queued'"])
+def test_what_sbatch_does_not_queue_leaves_everything_as_it_was(
+    submit, files, capsys, tmp_path, monkeypatch, body
+):
+    folder = only_bash(tmp_path)
+    (folder / "sbatch").write_text(f"#!/bin/bash\n{body}\n")
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    new = tmp_path / "new" / "run"
+    assert submit.main([*files, "--run-dir", str(new)]) == 2
+    assert not new.parent.exists()
+    script = tmp_path / "run" / "slurm" / "pretrain.sbatch"
+    script.parent.mkdir(parents=True)
+    script.write_text("of an earlier job")
+    capsys.readouterr()
+    assert submit.main([*files, "--resume", "auto"]) == 2
+    told = capsys.readouterr()
+    assert (told.err.count("\n"), told.out) == (1, "")
+    assert script.read_text() == "of an earlier job"
+    assert [*script.parent.iterdir()] == [script]
+
+
+def test_a_working_folder_that_is_gone_is_told(submit, files, capsys, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert submit.main([*files, "--dry-run"]) == 2
+    assert "error: the working folder cannot be used (No such file" in capsys.readouterr().err
+
+
 def test_a_job_that_submits_another_keeps_its_own_variables(submit, files, capsys, tmp_path, monkeypatch):
     folder = only_bash(tmp_path)
-    (folder / "sbatch").write_text('#!/bin/bash\nprintf "%s;" "${!SLURM_@}" "$@"\n')
+    (folder / "sbatch").write_text('#!/bin/bash\necho "${!SLURM_@} ${!SBATCH_@}" >"$0.names"; echo "7;c"\n')
     (folder / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")  # it and others would win over what the script says
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
     assert submit.main(files) == 0
-    assert capsys.readouterr().out.startswith("job SLURM_CONF is queued")
+    assert capsys.readouterr().out.startswith("job 7 is queued")
+    assert (folder / "sbatch.names").read_text().split() == ["SLURM_CONF"]
     assert (tmp_path / "run" / "slurm" / "pretrain.sbatch").read_text().startswith("#!/bin/bash\n")
 
 

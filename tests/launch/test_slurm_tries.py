@@ -40,6 +40,17 @@ def test_a_refusal_is_told_and_not_tried_again(tmp_path):
     assert "no corpus" not in output
 
 
+def test_only_a_file_is_the_mark_of_a_finished_run_and_a_refusal_counts_more(tmp_path):
+    job = Job(tmp_path)
+    _, output = job.start('mkdir -p "$run/DONE"')
+    assert "is finished" not in output
+    assert job.requeues == ["job"]
+    (job.run / "DONE").rmdir()
+    code, output = job.start(f'{DONE}\necho "no room" >"$MEGALOWBIT_REFUSAL"', restarts=1)
+    assert code == 2
+    assert "not tried again: no room" in output
+
+
 def test_tries_without_progress_are_counted_over_requeues_and_those_with_it_are_not(tmp_path):
     job = Job(tmp_path, "max_failures=2")
     codes = [job.start("exit 1", restarts=number)[0] for number in range(2)]
