@@ -82,7 +82,7 @@ ARGUMENTS = (
     Argument(
         "--step-seconds", float, 0.001, 86400, "S", "of an optimizer step: intervals become whole steps"
     ),
-    Argument("--every", int, 1, 10**9, "N", "an interval of yours to compare, in steps,"),
+    Argument("--every", int, 1, 10**9, "N", "an interval of yours to compare, in steps of --step-seconds,"),
     Argument("--interval-minutes", float, 0.001, 10**6, "M", "or in minutes"),
     Argument("--runs", int, 10, 10**4, "N", "to simulate with each interval", 100),
     Argument("--seed", int, 0, 2**32 - 1, "N", "of the failures", 0),

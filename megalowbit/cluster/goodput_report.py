@@ -152,8 +152,12 @@ def table(found: Answer) -> str:
     near = (duration(each) for each in (found.best.shortest, found.best.longest))
     lines += ["", f"lost at the best: {lost}", "within half a percent of it: {} to {}".format(*near)]
     lines += ["no interval is better than Daly's beyond chance"] if found.best.is_dalys else []
+    interval = best.interval
+    if interval >= costs.time_limit:
+        lines.append("the save at the end of each job is enough; these cost no half percent:")
+        interval = found.best.shortest
     if question.step_seconds is not None:
-        lines.append(f"megalowbit.checkpoint.every = {question.steps(best.interval)}")
+        lines.append(f"megalowbit.checkpoint.every = {question.steps(interval)}")
     return "\n".join(lines)
 
 

@@ -176,7 +176,7 @@ def read_deepspeed_config(
         raise UserError(f'"{BLOCK}" = {block!r} must be an object {{…}}')
     _check_block_keys(block)
     check_parameter_split(raw, block.get("recipe"))
-    check_keys(raw)
+    check_keys(raw, (*EngineSettings.model_fields, *LOOP_SECTIONS))
     check_values(raw)
     fill_pipeline(raw)
     block = {**block, **take_stock_precision(raw, block)}

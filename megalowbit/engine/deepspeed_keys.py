@@ -7,7 +7,7 @@ one. Nested blocks are checked by DeepSpeed's own models, except those that are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megalowbit.errors import UserError, unknown_name
@@ -223,11 +223,12 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 AUTO_OF_DEEPSPEED = frozenset({"data_types.keep_in_fp32_modules"})
 
 
-def check_keys(config: Mapping[str, Any]) -> None:
+def check_keys(config: Mapping[str, Any], ours: Iterable[str] = ()) -> None:
     """Refuse unknown top-level keys and everything that is not possible yet.
 
     Args:
         config: the configuration without its `"megalowbit"` block.
+        ours: keys of that block, which may have been written one level too high.
 
     Raises:
         UserError: names the key, its value and what to write instead.
@@ -236,6 +237,10 @@ def check_keys(config: Mapping[str, Any]) -> None:
         if key in REMOVED_KEYS:
             raise UserError(f"{key} = {config[key]!r} was removed from DeepSpeed: remove it")
         if key not in KNOWN_KEYS:
+            if key in ours:
+                raise UserError(
+                    f'unknown key {key!r}: it belongs into the "megalowbit" block, megalowbit.{key}'
+                )
             raise unknown_name("key", key, sorted([*KNOWN_KEYS, "megalowbit"]))
     if config.get("zero_optimization") is True:
         raise UserError('zero_optimization = true is an old name of stage 1: write {"stage": 1}')

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megalowbit import process_group
-from megalowbit.errors import TransientError
+from megalowbit.errors import TransientError, UserError
 from megalowbit.process_group import ProcessIdentity
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ def start_process_group(
     identity = _started_identity() or identity or process_group.identify()
     process_group.export(identity)
     deepspeed = import_deepspeed()
+    _check_interface()
     accelerator = deepspeed.get_accelerator()
     # Collectives of Python objects use the current device: it must be this rank's own from the first one on.
     accelerator.set_device(identity.local_rank)
@@ -66,6 +68,22 @@ def start_process_group(
             "give the launcher another one (deepspeed --master_port, torchrun --master-port)"
         ) from error
     return identity
+
+
+def _check_interface() -> None:
+    """Gloo says of a wrong name that a pointer was null.
+
+    Raises:
+        UserError: GLOO_SOCKET_IFNAME names an interface that this machine does not have.
+    """
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    present = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, names.split(",")):
+        if name not in present:
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME {name} is no network interface of {socket.gethostname()}: "
+                f"use one of {', '.join(present)}, or unset it"
+            )
 
 
 def stop_process_group(timeout: timedelta | None = None) -> None:

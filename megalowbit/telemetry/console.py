@@ -122,7 +122,7 @@ class Console:
         if self._live:
             self._live.stop()
         seconds = columns.duration_text(self._clock() - self._started)
-        verb = "done" if exit_code == 0 else "stopped"
+        verb = "done" if exit_code == 0 and self._step >= self._total else "stopped"
         self.print(
             f"{verb}: step {self._step}/{self._total} after {seconds}",
             "bold" if exit_code == 0 else "bold red",

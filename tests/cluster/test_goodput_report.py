@@ -89,3 +89,14 @@ def test_durations_have_three_digits_and_a_unit_that_suits(seconds, text):
 
 def test_infinity_is_no_number_of_json():
     assert math.inf not in ask().to_dict()["asked"].values()
+
+
+def test_an_interval_longer_than_a_job_is_no_advice():
+    costs = RunCosts(
+        work=200 * HOUR, save=40, start=100, detection=300, requeue=60, time_limit=HOUR, notice=60
+    )
+    found = ask(costs=costs, failures=NodeFailures(nodes=2, node_mtbf=60000 * HOUR), own=None)
+    assert found.best.outcome.interval >= HOUR
+    *_, said, every = table(found).splitlines()
+    assert said.startswith("the save at the end of each job is enough")
+    assert int(every.removeprefix("megalowbit.checkpoint.every = ")) * 4.0 < HOUR

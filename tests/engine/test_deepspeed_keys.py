@@ -95,3 +95,10 @@ def test_a_misspelt_key_of_a_block_that_sizes_the_run_names_the_nearest(config, 
     with pytest.raises(UserError) as caught:
         check_keys(config)
     assert str(caught.value) == line
+
+
+def test_a_key_of_our_block_that_stands_outside_of_it_is_told_where_it_belongs():
+    with pytest.raises(UserError, match=r"'watchdog': it belongs into .*, megalowbit\.watchdog"):
+        check_keys({"watchdog": {}}, ours=("watchdog",))
+    with pytest.raises(UserError, match="unknown key 'wachdog'"):
+        check_keys({"wachdog": {}}, ours=("watchdog",))

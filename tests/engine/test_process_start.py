@@ -4,9 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from megalowbit.engine.process_start import start_process_group
+from megalowbit.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -72,3 +74,13 @@ def test_a_group_is_left_in_order():
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+def test_an_interface_that_is_not_there_is_one_clear_line(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib77")
+    with pytest.raises(
+        UserError, match=r"GLOO_SOCKET_IFNAME ib77 is no network interface of .*: use one of .*lo"
+    ):
+        start_process_group()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    start_process_group()

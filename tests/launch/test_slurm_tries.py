@@ -170,7 +170,7 @@ def test_a_signal_that_comes_just_before_the_wait_is_not_lost(tmp_path):
 @pytest.mark.parametrize(
     ("state", "code", "requeues", "told"),
     [
-        ("COMPLETING None", 143, [], "is cancelled or requeued from outside, at step 0"),
+        ("COMPLETING None", 143, [], "is cancelled or requeued from outside, saved so far: step 0"),
         ("COMPLETING TimeLimit", 0, ["job"], "the time is up"),
         ("RUNNING None", 0, ["job"], "asked to stop"),
     ],
