@@ -154,8 +154,8 @@ def table(found: Answer) -> str:
     lines += ["no interval is better than Daly's beyond chance"] if found.best.is_dalys else []
     interval = best.interval
     if interval >= costs.time_limit:
-        lines.append("the save at the end of each job is enough; these cost no half percent:")
-        interval = found.best.shortest
+        lines.append("the save at the end of each job is enough; as often costs half a percent at most:")
+        interval = min(found.best.shortest, costs.time_limit)
     if question.step_seconds is not None:
         lines.append(f"megalowbit.checkpoint.every = {question.steps(interval)}")
     return "\n".join(lines)
