@@ -22,9 +22,10 @@ $(VENV)/installed: setup.py constraints.txt
 pretrain: install
 	PATH="$(abspath $(BIN)):$$PATH" deepspeed --num_accelerators $(GPUS) --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
 
-# Two workers of one thread each; a file stays with one, so that what its tests share is made once.
+# Three workers of one thread each, for many tests wait for processes; a file stays with one worker, so that
+# what its tests share is made once.
 test: install lint types
-	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -125,6 +125,7 @@ calls, size = rows[("allgather", "uint8")]  # an object is two: its size, and wh
 assert calls == 1 and 100 < size < 200
 assert rows[("allgather", "int64")] == [1, 8]
 assert {each.phase for each in counter.seen} == {"start"}
+dist.destroy_process_group()
 """
 
 

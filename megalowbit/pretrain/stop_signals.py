@@ -59,7 +59,7 @@ class EndOnSigterm:
     def _watch(self) -> None:
         while not self._is_over.wait(SECONDS_BETWEEN_LOOKS):
             if signal.SIGTERM in signal.sigpending():
-                print("error: ended by SIGTERM before the first step", file=sys.stderr, flush=True)
+                print("ended by SIGTERM before the first step", file=sys.stderr, flush=True)
                 os._exit(128 + signal.SIGTERM)
 
 

@@ -10,14 +10,14 @@ import signal
 import sys
 from pathlib import Path
 
-from megalowbit.pretrain import loop
+from megalowbit.pretrain import run
 from megalowbit.pretrain.config import load_config
 from megalowbit.process_group import identify
 
 BAD, KILLED_AT = {6, 7}, 6
 
 
-def assembled_with(spoil, assemble=loop.assemble):
+def assembled_with(spoil, assemble=run.assemble):
     def assembled(*arguments):
         job = assemble(*arguments)
         job.engine.module.register_forward_hook(lambda module, inputs, output: spoil(job, output))
@@ -39,8 +39,8 @@ def main(config, folder, mode):
             if is_killed and job.loss_guard.rollbacks and job.step + 1 == KILLED_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        loop.assemble = assembled_with(spoil)
-        loop.pretrain(config, identity, run_dir=Path(folder) / name, is_resume=True)
+        run.assemble = assembled_with(spoil)
+        run.pretrain(config, identity, run_dir=Path(folder) / name, is_resume=True)
 
     if mode == "kill":
         run("whole")

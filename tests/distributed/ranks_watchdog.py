@@ -52,6 +52,12 @@ def keep_the_interpreter():
     ctypes.PyDLL(None).sleep(1000)  # PyDLL does not let go of the interpreter's lock
 
 
+def interrupt():
+    # whoever starts tests in the background of a shell has them ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
+
+
 FAULTS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -61,7 +67,7 @@ FAULTS = {
     "fail": fail,
     "refuse": refuse,
     "terminate": terminate,
-    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
+    "interrupt": interrupt,
     "end": lambda: sys.exit(0),
 }
 

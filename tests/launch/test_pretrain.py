@@ -125,6 +125,7 @@ def test_a_checkpoint_of_the_run_exports_to_the_same_model_with_its_tokenizer(fi
     assert AutoTokenizer.from_pretrained(exported)("x = 1").input_ids == list(b"x = 1")
 
 
+@pytest.mark.slow  # a short soak of kills is in CI: test_kill_soak.py
 def test_a_killed_run_resumes_to_bitwise_the_same_losses(finished, tmp_path):
     folder, _ = finished
     arguments = ("--ds-config", folder / "tiny.json", "--run-dir", tmp_path / "run", "--resume", "auto")

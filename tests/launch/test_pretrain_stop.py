@@ -67,6 +67,7 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all_and_ends_with_0(signall
     assert not (folder / "run" / "DONE").exists()
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_saves_too_and_the_rest_is_done_later(signalled, folder):
     stopped = metrics(folder / "run")[-1]["step"]
     arguments = ["--ds-config", "tiny.json", "--run-dir", "run", "--resume", "auto"]
@@ -121,4 +122,4 @@ def test_sigterm_ends_a_run_that_has_not_begun_at_once(tmp_path):
     process.send_signal(signal.SIGTERM)
     code, output = ended(process)
     assert code == 143, output
-    assert output.splitlines()[-1] == "error: ended by SIGTERM before the first step"
+    assert output.splitlines()[-1] == "ended by SIGTERM before the first step"
