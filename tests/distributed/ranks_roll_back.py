@@ -30,7 +30,7 @@ def main(config, folder, mode):
     identity = identify()
     config = load_config(Path(config), [], world_size=identity.world_size)
 
-    def run(name, *, is_killed=False):
+    def train(name, *, is_killed=False):
         def spoil(job, output):
             samples = job.loader.samples_per_batch * job.accumulation_steps
             batch = (job.loader.position - 1) // samples + 1
@@ -43,9 +43,9 @@ def main(config, folder, mode):
         run.pretrain(config, identity, run_dir=Path(folder) / name, is_resume=True)
 
     if mode == "kill":
-        run("whole")
-        run("killed", is_killed=True)
-    run("killed")
+        train("whole")
+        train("killed", is_killed=True)
+    train("killed")
     (Path(os.environ["RESULTS"]) / f"rank{identity.rank}.json").write_text("{}")
 
 
