@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import run_script
 
 import megalowbit as mlb
 from launchers import write_config
@@ -18,13 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(script, *arguments):
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run_script(ROOT / "benchmarks" / script, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -165,22 +160,15 @@ def test_watchdog_prints_what_a_mark_a_beat_and_a_failure_cost():
 
 def test_a_wrong_argument_is_one_line_of_usage_not_a_traceback():
     for arguments in (["--shape", "512,256"], ["--rounds", "0"], ["--device", "tpu"], ["--recipe", "nvfp5"]):
-        done = subprocess.run(
-            [sys.executable, "benchmarks/linear.py", *arguments], capture_output=True, text=True, cwd=ROOT
-        )
+        done = run_script(ROOT / "benchmarks" / "linear.py", *arguments)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert arguments[1] in done.stderr
 
 
 def quality(*arguments, out, **environment):
-    return subprocess.run(
-        [sys.executable, "benchmarks/quality.py", "--out", str(out), *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MEGALOWBIT_CACHE": str(out / "cache"), **environment},
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGALOWBIT_CACHE": str(out / "cache"), **environment}
+    return run_script(ROOT / "benchmarks" / "quality.py", "--out", out, *arguments, env=env)
 
 
 def test_quality_pairs_recipes_with_bf16_by_seed_and_goes_on_where_it_was(tmp_path):

@@ -1,7 +1,7 @@
 """`launch_ranks`: real processes, as a launcher would start them, on a free port and with a hard end.
 
-Importing deepspeed takes seconds, so one launch should check several things: a program of this folder writes
-what it saw to `$RESULTS/rank<r>.json`, and the test compares.
+A program of this folder writes what it saw to `$RESULTS/rank<r>.json`, and the test compares. Making process
+groups and engines takes its time, so one launch should check several things.
 """
 
 import importlib.util
@@ -10,12 +10,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from forks import Forked
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -85,12 +85,8 @@ def launch_ranks(tmp_path_factory):
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{HERE}", "RESULTS": str(folder),
             }  # fmt: skip
-            command = [sys.executable, str(HERE / program), *map(str, arguments)]
-            with log.open("w") as file:
-                process = subprocess.Popen(
-                    command, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=folder
-                )
-            ranks.processes.append(process)
+            log.write_text("")
+            ranks.processes.append(Forked(HERE / program, *arguments, env=env, cwd=folder, output=log))
             ranks.logs.append(log)
         launched.append(ranks)
         return ranks

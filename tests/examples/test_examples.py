@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import run_script
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import megalowbit as mlb
@@ -21,17 +22,15 @@ STEPS = 20
 
 def run(name, processes, folder):
     """Output of rank 0, and what each rank saved."""
-    start = [sys.executable]
-    if processes > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    arguments = ("--steps", str(STEPS), "--out", str(folder))
     environment = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
-    done = subprocess.run(
-        [*start, str(EXAMPLES / name), "--steps", str(STEPS), "--out", str(folder)],
-        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    if processes == 1:
+        done = run_script(EXAMPLES / name, *arguments, env=environment)
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, *torchrun, str(EXAMPLES / name), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, [torch.load(folder / f"rank{rank}.pt") for rank in range(processes)]
 

@@ -1,9 +1,8 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from launchers import check_refusal
@@ -15,14 +14,7 @@ GPT2 = GPT2Config(
 
 
 def convert_hf(*arguments):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "convert_hf.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        # The folder of a script is on its path, not the working directory; an installed package would do too.
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-    )
+    return run_script(ROOT / "tools" / "convert_hf.py", *arguments)
 
 
 def test_there_and_back_from_the_command_line(tmp_path):

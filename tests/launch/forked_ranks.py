@@ -1,14 +1,9 @@
 """Ranks of launch/pretrain.py without a launcher: started, watched, hurt and ended one by one.
 
-A rank takes seconds to import what it needs, and some tests start hundreds. So ranks are forked by a process
-that has imported the same and done nothing else (rank_server.py), or else started as users' are, from the
-first import on. Either kind runs the real command line in a process of its own.
+They are forked with their imports done (forks.py), or else started as users' are, from the first import on.
+Either kind runs the real command line in a process of its own.
 """
 
-import atexit
-import functools
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,81 +11,24 @@ import tempfile
 import time
 from pathlib import Path
 
-from launchers import ROOT, SCRIPT, built_libraries, copy_libraries, environment, free_port
+from forks import Forked
 
-HERE = Path(__file__).parent
+from launchers import ROOT, SCRIPT, Done, built_libraries, copy_libraries, environment, free_port, metrics
+
 PATIENCE = 240  # seconds, on a machine with much else to do
-
-
-class RankServer:
-    """The process that forks."""
-
-    def __init__(self):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{HERE}"}
-        # of warnings at import, and for a bad day
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "rank_server.py")],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-        )
-        assert self._answer() == "ready"
-
-    def ask(self, name, **values):
-        self.process.stdin.write(json.dumps([name, values]) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self):
-        line = self.process.stdout.readline()
-        if not line:
-            self.process.wait()
-            self.log.seek(0)
-            raise AssertionError(f"the rank server has ended\n{self.log.read()}")
-        return json.loads(line)
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-
-
-@functools.cache
-def rank_server():
-    server = RankServer()
-    atexit.register(server.close)
-    return server
-
-
-class ForkedRank:
-    """A rank that the server has forked; as much of `Popen` as is needed."""
-
-    def __init__(self, **values):
-        self.returncode = None
-        self.pid = rank_server().ask("start", **values)
-
-    def poll(self):
-        if self.returncode is None:
-            self.returncode = rank_server().ask("poll", pid=self.pid)
-        return self.returncode
-
-    def send_signal(self, number):
-        if self.poll() is None:
-            os.kill(self.pid, number)
 
 
 class Ranks:
     """One start of a run; as a context it leaves no process behind.
 
     Args:
-        folder: where logs and caches go.
+        folder: their working folder, where logs and caches go.
         arguments: of launch/pretrain.py.
         world_size: number of ranks.
         is_forked: whether they are forked, or started as users' are.
         file_sizes: bytes that ranks may write to a file, by rank; forked ones only.
         hook: `module.function` that each calls first; forked ones only.
+        log_folder: where logs go instead.
         more: variables of their environment.
     """
 
@@ -114,16 +52,15 @@ class Ranks:
             env = {**base, **variables(rank, world_size, port), "PYTHONPATH": str(ROOT), **more}
             log.write_text("")
             if is_forked:
-                size = sizes.get(rank)
-                self.ranks.append(
-                    ForkedRank(arguments=arguments, env=env, log=str(log), file_size=size, hook=hook)
-                )
+                special = {"file_size": sizes.get(rank), "hook": hook}
+                started = Forked(SCRIPT, *arguments, env=env, cwd=folder, output=log, **special)
             else:
                 with log.open("w") as file:
                     command = [sys.executable, SCRIPT, *arguments]
-                    self.ranks.append(
-                        subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+                    started = subprocess.Popen(
+                        command, env=env, cwd=folder, stdout=file, stderr=subprocess.STDOUT
                     )
+            self.ranks.append(started)
 
     @property
     def codes(self):
@@ -142,7 +79,7 @@ class Ranks:
         """Whether all have ended within this time."""
         end = time.monotonic() + seconds
         while not self.is_over and time.monotonic() < end:
-            time.sleep(0.01)
+            time.sleep(0.02)
         return self.is_over
 
     def wait_until(self, is_so):
@@ -151,6 +88,14 @@ class Ranks:
         while not (is_so() or self.is_over):
             assert time.monotonic() < end, f"hangs\n{self.output()}"
             time.sleep(0.005)
+
+    def reach(self, run_dir, step):
+        """Until this step is recorded."""
+        end = time.monotonic() + PATIENCE
+        while not (rows := metrics(run_dir)) or rows[-1]["step"] < step:
+            assert not any(self.codes), self.output()
+            assert time.monotonic() < end, f"hangs\n{self.output()}"
+            time.sleep(0.02)
 
     def end(self):
         """End what is left, as a power cut would."""
@@ -166,16 +111,30 @@ class Ranks:
         )
 
     @property
+    def done(self):
+        """All they have printed, and a code that is not 0 if one was not."""
+        output = "".join(log.read_text(errors="replace") for log in self.logs)
+        return Done(next((code for code in self.codes if code), 0), output)
+
+    @property
     def errors(self):
         """Lines that say what a user should mend."""
-        lines = [line for log in self.logs for line in log.read_text(errors="replace").splitlines()]
-        return [line for line in lines if line.startswith("error")]
+        return self.done.errors
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
         self.end()
+
+
+def run_ranks(*arguments, cwd, processes=1, **more):
+    """As `launchers.run`, by forked ranks and without a launcher."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as logs:
+        kinds = {"world_size": processes, "log_folder": Path(logs)}
+        with Ranks(Path(cwd), *arguments, **kinds, **more) as ranks:
+            assert ranks.wait(), f"hangs\n{ranks.output()}"
+            return ranks.done
 
 
 def variables(rank, world_size, port):

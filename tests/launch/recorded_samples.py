@@ -1,4 +1,4 @@
-"""Makes a forked rank write down which samples its steps take: `install` is a hook of forked_ranks.py.
+"""Makes a forked rank write down which samples its steps take: `install` is a hook of forks.py.
 
 Samples of `write_corpus` say their number themselves, so nothing of the loader's own reckoning is believed.
 """

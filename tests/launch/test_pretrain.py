@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import torch
+from forked_ranks import run_ranks
+from forks import run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,8 +119,7 @@ def test_the_exported_model_is_an_ordinary_hf_checkpoint_with_the_trained_weight
 
 def test_a_checkpoint_of_the_run_exports_to_the_same_model_with_its_tokenizer(finished, tmp_path):
     run_dir, exported = finished[0] / "run", tmp_path / "exported"
-    tool = [sys.executable, ROOT / "tools" / "convert_hf.py", "to-hf", run_dir, exported]
-    done = subprocess.run(tool, capture_output=True, text=True)
+    done = run_script(ROOT / "tools" / "convert_hf.py", "to-hf", run_dir, exported)
     assert done.returncode == 0, done.stderr
     for name in ("model.safetensors", "tokenizer.json"):
         assert (exported / name).read_bytes() == (run_dir / "hf" / name).read_bytes()
@@ -170,7 +171,7 @@ def test_llama_trains_in_fp16_with_a_dynamic_scale(tmp_path):
         "eos_token_id": 0,
     }
     (tmp_path / "model.json").write_text(json.dumps(llama))
-    done = run("python", "--ds-config", config, cwd=tmp_path)
+    done = run_ranks("--ds-config", config, cwd=tmp_path)
     assert done.code == 0, done.output
     rows = metrics(tmp_path / "runs" / "tiny")
     # by DeepSpeed's rule, as the block is DeepSpeed's: the first growth comes one clean step later
@@ -180,7 +181,7 @@ def test_llama_trains_in_fp16_with_a_dynamic_scale(tmp_path):
 
 def test_the_bf16_recipe_runs_beside_it_without_overflow_figures(tmp_path):
     config = write_config(tmp_path)
-    done = run("python", "--ds-config", config, "--set", "megalowbit.recipe=bf16", cwd=tmp_path)
+    done = run_ranks("--ds-config", config, "--set", "megalowbit.recipe=bf16", cwd=tmp_path)
     assert done.code == 0, done.output
     rows = metrics(tmp_path / "runs" / "tiny")
     assert len(rows) == 6
@@ -190,10 +191,10 @@ def test_the_bf16_recipe_runs_beside_it_without_overflow_figures(tmp_path):
 def test_a_second_run_never_touches_the_first(tmp_path):
     config = write_config(tmp_path, block={"run": {"steps": 2}, "checkpoint": {"export_hf": False}})
     for _ in range(2):
-        assert run("python", "--ds-config", config, cwd=tmp_path).code == 0
+        assert run_ranks("--ds-config", config, cwd=tmp_path).code == 0
     assert len(metrics(tmp_path / "runs" / "tiny")) == 2
     assert len(metrics(tmp_path / "runs" / "tiny-2")) == 2
-    refused = run("python", "--ds-config", config, "--run-dir", "runs/tiny", cwd=tmp_path)
+    refused = run_ranks("--ds-config", config, "--run-dir", "runs/tiny", cwd=tmp_path)
     assert refused.code == 2
     assert len(refused.errors) == 1
     assert "runs/tiny is not empty: continue it with --resume auto" in refused.errors[0]
@@ -223,7 +224,7 @@ def test_a_mistake_on_two_ranks_is_one_line_and_exit_code_2(tmp_path):
 )
 def test_a_mistake_is_one_line_on_one_process(tmp_path, arguments, message):
     config = write_config(tmp_path)
-    done = run("python", "--ds-config", config, *arguments, cwd=tmp_path)
+    done = run_ranks("--ds-config", config, *arguments, cwd=tmp_path)
     assert done.code == 2, done.output
     assert len(done.errors) == 1, done.output
     assert message in done.errors[0]
@@ -239,10 +240,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(finished, tmp_pa
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 0xFF
     weights.write_bytes(content)
-    done = run(
-        "deepspeed", "--ds-config", folder / "tiny.json", "--run-dir", copy, "--resume", "auto",
-        cwd=folder, processes=2,
-    )  # fmt: skip
+    arguments = ("--ds-config", folder / "tiny.json", "--run-dir", copy, "--resume", "auto")
+    done = run_ranks(*arguments, cwd=folder, processes=2)
     assert done.code == 0, done.output
     (line,) = [line for line in done.output.splitlines() if "damaged" in line]
     assert "step-00000024 is damaged: mp_rank_00_model_states.pt" in line
@@ -274,7 +273,7 @@ def test_a_dry_run_prints_everything_and_writes_nothing(tmp_path):
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.stem)
 def test_every_shipped_configuration_passes_a_dry_run(config, tmp_path):
-    done = run("python", "--ds-config", config, "--dry-run", cwd=tmp_path)
+    done = run_ranks("--ds-config", config, "--dry-run", cwd=tmp_path)
     assert done.code == 0, done.output
 
 

@@ -4,9 +4,10 @@ import shutil
 
 import pytest
 import torch
+from forked_ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
-from launchers import metrics, run, write_config
+from launchers import metrics, write_config
 from megalowbit.checkpoints.contents import CheckpointContents
 
 KEYS = ("step", "loss", "lr", "grad_norm", "loss_scale", "tokens", "skipped_steps")
@@ -26,11 +27,11 @@ def folders(tmp_path_factory):
     """The same configuration trained by one process and by two stages."""
     folder = tmp_path_factory.mktemp("pipeline")
     write_config(folder, model=MODEL, block=BLOCK)
-    one = run("python", "--ds-config", folder / "tiny.json", "--run-dir", folder / "one", cwd=folder)
+    one = run_ranks("--ds-config", folder / "tiny.json", "--run-dir", folder / "one", cwd=folder)
     assert one.code == 0, one.output
     write_config(folder, model=MODEL, block=BLOCK, pipeline=STAGES)
     arguments = ("--ds-config", folder / "tiny.json", "--run-dir", folder / "two")
-    two = run("torchrun", *arguments, cwd=folder, processes=2)
+    two = run_ranks(*arguments, cwd=folder, processes=2)
     assert two.code == 0, two.output
     assert "data 1, stages 2" in two.output
     assert line_of(one, "model ") == line_of(two, "model ")
@@ -75,7 +76,7 @@ def test_a_resumed_pipeline_is_the_one_that_was_not_stopped(folders):
     shutil.rmtree(stopped / "hf")
     shutil.rmtree(stopped / "checkpoints" / "step-00000006")
     arguments = ("--ds-config", folders / "tiny.json", "--run-dir", stopped, "--resume", "auto")
-    done = run("torchrun", *arguments, cwd=folders, processes=2)
+    done = run_ranks(*arguments, cwd=folders, processes=2)
     assert done.code == 0, done.output
     assert "resumed after step 3" in done.output
     assert rows(stopped) == rows(folders / "two")
@@ -87,7 +88,7 @@ def test_one_process_continues_what_two_stages_have_saved(folders):
     shutil.rmtree(whole / "hf")
     shutil.rmtree(whole / "checkpoints" / "step-00000006")
     arguments = ("--ds-config", folders / "tiny.json", "--run-dir", whole, "--resume", "auto")
-    done = run("python", *arguments, "--set", "pipeline.stages=1", cwd=folders)
+    done = run_ranks(*arguments, "--set", "pipeline.stages=1", cwd=folders)
     assert done.code == 0, done.output
     one_rank = "ZeRO 0 on 1 data-parallel rank"
     assert f"checkpoint of {one_rank}, 2 pipeline stages continued on {one_rank}" in done.output
@@ -106,10 +107,10 @@ def test_directions_of_all_stages_weights_are_saved_and_follow_their_layers(tmp_
     block = {**BLOCK, "recipe": recipe, "run": {"steps": 3}}
     write_config(tmp_path, model=MODEL, block=block, pipeline={"stages": 2})
     arguments = ("--ds-config", tmp_path / "tiny.json", "--run-dir", tmp_path / "run")
-    done = run("torchrun", *arguments, cwd=tmp_path, processes=2)
+    done = run_ranks(*arguments, cwd=tmp_path, processes=2)
     assert done.code == 0, done.output
     steps = ("--set", "megalowbit.run.steps=6", "--set", "pipeline.stages=1")
-    done = run("python", *arguments, "--resume", "auto", *steps, cwd=tmp_path)
+    done = run_ranks(*arguments, "--resume", "auto", *steps, cwd=tmp_path)
     assert done.code == 0, done.output
     before, after = (
         CheckpointContents(tmp_path / "run" / "checkpoints" / f"step-{step:08d}").header["progress"]

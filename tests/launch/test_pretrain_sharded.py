@@ -5,14 +5,14 @@ The rows that a killed run had written after its checkpoint are those of a run t
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
+from forked_ranks import Ranks, run_ranks
+from forks import run_script
 from transformers import AutoModelForCausalLM
 
-from launchers import ROOT, kill, metrics, run, start, wait_for_step, write_config
+from launchers import ROOT, metrics, write_config
 from megalowbit.checkpoints.contents import CheckpointContents
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings
@@ -29,9 +29,8 @@ def rows(folder):
 
 
 def launch(folder, run_dir, *arguments, processes=2):
-    launcher = "torchrun" if processes > 1 else "python"
     config = ("--ds-config", folder / "tiny.json", "--run-dir", run_dir)
-    return run(launcher, *config, *arguments, cwd=folder, processes=processes)
+    return run_ranks(*config, *arguments, cwd=folder, processes=processes)
 
 
 @pytest.fixture(scope="module", params=STAGES, ids=lambda stage: f"stage {stage}")
@@ -46,9 +45,8 @@ def killed(request, tmp_path_factory):
     zero = {"stage": stage, "stage3_param_persistence_threshold": 100}
     write_config(folder, model=drops, block=block, zero_optimization=zero)
     arguments = ("--ds-config", folder / "tiny.json", "--run-dir", folder / "run")
-    process = start("torchrun", *arguments, cwd=folder, processes=2)
-    wait_for_step(folder / "run", KILLED, process)
-    kill(process)
+    with Ranks(folder, *arguments) as ranks:
+        ranks.reach(folder / "run", KILLED)
     # a run that was faster than the signal, or as fast
     shutil.rmtree(folder / "run" / "checkpoints" / "step-00000013", ignore_errors=True)
     shutil.rmtree(folder / "run" / "checkpoints" / "step-00000012", ignore_errors=True)
@@ -115,8 +113,7 @@ def test_one_process_goes_on_and_says_so(killed, resumed):
 
 def test_the_run_exports_and_starts_another(killed, resumed, tmp_path):
     folder, stage, _ = killed
-    tool = [sys.executable, ROOT / "tools" / "convert_hf.py", "to-hf", folder / "run", tmp_path / "hf"]
-    done = subprocess.run(tool, capture_output=True, text=True)
+    done = run_script(ROOT / "tools" / "convert_hf.py", "to-hf", folder / "run", tmp_path / "hf")
     assert done.returncode == 0, done.stderr
     expected = (folder / "run" / "hf" / "model.safetensors").read_bytes()
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == expected

@@ -5,8 +5,9 @@ import shutil
 import statistics
 
 import pytest
+from forked_ranks import Ranks, run_ranks
 
-from launchers import ROOT, kill, metrics, run, start, wait_for_step, write_config
+from launchers import ROOT, metrics, write_config
 
 STEPS, EVERY = 14, 4
 SPECULATION = {"every": 2, "lookahead": 2, "verify_every": 2, "cooldown": 4, "threshold_db": 20}
@@ -39,10 +40,9 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speculation")
     config = write_config(folder, block=BLOCK, zero_optimization={"stage": 2})
     arguments = ("--ds-config", config, "--run-dir", folder / "run", "--resume", "auto")
-    process = start("torchrun", *arguments, cwd=folder, processes=2)
-    wait_for_step(folder / "run", 2 * EVERY + 2, process)
-    kill(process)
-    output = process.stdout.read()
+    with Ranks(folder, *arguments) as ranks:
+        ranks.reach(folder / "run", 2 * EVERY + 2)
+    output = ranks.done.output
     for saved in (folder / "run" / "checkpoints").glob("step-*"):  # as where saves come seldom
         if saved.name != f"step-{EVERY:08d}":
             shutil.rmtree(saved)
@@ -53,7 +53,7 @@ def killed(tmp_path_factory):
 def resumed(killed):
     """What the resumed run said."""
     folder, *_, arguments = killed
-    done = run("torchrun", *arguments, cwd=folder.parent, processes=2)
+    done = run_ranks(*arguments, cwd=folder.parent, processes=2)
     assert done.code == 0, done.output
     return done.output
 
@@ -89,7 +89,7 @@ def test_a_killed_run_goes_on_with_bitwise_the_same_losses_and_decisions(killed,
 @pytest.mark.slow
 def test_a_mistake_on_two_processes_is_one_line(tmp_path):
     config = write_config(tmp_path, block={**BLOCK, "recipe": "bf16"})
-    done = run("torchrun", "--ds-config", config, "--run-dir", tmp_path / "new", cwd=tmp_path, processes=2)
+    done = run_ranks("--ds-config", config, "--run-dir", tmp_path / "new", cwd=tmp_path, processes=2)
     assert done.code != 0
     (line,) = done.errors
     assert "megalowbit.speculation: " in line
@@ -103,7 +103,7 @@ def test_two_stages_decide_for_all_layers_and_one_process_goes_on_with_that(tmp_
     write_config(tmp_path, model=NO_DROPOUT, block=BLOCK, pipeline={"stages": 2})
     arguments = ("--ds-config", tmp_path / "tiny.json", "--run-dir", tmp_path / "run")
     steps = ("--set", f"megalowbit.run.steps={EVERY}")
-    done = run("torchrun", *arguments, *steps, cwd=tmp_path, processes=2)
+    done = run_ranks(*arguments, *steps, cwd=tmp_path, processes=2)
     assert done.code == 0, done.output
     found = looks(tmp_path / "run")
     layers = {
@@ -115,7 +115,7 @@ def test_two_stages_decide_for_all_layers_and_one_process_goes_on_with_that(tmp_
         assert {row["layer"] for row in found if row["step"] == step} == layers
     chosen = {(row["layer"], row["product"]): row["next_precision"] for row in found if row["step"] == 3}
     more = ("--resume", "auto", "--set", f"megalowbit.run.steps={EVERY + 1}")
-    one = run("python", *arguments, *more, "--set", "pipeline.stages=1", cwd=tmp_path)
+    one = run_ranks(*arguments, *more, "--set", "pipeline.stages=1", cwd=tmp_path)
     assert one.code == 0, one.output
     ran = {(row["layer"], row["product"]): row["precision"] for row in looks(tmp_path / "run")[-24:]}
     assert ran == chosen
@@ -124,8 +124,7 @@ def test_two_stages_decide_for_all_layers_and_one_process_goes_on_with_that(tmp_
 
 def test_the_shipped_configuration_learns_at_few_bits(tmp_path):
     config = ROOT / "configs" / "gpt2_tiny_speculative.json"
-    done = run(
-        "python", "--ds-config", config, "--run-dir", tmp_path / "run",
+    done = run_ranks("--ds-config", config, "--run-dir", tmp_path / "run",
         "--set", "megalowbit.run.steps=21", "--set", "megalowbit.checkpoint.export_hf=false", cwd=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.output

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked_ranks import run_ranks
 
 from launchers import free_port, kill, metrics, run, start, wait_for_step, write_config
 
@@ -91,7 +92,7 @@ def test_a_mistake_is_also_written_where_whoever_starts_jobs_again_looks(tmp_pat
     write_config(tmp_path)
     refusal = tmp_path / "refusal"
     arguments = ["--ds-config", "tiny.json", "--set", "megalowbit.recipe=nvfp5"]
-    done = run("python", *arguments, cwd=tmp_path, MEGALOWBIT_REFUSAL=str(refusal))
+    done = run_ranks(*arguments, cwd=tmp_path, MEGALOWBIT_REFUSAL=str(refusal))
     assert done.code == 2
     assert f"error: {refusal.read_text()}" in done.output
     assert "nvfp5" in refusal.read_text()
@@ -106,7 +107,7 @@ def test_what_may_be_gone_at_the_next_try_is_no_refusal(tmp_path):
         other_job.listen()
         port = other_job.getsockname()[1]
         more = {**ranks, "MASTER_PORT": str(port), "MEGALOWBIT_REFUSAL": str(refusal)}
-        done = run("python", "--ds-config", "tiny.json", cwd=tmp_path, **more)
+        done = run_ranks("--ds-config", "tiny.json", cwd=tmp_path, **more)
     assert done.code == 75
     [line] = done.errors
     assert f"no connection to the main process at 127.0.0.1:{port}" in line

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from forked_ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
-from launchers import metrics, run, write_config
+from launchers import metrics, write_config
 
 KEYS = ("step", "loss", "lr", "grad_norm", "loss_scale", "tokens", "skipped_steps")
 NEAREST = {"base": "nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
@@ -19,10 +20,10 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tensor")
     arguments = ("--ds-config", folder / "tiny.json", "--run-dir")
     write_config(folder, model=DROPOUT, block=BLOCK)
-    one = run("python", *arguments, folder / "one", cwd=folder)
+    one = run_ranks(*arguments, folder / "one", cwd=folder)
     assert one.code == 0, one.output
     write_config(folder, model=DROPOUT, block=BLOCK, tensor_parallel={"autotp_size": 2})
-    two = run("torchrun", *arguments, folder / "two", cwd=folder, processes=2)
+    two = run_ranks(*arguments, folder / "two", cwd=folder, processes=2)
     assert two.code == 0, two.output
     return folder
 

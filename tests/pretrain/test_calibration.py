@@ -1,12 +1,11 @@
 import json
 import math
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from forks import run_script
 
 from launchers import check_refusal, environment, write_config
 from megalowbit.errors import UserError
@@ -38,13 +37,8 @@ def plan(folder, *, block=BLOCK, **changes):
 
 
 def tool(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "calibrate_speculation.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**environment(Path(cwd) / "cache"), "PYTHONPATH": str(ROOT)},
-    )
+    env = {**environment(Path(cwd) / "cache"), "PYTHONPATH": str(ROOT)}
+    return run_script(ROOT / "tools" / "calibrate_speculation.py", *arguments, cwd=cwd, env=env)
 
 
 def lines_of(path):

@@ -2,11 +2,10 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import run_script
 from run_files import made_up_rows, write_run
 
 from launchers import check_refusal
@@ -21,12 +20,8 @@ DOCUMENTED = re.findall(
 
 
 def report(*arguments, path=ROOT):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "speculation_report.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(path)},
-    )
+    env = {**os.environ, "PYTHONPATH": str(path)}
+    return run_script(ROOT / "tools" / "speculation_report.py", *arguments, env=env)
 
 
 def test_it_prints_the_table_and_draws_the_picture(tmp_path):

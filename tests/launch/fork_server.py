@@ -1,14 +1,16 @@
-"""Forks ranks of launch/pretrain.py on request, with all their imports done: see forked_ranks.py.
+"""Forks Python programs on request, with the imports done that take them seconds: see forks.py.
 
 Each line on standard input is a request, each line on standard output its answer, both JSON. This process
 does nothing but fork and wait, and has one thread: what another one held would stay held in a child for ever.
 """
 
+import gc
 import importlib
 import json
 import os
 import random
 import resource
+import runpy
 import signal
 import sys
 from pathlib import Path
@@ -23,7 +25,7 @@ IMPORTED_LATE = (
 )
 
 
-def import_what_ranks_import():
+def import_what_programs_import():
     """Before the first fork; what leads to seconds of imports when a model and its engine are made, too."""
     from megalowbit.engine.process_start import import_deepspeed
 
@@ -32,42 +34,52 @@ def import_what_ranks_import():
         importlib.import_module(name)
 
 
-def start(arguments, env, log, file_size=None, hook=None):
-    """The process id of a rank.
+def start(script, arguments, env, cwd, output, errors=None, file_size=None, hook=None):
+    """The process id of a program.
 
     Args:
-        arguments: of launch/pretrain.py.
+        script: its file.
+        arguments: of the program.
         env: its whole environment.
-        log: where its output goes.
+        cwd: its working folder.
+        output: the file that its output goes to.
+        errors: the file for its standard error; None: the same.
         file_size: bytes that it may write to a file; None: any number.
         hook: `module.function` to call in it first.
     """
     assert len(list(Path("/proc/self/task").iterdir())) == 1
     pid = os.fork()
     if pid == 0:
-        become_a_rank(arguments, env, log, file_size)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.chdir(cwd)
+        send_output_to(output, errors or output)
+        os.environ.clear()
+        os.environ.update(env)
+        seed_anew()
         if hook is not None:
             module, _, name = hook.rpartition(".")
             getattr(importlib.import_module(module), name)()
-        from megalowbit.pretrain.command_line import program
-
-        sys.exit(program())  # through all that an interpreter does at its end
+        if file_size is not None:
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, hard))
+        sys.argv = [script, *arguments]
+        search_modules_as_if_started(script, env)
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()  # through all that an interpreter does at its end
     return pid
 
 
-def become_a_rank(arguments, env, log, file_size):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+def send_output_to(output, errors):
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for ours, theirs in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
+    files = [os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (output, errors)]
+    for ours, theirs in zip((nothing, *files), (0, 1, 2), strict=True):
         os.dup2(ours, theirs)
-    os.environ.clear()
-    os.environ.update(env)
-    seed_anew()
-    if file_size is not None:
-        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, hard))
-    sys.argv = ["pretrain.py", *arguments]
+
+
+def search_modules_as_if_started(script, env):
+    own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [str(Path(script).parent), *given, *(path for path in sys.path if path not in own)]
 
 
 def seed_anew():
@@ -82,7 +94,7 @@ def seed_anew():
 
 
 def poll(pid):
-    """The exit code of a rank, negative for a signal; None while it runs. It is told once."""
+    """The exit code of a program, negative for a signal; None while it runs. It is told once."""
     found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
 
@@ -91,7 +103,9 @@ def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
-    import_what_ranks_import()
+    import_what_programs_import()
+    gc.collect()
+    gc.freeze()  # or each child's collector would look at, and so copy, all that was imported
     actions = {"start": start, "poll": poll}
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
