@@ -27,6 +27,7 @@ from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.stage_bounds import stage_bounds
 from megalowbit.engine.zero_values import zero_stage
 from megalowbit.hf.checkpoint import build_model
+from megalowbit.hf.families import family
 from megalowbit.hf.pipeline import parts_of
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.recipe import Recipe
@@ -226,7 +227,8 @@ def _stages(
 ) -> list[tuple[list[nn.Parameter], int]]:
     """Parameters of each stage, a tied one in each that has it, and bytes that it keeps for backward."""
     if cut.num_stages == 1:
-        saved = saved_for_backward(model, micro_batch_size, sequence_length, forms)
+        blocks = list(model.get_submodule(family(model.config.model_type).blocks).children())
+        saved = saved_for_backward(model, micro_batch_size, sequence_length, forms, blocks=blocks)
         return [(list(model.parameters()), saved)]
     parts = parts_of(model)
     bounds = stage_bounds(parts, cut.num_stages, cut.partition)
