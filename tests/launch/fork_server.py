@@ -4,6 +4,7 @@ Each line on standard input is a request, each line on standard output its answe
 does nothing but fork and wait, and has one thread: what another one held would stay held in a child for ever.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -62,6 +63,7 @@ def start(script, arguments, env, cwd, output, errors=None, file_size=None, hook
         if file_size is not None:
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, hard))
+        atexit.register(gc.unfreeze)  # or libraries would take what is left over at the end for leaks
         sys.argv = [script, *arguments]
         search_modules_as_if_started(script, env)
         runpy.run_path(script, run_name="__main__")
