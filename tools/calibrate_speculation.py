@@ -23,13 +23,7 @@ SEEDS = (1, 2, 3)
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    description, _, rest = str(__doc__).partition("\n\n")
-    parser = OneLineParser(
-        description=description,
-        epilog=f"example:\n{rest}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneLineParser.of_program(__doc__)
     parser.add_argument(
         "--ds-config",
         type=Path,

@@ -26,13 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    description, _, examples = str(__doc__).partition("\n\n")
-    parser = OneLineParser(
-        description=description,
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneLineParser.of_program(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_ours = commands.add_parser(
         "to-megalowbit", help="a Hugging Face folder becomes a checkpoint to start from", allow_abbrev=False

@@ -91,13 +91,7 @@ ARGUMENTS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    description, _, rest = str(__doc__).partition("\n\n")
-    parser = OneLineParser(
-        description=description,
-        epilog=f"examples:\n{rest}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneLineParser.of_program(__doc__)
     for argument in ARGUMENTS:
         default = "" if argument.default is None else f" (default: {argument.default:g})"
         parser.add_argument(

@@ -19,13 +19,7 @@ from megalowbit.pretrain.command_line import OneLineParser
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    description, _, rest = str(__doc__).partition("\n\n")
-    parser = OneLineParser(
-        description=description,
-        epilog=f"examples:\n{rest}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneLineParser.of_program(__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that a run has written")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE.png", help="draw it too; a file that is there is replaced"

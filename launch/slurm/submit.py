@@ -31,14 +31,7 @@ OF_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_CLUSTERS"}  # variables that
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    description, _, more = str(__doc__).partition("\n\n")
-    parser = OneLineParser(
-        prog="submit.py",
-        description=description,
-        epilog=f"examples:\n{more}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneLineParser.of_program(__doc__)
     parser.add_argument("--cluster", type=Path, metavar="C.json", help="what the cluster is like")
     parser.add_argument(
         "--slurm",

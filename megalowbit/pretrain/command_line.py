@@ -35,6 +35,17 @@ SECONDS_FOR_ALL_TO_LEAVE = 60.0
 class OneLineParser(argparse.ArgumentParser):
     """A parser of arguments whose complaints are `UserError`s, as of all our command lines."""
 
+    @classmethod
+    def of_program(cls, text: str | None) -> OneLineParser:
+        """A parser whose help is a program's own text: the first paragraph, and after the flags the rest."""
+        description, _, examples = str(text).partition("\n\n")
+        return cls(
+            description=description,
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage."""
         raise UserError(f"{message}; see --help")
