@@ -65,6 +65,7 @@ def test_low_rank_compares_every_method_with_torchs():
         assert all("× torch.svd_lowrank fp32" in line for line in lines), name
 
 
+@pytest.mark.slow  # DeepSpeed compiles its optimizer
 def test_optimizer_compares_steps_with_torchs_deepspeeds_and_loops(tmp_path):
     sizes = ("--layers", "1", "--hidden", "32", "--vocabulary", "96", "--threads", "1", "--rounds", "2")
     printed = run("optimizer.py", *sizes, "--json", str(tmp_path / "times.json"))
@@ -202,6 +203,7 @@ def test_quality_pairs_recipes_with_bf16_by_seed_and_goes_on_where_it_was(tmp_pa
     assert other.stderr.strip().endswith("bf16-seed-5 holds a run with other settings: choose another --out")
 
 
+@pytest.mark.slow
 def test_a_recipe_that_diverges_is_marked_and_does_not_end_the_sweep(tmp_path):
     (tmp_path / "too_much.py").write_text("def gain(values):\n    return values * 0 + 3e38, 3e38\n")
     config = write_config(tmp_path, block={"run": {"steps": 5, "max_consecutive_skips": 3}})
