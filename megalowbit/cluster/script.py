@@ -148,7 +148,6 @@ def _shell_values(settings: ClusterSettings, request: JobRequest) -> dict[str, V
         "run_folder": folder if request.sweep is None else f"{folder}/$SLURM_ARRAY_TASK_ID",
         "max_failures": str(settings.max_failures),
         "tasks_per_node": str(settings.ranks_per_node),
-        "cpus_per_task": str(settings.cpus_per_task),
         "first_port": str(FIRST_SLURM_PORT),
         "ports": str(SLURM_PORTS),
         "python_folder": None if python_folder is None else shlex.quote(str(python_folder)),

@@ -7,6 +7,17 @@ from pathlib import Path
 import pytest
 from slurm_script import CHECKPOINT, DONE, SRUN, Job
 
+FAILS = """#!/bin/bash
+echo >>"$LOG/asked-{name}"
+[[ $(wc -l <"$LOG/asked-{name}") -gt {times} ]] || exit 1
+"""
+
+
+def hurried(job):
+    """Pauses of the script last a moment."""
+    (job.bin / "sleep").write_text("#!/bin/bash\nexec /bin/sleep 0.05\n")
+    (job.bin / "sleep").chmod(0o755)
+
 
 def test_launchers_exit_code_does_not_decide(tmp_path):
     job = Job(tmp_path)
@@ -120,12 +131,23 @@ def test_two_jobs_on_one_folder_do_not_count_for_each_other(tmp_path):
 
 def test_tries_that_cannot_be_counted_are_the_last(tmp_path):
     job = Job(tmp_path)
+    hurried(job)
     # as little to be written to as a file on a full disk
     (job.run / "slurm" / f"failures-{job.id}.new").mkdir(parents=True)
     code, output = job.start("exit 1", restarts=1)
     assert (code, job.requeues) == (1, [])
     assert "is the disk full?" in output
     assert not (job.log / "command").exists()
+
+
+def test_a_file_system_that_is_away_when_a_try_begins_is_waited_for(tmp_path):
+    job = Job(tmp_path)
+    hurried(job)
+    (job.bin / "sync").write_text(FAILS.format(name="sync", times=3))
+    (job.bin / "sync").chmod(0o755)
+    code, output = job.start(DONE)
+    assert code == 0, output
+    assert "the run is finished" in output
 
 
 def test_incomplete_and_damaged_checkpoints_are_no_progress(tmp_path):
@@ -184,16 +206,12 @@ def test_a_term_means_what_slurm_says(tmp_path, state, code, requeues, told):
     assert ("ended at step" in output) == bool(requeues)
 
 
-FAILS = """#!/bin/bash
-echo >>"$LOG/asked-{name}"
-[[ $(wc -l <"$LOG/asked-{name}") -gt {times} ]] || exit 1
-"""
-
-
-def hurried(job):
-    """Pauses of the script last a moment."""
-    (job.bin / "sleep").write_text("#!/bin/bash\nexec /bin/sleep 0.05\n")
-    (job.bin / "sleep").chmod(0o755)
+def test_a_job_that_is_cancelled_while_slurm_is_asked_about_a_warning_does_not_come_back(tmp_path):
+    job = Job(tmp_path)
+    asked = '[[ -e $LOG/asked ]] || { touch "$LOG/asked"; kill -TERM $SCRIPT; echo RUNNING None; exit; }\n'
+    (job.bin / "squeue").write_text(f"#!/bin/bash\n{asked}echo COMPLETING None\n")
+    code, output = job.start("kill -TERM $SCRIPT; sleep 0.5")
+    assert (code, job.requeues) == (143, []), output
 
 
 @pytest.mark.parametrize("times", [0, 2])
