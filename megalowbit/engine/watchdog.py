@@ -183,6 +183,7 @@ class Watchdog:
         finally:
             self._is_done = error is None
             self._stopped.set()
+            self._thread.join(self._settings.interval)  # or it might arm the backstop once more
             faulthandler.cancel_dump_traceback_later()
             if self._heartbeat is not None:
                 self._heartbeat.stop(is_done=error is None)

@@ -29,10 +29,7 @@ def test_one_rank_needs_no_process_group_and_nothing_is_left_behind():
     with watchdog(timeout=5.0) as watched:
         assert threads() == {"megalowbit-watchdog"}
         watched.mark("step 1")
-    deadline = time.monotonic() + 10
-    while threads():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert not threads()  # one that outlived the block might end a process that has left it
 
 
 def test_without_a_timeout_one_thread_looks_for_sigterm_and_groups_keep_theirs():
@@ -43,10 +40,7 @@ def test_without_a_timeout_one_thread_looks_for_sigterm_and_groups_keep_theirs()
         assert threads() == {"megalowbit-watchdog"}
         watched.finish()
     assert group._get_backend(torch.device("cpu")).options._timeout == before
-    deadline = time.monotonic() + 10
-    while threads():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert not threads()  # one that outlived the block might end a process that has left it
 
 
 def test_groups_get_the_timeout_even_those_made_after_the_engine():
