@@ -5,6 +5,7 @@ does nothing but fork and wait, and has one thread: what another one held would 
 """
 
 import atexit
+import functools
 import gc
 import importlib
 import json
@@ -35,10 +36,11 @@ def import_what_programs_import():
         importlib.import_module(name)
 
 
-def start(script, arguments, env, cwd, output, errors=None, file_size=None, hook=None):
+def start(answers, script, arguments, env, cwd, output, errors=None, file_size=None, hook=None):
     """The process id of a program.
 
     Args:
+        answers: where this process answers, which is nothing of the program's.
         script: its file.
         arguments: of the program.
         env: its whole environment.
@@ -51,6 +53,7 @@ def start(script, arguments, env, cwd, output, errors=None, file_size=None, hook
     assert len(list(Path("/proc/self/task").iterdir())) == 1
     pid = os.fork()
     if pid == 0:
+        answers.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(cwd)
         send_output_to(output, errors or output)
@@ -108,7 +111,7 @@ def main():
     import_what_programs_import()
     gc.collect()
     gc.freeze()  # or each child's collector would look at, and so copy, all that was imported
-    actions = {"start": start, "poll": poll}
+    actions = {"start": functools.partial(start, answers), "poll": poll}
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         name, values = json.loads(line)
