@@ -10,6 +10,7 @@ does not load torch.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from megalowbit.errors import UserError
+from megalowbit.errors import PASSING, TransientError, UserError
 
 MANIFEST = "manifest.json"
 LATEST = "latest"  # names the newest step for DeepSpeed's tools; never read by us
@@ -132,6 +133,7 @@ def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
 
     Raises:
         UserError: no such folder; no manifest, or a damaged one, or one of another format.
+        TransientError: the file system is away.
     """
     if not folder.is_dir():
         raise UserError(f"checkpoint {folder} does not exist: {remedy}")
@@ -144,7 +146,9 @@ def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
             for entry in content["files"]
         ]
         written_format = content["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise _unreadable(folder, MANIFEST, error, remedy) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} cannot be read; {remedy}") from error
     if written_format != FORMAT:
         raise UserError(f"checkpoint {folder} has format {written_format!r}, not {FORMAT}: use its version")
@@ -205,18 +209,30 @@ def verify_folder(folder: Path, *, remedy: str, share: int = 0, shares: int = 1)
             raise UserError(f"{damaged} has {found_size} bytes instead of {size}; {remedy}")
         try:
             found = sha256_of(path)
-        except OSError as error:  # a disk that cannot read what it wrote
-            raise UserError(f"{damaged} cannot be read ({error.strerror}); {remedy}") from error
+        except OSError as error:
+            raise _unreadable(folder, name, error, remedy) from error
         if found != sha256:
             raise UserError(f"{damaged} has SHA-256 {found[:12]}… instead of {sha256[:12]}…; {remedy}")
 
 
+def _unreadable(folder: Path, name: str, error: OSError, remedy: str) -> UserError:
+    """Damage, unless the file system is away; a disk that cannot read what it wrote (EIO) never will."""
+    reason = f"{name} cannot be read ({error.strerror})"
+    if error.errno in PASSING - {errno.EIO}:
+        return TransientError(f"checkpoint {folder}: {reason}: try again when the file system is back")
+    return UserError(f"checkpoint {folder} is damaged: {reason}; {remedy}")
+
+
 def looks_whole(folder: Path) -> bool:
-    """Whether all files of a checkpoint are there in their size; a look at no content."""
+    """Whether all files of a checkpoint are there in their size, as far as can be seen; none is read."""
     try:
         facts = read_manifest(folder, remedy="")
         return all((folder / entry.name).stat().st_size == entry.size for entry in facts)
-    except (OSError, UserError):
+    except FileNotFoundError:
+        return False
+    except (OSError, TransientError):  # a file system that is away says nothing about it
+        return True
+    except UserError:
         return False
 
 

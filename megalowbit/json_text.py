@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, from_system
 
 
 class NotJsonError(UserError):
@@ -65,9 +65,8 @@ def read_json_object(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror or error}; give an existing JSON file"
-        ) from None
+        message = f"cannot read {path}: {error.strerror or error}; give an existing JSON file"
+        raise from_system(message, error) from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text: save it as UTF-8 JSON") from None
     value = parse_json(text, str(path), is_strict=is_strict)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megalowbit.checkpoints.layout import NOWHERE, Fragment, Layout, StoredParameter
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, from_system
 
 FLAT_KEYS = {
     1: "single_partition_of_fp32_groups",
@@ -70,7 +70,7 @@ def load_file(path: Path, *, is_mapped: bool = True) -> dict[str, Any]:
         raise foreign(path, error) from error
     except (OSError, RuntimeError, EOFError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise UserError(f"{path} cannot be read ({reason}): use an older checkpoint") from error
+        raise from_system(f"{path} cannot be read ({reason}): use an older checkpoint", error) from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint: name another")
     return content

@@ -46,7 +46,7 @@ from megalowbit.engine.random_state import (
     saved_rank_of,
     seed_missing_rank,
 )
-from megalowbit.errors import UserError
+from megalowbit.errors import TransientError, UserError, from_system
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,8 @@ class CheckpointStore:
             with atomic_file(self.folder / LATEST) as file:
                 file.write(self.path_of(step).name)
         except OSError as error:
-            raise UserError(f"{self.folder / LATEST} cannot be written ({error.strerror})") from error
+            message = f"{self.folder / LATEST} cannot be written ({error.strerror}): free space there"
+            raise from_system(message, error) from error
         for path in reversed(later):
             remove_checkpoint(path)
         return later
@@ -140,6 +141,8 @@ class CheckpointStore:
             return None
         try:
             self._verify_together(path)
+        except TransientError:
+            raise
         except UserError as error:
             return str(error)
         return None
@@ -152,7 +155,8 @@ class CheckpointStore:
         try:
             target = set_aside(path)
         except OSError as error:
-            raise UserError(f"{reason}; it could not be moved aside ({error.strerror})") from error
+            message = f"{reason}; it could not be moved aside ({error.strerror})"
+            raise from_system(message, error) from error
         logger.warning("%s: moved to %s", reason.partition(";")[0], target.name)
 
     def save(

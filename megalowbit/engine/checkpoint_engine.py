@@ -86,7 +86,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
             raise foreign(path, error) from error
         except (OSError, RuntimeError, EOFError) as error:
             reason = str(error).strip().split("\n")[0]
-            raise UserError(f"{path} cannot be read ({reason}): use an older checkpoint") from error
+            raise from_system(f"{path} cannot be read ({reason}): use an older checkpoint", error) from error
 
     def read_ahead(self, paths: Iterable[str]) -> None:
         """Read files now that `load` will be asked for, until `forget`.

@@ -18,8 +18,8 @@ class WatchdogSettings(BaseModel):
     """`"watchdog"`: when a run counts as stuck, and which steps are told as slow.
 
     Attributes:
-        timeout: seconds that a collective may take, and that may pass without a step, a save or an export
-            coming to its end; None: torch's own timeouts (30 minutes or none), and nobody looks.
+        timeout: seconds that a collective may take, and that may pass without a step, a load, a save or an
+            export coming to its end; None: torch's own timeouts (30 minutes or none), and nobody looks.
         slow_step: a step slower than so many medians of the last 50 is told; None: none is.
         termination_seconds: that a step may go on after SIGTERM, before the process ends without a
             checkpoint; a few less than whoever sent it waits until SIGKILL. A save has until `timeout`.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, from_system
 
 
 def refuse_existing(folder: Path) -> None:
@@ -44,9 +44,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         yield draft
         draft.rename(folder)
     except (OSError, SafetensorError) as error:  # the latter is how a full disk under weights shows
-        raise UserError(
-            f"{folder} cannot be written ({getattr(error, 'strerror', None) or error}): "
-            "check the place and its free room"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        message = f"{folder} cannot be written ({reason}): check the place and its free room"
+        raise from_system(message, error) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -80,10 +80,11 @@ class RunFolder:
             with atomic_file(self.done) as file:
                 file.write(json.dumps({"step": step}) + "\n")
         except OSError as error:
-            raise UserError(
+            message = (
                 f"{self.done} cannot be written ({error.strerror}): free space, then start again with "
                 "--resume auto; all else of the run is there"
-            ) from error
+            )
+            raise from_system(message, error) from error
 
     def is_summed_up(self, step: int) -> bool:
         """Whether the summary is of a run that ended after this step."""
@@ -165,9 +166,8 @@ def claim(stem: str, *, run_dir: Path | None, is_resume: bool, root: Path = Path
         return _claim_numbered(root, stem, is_resume)
     except OSError as error:
         folder = run_dir or root / stem
-        raise UserError(
-            f"run folder {folder} cannot be created ({error.strerror}): choose another --run-dir"
-        ) from error
+        message = f"run folder {folder} cannot be created ({error.strerror}): choose another --run-dir"
+        raise from_system(message, error) from error
 
 
 def has_content(folder: Path) -> bool:

@@ -1,7 +1,7 @@
 """Sums of float64 numbers without rounding, so that they are the same in any order and in any parts.
 
-A run that was stopped in the middle adds up its errors in other parts than one that was not, and a run on
-other ranks in another order; rounded sums would differ in their last digits. A number is taken apart into 18
+A run that was stopped in the middle adds up the errors of its steps in other parts than one that was not, and
+ranks add theirs in any order; rounded sums would differ in their last digits. A number is taken apart into 18
 digits of 32 bits, from 2^-288 to 2^288: squares of all normal bf16 numbers, and sums of 2^30 of them, lie
 within. Digits are added as int64, on any device and over ranks, with room for 2^31 numbers; on the host they
 become one Python integer, in units of 2^-288. Not covered: negative numbers; what lies below is cut off, and

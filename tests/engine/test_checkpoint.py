@@ -1,6 +1,8 @@
+import errno
 import hashlib
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -11,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_engines import step
 
+from megalowbit import durable
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.initialize import initialize
-from megalowbit.errors import UserError
+from megalowbit.errors import TransientError, UserError
 
 WEIGHTS = "mp_rank_00_model_states.pt"
 
@@ -220,6 +223,36 @@ def test_every_kind_of_damage_falls_back(copied, loss):
             file.rename(file.with_suffix(".away"))
         rewritten = json.dumps({"format": 1, "files": rest})
         (copied.path_of(2) / "manifest.json").write_text(text.get(loss, rewritten))
+    assert copied.latest() == copied.path_of(1)
+    assert (copied.folder / "step-00000002.damaged").is_dir()
+
+
+def unreadable(number):
+    def fail(*_, **_more):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_file_system_that_is_away_is_no_damage(copied, monkeypatch):
+    before = sorted(path.name for path in copied.folder.iterdir())
+    monkeypatch.setattr(durable, "sha256_of", unreadable(errno.ESTALE))
+    with pytest.raises(TransientError, match=r"step-00000002: .* cannot be read \(Stale file handle\): try"):
+        copied.latest()
+    monkeypatch.setattr(durable, "read_manifest", unreadable(errno.ESTALE))
+    copied._prune(copied.path_of(2), [])
+    assert sorted(path.name for path in copied.folder.iterdir()) == before
+    monkeypatch.undo()
+    assert copied.latest() == copied.path_of(2)
+
+
+def test_a_disk_that_cannot_read_what_it_wrote_is_damage(copied, monkeypatch):
+    real, bad = durable.sha256_of, copied.path_of(2)
+
+    def read(path):
+        return unreadable(errno.EIO)() if bad in path.parents else real(path)
+
+    monkeypatch.setattr(durable, "sha256_of", read)
     assert copied.latest() == copied.path_of(1)
     assert (copied.folder / "step-00000002.damaged").is_dir()
 
