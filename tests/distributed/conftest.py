@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from forks import Forked
+
+from launchers import free_port
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -57,12 +58,6 @@ class Ranks:
     def output(self) -> str:
         """The last lines of every rank."""
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.logs)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

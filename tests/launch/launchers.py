@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 SCRIPT = str(ROOT / "launch" / "pretrain.py")
 BIN = Path(sys.executable).parent
 SECONDS = 240
+PORTS = range(20_000, 32_000)
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,9 +34,12 @@ class Done:
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody takes by chance before it is used: below those of outgoing connections."""
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 @functools.lru_cache(maxsize=1)

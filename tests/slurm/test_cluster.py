@@ -75,7 +75,7 @@ def test_clusters_side_by_side_do_not_see_each_other(cluster):
     with Cluster(nodes=2) as other:
         job = other.submit("--hold", "--wrap=true", cwd="/tmp")
         assert job.state == "PENDING"
-        assert cluster.run("squeue", "--noheader") == ""
+        until(lambda: cluster.run("squeue", "--noheader") == "")  # a job of before may still be ending
         other.power_off("n2")
         assert is_reached(cluster, "n2", by="n1")
         other.power_on("n2")
