@@ -59,6 +59,13 @@ def ask_to_stop_at(job, step):
     job.engine.module.register_forward_hook(hook)
 
 
+def run_until_stopped(job, step):
+    """Let it be asked to stop at a step; the signal is gone afterwards."""
+    ask_to_stop_at(job, step)
+    assert run(job) is Ending.STOPPED
+    signal.sigtimedwait(STOP_SIGNALS, 0)
+
+
 def run(job, *, is_resume=False):
     """Train to the end, or until it is killed; how training ended."""
     console = Console(job.config.settings.run.steps, log_every=1)
@@ -201,9 +208,7 @@ def test_a_checkpoint_saved_in_trouble_or_damaged_is_not_gone_back_to(
     overrides = [*EVERY, 'megalowbit.loss_guard={"nonfinite": "rollback", "patience": 3}']
     job = build_job(*overrides)
     spoil(job, {6, 7})
-    ask_to_stop_at(job, 7)
-    assert run(job) is Ending.STOPPED
-    signal.sigtimedwait(STOP_SIGNALS, 0)
+    run_until_stopped(job, 7)
     assert job.store.steps() == [4, 7]
     for path in (tmp_path / "run" / "checkpoints" / "step-00000004").glob("mp_rank*"):
         path.write_bytes(path.read_bytes()[:-1])
@@ -221,9 +226,7 @@ def test_damage_since_this_process_has_read_a_checkpoint_is_met_too(
     build_job, tmp_path, caplog, stop_signals
 ):
     job = build_job(*EVERY, AT_ONCE)
-    ask_to_stop_at(job, 4)
-    assert run(job) is Ending.STOPPED
-    signal.sigtimedwait(STOP_SIGNALS, 0)
+    run_until_stopped(job, 4)
     resumed = build_job(*EVERY, AT_ONCE)
     assert resumed.resume()
     for path in (tmp_path / "run" / "checkpoints" / "step-00000004").glob("mp_rank*"):
@@ -241,9 +244,7 @@ def test_what_is_saved_on_request_changes_nothing(build_job, tmp_path, stop_sign
     expected = facts(rows(tmp_path / "run"))
     shutil.rmtree(tmp_path / "run")
     job = build_job(*EVERY, AT_ONCE)
-    ask_to_stop_at(job, 6)
-    assert run(job) is Ending.STOPPED
-    signal.sigtimedwait(STOP_SIGNALS, 0)
+    run_until_stopped(job, 6)
     again = build_job(*EVERY, AT_ONCE)
     assert again.resume()
     assert again.step == 6
