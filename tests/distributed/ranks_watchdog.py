@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import ranks_pipeline
 import torch
 from tiny_training import TinyModel, config, make, train_step
 
+from launchers import free_port
 from megalowbit.engine.process_start import stop_process_group
 from megalowbit.engine.watchdog import Watchdog
 from megalowbit.engine.watchdog_settings import WatchdogSettings
@@ -106,6 +106,7 @@ ENDINGS = {  # what ranks do where others would step on
     "fail after the finish": finish_before_another_fails,
     "fail before the finish": finish_after_another_has_failed,
 }
+TOGETHER = {*ENDINGS, "terminate"}  # in the same step on all ranks
 
 
 def strike_time(folder, rank):
@@ -140,10 +141,11 @@ def train(case, folder, training, watchdog, rank):
         if number == 3:
             (folder / f"ready{rank}").write_text(str(time.process_time()))
         is_going = (folder / "go").exists()
-        if case["fault"] in ENDINGS:
-            if is_true_anywhere(is_going):
-                return ENDINGS[case["fault"]](folder, watchdog, rank)
-        elif is_going and rank in case["victims"]:
+        if case["fault"] in TOGETHER:
+            is_going = is_true_anywhere(is_going)
+        if is_going and case["fault"] in ENDINGS:
+            return ENDINGS[case["fault"]](folder, watchdog, rank)
+        if is_going and rank in case["victims"]:
             faults.append(FAULTS[case["fault"]])
         time.sleep(0.3)
 
@@ -170,12 +172,6 @@ def run_rank(case, folder, rank):
         os._exit(0)  # the other is not there to leave together with
     stop_process_group()
     return 0
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def fork_rank(name, case, folder, rank, port):
