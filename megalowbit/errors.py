@@ -2,24 +2,29 @@
 
 Everything else that goes wrong is a defect of ours and keeps its traceback. The command lines print a
 `UserError` as a single line and exit with code 2, or 75 where another try may help, so its message must stand
-alone: it names the thing, its value and the remedy.
+alone: it names the thing, its value and the remedy. Where several mistakes are found at once (`Problems`),
+the message has a line for each.
 """
 
 from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, get_args
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
 
 
 EXIT_USER_ERROR = 2  # trying again is useless
 EXIT_TRANSIENT = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN, errno.ENOTCONN}
 LONGEST_VALUE = 80  # characters of a value that a message repeats
+NEXT = "\n  - "  # before each of several mistakes in one message
 LONG_LIST = 30  # names beyond which the nearest one is told without the others
 
 
@@ -37,6 +42,59 @@ class UserError(ValueError):
 
 class TransientError(UserError):
     """What may be gone at the next try: a rank lost, a network cut; command lines exit with 75."""
+
+
+class Problems:
+    """Mistakes that are found one by one and reported together."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._lines)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep a `UserError` of this block for later; others pass through, as do transient ones."""
+        try:
+            yield
+        except TransientError:
+            raise
+        except UserError as error:
+            self.add(error)
+
+    def add(self, error: UserError) -> None:
+        """Keep `error`, or each of the mistakes that it reports; what is known already is not repeated."""
+        for line in lines_of(error):
+            if line not in self._lines:
+                self._lines.append(line)
+
+    def error(self) -> UserError:
+        """All of them as one error; there must be one at least."""
+        if len(self._lines) == 1:
+            return UserError(self._lines[0])
+        return UserError(NEXT.join([f"{len(self._lines)} mistakes:", *self._lines]))
+
+    def raise_any(self) -> None:
+        """Raise `error()` if there is any mistake."""
+        if self._lines:
+            raise self.error()
+
+
+def lines_of(error: UserError) -> list[str]:
+    """The mistakes that an error reports, each on one line; those of another rank or run, too."""
+    first, *others = (" ".join(part.split()) for part in str(error).split(NEXT))
+    if not others:
+        return [first]
+    where = re.sub(r"(?:^|(?<=: ))\d+ mistakes:$", "", first)  # "run 3 of the sweep: 2 mistakes:"
+    return [where + line for line in others]
+
+
+def printed(error: UserError) -> str:
+    """An error as the command lines print it: one line, or one for each of several mistakes."""
+    parts = (" ".join(part.split()) for part in str(error).split(NEXT))
+    return NEXT.join(parts)
 
 
 def from_system(message: str, error: BaseException) -> UserError:
@@ -84,7 +142,7 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
 def invalid_settings(
     error: ValidationError, where: str, model: type[BaseModel], *, also: Iterable[str] = ()
 ) -> UserError:
-    """Turn a pydantic `ValidationError` into one line about its first problem.
+    """Turn a pydantic `ValidationError` into one line for each key that is wrong.
 
     Args:
         error: what `model.model_validate` raised.
@@ -92,18 +150,29 @@ def invalid_settings(
         model: the validated model, whose field names serve for the nearest match of an unknown key.
         also: keys beside the model's fields that are valid at its top level.
     """
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if not _is_union_tag(part)]
+    problems = Problems()
+    seen: set[tuple[str, ...]] = set()
+    for each in error.errors():
+        path = [str(part) for part in each["loc"] if not _is_union_tag(part)]
+        if tuple(path) not in seen:  # of a union, each branch that was tried has an error: the first will do
+            seen.add(tuple(path))
+            problems.add(_invalid_key(each, path, where, model, also))
+    return problems.error()
+
+
+def _invalid_key(
+    found: ErrorDetails, path: list[str], where: str, model: type[BaseModel], also: Iterable[str]
+) -> UserError:
     key = ".".join([where, *path]) if where else ".".join(path)
-    if first["type"] == "extra_forbidden":
+    if found["type"] == "extra_forbidden":
         siblings = _sibling_keys(model, path, where)
         if len(path) == 1:
             siblings += [f"{where}.{name}" if where else name for name in also]
         return unknown_name("key", key, siblings)
-    if first["type"] == "missing":
+    if found["type"] == "missing":
         return UserError(f"{key} is missing: {_describe(model, path) or 'set it'}")
-    reason = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    return UserError(f"{key} = {shown(first['input'])} is not valid: {reason}")
+    reason = found["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    return UserError(f"{key} = {shown(found['input'])} is not valid: {reason}")
 
 
 def _is_union_tag(part: int | str) -> bool:

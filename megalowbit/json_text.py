@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megalowbit.errors import UserError, from_system
+from megalowbit.errors import UserError, from_system, shown
+
+DEEPEST = 100  # levels of a configuration
 
 
 class NotJsonError(UserError):
@@ -27,7 +29,8 @@ def parse_json(text: str, where: str, *, first_line: int = 1, is_strict: bool = 
         text: one JSON value.
         where: what it was read from, opens the messages.
         first_line: number of the text's first line in there.
-        is_strict: refuse keys that occur twice in one object, NaN and Infinity.
+        is_strict: refuse keys that occur twice in one object, NaN, Infinity, numbers that a float takes
+            for infinite, and nesting that those who walk through the value could not follow.
 
     Raises:
         NotJsonError: with line and column of the first error.
@@ -36,9 +39,16 @@ def parse_json(text: str, where: str, *, first_line: int = 1, is_strict: bool = 
     place = where if first_line == 1 else f"{where}, line {first_line}"
     hooks: dict[str, Any] = {}
     if is_strict:
-        hooks = {"object_pairs_hook": _without_duplicates, "parse_constant": _refuse_constant}
+        hooks = {
+            "object_pairs_hook": _without_duplicates,
+            "parse_constant": _refuse_constant,
+            "parse_float": _finite_float,
+        }
     try:
-        return json.loads(text.removeprefix("\ufeff"), **hooks)
+        value = json.loads(text.removeprefix("\ufeff"), **hooks)
+        if is_strict and _is_deeper(value, DEEPEST):
+            raise RecursionError
+        return value
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise NotJsonError(
@@ -89,6 +99,24 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise UserError(f"key {key!r} occurs twice in one object: remove one of them")
         result[key] = value
     return result
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not is_finite_number(value):
+        raise UserError(f"{shown(text)} is larger than any float: write a finite number")
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested in more than so many levels; without recursion."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels + 1):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _refuse_constant(name: str) -> float:

@@ -4,10 +4,13 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError
 
 from megalowbit.errors import (
+    Problems,
     TransientError,
     UserError,
     from_system,
     invalid_settings,
+    lines_of,
+    printed,
     shown,
     unknown_name,
 )
@@ -97,3 +100,60 @@ def test_a_full_disk_stays_full_and_a_server_that_is_away_comes_back(number, kin
     assert type(error) is kind
     assert str(error) == "x cannot be written"
     assert type(from_system("x", RuntimeError())) is UserError
+
+
+def test_several_mistakes_are_one_error_with_a_line_each():
+    problems = Problems()
+    for text in ("a is wrong", "b\n is  wrong", "a is wrong"):
+        with problems.collect():
+            raise UserError(text)
+    assert problems
+    assert str(problems.error()) == "2 mistakes:\n  - a is wrong\n  - b is wrong"
+    assert lines_of(problems.error()) == ["a is wrong", "b is wrong"]
+    with pytest.raises(UserError, match="2 mistakes"):
+        problems.raise_any()
+
+
+def test_one_mistake_is_reported_as_it_is():
+    problems = Problems()
+    problems.raise_any()
+    with problems.collect():
+        raise UserError("a is wrong")
+    assert str(problems.error()) == "a is wrong"
+
+
+def test_mistakes_of_mistakes_are_one_list():
+    inner, outer = Problems(), Problems()
+    for text in ("b", "c"):
+        inner.add(UserError(text))
+    for error in (UserError("a"), inner.error()):
+        outer.add(error)
+    assert lines_of(outer.error()) == ["a", "b", "c"]
+    outer.add(UserError(f"run 2 of the sweep: {inner.error()}"))
+    assert lines_of(outer.error())[3:] == ["run 2 of the sweep: b", "run 2 of the sweep: c"]
+
+
+def test_what_may_pass_and_what_is_a_defect_are_not_kept_for_later():
+    for error in (TransientError("x"), ZeroDivisionError()):
+        with pytest.raises(type(error)), Problems().collect():
+            raise error
+
+
+def test_each_mistake_is_printed_on_one_line():
+    problems = Problems()
+    for text in ("a\nb", "c"):
+        problems.add(UserError(text))
+    assert printed(problems.error()) == "2 mistakes:\n  - a b\n  - c"
+    assert printed(UserError("a\n  b")) == "a b"
+
+
+def test_a_validation_error_names_every_key_once():
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate({"scaler": {"initial_scale": -2, "x": 1}, "recipe": 3})
+    lines = lines_of(invalid_settings(caught.value, "block", Outer))
+    assert [line.split(" = ")[0].split(":")[0] for line in lines] == [
+        "block.scaler.initial_scale",
+        "unknown key 'block.scaler.x'",
+        "block.steps is missing",
+        "block.recipe",
+    ]

@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError
+from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
 from megalowbit.pretrain.command_line import OneLineParser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         calibrate(plan, has_picture=not options.no_picture)
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 

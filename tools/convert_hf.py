@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, shown, unknown_name
+from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown, unknown_name
 from megalowbit.hf.new_folder import refuse_existing
 from megalowbit.pretrain.command_line import OneLineParser
 
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             _to_hf(options)
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 

@@ -21,7 +21,7 @@ from megalowbit.cluster.failures import NodeFailures
 from megalowbit.cluster.goodput import expected_events, failure_traces
 from megalowbit.cluster.goodput_report import Question, answer, duration, table
 from megalowbit.cluster.run_history import RunCosts
-from megalowbit.errors import EXIT_USER_ERROR, UserError, shown
+from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
 from megalowbit.pretrain.command_line import OneLineParser
 
 MOST_EVENTS = 400_000  # to simulate for an interval: about a second, and some thirty intervals are tried
@@ -213,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = answer(question, traces)
         print(json.dumps(found.to_dict(), indent=1) if options.json else table(found))
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 

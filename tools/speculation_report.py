@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError
+from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
 from megalowbit.pretrain.command_line import OneLineParser
 
 
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
             draw_history(history, options.picture)
             print(f"picture: {options.picture}")
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from megalowbit.cluster.script import STATE, JobRequest, all_overrides, render, template_names
 from megalowbit.cluster.settings import ClusterSettings, load_cluster
 from megalowbit.durable import atomic_file
-from megalowbit.errors import EXIT_USER_ERROR, UserError, shown
+from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
 from megalowbit.pretrain.command_line import OneLineParser
 from megalowbit.pretrain.config import load_config
+from megalowbit.pretrain.validation import check_config
 
 HERE = Path(__file__).resolve().parent
 PRETRAIN = HERE.parent / "pretrain.py"
@@ -88,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
             refuse_started(request.folder)
         print(submit(script, request.folder))
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 
@@ -166,7 +167,9 @@ def check_runs(settings: ClusterSettings, request: JobRequest) -> None:
         for nodes in settings.node_counts:
             try:
                 world_size = nodes * settings.ranks_per_node
-                load_config(request.ds_config, [*overrides, *more], world_size=world_size)
+                config = load_config(request.ds_config, [*overrides, *more], world_size=world_size)
+                if nodes == settings.node_counts[0]:  # nothing in there depends on their number
+                    check_config(config, has_model=settings.container is None)
             except UserError as error:
                 where = f"run {number} of the sweep: " if request.sweep else ""
                 size = f"on {nodes} nodes: " if len(settings.node_counts) > 1 else ""

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
     Field,
     ValidationError,
@@ -25,6 +24,7 @@ from pydantic import (
 from megalowbit.cluster.sbatch_options import check_sbatch_option
 from megalowbit.errors import UserError, invalid_settings, shown
 from megalowbit.json_text import NotJsonError, parse_json, read_json_object
+from megalowbit.values import SettingsModel
 
 ONE_LINE = r"[^\x00-\x1f\x7f]+"
 # as sbatch reads it: d-h, d-h:m and d-h:m:s, or m, m:s and h:m:s
@@ -91,7 +91,7 @@ Memory = Annotated[str, _like(r"\d+[KMGT]?", "write a number and K, M, G or T: '
 AbsolutePath = Annotated[str, _like(f"/{ONE_LINE}", "write an absolute path")]
 
 
-class ContainerSettings(BaseModel):
+class ContainerSettings(SettingsModel):
     """`"container"`: the image that the ranks run in.
 
     Attributes:
@@ -100,8 +100,6 @@ class ContainerSettings(BaseModel):
         mounts: `"/outside:/inside"`, optionally with `:ro`.
         options: more options of srun or of `apptainer exec`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["pyxis", "apptainer"]
     image: Word = Field(description="a file, or an address")
@@ -125,7 +123,7 @@ class ContainerSettings(BaseModel):
         return options
 
 
-class ClusterSettings(BaseModel):
+class ClusterSettings(SettingsModel):
     """A cluster's file.
 
     Attributes:
@@ -150,7 +148,7 @@ class ClusterSettings(BaseModel):
         script: `launch/pretrain.py` as the nodes see it; by default that of this checkout.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+    model_config = ConfigDict(coerce_numbers_to_str=True)
 
     launcher: Literal["srun", "torchrun", "deepspeed"] = "srun"
     nodes: Nodes = "1"
@@ -173,7 +171,7 @@ class ClusterSettings(BaseModel):
     nccl_socket_ifname: str | None = None
     gloo_socket_ifname: str | None = None
     nccl_ib_hca: str | None = None
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = Field(default_factory=dict)
     setup: tuple[str, ...] = ()
     sbatch: tuple[str, ...] = ()
     container: ContainerSettings | None = None

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from megalowbit.errors import UserError
+from megalowbit.values import SettingsModel
 
 BYTE_TOKENIZER = "byte"
 BPE_TOKENIZER = "bpe"
@@ -30,7 +31,7 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "megalowbit"
 
 
-class DataSettings(BaseModel):
+class DataSettings(SettingsModel):
     """`"data"`: the text and how it becomes sequences of token ids.
 
     Attributes:
@@ -46,7 +47,7 @@ class DataSettings(BaseModel):
         seed: decides the order of the samples.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(validate_default=True)
 
     corpus: str = Field(default="stdlib", min_length=1)
     corpus_config: str | None = None

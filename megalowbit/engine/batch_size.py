@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, shown
+from megalowbit.values import LARGEST
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -61,8 +62,8 @@ def _read(config: dict[str, Any], key: str) -> int | None:
     value = config.get(key)
     if value is None or value == "auto":
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{key} = {value!r} must be a whole number ≥ 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+        raise UserError(f"{key} = {shown(value)} must be a whole number ≥ 1")
     return value
 
 

@@ -10,13 +10,12 @@ handed on is complete. This file imports neither torch nor deepspeed: the comman
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -24,15 +23,16 @@ from pydantic import (
     model_validator,
 )
 
-from megalowbit.engine.batch_size import fill_batch_sizes
+from megalowbit.engine.batch_size import MICRO, STEPS, TRAIN, fill_batch_sizes
 from megalowbit.engine.deepspeed_keys import check_keys, check_no_auto_left
 from megalowbit.engine.deepspeed_values import check_parameter_split, check_values, is_finite_number
 from megalowbit.engine.optimizer_settings import fill_optimizer, fill_scheduler
 from megalowbit.engine.pipeline_values import fill_pipeline
+from megalowbit.engine.stock_precision import BLOCKS as STOCK_BLOCKS
 from megalowbit.engine.stock_precision import take_stock_precision
 from megalowbit.engine.watchdog_settings import WatchdogSettings
 from megalowbit.engine.zero_values import check_zero, fill_zero
-from megalowbit.errors import UserError, invalid_settings, unknown_name
+from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.settings import RegularizerSettings
 from megalowbit.optim.layer_scaling_settings import LayerScalingSettings
@@ -43,6 +43,7 @@ from megalowbit.optim.scaler_settings import (
     build_grad_scaler,
     default_scaler_type,
 )
+from megalowbit.values import SettingsModel
 
 BLOCK = "megalowbit"
 # read by the pretraining loop; accepted without it, so that one file serves both
@@ -56,10 +57,11 @@ LOOP_SECTIONS = (
     "late_switch",
     "speculation",
 )
+FILLED_KEYS = (TRAIN, MICRO, STEPS, "gradient_clipping", "optimizer", "scheduler", *STOCK_BLOCKS)
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default
 
 
-class EngineSettings(BaseModel):
+class EngineSettings(SettingsModel):
     """What the engine reads from the `"megalowbit"` block.
 
     Attributes:
@@ -78,17 +80,15 @@ class EngineSettings(BaseModel):
         watchdog: after how long a run that cannot go on ends.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     precision: Precision = Field(default="bf16", description="fp16, bf16 or fp32")
     grad_scaler: GradScalerSettings = Field(default=GradScalerSettings(), validate_default=True)
     recipe: str | dict[str, Any] | None = None
     regularizer: RegularizerSettings = RegularizerSettings()
     gradient_norm: Literal["global", "sum_of_norms"] = "global"
     layer_scaling: LayerScalingSettings = LayerScalingSettings()
-    log_num_zeros_in_grad: Annotated[bool, Field(strict=True)] = False
+    log_num_zeros_in_grad: bool = False
     autocast: AutocastSettings = AutocastSettings(enabled=False)
-    fp32_norms: Annotated[bool, Field(strict=True)] = False
+    fp32_norms: bool = False
     watchdog: WatchdogSettings = WatchdogSettings()
 
     @model_validator(mode="before")
@@ -158,6 +158,7 @@ def read_deepspeed_config(
     world_size: int = 1,
     total_steps: int | None = None,
     has_optimizer: bool = False,
+    hidden_size: int | None = None,
 ) -> DeepSpeedConfigParts:
     """Take a DeepSpeed configuration apart, check it and fill it in.
 
@@ -166,39 +167,62 @@ def read_deepspeed_config(
         world_size: data-parallel processes, for the arithmetic of batch sizes.
         total_steps: optimizer steps of the run, for `"auto"` in the scheduler.
         has_optimizer: the caller brings an optimizer, so the file need not describe one.
+        hidden_size: of the model, for `"auto"` in ZeRO's bucket sizes.
 
     Raises:
-        UserError: one line naming key, value and remedy.
+        UserError: a line for each mistake, naming key, value and remedy.
     """
-    raw = copy.deepcopy(config) if isinstance(config, dict) else load_json(config)
+    raw = _copy(config) if isinstance(config, dict) else load_json(config)
     block = raw.pop(BLOCK, {})
     if not isinstance(block, dict):
-        raise UserError(f'"{BLOCK}" = {block!r} must be an object {{…}}')
-    _check_block_keys(block)
-    check_parameter_split(raw, block.get("recipe"))
-    check_keys(raw, (*EngineSettings.model_fields, *LOOP_SECTIONS))
-    check_values(raw)
-    fill_pipeline(raw)
-    block = {**block, **take_stock_precision(raw, block)}
-    settings = _read_settings(block)
-    fill_zero(raw)
-    check_zero(raw, settings)
-    fill_batch_sizes(raw, world_size)
-    _fill_clipping(raw)
-    if "optimizer" in raw and raw["optimizer"] is not None:
-        fill_optimizer(raw)
-    elif not has_optimizer:
-        raise UserError('optimizer is missing: add for example {"type": "AdamW", "params": {"lr": 3e-4}}')
-    fill_scheduler(raw, total_steps)
-    check_no_auto_left(raw)
+        raise UserError(f'"{BLOCK}" = {shown(block)} must be an object {{…}}')
+    problems = Problems()
+    steps: tuple[Callable[[], object], ...] = (
+        lambda: _check_block_keys(block),
+        lambda: check_parameter_split(raw, block.get("recipe")),
+        lambda: check_keys(raw, (*EngineSettings.model_fields, *LOOP_SECTIONS)),
+        lambda: check_values(raw),
+        lambda: fill_pipeline(raw),
+        lambda: fill_zero(raw, hidden_size),
+        lambda: fill_batch_sizes(raw, world_size),
+        lambda: _fill_clipping(raw),
+        lambda: _fill_optimizer(raw, has_optimizer),
+        lambda: fill_scheduler(raw, total_steps),
+        lambda: block.update(take_stock_precision(raw, block)),
+    )
+    for step in steps:
+        with problems.collect():
+            step()
+    with problems.collect():
+        settings = _read_settings(block)
+        check_zero(raw, settings)
+    with problems.collect():  # what was not filled in because it is wrong has been reported
+        check_no_auto_left({key: raw[key] for key in raw if not problems or key not in FILLED_KEYS})
+    problems.raise_any()
     return DeepSpeedConfigParts(deepspeed=raw, megalowbit=block, settings=settings)
 
 
+def _copy(config: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return copy.deepcopy(config)
+    except RecursionError:
+        raise UserError("the configuration is nested too deeply: give objects of a few levels") from None
+
+
 def _check_block_keys(block: dict[str, Any]) -> None:
-    known = (*EngineSettings.model_fields, *LOOP_SECTIONS)
+    problems = Problems()
+    known = (*LOOP_SECTIONS, *EngineSettings.model_fields)
     for key in block:
         if key not in known:
-            raise unknown_name("key", f"{BLOCK}.{key}", [f"{BLOCK}.{name}" for name in known])
+            problems.add(unknown_name("key", f"{BLOCK}.{key}", [f"{BLOCK}.{name}" for name in known]))
+    problems.raise_any()
+
+
+def _fill_optimizer(config: dict[str, Any], has_optimizer: bool) -> None:
+    if config.get("optimizer") is not None:
+        fill_optimizer(config)
+    elif not has_optimizer:
+        raise UserError('optimizer is missing: add for example {"type": "AdamW", "params": {"lr": 3e-4}}')
 
 
 def _read_settings(block: dict[str, Any]) -> EngineSettings:
@@ -214,5 +238,5 @@ def _fill_clipping(config: dict[str, Any]) -> None:
     if value is None or value == "auto":
         value = DEFAULT_CLIPPING
     if not is_finite_number(value) or value < 0:
-        raise UserError(f"gradient_clipping = {value!r} must be a finite number ≥ 0 (0 turns clipping off)")
+        raise UserError(f"gradient_clipping = {shown(value)} must be a finite number ≥ 0 (0: no clipping)")
     config["gradient_clipping"] = float(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import Problems, UserError, shown, unknown_name
 
 # What DeepSpeedConfig and deepspeed.initialize read from the top level, removed features left out.
 KNOWN_KEYS = frozenset(
@@ -152,7 +152,7 @@ def _is_on(value: Any) -> bool:
 
 
 def _is_sharded(value: Any) -> bool:
-    return value not in (None, 0, 1)
+    return isinstance(value, bool) or value not in (None, 0, 1)
 
 
 def _is_no_fp32(value: Any) -> bool:
@@ -233,32 +233,38 @@ def check_keys(config: Mapping[str, Any], ours: Iterable[str] = ()) -> None:
     Raises:
         UserError: names the key, its value and what to write instead.
     """
+    problems = Problems()
+    ours = tuple(ours)
     for key in config:
         if key in REMOVED_KEYS:
-            raise UserError(f"{key} = {config[key]!r} was removed from DeepSpeed: remove it")
-        if key not in KNOWN_KEYS:
-            if key in ours:
-                raise UserError(
-                    f'unknown key {key!r}: it belongs into the "megalowbit" block, megalowbit.{key}'
-                )
-            raise unknown_name("key", key, sorted([*KNOWN_KEYS, "megalowbit"]))
+            problems.add(UserError(f"{key} = {shown(config[key])} was removed from DeepSpeed: remove it"))
+        elif key not in KNOWN_KEYS:
+            problems.add(_unknown_key(key, ours))
     if config.get("zero_optimization") is True:
-        raise UserError('zero_optimization = true is an old name of stage 1: write {"stage": 1}')
+        problems.add(UserError('zero_optimization = true is an old name of stage 1: write {"stage": 1}'))
     for dotted, is_refused, remedy in REFUSED:
         value = _lookup(config, dotted)
         if value != "auto" and is_refused(value):
-            raise UserError(f"{dotted} = {value!r} cannot be used: {remedy}")
+            problems.add(UserError(f"{dotted} = {shown(value)} cannot be used: {remedy}"))
     for block, known in NESTED_KEYS.items():
-        _check_nested(block, config.get(block), known)
+        _check_nested(block, config.get(block), known, problems)
+    problems.raise_any()
 
 
-def _check_nested(block: str, values: Any, known: frozenset[str]) -> None:
+def _unknown_key(key: str, ours: tuple[str, ...]) -> UserError:
+    if key in ours:
+        return UserError(f'unknown key {key!r}: it belongs into the "megalowbit" block, megalowbit.{key}')
+    return unknown_name("key", key, sorted([*KNOWN_KEYS, "megalowbit"]))
+
+
+def _check_nested(block: str, values: Any, known: frozenset[str], problems: Problems) -> None:
     if not isinstance(values, Mapping):  # a wrong type is found where types are checked
         return
     refused = {dotted.removeprefix(f"{block}.") for dotted, _, _ in REFUSED}
     for key in values:
         if key not in known and key not in refused:
-            raise unknown_name("key", f"{block}.{key}", [f"{block}.{name}" for name in sorted(known)])
+            names = [f"{block}.{name}" for name in sorted(known)]
+            problems.add(unknown_name("key", f"{block}.{key}", names))
 
 
 def check_no_auto_left(config: Mapping[str, Any], prefix: str = "") -> None:
@@ -267,14 +273,16 @@ def check_no_auto_left(config: Mapping[str, Any], prefix: str = "") -> None:
     Raises:
         UserError: names the key.
     """
+    problems = Problems()
     for key, value in config.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            check_no_auto_left(value, f"{dotted}.")
+            with problems.collect():
+                check_no_auto_left(value, f"{dotted}.")
         elif value == "auto" and dotted not in AUTO_OF_DEEPSPEED:
-            raise UserError(
-                f"{dotted} = 'auto' cannot be filled in: write its value, or remove it for the default"
-            )
+            message = f"{dotted} = 'auto' cannot be filled in: write its value, or remove it for the default"
+            problems.add(UserError(message))
+    problems.raise_any()
 
 
 def _lookup(config: Mapping[str, Any], dotted: str) -> Any:

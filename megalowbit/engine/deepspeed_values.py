@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalowbit.engine.zero_values import zero_stage
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import Problems, UserError, shown, unknown_name
 
 OBJECT_KEYS = frozenset(
     {
@@ -57,12 +57,12 @@ BOOLEAN_KEYS = frozenset(
 )
 COUNT_KEYS = frozenset({"steps_per_print", "vocabulary_size"})  # null: never, unknown
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-# null: the default; which names there are, DeepSpeed checks itself
-NAME_KEYS = frozenset({"communication_data_type", "seq_parallel_communication_data_type"})
 # DeepSpeed takes capitals too; null, where it is allowed, is the default
 CHOICES: dict[str, tuple[str, ...]] = {
     "log_level": LOG_LEVELS,
     "gradient_allreduce_op": ("mean", "sum"),
+    "communication_data_type": ("fp32", "fp16", "bf16"),
+    "seq_parallel_communication_data_type": ("fp32", "fp16", "bf16"),
 }
 NEEDS_A_CHOICE = frozenset({"gradient_allreduce_op"})
 # gradients are multiplied by the factor and by its inverse, in fp32: both must leave room for them
@@ -79,28 +79,41 @@ def check_values(config: Mapping[str, Any]) -> None:
     Raises:
         UserError: names the key, its value and what it must be.
     """
+    problems = Problems()
     for key, value in config.items():
-        if key in OBJECT_KEYS:
-            _check_object(key, value)
-        elif key in BOOLEAN_KEYS and not isinstance(value, bool):
-            raise UserError(f"{key} = {value!r} must be true or false")
-        elif key in COUNT_KEYS and value is not None and not is_count(value):
-            raise UserError(f"{key} = {value!r} must be a whole number ≥ 1, or null")
-        elif key in NAME_KEYS and not isinstance(value, str | None):
-            raise UserError(f'{key} = {value!r} must be a string such as "fp32", or null')
-        elif key in CHOICES and not (value is None and key not in NEEDS_A_CHOICE):
-            if not isinstance(value, str) or value.lower() not in CHOICES[key]:
-                raise unknown_name(key, value, CHOICES[key])
-        elif key == "gradient_predivide_factor":
-            low, high = PREDIVIDE_RANGE
-            if not is_finite_number(value) or not low <= value <= high:
-                raise UserError(f"{key} = {value!r} must be a number from {low:g} to {high:g} (1: no effect)")
+        with problems.collect():
+            _check_value(key, value)
     for key, package in MONITOR_PACKAGES.items():
-        if config.get(key, {}).get("enabled", False) not in (None, False) and not _is_installed(package):
+        with problems.collect():
+            _check_monitor(key, config.get(key), package)
+    problems.raise_any()
+
+
+def _check_value(key: str, value: Any) -> None:
+    if key in OBJECT_KEYS:
+        _check_object(key, value)
+    elif key in BOOLEAN_KEYS and not isinstance(value, bool):
+        raise UserError(f"{key} = {shown(value)} must be true or false")
+    elif key in COUNT_KEYS and value is not None and not is_count(value):
+        raise UserError(f"{key} = {shown(value)} must be a whole number ≥ 1, or null")
+    elif key in CHOICES and not (value is None and key not in NEEDS_A_CHOICE):
+        if not isinstance(value, str) or value.lower() not in CHOICES[key]:
+            raise unknown_name(key, value, CHOICES[key])
+    elif key == "gradient_predivide_factor":
+        low, high = PREDIVIDE_RANGE
+        if not is_finite_number(value) or not low <= value <= high:
             raise UserError(
-                f"{key}.enabled = {config[key]['enabled']!r} needs the package {package}: "
-                f"pip install {package}, or set it to false"
+                f"{key} = {shown(value)} must be a number from {low:g} to {high:g} (1: no effect)"
             )
+
+
+def _check_monitor(key: str, block: Any, package: str) -> None:
+    is_on = block.get("enabled") if isinstance(block, Mapping) else None
+    if is_on not in (None, False) and not _is_installed(package):
+        raise UserError(
+            f"{key}.enabled = {shown(is_on)} needs the package {package}: pip install {package}, "
+            "or set it to false"
+        )
 
 
 def check_parameter_split(config: Mapping[str, Any], recipe: object) -> None:
@@ -148,7 +161,7 @@ def _check_object(key: str, value: object) -> None:
     if key == "zero_optimization" and isinstance(value, bool):
         return
     if not isinstance(value, Mapping):
-        raise UserError(f"{key} = {value!r} must be an object {{…}}: write one, or remove it")
+        raise UserError(f"{key} = {shown(value)} must be an object {{…}}: write one, or remove it")
 
 
 def _is_installed(package: str) -> bool:

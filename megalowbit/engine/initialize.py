@@ -25,7 +25,7 @@ from megalowbit.engine.group_timeouts import set_group_timeouts
 from megalowbit.engine.model_optimizer import ClientOptimizer, ModelParameters
 from megalowbit.engine.model_preparation import check_prepared, prepare_model
 from megalowbit.engine.mpu import ModelParallelUnit, adapt_mpu, find_grid
-from megalowbit.engine.nested_blocks import QUIET, check_nested_blocks
+from megalowbit.engine.nested_blocks import QUIET, check_parts
 from megalowbit.engine.optimizer_start import OptimizerStart
 from megalowbit.engine.parameter_layout import lay_out_parameters
 from megalowbit.engine.pipeline import attach_pipeline, check_block, check_stages, release_whole
@@ -102,7 +102,7 @@ def initialize(
     _check_ranks_agree(parts, grid, model, optimizer, seed, unit)
     if unit is None:  # on all ranks alike from here on
         succeed_together(lambda: check_stages(model, parts, grid))
-    check_nested_blocks(parts)
+    check_parts(parts)
     succeed_together(
         lambda: check_arguments(model, parts.settings, optimizer, model_parameters, lr_scheduler)
     )

@@ -1,53 +1,119 @@
-"""DeepSpeed reads a configuration before anything is allocated; what it finds becomes one line."""
+"""What takes DeepSpeed and torch to know of a configuration, found before anything is allocated.
+
+DeepSpeed's own models read each block by itself, so that all of their findings are reported and each names
+its block; then they read the whole. No process group is needed.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Mapping
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from megalowbit.engine.batch_size import MICRO, STEPS, TRAIN
 from megalowbit.engine.config import DeepSpeedConfigParts
-from megalowbit.errors import UserError
+from megalowbit.engine.process_start import import_deepspeed
+from megalowbit.errors import Problems, UserError, shown
+from megalowbit.layers.recipe import recipe
 
 # DeepSpeed's throughput timer waits for the device twice a step, for a figure that telemetry has already.
 QUIET: dict[str, Any] = {"log_level": "warning", "timers": {"throughput": {"enabled": False}}}
+ONE_OF_EACH = {TRAIN: 1, MICRO: 1, STEPS: 1}  # batch sizes are checked where they are filled in
 
 
-def check_nested_blocks(parts: DeepSpeedConfigParts) -> None:
-    """Let DeepSpeed's own models read the configuration; needs a process group.
+def check_parts(parts: DeepSpeedConfigParts) -> None:
+    """Check DeepSpeed's blocks and the recipe of a configuration.
 
     Raises:
-        UserError: their first finding, as one line.
+        UserError: a line for each mistake.
     """
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    problems = Problems()
+    with problems.collect():
+        check_nested_blocks(parts.deepspeed)
+    with problems.collect():
+        if parts.settings.recipe is not None:
+            recipe(parts.settings.recipe)
+    problems.raise_any()
+
+
+def check_nested_blocks(config: Mapping[str, Any]) -> None:
+    """Let DeepSpeed's own models read a configuration, filled in and without our block.
+
+    Raises:
+        UserError: a line for each of their findings.
+    """
+    problems = Problems()
+    for key, value in config.items():
+        with problems.collect():
+            if key == "zero_optimization" and isinstance(value, Mapping):
+                _check_truth_values(key, value, _zero_model())
+            if key not in ONE_OF_EACH:
+                _read({**ONE_OF_EACH, key: value}, key)
+    if not problems:
+        _read({**config, **ONE_OF_EACH}, None)
+    problems.raise_any()
+
+
+def _read(config: dict[str, Any], block: str | None) -> None:
+    """Let DeepSpeed read a configuration; `block` is the one key that could be wrong, if it is known."""
+    import_deepspeed()
+    from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
-        DeepSpeedConfig({**QUIET, **parts.deepspeed}, _DataParallelSize(parts))
+        DeepSpeedConfig({**QUIET, **config}, _OneProcess())
     except ValidationError as error:
-        first = error.errors()[0]
-        path = [str(part) for part in first["loc"]]
-        # DeepSpeed validates block by block and does not say which block it is in.
-        blocks = [
-            name
-            for name, block in parts.deepspeed.items()
-            if isinstance(block, dict) and path and path[0] in block
-        ]
-        key = ".".join([*blocks, *path] if len(blocks) == 1 else path) or error.title
-        raise UserError(
-            f"DeepSpeed rejects {key} = {first['input']!r} ({first['msg']}): "
-            "correct it as DeepSpeed documents it, or remove it"
-        ) from None
-    except (AssertionError, ValueError, TypeError, DeepSpeedConfigError) as error:
-        raise UserError(f"DeepSpeed rejects the configuration: {error}") from None
+        problems = Problems()
+        for each in error.errors():
+            path = [str(part) for part in each["loc"]]
+            if block and path[:1] != [block]:  # DeepSpeed validates most blocks apart
+                path = [block, *path]
+            problems.add(
+                UserError(
+                    f"DeepSpeed rejects {'.'.join(path) or error.title} = {shown(each['input'])} "
+                    f"({each['msg']}): correct it as DeepSpeed documents it, or remove it"
+                )
+            )
+        raise problems.error() from None
+    except Exception as error:  # whatever its reading of plain values raises, it cannot use them
+        where = f"{block} = {shown(config[block])}" if block else "the configuration"
+        reason = str(error) or type(error).__name__
+        raise UserError(f"DeepSpeed rejects {where} ({reason}): correct it, or remove it") from None
 
 
-class _DataParallelSize:
-    """The one thing that `DeepSpeedConfig` asks of an mpu."""
+def _zero_model() -> type[BaseModel]:
+    import_deepspeed()
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    def __init__(self, parts: DeepSpeedConfigParts) -> None:
-        train, micro, steps = (parts.deepspeed[key] for key in (TRAIN, MICRO, STEPS))
-        self.size = train // (micro * steps)
+    return DeepSpeedZeroConfig
+
+
+def _check_truth_values(where: str, block: Mapping[str, Any], model: type[BaseModel]) -> None:
+    """Refuse `true` for a number, which DeepSpeed's models take for 1; in inner blocks too."""
+    problems = Problems()
+    named = {field.alias: field for field in model.model_fields.values() if field.alias}
+    fields = {**model.model_fields, **named}
+    for key, value in block.items():
+        kinds = _leaves(fields[key].annotation) if key in fields else set()
+        inner = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseModel)]
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            problems.add(
+                UserError(f"{where}.{key} = {value} is not valid: write a number, not true or false")
+            )
+        elif isinstance(value, Mapping) and inner:
+            with problems.collect():
+                _check_truth_values(f"{where}.{key}", value, inner[0])
+    problems.raise_any()
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    arguments = get_args(annotation)
+    return set().union(*map(_leaves, arguments)) if arguments else {annotation}
+
+
+class _OneProcess:
+    """The one thing that `DeepSpeedConfig` asks of an mpu; without a process group it does not ask."""
 
     def get_data_parallel_world_size(self) -> int:
-        return self.size
+        return 1

@@ -14,49 +14,36 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError
 
 from megalowbit.engine.deepspeed_values import is_count, is_finite_number
-from megalowbit.errors import UserError, invalid_settings, unknown_name
+from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
+from megalowbit.values import SettingsModel
 
 if TYPE_CHECKING:
     import torch
 
 
-class OptimizerParams(BaseModel):
-    """What `optimizer.params` of all optimizers have in common: `true` is not taken for 1.0."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        is_truth_value = cls.model_fields[info.field_name or ""].annotation is bool
-        if not is_truth_value and _has_truth_value(value):
-            raise ValueError("write a number, not true or false")
-        return value
-
-
-class AdamParams(OptimizerParams):
+class AdamParams(SettingsModel):
     """`optimizer.params` of AdamW and Adam."""
 
-    lr: float = Field(default=1e-3, allow_inf_nan=False, ge=0)
+    lr: float = Field(default=1e-3, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, allow_inf_nan=False, gt=0)
-    weight_decay: float = Field(default=0.0, allow_inf_nan=False, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     amsgrad: bool = False
     adam_w_mode: bool = True
     bias_correction: bool = True
     torch_adam: bool = True
 
 
-class SGDParams(OptimizerParams):
+class SGDParams(SettingsModel):
     """`optimizer.params` of SGD."""
 
-    lr: float = Field(default=1e-3, allow_inf_nan=False, ge=0)
-    momentum: float = Field(default=0.0, allow_inf_nan=False, ge=0, lt=1)
-    dampening: float = Field(default=0.0, allow_inf_nan=False, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, allow_inf_nan=False, ge=0)
+    lr: float = Field(default=1e-3, ge=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    dampening: float = Field(default=0.0, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
     nesterov: bool = False
 
 
@@ -65,8 +52,22 @@ OPTIMIZERS: dict[str, type[AdamParams] | type[SGDParams]] = {
     "Adam": AdamParams,
     "SGD": SGDParams,
 }
-# known to DeepSpeed or to its users, not usable here
-REPLACED_BY_ADAMW = ("FusedAdam", "CPUAdam", "DeepSpeedCPUAdam", "OneBitAdam", "ZeroOneAdam", "FusedAdamW")
+# other names of AdamW in DeepSpeed or among its users
+REPLACED_BY_ADAMW = (
+    "FusedAdam",
+    "CPUAdam",
+    "DeepSpeedCPUAdam",
+    "FusedAdamW",
+    "DecoupledAdamW",
+    "adamw_torch",
+)
+# known to DeepSpeed, torch or transformers; made by the user, if at all
+BROUGHT_BY_USER = (
+    "Muon", "Lion", "FusedLion", "DeepSpeedCPULion", "Lamb", "FusedLamb", "Adafactor", "Adagrad",
+    "DeepSpeedCPUAdagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "LBFGS",
+    "Shampoo", "SOAP", "Sophia", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD",
+    "Adam8bit", "AdamW8bit", "ScheduleFree", "GaLore",
+)  # fmt: skip
 OPTIMIZER_AUTO: dict[str, Any] = {
     "lr": 3e-4,
     "betas": [0.9, 0.95],
@@ -132,13 +133,14 @@ def fill_optimizer(config: dict[str, Any]) -> None:
     """
     block = _block(config, "optimizer")
     name = block.get("type", "AdamW")
-    if name in REPLACED_BY_ADAMW:
+    lower = str(name).lower()
+    if lower in map(str.lower, REPLACED_BY_ADAMW):
         raise UserError(
-            f'optimizer.type = {name!r} is not needed: use "AdamW", which is fused on CPU and GPU'
+            f'optimizer.type = {shown(name)} is not needed: use "AdamW", which is fused on CPU and GPU'
         )
-    matches = [known for known in OPTIMIZERS if known.lower() == str(name).lower()]
+    matches = [known for known in OPTIMIZERS if known.lower() == lower]
     if not matches:
-        raise unknown_name("optimizer.type", name, OPTIMIZERS)
+        raise _unknown_optimizer(name)
     model = OPTIMIZERS[matches[0]]
     params = _params(block, "optimizer")
     if "max_grad_norm" in params:
@@ -181,18 +183,44 @@ def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
         raise unknown_name("scheduler.type", name, SCHEDULERS)
     required, optional = SCHEDULERS[name]
     params = _params(block, "scheduler")
+    problems = Problems()
+    known = [f"scheduler.params.{one}" for one in (*required, *optional)]
     for key in params:
         if key not in (*required, *optional):
-            known = [f"scheduler.params.{one}" for one in (*required, *optional)]
-            raise unknown_name("key", f"scheduler.params.{key}", known)
+            problems.add(unknown_name("key", f"scheduler.params.{key}", known))
     for key in required:
         if key not in params:
-            raise UserError(f'scheduler.params.{key} is missing: {name} needs it (or "auto")')
-    lr = config.get("optimizer", {}).get("params", {}).get("lr")
-    filled = {key: _auto(key, lr, total_steps) if value == "auto" else value for key, value in params.items()}
-    for key, value in filled.items():
-        _check_scheduler_value(key, value)
+            problems.add(UserError(f'scheduler.params.{key} is missing: {name} needs it (or "auto")'))
+    lr = _lr_of(config)
+    filled: dict[str, Any] = {}
+    for key, value in params.items():
+        with problems.collect():
+            filled[key] = _auto(key, lr, total_steps) if value == "auto" else value
+            _check_scheduler_value(key, filled[key])
+    problems.raise_any()
     config["scheduler"] = {"type": name, "params": filled}
+
+
+def _lr_of(config: dict[str, Any]) -> float | None:
+    """The learning rate of the optimizer's block, which may be none or wrong."""
+    node: Any = config.get("optimizer")
+    for key in ("params", "lr"):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node if is_finite_number(node) else None
+
+
+def _unknown_optimizer(name: object) -> UserError:
+    """The way in for an optimizer that we do not make, or the nearest name for one that nobody knows."""
+    remedy = (
+        "remove the block and pass a torch optimizer, or a callable from parameters to one, as optimizer= "
+        "to mlb.initialize"
+    )
+    if str(name).lower() in map(str.lower, BROUGHT_BY_USER):
+        return UserError(
+            f"optimizer.type = {shown(name)} is not among those that a configuration can name "
+            f"({', '.join(OPTIMIZERS)}): use one of them, or {remedy}"
+        )
+    return UserError(f"{unknown_name('optimizer.type', name, OPTIMIZERS)}; for another one, {remedy}")
 
 
 def build_optimizer(block: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -222,7 +250,8 @@ def _auto(key: str, lr: float | None, total_steps: int | None) -> Any:
     if key in (*ALL_STEPS, "warmup_num_steps"):
         if total_steps is None:
             raise UserError(
-                f"scheduler.params.{key} = 'auto' needs the number of steps of the run: write a number"
+                f"scheduler.params.{key} = 'auto' needs the number of steps of the run: write a number, or "
+                "pass total_steps= to mlb.initialize"
             )
         return max(1, round(total_steps / 100)) if key == "warmup_num_steps" else total_steps
     raise UserError(f"scheduler.params.{key} = 'auto' cannot be filled in: write its value")
@@ -231,7 +260,7 @@ def _auto(key: str, lr: float | None, total_steps: int | None) -> Any:
 def _block(config: dict[str, Any], name: str) -> dict[str, Any]:
     block = config[name]
     if not isinstance(block, dict):
-        raise UserError(f'{name} = {block!r} must be an object such as {{"type": …, "params": {{…}}}}')
+        raise UserError(f'{name} = {shown(block)} must be an object such as {{"type": …, "params": {{…}}}}')
     for key in block:
         if key not in ("type", "params"):
             raise unknown_name("key", f"{name}.{key}", (f"{name}.type", f"{name}.params"))
@@ -241,7 +270,7 @@ def _block(config: dict[str, Any], name: str) -> dict[str, Any]:
 def _params(block: dict[str, Any], name: str) -> dict[str, Any]:
     params = {} if block.get("params") is None else block["params"]
     if not isinstance(params, dict):
-        raise UserError(f"{name}.params = {params!r} must be an object")
+        raise UserError(f"{name}.params = {shown(params)} must be an object")
     return params
 
 
@@ -257,14 +286,14 @@ def _check_scheduler_value(key: str, value: Any) -> None:
             raise unknown_name(what, value, NAMES[key])
     elif key in SWITCHES:
         if not isinstance(value, bool):
-            raise UserError(f"{what} = {value!r} must be true or false")
+            raise UserError(f"{what} = {shown(value)} must be true or false")
     elif value is None and key in NULLABLE:
         return
     elif _has_truth_value(value):
-        raise UserError(f"{what} = {value!r} is not valid: write a number")
+        raise UserError(f"{what} = {shown(value)} is not valid: write a number")
     elif not all(is_finite_number(one) and one >= 0 for one in values):
-        raise UserError(f"{what} = {value!r} must be a finite number ≥ 0")
+        raise UserError(f"{what} = {shown(value)} must be a finite number ≥ 0")
     elif key in COUNTS and not is_count(value):
-        raise UserError(f"{what} = {value!r} must be a whole number ≥ 1")
+        raise UserError(f"{what} = {shown(value)} must be a whole number ≥ 1")
     elif key in RATIOS and value > 1:
-        raise UserError(f"{what} = {value!r} must be a number in [0, 1]")
+        raise UserError(f"{what} = {shown(value)} must be a number in [0, 1]")

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megalowbit.engine.zero_values import zero_stage
-from megalowbit.errors import UserError, shown, unknown_name
+from megalowbit.errors import Problems, UserError, shown, unknown_name
+from megalowbit.values import LARGEST
 
 if TYPE_CHECKING:
     from megalowbit.engine.config import EngineSettings
@@ -43,26 +44,33 @@ def fill_pipeline(config: dict[str, Any]) -> None:
         UserError: names the key, its value and what it must be.
     """
     block = config.get("pipeline")
-    if not block:
+    if not block or not isinstance(block, Mapping):  # a wrong type is found where types are checked
         return
+    problems = Problems()
     for key, value in block.items():
-        if key not in DEFAULTS:
-            raise unknown_name("key", f"pipeline.{key}", [f"pipeline.{known}" for known in DEFAULTS])
-        if value is None and key == "use_reentrant":
-            continue
-        default = DEFAULTS[key]
-        if isinstance(default, bool):
-            if not isinstance(value, bool):
-                raise UserError(f"pipeline.{key} = {shown(value)} must be true or false")
-        elif isinstance(default, int):
-            lowest = int(key == "stages")
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise UserError(f"pipeline.{key} = {shown(value)} must be a whole number ≥ {lowest}")
-        elif value not in PARTITIONS:
-            raise unknown_name(f"pipeline.{key}", value, PARTITIONS)
-        if key in FIXED and value is not DEFAULTS[key]:
-            raise UserError(f"pipeline.{key} = true cannot be used: {FIXED[key]}; remove it")
+        with problems.collect():
+            _check_key(key, value)
+    problems.raise_any()
     config["pipeline"] = {**DEFAULTS, **block, "use_reentrant": False}
+
+
+def _check_key(key: str, value: Any) -> None:
+    if key not in DEFAULTS:
+        raise unknown_name("key", f"pipeline.{key}", [f"pipeline.{known}" for known in DEFAULTS])
+    if value is None and key == "use_reentrant":
+        return
+    default = DEFAULTS[key]
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise UserError(f"pipeline.{key} = {shown(value)} must be true or false")
+    elif isinstance(default, int):
+        lowest = int(key == "stages")
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= LARGEST:
+            raise UserError(f"pipeline.{key} = {shown(value)} must be a whole number ≥ {lowest}")
+    elif value not in PARTITIONS:
+        raise unknown_name(f"pipeline.{key}", value, PARTITIONS)
+    if key in FIXED and value is not DEFAULTS[key]:
+        raise UserError(f"pipeline.{key} = true cannot be used: {FIXED[key]}; remove it")
 
 
 def set_by_user(config: Mapping[str, Any]) -> dict[str, Any]:

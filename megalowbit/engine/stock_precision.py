@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalowbit.engine.deepspeed_values import is_finite_number
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import UserError, shown, unknown_name
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> di
             is_switched_off = True
             if block.get("precision") == precision:
                 raise UserError(
-                    f"{name}.enabled = false contradicts megalowbit.precision = {precision!r}: "
+                    f"{name}.enabled = false contradicts megalowbit.precision = {shown(precision)}: "
                     "remove one of them"
                 )
     if not enabled:
@@ -94,7 +94,7 @@ def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> di
     precision = BLOCKS[name]
     if block.get("precision", precision) != precision:
         raise UserError(
-            f"{name}.enabled = true contradicts megalowbit.precision = {block['precision']!r}: "
+            f"{name}.enabled = true contradicts megalowbit.precision = {shown(block['precision'])}: "
             "remove one of them"
         )
     _check_counterparts(name, stock)
@@ -104,7 +104,7 @@ def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> di
     given = [key for key in SCALER_KEYS if key in stock]
     if given and block.get("grad_scaler") not in (None, scaler):
         raise UserError(
-            f"fp16.{given[0]} = {stock[given[0]]!r} contradicts megalowbit.grad_scaler = "
+            f"fp16.{given[0]} = {shown(stock[given[0]])} contradicts megalowbit.grad_scaler = "
             f"{block['grad_scaler']!r}: remove one of them"
         )
     if not given and block.get("grad_scaler") is not None:
@@ -114,13 +114,13 @@ def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> di
 
 def _check_block(name: str, stock: object, keys: tuple[str, ...]) -> None:
     if not isinstance(stock, Mapping):
-        raise UserError(f'{name} = {stock!r} must be an object such as {{"enabled": true}}')
+        raise UserError(f'{name} = {shown(stock)} must be an object such as {{"enabled": true}}')
     for key in stock:
         if key not in keys:
             raise unknown_name("key", f"{name}.{key}", [f"{name}.{known}" for known in keys])
         is_switch = key in FIXED or key in IGNORED
         if is_switch and stock[key] != "auto" and not isinstance(stock[key], bool):
-            raise UserError(f"{name}.{key} = {stock[key]!r} must be true or false")
+            raise UserError(f"{name}.{key} = {shown(stock[key])} must be true or false")
 
 
 def _is_enabled(name: str, stock: Mapping[str, Any], precision: str, wanted: object) -> bool:
@@ -128,14 +128,14 @@ def _is_enabled(name: str, stock: Mapping[str, Any], precision: str, wanted: obj
     if value == "auto":
         return wanted == precision
     if not isinstance(value, bool):
-        raise UserError(f'{name}.enabled = {value!r} must be true, false or "auto"')
+        raise UserError(f'{name}.enabled = {shown(value)} must be true, false or "auto"')
     return value
 
 
 def _check_counterparts(name: str, stock: Mapping[str, Any]) -> None:
     for key, (value, reason) in FIXED.items():
         if stock.get(key, value) not in (value, "auto"):
-            raise UserError(f"{name}.{key} = {stock[key]!r} cannot be used: {reason}; remove it")
+            raise UserError(f"{name}.{key} = {shown(stock[key])} cannot be used: {reason}; remove it")
     for key, reason in IGNORED.items():
         if key in stock:
             logger.info("%s.%s is ignored: %s", name, key, reason)
@@ -149,22 +149,22 @@ def _scaler(stock: Mapping[str, Any]) -> dict[str, Any]:
         values[key] = default if value == "auto" else value
         if isinstance(default, bool):
             if not isinstance(values[key], bool):
-                raise UserError(f"fp16.{key} = {value!r} must be true or false")
+                raise UserError(f"fp16.{key} = {shown(value)} must be true or false")
             continue
         if not is_finite_number(values[key]) or values[key] < 0:
-            raise UserError(f"fp16.{key} = {value!r} must be a finite number ≥ 0")
+            raise UserError(f"fp16.{key} = {shown(value)} must be a finite number ≥ 0")
     if values["loss_scale"]:
         return {"type": "constant", "scale": float(values["loss_scale"])}
     power = values["initial_scale_power"]
     if not isinstance(power, int) or power > 32:
-        raise UserError(f"fp16.initial_scale_power = {power!r} must be a whole number, 0 … 32")
+        raise UserError(f"fp16.initial_scale_power = {shown(power)} must be a whole number, 0 … 32")
     initial = 2.0**power
     for key in ("loss_scale_window", "hysteresis"):
         if not isinstance(values[key], int) or values[key] < 1:
-            raise UserError(f"fp16.{key} = {values[key]!r} must be a whole number ≥ 1")
+            raise UserError(f"fp16.{key} = {shown(values[key])} must be a whole number ≥ 1")
     if not 0 < values["min_loss_scale"] <= initial:
         raise UserError(
-            f"fp16.min_loss_scale = {values['min_loss_scale']!r} must be > 0 and at most "
+            f"fp16.min_loss_scale = {shown(values['min_loss_scale'])} must be > 0 and at most "
             f"the initial scale {initial:g}"
         )
     return {

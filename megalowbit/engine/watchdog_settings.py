@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from megalowbit.values import SettingsModel
 
 SHORTEST_TIMEOUT = 5.0  # seconds; below it a busy machine is taken for a broken one
 LONGEST_TIMEOUT = 7 * 86400.0  # a week; clocks of libraries overflow far above
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.5, 5.0  # seconds
 BEATS_IN_A_TIMEOUT = 12
 
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
-
-class WatchdogSettings(BaseModel):
+class WatchdogSettings(SettingsModel):
     """`"watchdog"`: when a run counts as stuck, and which steps are told as slow.
 
     Attributes:
@@ -25,12 +25,10 @@ class WatchdogSettings(BaseModel):
             checkpoint; a few less than whoever sent it waits until SIGKILL. A save has until `timeout`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    timeout: Annotated[Number, Field(ge=SHORTEST_TIMEOUT, le=LONGEST_TIMEOUT)] | None = 600.0
-    slow_step: Annotated[Number, Field(gt=1.0)] | None = 10.0
+    timeout: Annotated[float, Field(ge=SHORTEST_TIMEOUT, le=LONGEST_TIMEOUT)] | None = 600.0
+    slow_step: Annotated[float, Field(gt=1.0)] | None = 10.0
     # launchers kill after 30
-    termination_seconds: Annotated[Number, Field(ge=1.0, le=LONGEST_TIMEOUT)] = 20.0
+    termination_seconds: Annotated[float, Field(ge=1.0, le=LONGEST_TIMEOUT)] = 20.0
 
     @property
     def interval(self) -> float:

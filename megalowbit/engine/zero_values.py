@@ -8,10 +8,10 @@ concern results (bucket sizes, prefetching, thresholds, overlap) is DeepSpeed's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megalowbit.errors import UserError
+from megalowbit.errors import Problems, UserError, shown
 
 if TYPE_CHECKING:
     from megalowbit.engine.config import EngineSettings
@@ -35,13 +35,35 @@ REFUSED_VALUES: tuple[tuple[str, Any, str], ...] = (
     ("round_robin_gradients", True, "gradients are measured in the order of the parameters: remove it"),
     ("load_from_fp32_weights", False, "masters would be loaded from rounded weights: remove it"),
 )
+# what DeepSpeed's reader takes for a truth value beside true and false
+TRUTH_WORDS = {True: ("1", "on", "t", "true", "y", "yes"), False: ("0", "off", "f", "false", "n", "no")}
+# in elements, by hidden size: as transformers 5.23 fills them (integrations/deepspeed.py)
+SIZES: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda size: size * size,
+    "stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
+    "stage3_param_persistence_threshold": lambda size: 10 * size,
+}
 OFFLOAD = ("offload_optimizer", "offload_param")
 
 
-def fill_zero(config: dict[str, Any]) -> None:
-    """Write DeepSpeed's old way to choose stage 0 in the new one, in place."""
+def fill_zero(config: dict[str, Any], hidden_size: int | None = None) -> None:
+    """Write DeepSpeed's old way to choose stage 0 in the new one, and sizes for `"auto"`, in place.
+
+    Args:
+        config: the configuration without its `"megalowbit"` block.
+        hidden_size: of the model; None leaves `"auto"` as it is.
+    """
     if config.get(BLOCK) is False:
         config[BLOCK] = {"stage": 0}
+    if hidden_size is not None:
+        for key in auto_sizes(config):
+            config[BLOCK][key] = SIZES[key](hidden_size)
+
+
+def auto_sizes(config: Mapping[str, Any]) -> list[str]:
+    """Keys of the block that are to be filled in from the model's hidden size."""
+    block = config.get(BLOCK)
+    return [key for key in SIZES if block.get(key) == "auto"] if isinstance(block, Mapping) else []
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
@@ -51,9 +73,11 @@ def zero_stage(config: Mapping[str, Any]) -> int:
         UserError: it is no stage.
     """
     block = config.get(BLOCK)
-    stage = (block.get("stage") or 0) if isinstance(block, Mapping) else int(block is True)
+    stage = block.get("stage") if isinstance(block, Mapping) else int(block is True)
+    if stage is None:
+        return 0
     if isinstance(stage, bool) or stage not in STAGES:
-        raise UserError(f"{BLOCK}.stage = {stage!r} is no stage: use 0, 1, 2 or 3")
+        raise UserError(f"{BLOCK}.stage = {shown(stage)} is no stage: use 0, 1, 2 or 3")
     return int(stage)
 
 
@@ -71,46 +95,59 @@ def check_zero(config: Mapping[str, Any], settings: EngineSettings) -> None:
     if not isinstance(block, Mapping):
         return
     stage = zero_stage(config)
-    _check_offload(block, stage)
-    _check_block(block)
+    problems = Problems()
+    for key in OFFLOAD:
+        with problems.collect():
+            _check_offload(key, block.get(key), stage)
+    for key, refused, remedy in REFUSED_VALUES:
+        value = block.get(key)
+        if _is_switched(value, refused):
+            problems.add(UserError(f"{BLOCK}.{key} = {shown(value)} cannot be used: {remedy}"))
+    with problems.collect():
+        _check_block(block)
     bucket = block.get("allgather_bucket_size")
     if stage in (1, 2) and isinstance(bucket, int) and bucket % 2:
-        raise UserError(f"{BLOCK}.allgather_bucket_size = {bucket} must be even: use {bucket + 1}")
+        message = f"{BLOCK}.allgather_bucket_size = {shown(bucket)} must be even: use {shown(bucket + 1)}"
+        problems.add(UserError(message))
     if stage:
-        _check_settings(stage, settings)
-        _check_config(config, stage)
+        with problems.collect():
+            _check_settings(stage, settings)
+        with problems.collect():
+            _check_config(config, stage)
+    problems.raise_any()
 
 
-def _check_offload(block: Mapping[str, Any], stage: int) -> None:
-    for key in OFFLOAD:
-        offload = block.get(key)
-        if offload in (None, False, {}):
-            continue
-        if not isinstance(offload, Mapping):
-            raise UserError(f'{BLOCK}.{key} = {offload!r} must be an object such as {{"device": "cpu"}}')
-        device = offload.get("device", "none") or "none"
-        if device == "none":
-            continue
-        if device != "cpu":
-            raise UserError(f'{BLOCK}.{key}.device = {device!r} is not supported: use "cpu" or "none"')
-        if key == "offload_param" and stage != 3:
-            raise UserError(f"{BLOCK}.{key} needs stage 3, not {stage}: remove it, or set stage to 3")
-        if stage == 0:
-            raise UserError(f"{BLOCK}.{key} needs stage 1, 2 or 3, not 0: remove it, or set stage")
-        if offload.get("ratio", 1) != 1:
-            raise UserError(
-                f"{BLOCK}.{key}.ratio = {offload['ratio']!r} would step the rest with another optimizer: "
-                "remove it"
-            )
-        if offload.get("super_offload"):
-            raise UserError(f"{BLOCK}.{key}.super_offload = true brings an optimizer of its own: remove it")
+def _is_switched(value: object, to: bool) -> bool:
+    """Whether DeepSpeed's reader takes a value for `to`."""
+    if isinstance(value, str):
+        return value.lower() in TRUTH_WORDS[to]
+    return isinstance(value, int | float) and value == to
+
+
+def _check_offload(key: str, offload: object, stage: int) -> None:
+    if offload in (None, False, {}):
+        return
+    if not isinstance(offload, Mapping):
+        raise UserError(f'{BLOCK}.{key} = {shown(offload)} must be an object such as {{"device": "cpu"}}')
+    device = "none" if offload.get("device") is None else offload["device"]
+    if device == "none":
+        return
+    if device != "cpu":
+        raise UserError(f'{BLOCK}.{key}.device = {shown(device)} is not supported: use "cpu" or "none"')
+    if key == "offload_param" and stage != 3:
+        raise UserError(f"{BLOCK}.{key} needs stage 3, not {stage}: remove it, or set stage to 3")
+    if stage == 0:
+        raise UserError(f"{BLOCK}.{key} needs stage 1, 2 or 3, not 0: remove it, or set stage")
+    ratio = offload.get("ratio", 1)
+    if isinstance(ratio, bool) or ratio != 1:
+        raise UserError(
+            f"{BLOCK}.{key}.ratio = {shown(ratio)} would step the rest with another optimizer: remove it"
+        )
+    if offload.get("super_offload"):
+        raise UserError(f"{BLOCK}.{key}.super_offload = true brings an optimizer of its own: remove it")
 
 
 def _check_block(block: Mapping[str, Any]) -> None:
-    for key, refused, remedy in REFUSED_VALUES:
-        value = block.get(key)
-        if value is refused:
-            raise UserError(f"{BLOCK}.{key} = {value!r} cannot be used: {remedy}")
     if block.get("zenflow") not in (None, False, {}):
         raise UserError(f"{BLOCK}.zenflow applies gradients late and in part: remove it")
     for key in ("stage3_module_granularity_threshold", "module_granularity_threshold"):

@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from megalowbit.errors import UserError
+from megalowbit.values import SettingsModel
 
 
-class ModelSettings(BaseModel):
+class ModelSettings(SettingsModel):
     """`"model"`: exactly one of `config` and `checkpoint`.
 
     Attributes:
@@ -22,8 +23,6 @@ class ModelSettings(BaseModel):
         checkpoint: a Hugging Face folder (`config.json` and weights) or one of our training checkpoints.
         overrides: fields of the Hugging Face configuration to change (`{"resid_pdrop": 0.0}`).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     config: Path | None = Field(default=None, description="path of a Hugging Face config.json")
     checkpoint: Path | None = Field(default=None, description="folder of weights to start from")

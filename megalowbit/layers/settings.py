@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-# strict: `true` and "8" are not numbers
-NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+from megalowbit.values import SettingsModel
+
+NotNegative = Annotated[float, Field(ge=0)]
 
 
-class RegularizerSettings(BaseModel):
+class RegularizerSettings(SettingsModel):
     """`"regularizer"`: the dual-range regulariser, see `layers.regularizer`.
 
     Attributes:
@@ -25,13 +26,11 @@ class RegularizerSettings(BaseModel):
         max_gradient: cap on the magnitude of each element of its gradient.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     strength: NotNegative = 0.0
     alpha1: NotNegative = 1.0
     alpha2: NotNegative = 1.0
-    epsilon: float = Field(default=1e-5, strict=True, ge=1e-8, allow_inf_nan=False)
-    max_gradient: float = Field(default=1.0, strict=True, gt=0, allow_inf_nan=False)
+    epsilon: float = Field(default=1e-5, ge=1e-8)
+    max_gradient: float = Field(default=1.0, gt=0)
 
     @model_validator(mode="after")
     def _has_something_to_do(self) -> RegularizerSettings:

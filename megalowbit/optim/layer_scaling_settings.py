@@ -8,17 +8,17 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-PositiveNumber = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+from megalowbit.values import SettingsModel
+
+PositiveNumber = Annotated[float, Field(gt=0)]
 
 
-class LayerScalingSettings(BaseModel):
+class LayerScalingSettings(SettingsModel):
     """When and how far gradients inside a block are raised above those outside; see `LayerScaling`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    enabled: bool = Field(default=False, strict=True, description="whether blocks have factors")
+    enabled: bool = Field(default=False, description="whether blocks have factors")
     modules: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(),
         description='name patterns of what has a factor, such as "*.attn" and "*.mlp"; none: the blocks that '
@@ -33,10 +33,10 @@ class LayerScalingSettings(BaseModel):
     max_factor: Annotated[PositiveNumber, Field(le=2.0**126)] = Field(
         default=2.0**16, description="largest factor, a power of two"
     )
-    smoothing: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.9, description="share of the past in the moving average of log2 of the largest gradient"
     )
-    every: Annotated[int, Field(strict=True, ge=1)] = Field(
+    every: Annotated[int, Field(ge=1)] = Field(
         default=1, description="applied steps between two changes; an overflow lowers a factor at once"
     )
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from megalowbit.optim.op_classes import OpClasses, checked_names
+from megalowbit.values import SettingsModel
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -21,7 +22,7 @@ def _names(value: Any) -> tuple[str, ...]:
 Ops = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
-class AutocastSettings(BaseModel):
+class AutocastSettings(SettingsModel):
     """`true`, `false`, or the operations to move: `{"float32": ["gelu"], "promote": […]}`, which is on, too.
 
     Attributes:
@@ -31,9 +32,7 @@ class AutocastSettings(BaseModel):
         promote: operations to run in their inputs' widest type.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    enabled: Annotated[bool, Field(strict=True)] = True
+    enabled: bool = True
     float16: Ops = ()
     float32: Ops = ()
     promote: Ops = ()

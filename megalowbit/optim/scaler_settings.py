@@ -13,8 +13,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
@@ -31,6 +29,7 @@ from megalowbit.optim.scale_strategies import (
     MaxValueGradScaler,
     NormRatioGradScaler,
 )
+from megalowbit.values import SettingsModel
 
 Precision = Literal["fp16", "bf16", "fp32"]
 ScalerType = Literal["dynamic", "constant", "none", "max_value", "norm_ratio", "max_norm", "controller"]
@@ -49,8 +48,7 @@ MODES_OF_ARGUMENT: dict[str, tuple[Mode, ...]] = {
     "raise_at_min_scale": ("deepspeed",),
 }
 
-# strict: `true` and "8" are not numbers
-PositiveNumber = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+PositiveNumber = Annotated[float, Field(gt=0)]
 
 
 def _held_by_float32(value: float) -> float:
@@ -60,9 +58,8 @@ def _held_by_float32(value: float) -> float:
 
 
 Scale = Annotated[PositiveNumber, AfterValidator(_held_by_float32)]
-NumberFromZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(strict=True, ge=1)]
-Flag = Annotated[bool, Field(strict=True)]
+NumberFromZero = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
 
 
 def scaler_arguments(scaler: type[GradScaler]) -> dict[str, Any]:
@@ -79,14 +76,12 @@ def scaler_arguments(scaler: type[GradScaler]) -> dict[str, Any]:
     return arguments
 
 
-class GradScalerSettings(BaseModel):
+class GradScalerSettings(SettingsModel):
     """`"grad_scaler"` of the configuration; see the classes of `SCALERS` for the arguments.
 
     `type` left out means: `dynamic` with fp16, `none` with bf16 and fp32. An argument left out, or null, has
     the default of the type's class.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: ScalerType | None = None
     mode: Mode | None = None
@@ -99,8 +94,8 @@ class GradScalerSettings(BaseModel):
     backoff_factor: Annotated[PositiveNumber, Field(lt=1)] | None = None
     growth_interval: Count | None = None
     hysteresis: Count | None = None
-    consecutive_hysteresis: Flag | None = None
-    raise_at_min_scale: Flag | None = None
+    consecutive_hysteresis: bool | None = None
+    raise_at_min_scale: bool | None = None
     update_every: Count | None = None
     sample: Annotated[PositiveNumber, Field(le=1)] | None = None
     target: PositiveNumber | None = None

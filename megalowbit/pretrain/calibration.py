@@ -23,10 +23,8 @@ from megalowbit.data.loader import count_samples
 from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import is_finite_number
-from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.pretrain.config import load_config
-from megalowbit.pretrain.speculation import check_speculation
 from megalowbit.pretrain.sweep import LEAN, Gap, Run, execute, folder_name, make_folder
+from megalowbit.pretrain.validation import load_checked_config
 from megalowbit.speculation.picture import draw_calibration, require_matplotlib
 
 REFERENCE = "bf16"
@@ -298,12 +296,11 @@ def _told_apart(thresholds: Sequence[float]) -> tuple[float, ...]:
 
 def _check(plan: Plan, runs: Sequence[Run]) -> tuple[int, int]:
     """Find what can be found before the first run; returns the steps of a run and those compared."""
-    base = load_config(plan.config, [], world_size=1)
+    base = load_checked_config(plan.config, [], world_size=1)
     if base.settings.speculation is None:
         raise UserError(
             f"{plan.config} has no megalowbit.speculation section, whose ladder the runs would have: add one"
         )
-    check_speculation(base.settings.speculation, recipe_of(base.recipe))
     resolved = [run.resolved() for run in runs]  # all, for a mistake may be one threshold's or one seed's
     steps = resolved[0].settings.run.steps
     last = max(1, steps // LAST_PART) if plan.last is None else min(plan.last, steps)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megalowbit.durable import atomic_file
-from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError
+from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError, lines_of, printed
 from megalowbit.pretrain.stop_signals import EndOnSigterm, block_stop_signals, release_stop_signals
 from megalowbit.process_group import ProcessIdentity, identify
 
@@ -156,8 +156,10 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         return
     if options.prepare_data:
         from megalowbit.data.loader import count_samples
+        from megalowbit.pretrain.validation import check_config
 
         if identity.is_main:
+            check_config(config)
             data = config.settings.data
             count = count_samples(data)
             print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {data.cache_dir}")
@@ -212,9 +214,9 @@ def _share_cores() -> None:
 
 def _report(error: UserError, identity: ProcessIdentity) -> None:
     """Print the line once for the whole job, and leave it where the job's script looks."""
-    line, is_transient = " ".join(str(error).split("\n")), isinstance(error, TransientError)
+    line, is_transient = printed(error), isinstance(error, TransientError)
     if identity.is_main and REFUSAL in os.environ and not is_transient:
-        _write_refusal(Path(os.environ[REFUSAL]), line)
+        _write_refusal(Path(os.environ[REFUSAL]), "; ".join(lines_of(error)))
     if error.is_told or (error.is_on_all_ranks and not identity.is_main):
         return
     if identity.is_main or is_transient:

@@ -4,7 +4,8 @@ Everything DeepSpeed understands stays where DeepSpeed documents it; `engine.con
 section of our block is a frozen model that lives beside its owner (data, hf, speculation, telemetry); here
 they are put together, `--set key=value` is applied and relative paths are made absolute: those written in the
 file against the file's folder, those given with `--set` against the working directory.
-Not covered: anything that needs torch. A typing mistake must be answered in a second, before heavy imports.
+A typing mistake is answered in a second, before heavy imports. Not covered: what takes torch or DeepSpeed to
+know, which is `validation.py`'s.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from megalowbit.data.settings import DataSettings
 from megalowbit.engine.batch_size import data_size_of
 from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, load_json, read_deepspeed_config
 from megalowbit.engine.pipeline_values import check_beside_stages, stages_of
 from megalowbit.engine.process_grid import ProcessGrid
-from megalowbit.errors import UserError, invalid_settings, shown
+from megalowbit.engine.zero_values import auto_sizes
+from megalowbit.errors import Problems, UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
 from megalowbit.pretrain.loss_guard_settings import LossGuardSettings
 from megalowbit.pretrain.switch_settings import LateSwitchSettings, check_late_switch
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
+from megalowbit.values import SettingsModel
 
 BLOCK = "megalowbit"
 ENGINE_KEYS = tuple(EngineSettings.model_fields)
@@ -41,20 +44,16 @@ DEFAULT_RECIPE = "nvfp4"  # what the project is for; an engine without the loop 
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-class CheckpointSettings(BaseModel):
+class CheckpointSettings(SettingsModel):
     """`"checkpoint"`: when to save, how many to keep, what to leave at the end."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     every: int = Field(default=0, ge=0, description="optimizer steps between checkpoints; 0: only at the end")
     keep: int | None = Field(default=3, ge=1, description="newest checkpoints kept; null keeps all")
     export_hf: bool = Field(default=True, description="write hf/, an ordinary HuggingFace checkpoint")
 
 
-class RunSettings(BaseModel):
+class RunSettings(SettingsModel):
     """`"run"`: how long, from which seed, under which name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: int = Field(ge=1, description="number of optimizer steps")
     name: str | None = Field(default=None, pattern=f"^{RUN_NAME}$", description="folder below runs/")
@@ -64,17 +63,14 @@ class RunSettings(BaseModel):
     )
     overflow_retries: int = Field(
         default=0,
-        strict=True,
         ge=0,
         description="how often a step whose gradients overflowed is done again, at a lower loss scale each "
         "time, with the same data; 0: it is skipped",
     )
 
 
-class PretrainSettings(BaseModel):
+class PretrainSettings(SettingsModel):
     """The parts of the `"megalowbit"` block that the pretraining loop reads; the engine reads the others."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: ModelSettings
     data: DataSettings
@@ -86,10 +82,8 @@ class PretrainSettings(BaseModel):
     speculation: SpeculationSettings | None = None
 
 
-class Monitors(BaseModel):
+class Monitors(SettingsModel):
     """DeepSpeed's top-level monitor blocks that our sinks serve, so that they are not handed on."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tensorboard: TensorBoardBlock = TensorBoardBlock()
     wandb: WandbSettings = WandbSettings()
@@ -118,7 +112,8 @@ class PretrainConfig:
     @property
     def recipe(self) -> str | dict[str, Any]:
         """The recipe, as a name or a block."""
-        return self.parts.settings.recipe or DEFAULT_RECIPE
+        recipe = self.parts.settings.recipe
+        return DEFAULT_RECIPE if recipe is None else recipe
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as one JSON object that can be run again."""
@@ -140,23 +135,44 @@ def load_config(path: Path, overrides: list[str], *, world_size: int | None) -> 
             known yet, as where a run is prepared; the smallest number that fits.
 
     Raises:
-        UserError: anything wrong with file, keys, values or their combination.
+        UserError: anything wrong with file, keys, values or their combination, a line for each mistake.
     """
-    raw = load_json(path)
-    _make_paths_absolute(_block(raw, path), path.parent)
-    for override in overrides:
-        _apply_override(raw, override)
-    _make_paths_absolute(_block(raw, path), Path.cwd())
-    monitors = _validate(Monitors, {name: raw.pop(name) for name in Monitors.model_fields if name in raw}, "")
-    settings = _validate_block(raw[BLOCK], path.stem)
-    raw[BLOCK].setdefault("recipe", DEFAULT_RECIPE)
-    if world_size is None:
-        grid = ProcessGrid.smallest(raw, data_size_of(raw))
-    else:
-        grid = ProcessGrid.from_config(raw, 0, world_size)
-    parts = read_deepspeed_config(raw, world_size=grid.data_size, total_steps=settings.run.steps)
-    check_beside_stages(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
-    check_retries(settings.run.overflow_retries, parts.settings)
+    raw = _read_overridden(path, overrides)
+    block = raw[BLOCK]
+    if block.get("recipe") is None:  # null, too, is shown as what it stands for
+        block["recipe"] = DEFAULT_RECIPE
+    problems = Problems()
+    settings, grid = None, None
+    with problems.collect():
+        blocks = {name: raw.pop(name) for name in Monitors.model_fields if name in raw}
+        monitors = _validate(Monitors, blocks, "")
+    with problems.collect():
+        settings = _validate_block(block, path.stem)
+    with problems.collect():
+        if world_size is None:
+            grid = ProcessGrid.smallest(raw, data_size_of(raw))
+        else:
+            grid = ProcessGrid.from_config(raw, 0, world_size)
+    with problems.collect():
+        parts = read_deepspeed_config(
+            raw,
+            world_size=data_size_of(raw) if grid is None else grid.data_size,
+            total_steps=1 if settings is None else settings.run.steps,
+            hidden_size=_hidden_size(raw, settings),
+        )
+    if problems or settings is None or grid is None:
+        _add_mistakes_in_recipe(block["recipe"], problems)
+        raise problems.error()
+    for check in (
+        lambda: check_late_switch(settings.late_switch, settings.run.steps),
+        lambda: check_patience(settings),
+        lambda: check_first_split(block["recipe"], settings.run.steps),
+        lambda: check_beside_stages(parts.deepspeed, parts.settings, stages_of(parts.deepspeed)),
+        lambda: check_retries(settings.run.overflow_retries, parts.settings),
+    ):
+        with problems.collect():
+            check()
+    problems.raise_any()
     return PretrainConfig(
         source=path,
         parts=parts,
@@ -167,21 +183,61 @@ def load_config(path: Path, overrides: list[str], *, world_size: int | None) -> 
     )
 
 
+def _read_overridden(path: Path, overrides: list[str]) -> dict[str, Any]:
+    """The file's content with `overrides` applied and paths made absolute; nothing else is checked."""
+    raw = load_json(path)
+    problems = Problems()
+    with problems.collect():
+        _make_paths_absolute(_block(raw, path), path.parent)
+    for override in overrides:
+        with problems.collect():
+            _apply_override(raw, override)
+    with problems.collect():
+        _make_paths_absolute(_block(raw, path), _working_folder())
+    problems.raise_any()
+    return raw
+
+
+def _working_folder() -> Path:
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise UserError(
+            f"the working folder cannot be used ({error.strerror}): go to one that exists"
+        ) from None
+
+
+def _hidden_size(raw: Mapping[str, Any], settings: PretrainSettings | None) -> int | None:
+    """Of the model, where a value is to be filled in from it: only then is torch imported for it."""
+    if settings is None or not auto_sizes(raw):
+        return None
+    from megalowbit.hf.checkpoint import read_config
+
+    size: int = read_config(settings.model).hidden_size
+    return size
+
+
+def _add_mistakes_in_recipe(recipe: object, problems: Problems) -> None:
+    """Report a recipe's mistakes with others; without others they are found when torch is imported anyway."""
+    from megalowbit.layers.recipe import recipe as recipe_of
+
+    if isinstance(recipe, str | Mapping):  # other types have been reported
+        with problems.collect():
+            recipe_of(recipe)
+
+
 def _block(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     if BLOCK not in raw:
         raise UserError(f'{path} has no "{BLOCK}" object: add one with at least model, data and run')
     block = raw[BLOCK]
     if not isinstance(block, dict):
-        raise UserError(f'"{BLOCK}" = {block!r} must be an object with at least model, data and run')
+        raise UserError(f'"{BLOCK}" = {shown(block)} must be an object with at least model, data and run')
     return block
 
 
 def _validate_block(block: dict[str, Any], stem: str) -> PretrainSettings:
     ours = {key: value for key, value in block.items() if key not in ENGINE_KEYS}
     settings = _validate(PretrainSettings, ours, BLOCK, also=ENGINE_KEYS)
-    check_late_switch(settings.late_switch, settings.run.steps)
-    check_patience(settings)
-    check_first_split(block.get("recipe"), settings.run.steps)
     if settings.run.name is None and re.fullmatch(RUN_NAME, stem):
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": stem})})
     if "seed" not in settings.data.model_fields_set:

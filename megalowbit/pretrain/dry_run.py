@@ -25,9 +25,9 @@ from megalowbit.layers.surgery import bit_layers, convert
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import check_nothing_missed
 from megalowbit.pretrain.kernels import this_device, why_not
-from megalowbit.pretrain.late_switch import check_switchable
 from megalowbit.pretrain.memory import MemoryEstimate, ModelCut, ZeroSharing, estimate_memory
-from megalowbit.pretrain.speculation import check_speculation, describe_speculation, largest_forms
+from megalowbit.pretrain.speculation import describe_speculation, largest_forms
+from megalowbit.pretrain.validation import check_config
 
 SIZED_TO_FIT = ", the fewest that fit this configuration: give --processes for another number"
 
@@ -43,10 +43,9 @@ def describe(config: PretrainConfig) -> str:
     Raises:
         UserError: model, recipe or corpus would fail in the real run.
     """
+    check_config(config)
     settings, grid = config.settings, config.grid
     recipe = recipe_of(config.recipe)
-    check_switchable(settings.late_switch, recipe)
-    check_speculation(settings.speculation, recipe)
     is_hub = is_on_hub(settings.data)
     corpus = f"data set {settings.data.corpus} (not looked up)" if is_hub else open_corpus(settings.data).name
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real

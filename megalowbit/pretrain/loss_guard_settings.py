@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from megalowbit.values import SettingsModel
 
 SHORTEST_WINDOW = 32  # losses; a spread found from fewer is no measure of anything
 
 
-class LossGuardSettings(BaseModel):
+class LossGuardSettings(SettingsModel):
     """`"loss_guard"`: losses that mean trouble, and what is done about them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     nonfinite: Literal["skip", "rollback", "stop"] = Field(
         default="skip",
@@ -24,7 +24,6 @@ class LossGuardSettings(BaseModel):
     )
     patience: int = Field(
         default=3,
-        strict=True,
         ge=1,
         description="steps in a row that are in trouble before a rollback or stop",
     )
@@ -34,18 +33,16 @@ class LossGuardSettings(BaseModel):
     spike_deviations: float = Field(
         default=5.0,
         gt=0,
-        allow_inf_nan=False,
         description="by how many deviations (of log loss, robust) above the median a loss stands out",
     )
     window: int = Field(
         default=100,
-        strict=True,
         ge=SHORTEST_WINDOW,
         le=1000,
         description="finite losses that median and deviation are taken of",
     )
     max_rollbacks: int = Field(
-        default=3, strict=True, ge=1, description="rollbacks in the whole run; the next one stops it"
+        default=3, ge=1, description="rollbacks in the whole run; the next one stops it"
     )
 
     @property

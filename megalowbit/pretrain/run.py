@@ -13,7 +13,6 @@ from pathlib import Path
 from megalowbit.engine.agreement import agree, gather
 from megalowbit.engine.call_site import is_failed_collective, site_of_error
 from megalowbit.engine.config import load_json
-from megalowbit.engine.nested_blocks import check_nested_blocks
 from megalowbit.engine.pipeline import gather_weights
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts, installation_facts
@@ -26,13 +25,12 @@ from megalowbit.layers.surgery import product_counts
 from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.kernels import check_kernels
-from megalowbit.pretrain.late_switch import check_switchable
 from megalowbit.pretrain.loop import Ending, train
 from megalowbit.pretrain.opening import opening, products_line
 from megalowbit.pretrain.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run_folder import RunFolder, claim
-from megalowbit.pretrain.speculation import check_speculation
+from megalowbit.pretrain.validation import check_config
 from megalowbit.process_group import ProcessIdentity
 from megalowbit.telemetry.console import Console
 
@@ -99,12 +97,9 @@ def pretrain(
 
 def _checked_folder(config: PretrainConfig, *, run_dir: Path | None, is_resume: bool) -> RunFolder:
     """The run's folder, once everything that needs no model has been found to be right."""
-    recipe = recipe_of(config.recipe)
     check_ranks_agree(start_facts(config, is_resume=is_resume))
-    check_nested_blocks(config.parts)
-    agree(lambda: check_kernels(recipe))
-    agree(lambda: check_switchable(config.settings.late_switch, recipe))
-    agree(lambda: check_speculation(config.settings.speculation, recipe))
+    agree(lambda: check_config(config))
+    agree(lambda: check_kernels(recipe_of(config.recipe)))
     stem = config.settings.run.name or config.source.stem
     return agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume))
 

@@ -29,7 +29,8 @@ from typing import Any, NoReturn
 
 from megalowbit.errors import UserError
 from megalowbit.json_text import is_finite_number, parse_json
-from megalowbit.pretrain.config import PretrainConfig, load_config
+from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.pretrain.validation import load_checked_config
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # what a sweep does not look at takes time and room
@@ -59,7 +60,7 @@ class Run:
 
     def resolved(self) -> PretrainConfig:
         """The configuration it runs with."""
-        return load_config(self.config, list(self.overrides), world_size=1)
+        return load_checked_config(self.config, list(self.overrides), world_size=1)
 
     def is_complete(self) -> bool:
         """Whether its folder holds all its steps, or diverged.
@@ -257,8 +258,11 @@ def execute(runs: Sequence[Run], *, jobs: int) -> None:
     """Do the runs, some at a time, and print a line after each.
 
     Raises:
-        UserError: a run failed, which ends the sweep; one that diverges does not.
+        UserError: a configuration is refused, before any run; or a run failed, which ends the sweep; one
+            that diverges does not.
     """
+    for run in runs:
+        run.resolved()
     with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(run.execute): run for run in runs}
         try:

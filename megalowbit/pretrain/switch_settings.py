@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from megalowbit.errors import UserError, shown
+from megalowbit.values import SettingsModel
 
 KEY = "megalowbit.late_switch"
 
 
-class LateSwitchSettings(BaseModel):
+class LateSwitchSettings(SettingsModel):
     """`"late_switch"`: when the low-bit layers stop quantising, and in which of their products."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     at: int | float = Field(
         description="optimizer steps before the switch, or their fraction of run.steps below 1"

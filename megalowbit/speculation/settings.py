@@ -17,9 +17,10 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from megalowbit.errors import unknown_name
+from megalowbit.values import SettingsModel
 
 RUNGS = {"int4": 4, "nvfp4": 4, "int8": 8, "mixed": 8, "fp8": 8, "bf16": 16}  # bits of an element
 HIGHEST = "bf16"  # the last rung of every ladder: not quantised, and so always safe
@@ -27,13 +28,12 @@ EVEN_RUNGS = ("int4", "int8", HIGHEST)  # those whose grid is even, as the model
 EXAMPLE = '["int8", "fp8", "bf16"]'
 
 MOST = 10**9  # steps, looks or elements: no run has more, and floats tell these apart
-# strict: `true` and "8" are not numbers
-Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
-CountFromZero = Annotated[int, Field(strict=True, ge=0, le=MOST)]
-NumberFromZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+CountFromZero = Annotated[int, Field(ge=0, le=MOST)]
+NumberFromZero = Annotated[float, Field(ge=0)]
 
 
-class EstimatorSettings(BaseModel):
+class EstimatorSettings(SettingsModel):
     """`"estimator"`: how the spread of a tensor's bulk is found among its outliers.
 
     Attributes:
@@ -43,14 +43,12 @@ class EstimatorSettings(BaseModel):
         negative_k: number of samples of type "negative", each drawn at every look; 100 at most.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     type: Literal["quantile", "mad", "negative"] = "quantile"
     sample: Annotated[Count, Field(ge=16)] = 8192
     negative_k: Annotated[Count, Field(le=100)] = 5
 
 
-class SpeculationSettings(BaseModel):
+class SpeculationSettings(SettingsModel):
     """`"speculation"`: each product of each layer runs at the cheapest rung that is foreseen to be safe.
 
     Attributes:
@@ -75,8 +73,6 @@ class SpeculationSettings(BaseModel):
             that have nothing to do with each other, and how far predictions at each precision were off then.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     ladder: tuple[str, ...] = ("int8", "fp8", HIGHEST)
     threshold_db: float | dict[str, float] = 15.0
     estimator: EstimatorSettings = EstimatorSettings()
@@ -90,7 +86,7 @@ class SpeculationSettings(BaseModel):
     verify_every: CountFromZero = 3
     verify_size: Count = 128
     cooldown: Count = 100
-    use_alignment: bool = Field(default=True, strict=True)
+    use_alignment: bool = Field(default=True)
 
     def threshold(self, rung: str) -> float:
         """Least SNR in dB that a rung of the ladder needs; -inf for the last one, which is always safe."""

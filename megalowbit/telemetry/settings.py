@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from megalowbit.values import SettingsModel
 
 
-class TelemetrySettings(BaseModel):
+class TelemetrySettings(SettingsModel):
     """What a run records, and how often.
 
     Attributes:
@@ -27,19 +29,15 @@ class TelemetrySettings(BaseModel):
         timers: measure the phases of the optimizer's step, without stopping the device.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     log_every: int = Field(default=10, ge=1)
     tensorboard: bool = True
     overflow: bool = True
     layers_every: int = Field(default=100, ge=0)
-    timers: bool = Field(default=False, strict=True)
+    timers: bool = Field(default=False)
 
 
-class TensorBoardBlock(BaseModel):
+class TensorBoardBlock(SettingsModel):
     """DeepSpeed's top-level `tensorboard` block, with DeepSpeed's defaults."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = False
     output_path: str = ""
@@ -50,14 +48,12 @@ class TensorBoardBlock(BaseModel):
         return Path(self.output_path) / self.job_name if self.enabled and self.output_path else default
 
 
-class WandbSettings(BaseModel):
+class WandbSettings(SettingsModel):
     """DeepSpeed's top-level `wandb` block, with DeepSpeed's defaults.
 
     There is no `mode`: `WANDB_MODE` decides, and where neither it nor an API key is set a run is kept
     offline.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = False
     project: str = "deepspeed"

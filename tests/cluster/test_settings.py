@@ -75,7 +75,10 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
             [*CPU, "container.kind=pyxis", "container.image=i", "container.mount=[]"],
             "unknown key 'container.mount': did you mean",
         ),
-        ([*CPU, "container.kind=docker"], "container.kind = 'docker' is not valid: Input should be 'pyxis'"),
+        (
+            [*CPU, "container.kind=docker", "container.image=i"],
+            "container.kind = 'docker' is not valid: Input should be 'pyxis'",
+        ),
         ([*CPU, "launcher=mpirun"], "launcher = 'mpirun' is not valid: Input should be 'srun', 'torchrun'"),
         ([*CPU, "nodes=0"], "nodes = 0 is not valid: write how many, 2, or from how few on"),
         ([*CPU, "nodes=4-2"], "nodes = '4-2' is not valid: write the smaller number first: '2-4'"),

@@ -27,8 +27,8 @@ def test_null_turns_both_off():
     [
         ("timeout", 4.9, "greater than or equal to 5"),
         ("timeout", 1e308, "less than or equal to 604800"),
-        ("timeout", "60", "valid number"),
-        ("timeout", True, "valid number"),
+        ("timeout", "60", "without quotes"),
+        ("timeout", True, "not true or false"),
         ("timeout", float("inf"), "finite number"),
         ("slow_step", 1, "greater than 1"),
         ("termination_seconds", 0.5, "greater than or equal to 1"),

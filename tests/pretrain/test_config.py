@@ -144,7 +144,7 @@ def without(raw, *path):
         (["wandb.projekt=x"], "unknown key 'wandb.projekt': did you mean 'wandb.project'"),
         (["megalowbit.run.steps=0"], "megalowbit.run.steps = 0 is not valid"),
         (["megalowbit.run.overflow_retries=true"], "megalowbit.run.overflow_retries = True is not valid"),
-        (["megalowbit.run.overflow_retries=1.0"], "megalowbit.run.overflow_retries = 1.0 is not valid"),
+        (["megalowbit.run.overflow_retries=1.5"], "megalowbit.run.overflow_retries = 1.5 is not valid"),
         (["megalowbit.run.steps=many"], "megalowbit.run.steps = 'many' is not valid"),
         (["megalowbit.run.seed=-1"], "megalowbit.run.seed = -1 is not valid"),
         (["megalowbit.run.name=a/b"], "megalowbit.run.name = 'a/b' is not valid"),

@@ -56,6 +56,13 @@ def test_the_table_of_removed_keys_is_deepspeeds():
 def test_the_choices_we_allow_are_deepspeeds():
     assert set(deepspeed_values.LOG_LEVELS) == set(log_levels)
     assert set(deepspeed_values.CHOICES["gradient_allreduce_op"]) == set(GRADIENT_ALLREDUCE_OP_SUPPORTED)
+    for key in ("communication_data_type", "seq_parallel_communication_data_type"):
+        for name in ("fp32", "fp16", "bf16", "int8", "fp8"):
+            if name in deepspeed_values.CHOICES[key]:
+                DeepSpeedConfig({"train_batch_size": 1, key: name})
+            else:
+                with pytest.raises(ValueError, match="Supported data types"):
+                    DeepSpeedConfig({"train_batch_size": 1, key: name})
 
 
 def test_values_are_checked_of_known_keys_only():
@@ -63,7 +70,6 @@ def test_values_are_checked_of_known_keys_only():
         deepspeed_values.OBJECT_KEYS
         | deepspeed_values.BOOLEAN_KEYS
         | deepspeed_values.COUNT_KEYS
-        | deepspeed_values.NAME_KEYS
         | deepspeed_values.CHOICES.keys()
     )
     assert checked <= deepspeed_keys.KNOWN_KEYS, "a misspelt name here checks nothing"
