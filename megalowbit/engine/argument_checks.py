@@ -7,6 +7,7 @@ import torch
 from megalowbit.engine.config import EngineSettings
 from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
 from megalowbit.errors import UserError
+from megalowbit.layers.partitioned import refuse_partitioned
 
 
 def check_arguments(
@@ -33,6 +34,7 @@ def check_arguments(
         raise UserError(
             "lr_scheduler belongs to another optimizer: pass a callable from optimizer to scheduler instead"
         )
+    refuse_partitioned(model)
     allowed = {torch.float32, HALF.get(settings.precision, torch.float32)}
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in allowed:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,15 @@ from megalowbit import process_group
 from megalowbit.engine.agreement import succeed_together
 from megalowbit.engine.argument_checks import check_arguments
 from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, load_json, read_deepspeed_config
+from megalowbit.engine.deepspeed_arguments import (
+    Config,
+    check_scalars,
+    hidden_size_of,
+    offer_port,
+    tell_local_rank,
+    the_config,
+    the_model,
+)
 from megalowbit.engine.group_timeouts import set_group_timeouts
 from megalowbit.engine.model_optimizer import ClientOptimizer, ModelParameters
 from megalowbit.engine.model_preparation import check_prepared, prepare_model
@@ -50,26 +58,31 @@ Scheduler = Any  # torch's LRScheduler or DeepSpeed's look-alikes
 
 
 def initialize(
-    *,
-    model: torch.nn.Module,
-    config: str | Path | dict[str, Any] | DeepSpeedConfigParts,
+    args: Any = None,
+    model: torch.nn.Module | None = None,
     optimizer: ClientOptimizer | None = None,
     model_parameters: ModelParameters | None = None,
     training_data: torch.utils.data.Dataset | None = None,
     lr_scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
+    distributed_port: int | None = None,
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
+    config: Config | None = None,
+    mesh_param: Any = None,
+    config_params: Config | None = None,
+    *,
     seed: int = 0,
     total_steps: int | None = None,
     timeout: timedelta | None = None,
 ) -> tuple[Any, Any, Any, Any]:
     """Build a DeepSpeed engine that trains `model` with our layers and optimizer; every rank must call it.
 
+    The first thirteen arguments are those of `deepspeed.initialize`, in its order.
+
     Args:
-        model: fp32, or already in the configured precision; converted and cast in place.
-        config: DeepSpeed configuration with a `"megalowbit"` block: a file, its content, or read already.
-            What it schedules is up to the caller, and a warning says so unless it was read already.
+        args: whose `deepspeed_config` is used where `config` is not given; its `local_rank` is set.
+        model: required: fp32, or already in the configured precision; converted and cast in place.
         optimizer: instead of the configuration's; a torch optimizer over the model's parameters, or what
             makes one from `model_parameters` (by default all), called once layers are cut and converted.
         model_parameters: parameters or groups to train, used as they are; by default all, with weight decay
@@ -77,10 +90,15 @@ def initialize(
         training_data: dataset from which a data loader is made.
         lr_scheduler: callable from optimizer to scheduler, or a scheduler of the `optimizer` passed; by
             default the configuration's.
+        distributed_port: of the main process, where the environment names none.
         mpu: model-parallel unit, such as Megatron's `parallel_state`; norm and overflow are reduced over its
             model-parallel group.
         dist_init_required: as for `deepspeed.initialize`.
         collate_fn: for the data loader.
+        config: required: DeepSpeed configuration with a `"megalowbit"` block: a file, its content, or read
+            already. What it schedules is up to the caller, and a warning says so unless it was read already.
+        mesh_param: refused: for sequence parallelism, which is not supported.
+        config_params: an older name of `config`.
         seed: of stochastic rounding in layers that are converted here.
         total_steps: optimizer steps of the run, for `"auto"` in the scheduler.
         timeout: after which a collective that does not end fails; by default torch's own until the engine is
@@ -94,7 +112,17 @@ def initialize(
     Raises:
         UserError: configuration, model and arguments do not fit together, or ranks were started differently.
     """
-    start_process_group(timeout=timeout, dist_init_required=dist_init_required)
+    model, config = the_model(model, args), the_config(config, args, config_params)
+    check_scalars(
+        seed=seed,
+        total_steps=total_steps,
+        timeout=timeout,
+        mesh_param=mesh_param,
+        distributed_port=distributed_port,
+    )
+    offer_port(distributed_port)
+    identity = start_process_group(timeout=timeout, dist_init_required=dist_init_required)
+    tell_local_rank(args, identity.local_rank)
     deepspeed = import_deepspeed()
     _forget_earlier_unit()
     unit = succeed_together(lambda: adapt_mpu(mpu))
@@ -162,7 +190,7 @@ def _finish(
 
 
 def _read(
-    config: str | Path | dict[str, Any] | DeepSpeedConfigParts,
+    config: Config,
     model: torch.nn.Module,
     mpu: ModelParallelUnit | None,
     total_steps: int | None,
@@ -174,7 +202,11 @@ def _read(
     raw = config if isinstance(config, dict) else load_json(config)
     grid = find_grid(raw, model=model, mpu=mpu)
     parts = read_deepspeed_config(
-        raw, world_size=grid.data_size, total_steps=total_steps, has_optimizer=optimizer is not None
+        raw,
+        world_size=grid.data_size,
+        total_steps=total_steps,
+        has_optimizer=optimizer is not None,
+        hidden_size=hidden_size_of(model),
     )
     check_block(model, raw.get("pipeline"))
     return parts, grid

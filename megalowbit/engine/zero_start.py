@@ -61,12 +61,6 @@ class ZeroStart:
         data = None if mpu is None else mpu.get_data_parallel_group()
         self._is_source = process_group.rank(data) == 0
         self._exact: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
-        for name, parameter in model.named_parameters():
-            if hasattr(parameter, "ds_id"):
-                raise UserError(
-                    f"parameter {name} was built under deepspeed.zero.Init, whose exact fp32 values cannot "
-                    "be kept: build the model on the host without it"
-                )
         if parts.settings.precision in HALF:
             self._cast(HALF[parts.settings.precision])
 

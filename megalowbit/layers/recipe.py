@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import Problems, UserError, unknown_name
 from megalowbit.layers import recipe_checks
 from megalowbit.layers.recipe_checks import OPERAND_FIELDS
 from megalowbit.quantize.names import quantizer
@@ -84,11 +84,12 @@ class Recipe:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"recipe name must be a non-empty string, not {self.name!r}")
+        problems = Problems()
         for field in OPERAND_FIELDS:
             value = getattr(self, field)
-            if not isinstance(value, str):
-                raise UserError(f"recipe {self.name!r}: {field} must be a quantizer name, not {value!r}")
-            quantizer(value)
+            with problems.collect():
+                recipe_checks.check_quantizer(self.name, field, value)
+        problems.raise_any()
         object.__setattr__(self, "keep", recipe_checks.patterns(self.name, self.keep))
         for field, kind in SPLIT_FIELDS.items():
             object.__setattr__(self, field, settings_from(kind, getattr(self, field), field))
@@ -126,9 +127,11 @@ class Recipe:
             UserError: a key is unknown, a value is wrong, or fields are missing and there is no base.
         """
         known = [field.name for field in fields(Recipe)]
+        problems = Problems()
         for key in values:
             if key not in known and key != "base":
-                raise unknown_name("recipe key", key, ["base", *known])
+                problems.add(unknown_name("recipe key", key, ["base", *known]))
+        problems.raise_any()
         changes = {key: value for key, value in values.items() if key != "base"}
         if "base" in values:
             base = recipe(values["base"])

@@ -32,6 +32,16 @@ OWN_GRADIENT = "q_backward_outputgrad_for_weight"  # optional: without it, grad_
 _NATIVE_FORMATS: tuple[tuple[str, tuple[int, int] | None], ...] = (("e4m3", (1, 16)), ("e8m0", (1, 32)))
 
 
+def check_quantizer(recipe: str, field: str, value: object) -> None:
+    """Refuse what is no quantizer's name."""
+    if not isinstance(value, str):
+        raise UserError(f"recipe {recipe!r}: {field} must be a quantizer name, not {shown(value)}")
+    try:
+        quantizer(value)
+    except UserError as error:
+        raise UserError(f"recipe {recipe!r}, {field}: {error}") from None
+
+
 def operand_quantizers(recipe: Recipe, product: str) -> tuple[str, str]:
     """Names of the quantisers of a product's operands, left and right."""
     left, right = (getattr(recipe, field) for field in PRODUCTS[product])

@@ -31,6 +31,7 @@ from megalowbit.layers.conversion_report import ConversionReport, KeptLayer, Swa
 from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import advance
 from megalowbit.layers.parallel_bitlinear import LOW_BIT, ParallelBitLinear
+from megalowbit.layers.partitioned import refuse_partitioned
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.split_parameters import SPLIT_NAMES, merged_weight
@@ -250,6 +251,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _refuse_unfit(model: nn.Module) -> None:
+    refuse_partitioned(model)
     if _is_linear(model):
         raise UserError(
             f"the model is itself a {_kind(model)}, which cannot be replaced in place: "

@@ -338,6 +338,8 @@ def _make_paths_absolute(block: dict[str, Any], base: Path) -> None:
         value = holder.get(key)
         if not isinstance(value, str) or value in NOT_PATHS:
             continue
+        if not value:  # it would become the folder itself
+            raise UserError(f"{BLOCK}.{section}.{key} = '' names nothing: leave it out")
         try:
             holder[key] = _absolute(value, base, is_path=(section, key) in FILE_KEYS)
         except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, no text, no home

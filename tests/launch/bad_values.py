@@ -38,14 +38,23 @@ OURS = {
     "log_num_zeros_in_grad": ["1", '"false"'],
     "fp32_norms": ["0", '"true"'],
     "autocast": ["1", '"on"', "[]"],
-    "recipe": ["true", "{}", '""', '"nvpf4"', "[]", '{"keep": []}', '{"base": "none"}', '{"base": {}}'],
-    "recipe.base": ["true", "3"],
+    "recipe": ["true", "{}", '""', '"nvpf4"', "[]", "3", '{"keep": []}', '{"based": "nvfp4"}'],
+    "recipe.base": ["true", "{}", '"none"'],
     "speculation.every": ["true", "0"],
     "speculation.use_alignment": ["1"],
     "nonsense": ["1"],
 }
 # of a recipe's fields the name is enough
-OF_RECIPES = ["keep_first=true", "keep_last=-1", "hadamard=1", "keep=nvfp4", 'split_input={"rank": true}']
+OF_RECIPES = {
+    "keep_first": ["true", "-1", "1.0"],
+    "keep_last": ["true", '"1"'],
+    "hadamard": ["1", '"true"'],
+    "keep": ['"nvfp4"', "true", "[3]"],
+    "layout": ["true", '"rows"'],
+    "q_forward_input": ["true", '"nvpf4"'],
+    "split_input": ["true", '{"rank": true}', '{"niter": true}', '{"rnk": 1}'],
+    "parameter_split": ['{"warmup_steps": true}', '{"merged_lr": true}'],
+}
 OF_DEEPSPEED = {
     "train_micro_batch_size_per_gpu": ["true", "0", "2.5", '"2"', "{}"],
     "train_batch_size": ["true", "-4", "[]"],
@@ -68,7 +77,6 @@ OF_DEEPSPEED = {
     "wall_clock_breakdown": ["1"],
     "pipeline.stages": ["true", "0", "1.5", '"2"'],
     "tensor_parallel.autotp_size": ["true", "-1", '"2"'],
-    "flops_profiler.profile_step": ['"soon"', "{}"],
     "comms_logger.enabled": ['"perhaps"'],
     "checkpoint.tag_validation": ["3", '"Sometimes"'],
     "data_types.keep_in_fp32_modules": ["3"],
@@ -85,7 +93,7 @@ def overrides():
     for keys, start in ((OURS, "megalowbit."), (OF_DEEPSPEED, "")):
         for key, values in keys.items():
             for value in values:
-                yield f"{start}{key}={value}", key.split(".")[-1]
-    for field in OF_RECIPES:
-        key, _, value = field.partition("=")
-        yield f"megalowbit.recipe.{key}={value}", key
+                yield f"{start}{key}={value}", key.split(".")[-1].replace("base", "recipe")
+    for key, values in OF_RECIPES.items():
+        for value in values:
+            yield f'megalowbit.recipe={{"base": "nvfp4", "{key}": {value}}}', key
