@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 EXIT_USER_ERROR = 2  # trying again is useless
 EXIT_TRANSIENT = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN, errno.ENOTCONN}
+LONGEST_REASON = 400  # characters of another library's message
+LONGEST_REASON = 400  # characters of another library's message
 LONGEST_VALUE = 80  # characters of a value that a message repeats
 NEXT = "\n  - "  # before each of several mistakes in one message
 LONG_LIST = 30  # names beyond which the nearest one is told without the others
@@ -114,8 +116,14 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # some objects and very long numbers have none, and the message matters more
         text = f"<{type(value).__name__}>"
-    half = LONGEST_VALUE // 2
-    return text if len(text) <= LONGEST_VALUE else f"{text[:half]}…{text[-half:]}"
+    return shortened(text, LONGEST_VALUE)
+
+
+def shortened(text: str, longest: int = LONGEST_REASON) -> str:
+    """`text` on one line, cut in the middle if it is long; for what another library says of a value."""
+    text = " ".join(text.split()) if "\n" in text else text
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
 
 def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:

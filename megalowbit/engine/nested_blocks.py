@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from megalowbit.engine.batch_size import MICRO, STEPS, TRAIN
 from megalowbit.engine.config import DeepSpeedConfigParts
 from megalowbit.engine.process_start import import_deepspeed
-from megalowbit.errors import Problems, UserError, shown
+from megalowbit.errors import Problems, UserError, shortened, shown
 from megalowbit.layers.recipe import recipe
 
 # DeepSpeed's throughput timer waits for the device twice a step, for a figure that telemetry has already.
@@ -72,13 +72,13 @@ def _read(config: dict[str, Any], block: str | None) -> None:
             problems.add(
                 UserError(
                     f"DeepSpeed rejects {'.'.join(path) or error.title} = {shown(each['input'])} "
-                    f"({each['msg']}): correct it as DeepSpeed documents it, or remove it"
+                    f"({shortened(each['msg'])}): correct it as DeepSpeed documents it, or remove it"
                 )
             )
         raise problems.error() from None
     except Exception as error:  # whatever its reading of plain values raises, it cannot use them
         where = f"{block} = {shown(config[block])}" if block else "the configuration"
-        reason = str(error) or type(error).__name__
+        reason = shortened(str(error)) or type(error).__name__
         raise UserError(f"DeepSpeed rejects {where} ({reason}): correct it, or remove it") from None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import UserError, shortened, unknown_name
 from megalowbit.hf.families import check_config, family
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def config_from_dict(
     try:
         config = config_class.from_dict(_with_overrides(raw, overrides, config_class))
     except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError) as error:
-        reason = " ".join(str(error).split())
+        reason = shortened(" ".join(str(error).split()))
         raise UserError(f"{where} is not a valid {raw['model_type']} configuration: {reason}") from error
     check_config(config, where)
     return config

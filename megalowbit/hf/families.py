@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.errors import Problems, UserError, shown, unknown_name
+from megalowbit.json_text import is_finite_number
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -145,15 +146,19 @@ def check_config(config: PretrainedConfig, where: str) -> None:
         UserError: naming field, value and what is allowed.
     """
     row = family(config.model_type)
-    _check_sizes(config, row, where)
+    problems = Problems()
+    _check_sizes(config, row, where, problems)
     for field in row.dropouts:
         value = getattr(config, field)
-        if not 0 <= value <= 1:
-            raise UserError(f"{where}: {field} must be a probability, 0 … 1, not {value!r}")
+        if not is_finite_number(value) or not 0 <= value <= 1:
+            message = f"{where}: {field} must be a probability, 0 … 1, not {shown(value)}"
+            problems.add(UserError(message))
     for field, limit in row.numbers.items():
         value = config.rope_parameters.get(field) if field == "rope_theta" else getattr(config, field)
-        if not isinstance(value, (int, float)) or not 0 < value <= limit:
-            raise UserError(f"{where}: {field} must be a number > 0, at most {limit:g}, not {value!r}")
+        if not is_finite_number(value) or not 0 < value <= limit:
+            message = f"{where}: {field} must be a number > 0, at most {limit:g}, not {shown(value)}"
+            problems.add(UserError(message))
+    problems.raise_any()
     _check_heads(config, row, where)
     activation = getattr(config, row.activation)
     from transformers.activations import ACT2FN
@@ -163,7 +168,7 @@ def check_config(config: PretrainedConfig, where: str) -> None:
     _check_token_ids(config, where)
 
 
-def _check_sizes(config: PretrainedConfig, row: Family, where: str) -> None:
+def _check_sizes(config: PretrainedConfig, row: Family, where: str, problems: Problems) -> None:
     limits = dict.fromkeys((*row.sizes, *row.optional_sizes), MAX_SIZE) | {
         row.num_layers: MAX_LAYERS,
         row.hidden_size: MAX_WIDTH,
@@ -174,10 +179,11 @@ def _check_sizes(config: PretrainedConfig, row: Family, where: str) -> None:
         value = getattr(config, field)
         if value is None and field in row.optional_sizes:
             continue
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"{where}: {field} must be a whole number ≥ 1, not {value!r}")
-        if value > limit:
-            raise UserError(f"{where}: {field} {value} is beyond any model: write {limit} at most")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            problems.add(UserError(f"{where}: {field} must be a whole number ≥ 1, not {shown(value)}"))
+        elif value > limit:
+            message = f"{where}: {field} {shown(value)} is beyond any model: write {limit} at most"
+            problems.add(UserError(message))
 
 
 def _check_token_ids(config: PretrainedConfig, where: str) -> None:
@@ -187,9 +193,9 @@ def _check_token_ids(config: PretrainedConfig, where: str) -> None:
         if value == getattr(defaults, field):
             continue
         for token in value if isinstance(value, list) else [value]:
-            if token is not None and not 0 <= token < config.vocab_size:
+            if token is not None and (isinstance(token, bool) or not 0 <= token < config.vocab_size):
                 raise UserError(
-                    f"{where}: {field} {token} is outside vocab_size {config.vocab_size}: "
+                    f"{where}: {field} {shown(token)} is outside vocab_size {config.vocab_size}: "
                     "correct it, or use null for none"
                 )
 
