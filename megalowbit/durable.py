@@ -3,10 +3,10 @@
 A file is written beside its place, forced to disk and renamed; a crash at any moment leaves the old file or
 the new one. A checkpoint is a folder with a `manifest.json`, written last, of size and SHA-256 of each of its
 files; without it the folder is incomplete. One that also has `.saving` is what an interrupted save has left
-and may be removed; without that mark the manifest was lost later, and the folder is kept. Such folders are called `step-00000040`, and the newest of a run
-is the highest complete step, whatever any pointer file says. One that is found damaged is moved aside, to
-`step-00000040.damaged`, and never removed. Only the standard library is needed, so looking at checkpoints
-does not load torch.
+and may be removed; without that mark the manifest was lost later, and the folder is kept. Such folders are
+called `step-00000040`, and the newest of a run is the highest complete step, whatever any pointer file says.
+One that is found damaged is moved aside, to `step-00000040.damaged`, and never removed. Only the standard
+library is needed, so looking at checkpoints does not load torch.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from typing import Any
 
 from megalowbit.errors import UserError, from_system
 
-
 LARGEST_TEXT = 64 * 2**20  # bytes
 MOST_LEVELS = 100  # of nesting: code that follows the levels by recursion stays within the stack
 KINDS = {

@@ -2,11 +2,12 @@
 
 `folder/step-00000040/` holds DeepSpeed's files and, written last, `manifest.json` with size and SHA-256 of
 each: the commit mark. A folder without it is ignored: what a killed process left (`.saving` lies in it) is
-removed in time, one that has lost its manifest is moved aside. A damaged one is moved aside, with a line in the log, and the one before is used. Every rank's random
-generators are saved, and what else is a rank's own in `rank_00000.pt` and so on, so that a resumed run is
-bitwise the run that was not stopped; at another ZeRO stage or number of ranks (`reshape`) it is the same run
-but for the order of sums. What can fail on one rank is raised by all. Names are never used twice: a complete
-checkpoint is not overwritten. `latest` is kept for DeepSpeed's own tools. Loading executes nothing.
+removed in time, one that has lost its manifest is moved aside. A damaged one is moved aside, with a line in
+the log, and the one before is used. Every rank's random generators are saved, and what else is a rank's own
+in `rank_00000.pt` and so on, so that a resumed run is bitwise the run that was not stopped; at another ZeRO
+stage or number of ranks (`reshape`) it is the same run but for the order of sums. What can fail on one rank
+is raised by all. Names are never used twice: a complete checkpoint is not overwritten. `latest` is kept for
+DeepSpeed's own tools. Loading executes nothing.
 """
 
 from __future__ import annotations
