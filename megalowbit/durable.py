@@ -2,10 +2,11 @@
 
 A file is written beside its place, forced to disk and renamed; a crash at any moment leaves the old file or
 the new one. A checkpoint is a folder with a `manifest.json`, written last, of size and SHA-256 of each of its
-files; without it the folder is incomplete. Such folders are called `step-00000040`, and the newest of a run
-is the highest complete step, whatever any pointer file says. One that is found damaged is moved aside, to
-`step-00000040.damaged`, and never removed. Only the standard library is needed, so looking at checkpoints
-does not load torch.
+files; without it the folder is incomplete. One that also has `.saving` is what an interrupted save has left
+and may be removed; without that mark the manifest was lost later, and the folder is kept. Such folders are
+called `step-00000040`, and the newest of a run is the highest complete step, whatever any pointer file says.
+One that is found damaged is moved aside, to `step-00000040.damaged`, and never removed. Only the standard
+library is needed, so looking at checkpoints does not load torch.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple
 
-from megalowbit.errors import PASSING, TransientError, UserError
+from megalowbit.errors import PASSING, TransientError, UserError, from_system
+from megalowbit.json_text import parse_json, read_text
 
 MANIFEST = "manifest.json"
+SAVING = ".saving"  # lies in a checkpoint's folder until the manifest is written
 LATEST = "latest"  # names the newest step for DeepSpeed's tools; never read by us
 FORMAT = 1
 STEP = re.compile(r"step-([0-9]{8,})")
@@ -115,13 +118,36 @@ def write_manifest(folder: Path, known: Iterable[FileFacts] = ()) -> None:
     for entry in facts.values():
         if (folder / entry.name).stat().st_size != entry.size:
             raise OSError(f"{entry.name} has another size than was written")
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest):
+    others = (manifest, folder / SAVING)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path not in others):
         name = path.relative_to(folder).as_posix()
         if name not in facts:
             facts[name] = FileFacts(name, path.stat().st_size, sha256_of(path))
     content = {"format": FORMAT, "files": [facts[name]._asdict() for name in sorted(facts)]}
     with atomic_file(manifest) as file:
         file.write(json.dumps(content, indent=1) + "\n")
+    (folder / SAVING).unlink(missing_ok=True)
+
+
+def is_rest_of_save(folder: Path) -> bool:
+    """Whether a folder is what an interrupted save has left, and nothing that was once a checkpoint."""
+    return is_file(folder / SAVING) and not is_file(folder / MANIFEST)
+
+
+def is_file(path: Path) -> bool:
+    """As `Path.is_file`, and False too where the folder may not be looked into.
+
+    Raises:
+        TransientError: the file system is away.
+        UserError: another reason why nobody can know.
+    """
+    try:
+        return path.is_file()
+    except PermissionError:
+        return False
+    except OSError as error:
+        message = f"{path} cannot be looked at ({error.strerror}): mend the file system, or name another"
+        raise from_system(message, error) from error
 
 
 def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
@@ -137,14 +163,11 @@ def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
     """
     if not folder.is_dir():
         raise UserError(f"checkpoint {folder} does not exist: {remedy}")
-    if not (folder / MANIFEST).is_file():
+    if not is_file(folder / MANIFEST):
         raise UserError(f"checkpoint {folder} is incomplete, it has no {MANIFEST}: {remedy}")
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        facts = [
-            FileFacts(str(entry["name"]), int(entry["size"]), str(entry["sha256"]))
-            for entry in content["files"]
-        ]
+        content = parse_json(read_text(folder / MANIFEST), MANIFEST)
+        facts = [_entry(entry["name"], entry["size"], entry["sha256"]) for entry in content["files"]]
         written_format = content["format"]
     except OSError as error:
         raise _unreadable(folder, MANIFEST, error, remedy) from error
@@ -155,6 +178,16 @@ def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
     if not facts:
         raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} names no file; {remedy}")
     return facts
+
+
+def _entry(name: object, size: object, sha256: object) -> FileFacts:
+    """One entry of a manifest, whose file lies in the checkpoint's folder."""
+    if not (isinstance(name, str) and isinstance(sha256, str) and type(size) is int and size >= 0):
+        raise ValueError("an entry has a name, a size and a digest")
+    path = PurePosixPath(name)
+    if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
+        raise ValueError("a file lies elsewhere")
+    return FileFacts(name, size, sha256)
 
 
 def step_name(step: int) -> str:
@@ -169,16 +202,25 @@ def is_step_name(name: str) -> bool:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps with a checkpoint in `folder`, complete or not, ascending; none if there is no such folder."""
-    if not folder.is_dir():
+    """Steps with a checkpoint in `folder`, complete or not, ascending; none if there is no such folder.
+
+    Raises:
+        UserError: the folder cannot be looked into.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    except OSError as error:
+        message = f"{folder} cannot be looked into ({error.strerror}): make it readable, or name another"
+        raise from_system(message, error) from error
     return sorted(int(name.removeprefix("step-")) for name in names if is_step_name(name))
 
 
 def complete_steps(folder: Path) -> list[int]:
     """Steps with a complete checkpoint in `folder`, ascending: the last one is the newest."""
-    return [step for step in steps_in(folder) if (folder / step_name(step) / MANIFEST).is_file()]
+    return [step for step in steps_in(folder) if is_file(folder / step_name(step) / MANIFEST)]
 
 
 def verify_folder(folder: Path, *, remedy: str, share: int = 0, shares: int = 1) -> None:
@@ -203,7 +245,7 @@ def verify_folder(folder: Path, *, remedy: str, share: int = 0, shares: int = 1)
             )
     for name, size, sha256 in facts[share::shares]:
         path, damaged = folder / name, f"checkpoint {folder} is damaged: {name}"
-        if not path.is_file():
+        if not is_file(path):
             raise UserError(f"{damaged} is missing; {remedy}")
         if (found_size := path.stat().st_size) != size:
             raise UserError(f"{damaged} has {found_size} bytes instead of {size}; {remedy}")
@@ -236,6 +278,20 @@ def looks_whole(folder: Path) -> bool:
         return False
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that nobody needs; a kill at any moment leaves a draft, and no part under its name.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
+    folder.rename(draft)
+    if draft.is_symlink():
+        draft.unlink()  # what it leads to is not ours
+    else:
+        shutil.rmtree(draft)
+
+
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint so that it is none, and its step can be saved again; returns where it is.
 
@@ -243,7 +299,7 @@ def set_aside(folder: Path) -> Path:
         OSError: it cannot be renamed.
     """
     number, target = 1, folder.with_name(folder.name + DAMAGED)
-    while target.exists():
+    while os.path.lexists(target):
         number += 1
         target = folder.with_name(f"{folder.name}{DAMAGED}-{number}")
     folder.rename(target)
@@ -265,10 +321,11 @@ def remove_drafts(folder: Path, names: Iterable[str] = ("*",)) -> None:
         names: patterns of what they were to become.
     """
     for draft in [path for name in names for path in folder.glob(f".{name}.*.tmp")]:
-        if DRAFT.fullmatch(draft.name) and draft.is_dir():
+        if DRAFT.fullmatch(draft.name) and draft.is_dir() and not draft.is_symlink():
             shutil.rmtree(draft, ignore_errors=True)
         elif DRAFT.fullmatch(draft.name):
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):  # what cannot be removed is in nobody's way
+                draft.unlink()
 
 
 def sync(path: Path) -> None:

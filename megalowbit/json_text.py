@@ -1,21 +1,32 @@
-"""JSON that a person or another program wrote: parsed, or refused in one line.
+"""JSON and other small texts that a person or another program wrote: read and parsed, or refused in one line.
 
 `json.loads` fails in four ways (wrong syntax, wrong encoding, nesting beyond the stack, integers beyond
 Python's limit of digits) and lets pass what other readers of the file refuse or read otherwise: `NaN`, and
-two values for one key. Text is UTF-8; a byte order mark at its start, as Windows editors write it, is
-accepted.
+two values for one key. Reading can wait for ever (a FIFO) or fill the memory (a device, a huge file), so only
+regular files up to a limit are read. Text is UTF-8; a byte order mark at its start, as Windows editors write
+it, is accepted.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
 
 from megalowbit.errors import UserError, from_system, shown
 
-DEEPEST = 100  # levels of a configuration
+LARGEST_TEXT = 64 * 2**20  # bytes
+MOST_LEVELS = 100  # of nesting: code that follows the levels by recursion stays within the stack
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 class NotJsonError(UserError):
@@ -29,8 +40,8 @@ def parse_json(text: str, where: str, *, first_line: int = 1, is_strict: bool = 
         text: one JSON value.
         where: what it was read from, opens the messages.
         first_line: number of the text's first line in there.
-        is_strict: refuse keys that occur twice in one object, NaN, Infinity, numbers that a float takes
-            for infinite, and nesting that those who walk through the value could not follow.
+        is_strict: refuse keys that occur twice in one object, NaN, Infinity, and numbers that a float takes
+            for infinite.
 
     Raises:
         NotJsonError: with line and column of the first error.
@@ -46,9 +57,6 @@ def parse_json(text: str, where: str, *, first_line: int = 1, is_strict: bool = 
         }
     try:
         value = json.loads(text.removeprefix("\ufeff"), **hooks)
-        if is_strict and _is_deeper(value, DEEPEST):
-            raise RecursionError
-        return value
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise NotJsonError(
@@ -60,6 +68,38 @@ def parse_json(text: str, where: str, *, first_line: int = 1, is_strict: bool = 
         raise UserError(f"{place} is nested too deeply: give JSON of a few levels") from None
     except ValueError:  # the only other one is Python's limit on the digits of an integer
         raise UserError(f"{place} holds an integer of thousands of digits: shorten it") from None
+    if text.count("[") + text.count("{") > MOST_LEVELS and _levels(value) > MOST_LEVELS:
+        raise UserError(f"{place} is nested too deeply: give JSON of a few levels")
+    return value
+
+
+def read_text(path: Path, *, largest: int = LARGEST_TEXT) -> str:
+    """The text of a regular file.
+
+    Args:
+        path: of the file; links are followed.
+        largest: how many bytes it may have.
+
+    Raises:
+        OSError: it is missing, a folder, or cannot be read.
+        UserError: it is a FIFO, a socket or a device, is larger, or is not UTF-8.
+    """
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if kind != stat.S_IFREG:
+        raise UserError(f"{path} is {KINDS.get(kind, 'no file')}: name a regular file")
+    # not blocking: what was a file may have become a FIFO
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise UserError(
+            f"{path} has more than {largest:,} bytes, which is too much to be right: name another"
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text: save it as UTF-8") from None
 
 
 def read_json_object(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
@@ -70,15 +110,13 @@ def read_json_object(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
         is_strict: as for `parse_json`.
 
     Raises:
-        UserError: the file cannot be read, is not UTF-8 or JSON, or holds something else.
+        UserError: the file cannot be read (`read_text`), is not JSON, or holds something else.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         message = f"cannot read {path}: {error.strerror or error}; give an existing JSON file"
         raise from_system(message, error) from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text: save it as UTF-8 JSON") from None
     value = parse_json(text, str(path), is_strict=is_strict)
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, not an object: write one object {{…}}")
@@ -90,6 +128,21 @@ def is_finite_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return -sys.float_info.max <= value <= sys.float_info.max
+
+
+def _levels(value: Any) -> int:
+    """How deep lists and objects are nested, up to one more than is allowed."""
+    levels, layer = 0, [value]
+    while layer and levels <= MOST_LEVELS:
+        containers = [each for each in layer if isinstance(each, (list, dict))]
+        levels += bool(containers)
+        layer = [
+            inner
+            for each in containers
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, (list, dict))
+        ]
+    return levels
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -106,17 +159,6 @@ def _finite_float(text: str) -> float:
     if not is_finite_number(value):
         raise UserError(f"{shown(text)} is larger than any float: write a finite number")
     return value
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects are nested in more than so many levels; without recursion."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(levels + 1):
-        inner = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [each for values in inner for each in values if isinstance(each, dict | list)]
-        if not level:
-            return False
-    return True
 
 
 def _refuse_constant(name: str) -> float:

@@ -16,7 +16,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SLURM_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
 DEFAULT_PORT = 29500
+MOST_DIGITS = 18  # of a number in a variable: it fits into 64 bits
+LAST_PORT = 2**16 - 1
 FIRST_SLURM_PORT, SLURM_PORTS = 15000, 16381  # below the ports that systems give to clients; a prime
 NODE_OF_LIST = re.compile(r"(?:[^,\[\]\s]|\[[\d,-]+\])+")
 
@@ -79,8 +81,8 @@ def _whole_number(name: str, environ: MutableMapping[str, str]) -> int:
     text = environ.get(name)
     if text is None:
         raise UserError(f"{name} is not set although other rank variables are: set it, or unset the others")
-    if not text.isdecimal():
-        raise UserError(f"{name} must be a whole number ≥ 0, not {text!r}")
+    if not (text.isdecimal() and len(text) <= MOST_DIGITS):
+        raise UserError(f"{name} must be a whole number ≥ 0, not {shown(text)}")
     return int(text)
 
 
@@ -91,7 +93,7 @@ def export(identity: ProcessIdentity, environ: MutableMapping[str, str] | None =
     `srun` also the place on the node and among nodes, as the DeepSpeed launcher writes it.
 
     Raises:
-        UserError: SLURM's variables are not understood, or MASTER_PORT is no number.
+        UserError: SLURM's variables are not understood, or MASTER_PORT is no port.
     """
     environ = os.environ if environ is None else environ
     environ["RANK"] = str(identity.rank)
@@ -101,7 +103,9 @@ def export(identity: ProcessIdentity, environ: MutableMapping[str, str] | None =
         environ["MASTER_ADDR"] = _slurm_head(environ) if identity.launcher == "slurm" else "127.0.0.1"
     if "MASTER_PORT" not in environ:
         environ["MASTER_PORT"] = str(_port(identity, environ))
-    _whole_number("MASTER_PORT", environ)
+    port = _whole_number("MASTER_PORT", environ)
+    if not 1 <= port <= LAST_PORT:
+        raise UserError(f"MASTER_PORT {environ['MASTER_PORT']} is no port: give one of 1 … {LAST_PORT}")
     if identity.launcher == "slurm":
         for name, value in _slurm_places(environ).items():
             environ.setdefault(name, str(value))

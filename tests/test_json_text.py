@@ -1,4 +1,6 @@
 import json
+import os
+import socket
 
 import pytest
 from hypothesis import given
@@ -29,6 +31,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
     ("text", "message"),
     [
         ("[" * 100_000, "x is nested too deeply"),
+        ("[" * 101 + "]" * 101, "x is nested too deeply"),
         ('{"a": ' * 100_000, "x is nested too deeply"),
         ("9" * 5000, "x holds an integer of thousands of digits"),
         ("{'a': 1}", "x is not JSON: line 1, column 2"),
@@ -93,3 +96,35 @@ def test_a_file_that_holds_no_object_is_named(tmp_path):
 def test_numbers_are_told_from_what_no_float_can_hold(text, is_number):
     value = parse_json(text, "x")
     assert is_finite_number(value) is is_number
+
+
+def test_a_hundred_levels_are_enough_and_wide_values_are_no_deep_ones():
+    assert parse_json("[" * 100 + "]" * 100, "x")
+    assert parse_json("[" + "[]," * 1000 + "{}]", "x")
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device", "socket", "directory", "nothing", "huge"])
+def test_only_regular_files_of_a_size_that_can_be_right_are_read(tmp_path, kind):
+    path = tmp_path / "x.json"
+    messages = {
+        "FIFO": "is a FIFO: name a regular file",
+        "device": "is a device: name a regular file",
+        "socket": "is a socket: name a regular file",
+        "directory": r"cannot read .* Is a directory; give an existing JSON file",
+        "nothing": r"cannot read .* No such file",
+        "huge": "has more than 67,108,864 bytes",
+    }
+    with socket.socket(socket.AF_UNIX) as server:
+        if kind == "FIFO":
+            os.mkfifo(path)
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "socket":
+            server.bind(str(path))
+        elif kind == "directory":
+            path.mkdir()
+        elif kind == "huge":
+            with path.open("wb") as file:
+                file.truncate(64 * 2**20 + 1)
+        with pytest.raises(UserError, match=messages[kind]):
+            read_json_object(path)

@@ -178,3 +178,11 @@ def test_an_exported_identity_starts_a_real_process_group():
 def test_a_port_that_is_no_number_is_refused():
     with pytest.raises(UserError, match="MASTER_PORT must be a whole number ≥ 0, not 'not-a-port'"):
         export(ProcessIdentity(), {"MASTER_PORT": "not-a-port"})
+
+
+@pytest.mark.parametrize("port", ["99999999", "65536", "0", "9" * 5000])
+def test_a_port_that_is_none_is_refused(port):
+    environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port}
+    with pytest.raises(UserError, match="MASTER_PORT") as caught:
+        export(identify(environ), environ)
+    assert len(str(caught.value)) < 200

@@ -21,6 +21,7 @@ from megalowbit.cluster.script import STATE, JobRequest, all_overrides, render, 
 from megalowbit.cluster.settings import ClusterSettings, load_cluster
 from megalowbit.durable import atomic_file
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
+from megalowbit.json_text import read_text
 from megalowbit.pretrain.command_line import OneLineParser
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.validation import check_config
@@ -133,9 +134,9 @@ def read_sweep(path: Path) -> list[list[str]]:
         UserError: the file cannot be read, has no run, or a word that is no KEY=VALUE.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        lines = read_text(path).split("\n")
+    except (OSError, UserError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(f"--array {path} cannot be read ({reason}): name a text file") from None
     runs = []
     for number, line in enumerate(lines, start=1):

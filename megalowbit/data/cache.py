@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError
+from megalowbit.json_text import read_json_object
 from megalowbit.process_group import identify, is_initialized, is_true_anywhere, world_size
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,8 @@ def _manifest(path: Path) -> Path:
 
 def _is_whole(path: Path) -> bool:
     try:
-        known = json.loads(_manifest(path).read_bytes())
-    except (OSError, ValueError):
+        known = read_json_object(_manifest(path))
+    except UserError:
         return False
     return known == {"size": path.stat().st_size, "digest": content_digest(path)}
 

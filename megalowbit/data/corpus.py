@@ -72,9 +72,12 @@ class StdlibCorpus(Corpus):
             )
 
     def _find(self) -> Iterator[Path]:
-        for folder, subfolders, files in os.walk(self.root):
+        for folder, subfolders, files in os.walk(self.root, onerror=self._refuse):
             subfolders[:] = [name for name in subfolders if name not in NOT_STDLIB]
             yield from (Path(folder) / name for name in files if name.endswith(".py"))
+
+    def _refuse(self, error: OSError) -> None:
+        raise UserError(f'corpus "{STDLIB}": {error.filename} cannot be read ({error.strerror}): mend it')
 
     @property
     def name(self) -> str:
@@ -84,19 +87,23 @@ class StdlibCorpus(Corpus):
     def fingerprint(self) -> str:  # it reads every file
         digest = hashlib.sha256(f"{STDLIB} of Python {sys.version_info[:3]}".encode())
         for path in self.paths:
-            content = path.read_bytes()
+            content = _bytes_of(path)
             digest.update(f"{path.relative_to(self.root).as_posix()}\0{len(content)}\0".encode())
             digest.update(content)
         return digest.hexdigest()
 
     def documents(self) -> Iterator[str]:
         for path in self.paths:
-            try:
-                text = path.read_bytes().decode("utf-8", errors="replace")
-            except OSError as error:
-                raise UserError(f"corpus file {path} cannot be read ({error.strerror}): mend it") from error
+            text = _bytes_of(path).decode("utf-8", errors="replace")
             if text:
                 yield text
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"corpus file {path} cannot be read ({error.strerror}): mend it") from error
 
 
 def open_corpus(settings: DataSettings) -> Corpus:

@@ -9,6 +9,7 @@ was skipped in silence is never missed. Blank lines and empty texts within a fil
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -74,14 +75,35 @@ def _find_files(path: Path) -> list[Path]:
                 f"corpus file {path} is of no known kind: rename it to one of {', '.join(LOCAL_SUFFIXES)}"
             )
         return [path]
-    found = (file for file in path.rglob("*") if file.is_file() and file.suffix in LOCAL_SUFFIXES)
-    files = sorted(
-        (file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)),
-        key=lambda file: file.relative_to(path).as_posix(),
-    )
+    if not path.is_dir():
+        raise UserError(f"corpus {path} is a FIFO, a socket or a device: name a file or a folder")
+    files = sorted(_walk(path), key=lambda file: file.relative_to(path).as_posix())
     if not files:
         raise UserError(f"corpus folder {path} has no {', '.join(LOCAL_SUFFIXES)} files: name another")
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"corpus file {file} is no regular file, or a link to nothing: remove it")
     return files
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    """Everything below a folder that is named as a text file, but for hidden names; links lead to no folder.
+
+    Raises:
+        UserError: a folder cannot be read: its text would be left out in silence.
+    """
+
+    def refuse(error: OSError) -> None:
+        reason = error.strerror or error
+        raise UserError(
+            f"corpus folder {error.filename} cannot be read ({reason}): mend or remove it"
+        ) from error
+
+    for folder, subfolders, names in os.walk(path, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith(".") and Path(name).suffix in LOCAL_SUFFIXES:
+                yield Path(folder) / name
 
 
 def _refuse_unreadable(file: Path) -> None:

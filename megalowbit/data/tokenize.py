@@ -142,6 +142,7 @@ class FolderTokenizer(Tokenizer):
         from transformers import AutoTokenizer  # slow to import, and only this kind needs it
 
         self.name = str(folder)
+        _refuse_strange_files(folder)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -239,6 +240,20 @@ def _limited(texts: Iterator[str]) -> Iterator[str]:
         room -= len(text)
         if room <= 0:
             return
+
+
+def _refuse_strange_files(folder: Path) -> None:
+    """Reading a FIFO or a device may take for ever."""
+    try:
+        strange = [
+            path for path in folder.iterdir() if path.exists() and not (path.is_file() or path.is_dir())
+        ]
+    except OSError as error:
+        raise UserError(
+            f"tokenizer folder {folder} cannot be read ({error.strerror}): name another"
+        ) from error
+    if strange:
+        raise UserError(f"tokenizer file {strange[0]} is a FIFO, a socket or a device: remove it")
 
 
 def _letters_of_bytes() -> dict[int, str]:

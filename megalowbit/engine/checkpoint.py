@@ -1,12 +1,13 @@
 """Checkpoints that are complete or do not count, and that say so when they are damaged.
 
 `folder/step-00000040/` holds DeepSpeed's files and, written last, `manifest.json` with size and SHA-256 of
-each: the commit mark. A folder without it is what a killed process left; it is ignored and, in time,
-removed. A damaged one is moved aside, with a line in the log, and the one before is used. Every rank's random
-generators are saved, and what else is a rank's own in `rank_00000.pt` and so on, so that a resumed run is
-bitwise the run that was not stopped; at another ZeRO stage or number of ranks (`reshape`) it is the same run
-but for the order of sums. What can fail on one rank is raised by all. Names are never used twice: a complete
-checkpoint is not overwritten. `latest` is kept for DeepSpeed's own tools. Loading executes nothing.
+each: the commit mark. A folder without it is ignored: what a killed process left (`.saving` lies in it) is
+removed in time, one that has lost its manifest is moved aside. A damaged one is moved aside, with a line in
+the log, and the one before is used. Every rank's random generators are saved, and what else is a rank's own
+in `rank_00000.pt` and so on, so that a resumed run is bitwise the run that was not stopped; at another ZeRO
+stage or number of ranks (`reshape`) it is the same run but for the order of sums. What can fail on one rank
+is raised by all. Names are never used twice: a complete checkpoint is not overwritten. `latest` is kept for
+DeepSpeed's own tools. Loading executes nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from megalowbit.checkpoints.contents import check_files, header_file
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
 from megalowbit.checkpoints.shards import load_file
 from megalowbit.durable import (
-    LATEST,
-    atomic_file,
+    MANIFEST,
     complete_steps,
     damaged_in,
+    is_file,
+    is_rest_of_save,
     looks_whole,
     remove_drafts,
     set_aside,
@@ -35,6 +37,7 @@ from megalowbit.durable import (
 from megalowbit.engine.agreement import agree, succeed_together
 from megalowbit.engine.checkpoint_io import (
     load_together,
+    point_latest_at,
     remove_checkpoint,
     save_together,
     verify_together,
@@ -98,7 +101,7 @@ class CheckpointStore:
         if aside := agree(lambda: [] if self.steps() else damaged_in(self.folder)):
             raise UserError(
                 f"all {len(aside)} checkpoints in {self.folder} are damaged (newest: {aside[-1]}): start "
-                "anew in another folder, or repair one and take .damaged off its name"
+                "again in another folder, or repair one and take .damaged off its name"
             )
         return None
 
@@ -111,29 +114,26 @@ class CheckpointStore:
 
         Args:
             step: has a complete checkpoint, which is the newest then.
-
-        Raises:
-            UserError: the folder cannot be written to.
         """
         self._verified.difference_update(agree(lambda: self._remove_after(step)))
 
     def _remove_after(self, step: int) -> list[Path]:
         later = [self.path_of(each) for each in steps_in(self.folder) if each > step]
-        try:
-            with atomic_file(self.folder / LATEST) as file:
-                file.write(self.path_of(step).name)
-        except OSError as error:
-            message = f"{self.folder / LATEST} cannot be written ({error.strerror}): free space there"
-            raise from_system(message, error) from error
+        point_latest_at(self.path_of(step))
         for path in reversed(later):
-            remove_checkpoint(path)
+            if is_file(path / MANIFEST):
+                remove_checkpoint(path)
+            else:
+                self._clear_incomplete(path)
         return later
 
     def _warn_of_incomplete(self) -> None:
         newest = max(self.steps(), default=-1)
         for step in steps_in(self.folder):
             if step > newest:
-                logger.warning("%s is incomplete (its save was interrupted): ignored", self.path_of(step))
+                path = self.path_of(step)
+                reason = "its save was interrupted" if is_rest_of_save(path) else f"it has no {MANIFEST}"
+                logger.warning("%s is incomplete (%s): ignored", path, reason)
 
     def _damage_of(self, path: Path) -> str | None:
         """What is wrong with a checkpoint, the same on every rank; None if it is whole."""
@@ -184,7 +184,7 @@ class CheckpointStore:
         path = self.path_of(step)
         rank_file = (_rank_file(process_group.rank()), rank_state) if rank_state else None
         save_together(engine, path, client_state, step=step, rank_file=rank_file)
-        agree(lambda: self._prune(path, spare))
+        agree(lambda: self._tidy_up(path, spare))
         self._verified.discard(path)
         return path
 
@@ -241,6 +241,20 @@ class CheckpointStore:
             return None
         return load_file(path / _rank_file(rank), is_mapped=False)
 
+    def _tidy_up(self, saved: Path, spare: Collection[int]) -> None:
+        """`_prune`; what keeps older checkpoints from being removed is logged, for the new one is there."""
+        try:
+            self._prune(saved, spare)
+        except (OSError, UserError) as error:
+            logger.warning("older checkpoints in %s stay: %s", self.folder, error)
+
+    def _clear_incomplete(self, path: Path) -> None:
+        """Remove what an interrupted save has left; a folder that has lost its manifest is moved aside."""
+        if is_rest_of_save(path):
+            remove_checkpoint(path)
+        else:
+            self._set_aside(path, f"checkpoint {path} has no {MANIFEST}")
+
     def _prune(self, saved: Path, spare: Collection[int]) -> None:
         """Remove all but the newest `keep` whole ones, `spare` and the one just saved, maybe an earlier one.
 
@@ -255,7 +269,10 @@ class CheckpointStore:
             if step in steps and step not in whole:
                 self._set_aside(self.path_of(step), f"checkpoint {self.path_of(step)} lacks files")
             elif step not in kept and step < steps[-1]:
-                remove_checkpoint(self.path_of(step))
+                if step in steps:
+                    remove_checkpoint(self.path_of(step))
+                else:
+                    self._clear_incomplete(self.path_of(step))
 
     def _remedy(self, path: Path) -> str:
         others = [self.path_of(step) for step in self.steps() if self.path_of(step).name != path.name]

@@ -9,7 +9,7 @@ memory inside that loader.
 from __future__ import annotations
 
 import logging
-import shutil
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,11 +19,15 @@ from megalowbit import process_group
 from megalowbit.checkpoints.contents import CheckpointContents, check_files
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
 from megalowbit.durable import (
-    DRAFT,
     LATEST,
     MANIFEST,
+    SAVING,
     FileFacts,
     atomic_file,
+    is_file,
+    is_rest_of_save,
+    remove_folder,
+    set_aside,
     verify_folder,
     write_manifest,
 )
@@ -42,22 +46,28 @@ def begin_folder(path: Path, *, is_named_by_user: bool = False) -> None:
 
     Args:
         path: of the checkpoint.
-        is_named_by_user: a folder of this name may hold anything, and is replaced only if it does not.
+        is_named_by_user: a folder of this name may hold anything, and is left where it is.
 
     Raises:
         UserError: there is a complete checkpoint, or something else, or it cannot be made.
     """
-    if (path / MANIFEST).is_file():
+    if is_file(path / MANIFEST):
         raise UserError(
             f"checkpoint {path} exists already and is not overwritten: remove it, or use another folder"
         )
-    if is_named_by_user and path.exists() and not _holds_a_rest(path):
-        raise UserError(f"{path} is there already and is no checkpoint: use another tag, or remove it")
+    is_there, is_rest = os.path.lexists(path), is_rest_of_save(path)
+    if is_named_by_user and is_there and not is_rest:
+        raise UserError(
+            f"{path} is there already and is no checkpoint with a {MANIFEST}: use another tag, or remove it"
+        )
     try:
-        if path.exists():
+        if is_rest:
             logger.warning("%s is incomplete (its save was interrupted): replaced", path)
-            shutil.rmtree(path)
+            remove_folder(path)
+        elif is_there:
+            logger.warning("%s has no %s: moved to %s", path, MANIFEST, set_aside(path).name)
         path.mkdir(parents=True)
+        (path / SAVING).touch()
     except OSError as error:
         raise from_system(f"checkpoint {_write_error(path, error)}", error) from error
 
@@ -93,25 +103,39 @@ def save_together(
     agree(lambda: begin_folder(path, is_named_by_user=is_named_by_user))
     try:
         facts = _write_files(engine, path, client_state, step=step, rank_file=rank_file)
-        agree(lambda: _commit(path, facts, is_latest=is_latest))
+        agree(lambda: _commit(path, facts, is_latest=is_latest, is_latest_needed=is_named_by_user))
     except Exception as error:  # goes on its way: a folder that is not complete is in nobody's
         engine.checkpoint_engine.take_facts(path)
         # one that is complete stays where only the others could not be told of it
-        is_complete = not isinstance(error, UserError) and (path / MANIFEST).is_file()
+        is_complete = not isinstance(error, UserError) and is_file(path / MANIFEST)
         if process_group.rank() == 0 and not is_complete:
             remove_checkpoint(path)
         raise
 
 
-def _commit(path: Path, facts: Iterable[FileFacts], *, is_latest: bool) -> None:
-    """Rank 0, all files written: the manifest, then `latest`."""
+def _commit(path: Path, facts: Iterable[FileFacts], *, is_latest: bool, is_latest_needed: bool) -> None:
+    """Rank 0, all files written: the manifest, then `latest`, which only loads without a tag depend on."""
     try:
         write_manifest(path, facts)
-        if is_latest:
-            with atomic_file(path.parent / LATEST) as file:
-                file.write(path.name)
+        if is_latest and is_latest_needed:
+            _write_latest(path)
     except OSError as error:
         raise from_system(f"checkpoint {_write_error(path, error)}", error) from error
+    if is_latest and not is_latest_needed:
+        point_latest_at(path)
+
+
+def point_latest_at(path: Path) -> None:
+    """Let `latest`, which only other programs read, name a checkpoint; a failure is logged."""
+    try:
+        _write_latest(path)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", path.parent / LATEST, error.strerror)
+
+
+def _write_latest(path: Path) -> None:
+    with atomic_file(path.parent / LATEST) as file:
+        file.write(path.name)
 
 
 def _write_files(
@@ -228,10 +252,9 @@ def recipes_of(engine: Any) -> str:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, its manifest first: an interrupted removal must not look like a checkpoint."""
+    """Remove a checkpoint under another name: an interrupted removal must not look like a checkpoint."""
     try:
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        remove_folder(path)
     except OSError as error:
         logger.warning("checkpoint %s could not be removed: %s", path, error)
 
@@ -307,10 +330,3 @@ def _engine_state(engine: Any, step: int, client_state: Mapping[str, Any]) -> di
     own = succeed_together(of_this_rank)  # before any rank waits for the others' generators
     states = gather_bytes(own["random_states"])
     return {**own, "random_states": states, LAYOUT_KEY: describe_layout(engine).to_dict()}
-
-
-def _holds_a_rest(path: Path) -> bool:
-    """Whether a folder holds what an interrupted save leaves, and nothing else."""
-    return path.is_dir() and all(
-        each.is_file() and (each.suffix == ".pt" or DRAFT.fullmatch(each.name)) for each in path.iterdir()
-    )

@@ -19,6 +19,7 @@ from megalowbit.durable import LATEST, MANIFEST
 from megalowbit.engine.agreement import agree, gather, raised_on_all_ranks, succeed_together
 from megalowbit.engine.checkpoint_io import load_together, save_together, verify_together
 from megalowbit.errors import UserError, shown
+from megalowbit.json_text import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def _agreed_path(folder: str | Path, tag: object) -> Path:
 
 def _latest(folder: Path) -> str | None:
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
+        return read_text(folder / LATEST).strip()
     except FileNotFoundError:
         logger.warning("%s has no file %s, so nothing is loaded: pass a tag", folder, LATEST)
         return None

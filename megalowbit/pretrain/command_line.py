@@ -84,6 +84,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="auto: continue from the newest complete checkpoint, or start if there is none (default: no)",
     )
     parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="begin again at step 0: what the run in --run-dir has written moves to before-restart-1 in it",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print the resolved configuration, the swapped layers, sizes and memory, and exit",
@@ -142,6 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     from megalowbit.pretrain.config import load_config
 
+    if options.restart and options.resume == "auto":
+        raise UserError("--restart and --resume auto exclude each other: leave one of them out")
     config = load_config(options.ds_config, options.overrides, world_size=_world_size(options, identity))
     _share_cores()
     # or torch prints its stack on every rank when a main process is lost; read when it is first imported
@@ -175,6 +182,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         identity,
         run_dir=options.run_dir,
         is_resume=options.resume == "auto",
+        is_restart=options.restart,
         tell=lambda error: _report(error, identity),
         at_first_step=start.stop,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megalowbit.data.loader import ShardedLoader, build_loader
-from megalowbit.engine.agreement import gather, succeed_together
+from megalowbit.engine.agreement import agree, gather, succeed_together
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.parameter_split import WeightSplitReport, forget_lr_scales, split_weights
@@ -23,7 +23,7 @@ from megalowbit.engine.pipeline_values import interval_of, partition_of
 from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.random_state import seed_generators
 from megalowbit.engine.tensor_parallel import shard_model
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, from_system
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits, expected_projections
 from megalowbit.layers.layer_snapshot import forget_uses
@@ -49,7 +49,7 @@ from megalowbit.optim.timers import StepTimers
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.late_switch import LateSwitch
 from megalowbit.pretrain.loss_guard import LossGuard
-from megalowbit.pretrain.resume import check_same_model
+from megalowbit.pretrain.resume import changed_settings, check_same_model
 from megalowbit.pretrain.run_folder import RunFolder
 from megalowbit.pretrain.switch_settings import check_resumed_switch
 from megalowbit.process_group import ProcessIdentity
@@ -144,6 +144,14 @@ class Job:
             lambda: (self._state(weight_splits), split_state_dict(self.engine.module, OWN_ROLES))
         )
         self.store.save(self.engine, self.step, state, own, spare=self._refuges())
+        agree(self._note_saved)
+
+    def _note_saved(self) -> None:
+        try:
+            self.folder.note_saved(self.step)
+        except OSError as error:
+            message = f"{self.folder.saved} cannot be written ({error.strerror}): free space there"
+            raise from_system(message, error) from error
 
     def _refuges(self) -> tuple[int, ...]:
         """Steps whose checkpoints a rollback may need, however old: the newest known as good, and the next.
@@ -207,6 +215,8 @@ class Job:
                 f"{path} holds weights only and cannot be resumed: "
                 "start from it with megalowbit.model.checkpoint"
             )
+        if not self.folder.is_started:  # else that has been compared, which may be newer
+            changed_settings(state["megalowbit"]["config"], self.config.to_dict())
         check_resumed_switch(
             state["megalowbit"]["config"], self.config.to_dict(), step=state["megalowbit"]["step"]
         )

@@ -76,6 +76,7 @@ class Recorder:
             job.loader.tokenizer.save_pretrained(job.folder.tokenizer)
             job.folder.set_export_aside(job.step)
             job.folder.done.unlink(missing_ok=True)
+            job.folder.note_saved(job.step or None)
             job.folder.write_config(job.config.to_dict())
         except OSError as error:
             raise from_system(

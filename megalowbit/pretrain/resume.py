@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megalowbit.engine.config import EngineSettings
+from megalowbit.engine.config import LOOP_SECTIONS, EngineSettings
 from megalowbit.errors import UserError, shown
 from megalowbit.optim.scaler_settings import GradScalerSettings
 from megalowbit.pretrain.loss_guard_settings import LossGuardSettings
@@ -109,6 +109,27 @@ def _check_speculation_is_kept(saved: Mapping[str, Any], current: Mapping[str, A
         raise UserError(
             f"megalowbit.speculation was {was} in the run to be resumed and is {now} now: {REMEDY}"
         )
+
+
+def check_is_configuration(saved: Mapping[str, Any], where: str) -> None:
+    """Refuse what no run has written as its resolved configuration.
+
+    Raises:
+        UserError: there is no `megalowbit` block in it, or a section of that is no object.
+    """
+    block = saved.get("megalowbit")
+    if not isinstance(block, dict):
+        what = f"megalowbit is {shown(block)}"
+    else:
+        sections = {*LOOP_SECTIONS, "grad_scaler", "watchdog", "loss_guard"} - {"late_switch", "speculation"}
+        wrong = sorted(name for name in sections & block.keys() if not isinstance(block[name], dict))
+        if not wrong:
+            return
+        what = f"megalowbit.{wrong[0]} is {shown(block[wrong[0]])}"
+    raise UserError(
+        f"{where} is damaged, {what} and not an object: put back what the run has written, or remove it, and "
+        "settings are compared with those in the checkpoint"
+    )
 
 
 def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

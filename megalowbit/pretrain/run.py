@@ -6,11 +6,12 @@ mark of a finished run is the last thing that is written. The steps themselves a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megalowbit.engine.agreement import agree, gather
+from megalowbit.engine.agreement import agree, gather, raised_on_all_ranks
 from megalowbit.engine.call_site import is_failed_collective, site_of_error
 from megalowbit.engine.config import load_json
 from megalowbit.engine.pipeline import gather_weights
@@ -18,7 +19,7 @@ from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts, installation_facts
 from megalowbit.engine.watchdog import Watchdog, print_error
 from megalowbit.engine.whole_weights import whole_state_dict
-from megalowbit.errors import TransientError, UserError
+from megalowbit.errors import TransientError, UserError, from_system
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import product_counts
@@ -26,13 +27,17 @@ from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.kernels import check_kernels
 from megalowbit.pretrain.loop import Ending, train
+from megalowbit.pretrain.lost_checkpoints import check_checkpoints_are_there
 from megalowbit.pretrain.opening import opening, products_line
 from megalowbit.pretrain.recorder import Recorder
-from megalowbit.pretrain.resume import changed_settings
+from megalowbit.pretrain.restart import check_restart, move_aside
+from megalowbit.pretrain.resume import changed_settings, check_is_configuration
 from megalowbit.pretrain.run_folder import RunFolder, claim
 from megalowbit.pretrain.validation import check_config
 from megalowbit.process_group import ProcessIdentity
 from megalowbit.telemetry.console import Console
+
+logger = logging.getLogger(__name__)
 
 
 def pretrain(
@@ -41,6 +46,7 @@ def pretrain(
     *,
     run_dir: Path | None,
     is_resume: bool,
+    is_restart: bool = False,
     tell: Callable[[UserError], None] = print_error,
     at_first_step: Callable[[], None] | None = None,
 ) -> None:
@@ -51,6 +57,7 @@ def pretrain(
         identity: this process.
         run_dir: the folder the user asked for; None: a new one.
         is_resume: whether an existing run may be continued.
+        is_restart: whether one in `run_dir` moves aside, to begin again; not together with `is_resume`.
         tell: says why the process ends where it ends in here, as `Watchdog` does.
         at_first_step: called when the start is over, and steps begin to look for stop signals.
 
@@ -61,14 +68,20 @@ def pretrain(
     with ExitStack() as stack:
         stack.enter_context(naming_lost_ranks(identity))
         start_process_group(identity)
-        folder = _checked_folder(config, run_dir=run_dir, is_resume=is_resume)
-        agree(lambda: stack.enter_context(folder.held()))
+        folder = _checked_folder(config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
+        agree(lambda: _hold(stack, folder))
+        if not is_restart:
+            agree(lambda: check_checkpoints_are_there(folder, is_resume=is_resume))
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
         job = assemble(config, identity, folder)
         watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, tell=tell)
         stack.enter_context(watchdog)
         watchdog.mark("the load of a checkpoint")
         is_resumed = is_resume and job.resume()
+        if is_restart:
+            agree(lambda: _move_aside(folder))
+        elif is_resume and not is_resumed:
+            agree(lambda: _keep_records(folder))
         console = Console(
             config.settings.run.steps,
             log_every=config.settings.telemetry.log_every,
@@ -95,13 +108,51 @@ def pretrain(
         agree(lambda: folder.mark_done(job.step))
 
 
-def _checked_folder(config: PretrainConfig, *, run_dir: Path | None, is_resume: bool) -> RunFolder:
+def _hold(stack: ExitStack, folder: RunFolder) -> None:
+    """Hold the folder until the run ends.
+
+    Raises:
+        UserError: another job holds it, or it cannot be written to.
+    """
+    try:
+        stack.enter_context(folder.held())
+    except OSError as error:
+        message = (
+            f"run folder {folder.path} cannot be written to ({error.strerror}): use another --run-dir, or "
+            "make it writable"
+        )
+        raise from_system(message, error) from error
+
+
+def _move_aside(folder: RunFolder) -> None:
+    moved_to = move_aside(folder)
+    if moved_to is not None:
+        logger.warning("what was in %s has been moved to %s", folder.path, moved_to)
+
+
+def _keep_records(folder: RunFolder) -> None:
+    renamed = folder.set_records_aside()
+    if renamed:
+        logger.warning(
+            "%s: the run died before its first checkpoint and begins at step 0; its records are kept as %s",
+            folder.path, ", ".join(renamed),
+        )  # fmt: skip
+
+
+def _checked_folder(
+    config: PretrainConfig, *, run_dir: Path | None, is_resume: bool, is_restart: bool
+) -> RunFolder:
     """The run's folder, once everything that needs no model has been found to be right."""
-    check_ranks_agree(start_facts(config, is_resume=is_resume))
+    if is_restart and (is_resume or run_dir is None):
+        reason = "exclude each other" if is_resume else "needs the run's folder: name it with --run-dir"
+        raise raised_on_all_ranks(f"--restart {'and --resume auto ' if is_resume else ''}{reason}")
+    check_ranks_agree(start_facts(config, is_resume=is_resume, is_restart=is_restart))
     agree(lambda: check_config(config))
     agree(lambda: check_kernels(recipe_of(config.recipe)))
     stem = config.settings.run.name or config.source.stem
-    return agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume))
+    if is_restart and run_dir is not None:
+        agree(lambda: check_restart(run_dir))
+    return agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart))
 
 
 @contextmanager
@@ -126,11 +177,12 @@ def _tell_of_products(job: Job, console: Console) -> None:
         console.print(products_line(products))
 
 
-def start_facts(config: PretrainConfig, *, is_resume: bool) -> dict[str, str]:
+def start_facts(config: PretrainConfig, *, is_resume: bool, is_restart: bool = False) -> dict[str, str]:
     """What must be alike on all ranks before they do anything together."""
     return {
         **installation_facts(),
         "resume": str(is_resume),
+        "restart": str(is_restart),
         **configuration_facts(config.parts),
         **{
             f"configuration key {name}": str(getattr(config.monitors, name)) for name in Monitors.model_fields
@@ -139,7 +191,11 @@ def start_facts(config: PretrainConfig, *, is_resume: bool) -> dict[str, str]:
 
 
 def _compare_with_saved(config: PretrainConfig, folder: RunFolder) -> list[str]:
-    return changed_settings(load_json(folder.config), config.to_dict()) if folder.is_started else []
+    if not folder.is_started:  # then the checkpoint's own copy is compared
+        return []
+    saved = load_json(folder.config)
+    check_is_configuration(saved, str(folder.config))
+    return changed_settings(saved, config.to_dict())
 
 
 def export(job: Job, console: Console) -> None:

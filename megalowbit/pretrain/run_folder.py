@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from megalowbit.durable import atomic_file, remove_drafts, sync
-from megalowbit.errors import TransientError, UserError, from_system
+from megalowbit.errors import TransientError, UserError, from_system, shown
+from megalowbit.json_text import read_json_object
 
 LOCK = ".lock"
 TRY = "MEGALOWBIT_TRY"  # what a job script calls the try it makes
+METRICS = "metrics.jsonl"
+RECORDS = (METRICS, "overflow_layers.jsonl", "speculation.jsonl")
+ASIDE, MOVING = "before-restart", ".moving"  # where `--restart` moves a run, and until all of it is there
 # written as drafts, which a kill leaves behind; drafts of other names are somebody else's
-OWN_NAMES = ("hf", "config.json", "summary.json", "DONE", "*.jsonl")
+OWN_NAMES = ("hf", "config.json", "saved.json", "summary.json", "DONE", "*.jsonl")
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,68 @@ class RunFolder:
     def is_summed_up(self, step: int) -> bool:
         """Whether the summary is of a run that ended after this step."""
         try:
-            return bool(json.loads(self.summary.read_text(encoding="utf-8"))["steps"] == step)
-        except (OSError, ValueError, KeyError, TypeError):  # none, or not one of ours
+            return bool(read_json_object(self.summary).get("steps") == step)
+        except UserError:  # none, or not one of ours
             return False
+
+    @property
+    def saved(self) -> Path:
+        """Whether the run has ever had a complete checkpoint, said outside of the folder that holds them."""
+        return self.path / "saved.json"
+
+    def first_saved_step(self) -> int | None:
+        """The first step with a complete checkpoint, as far as is noted; `None`: there was none.
+
+        Raises:
+            UserError: the note is damaged.
+        """
+        if not os.path.lexists(self.saved):
+            return None
+        step = read_json_object(self.saved).get("step", "")
+        if not (step is None or type(step) is int):
+            raise UserError(f"{self.saved} says {shown(step)} in place of a step: it is damaged")
+        return step
+
+    def note_saved(self, step: int | None) -> None:
+        """Note the first complete checkpoint; `None` where the run begins. Later calls change nothing.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        try:
+            is_noted = os.path.lexists(self.saved) and (step is None or self.first_saved_step() is not None)
+        except UserError:
+            is_noted = False  # damaged, and here is what it should say
+        if not is_noted:
+            with atomic_file(self.saved) as file:
+                file.write(json.dumps({"step": step}) + "\n")
+
+    @property
+    def interrupted_restart(self) -> Path | None:
+        """Where a `--restart` that was killed has moved a part of the run; `None`: there is none."""
+        found = sorted(self.path.glob(f"{ASIDE}-*{MOVING}"))
+        return found[0] if found else None
+
+    def set_records_aside(self) -> list[str]:
+        """Rename the records of a try that died before its first checkpoint; returns their new names.
+
+        Raises:
+            UserError: one cannot be renamed.
+        """
+        renamed = []
+        for path in (self.path / name for name in RECORDS):
+            try:
+                if not path.is_file() or not path.stat().st_size:
+                    continue
+                number = 1
+                while os.path.lexists(target := path.with_name(f"{path.name}.{number}")):
+                    number += 1
+                path.rename(target)
+            except OSError as error:
+                message = f"{path} cannot be renamed ({error.strerror}): make {self.path} writable"
+                raise from_system(message, error) from error
+            renamed.append(target.name)
+        return renamed
 
     def set_export_aside(self, step: int) -> None:
         """Rename an export of an earlier end of this run, so that `hf/` is never older than the run."""
@@ -148,13 +211,21 @@ class RunFolder:
             file.write(json.dumps(resolved, indent=2) + "\n")
 
 
-def claim(stem: str, *, run_dir: Path | None, is_resume: bool, root: Path = Path("runs")) -> RunFolder:
+def claim(
+    stem: str,
+    *,
+    run_dir: Path | None,
+    is_resume: bool,
+    is_restart: bool = False,
+    root: Path = Path("runs"),
+) -> RunFolder:
     """Choose this run's folder and create it.
 
     Args:
         stem: name of the default folder below `root`.
         run_dir: the folder the user asked for; `None` for a default one.
         is_resume: whether an existing run may be continued.
+        is_restart: whether one in `run_dir` will be moved aside.
         root: where default folders live.
 
     Raises:
@@ -162,7 +233,7 @@ def claim(stem: str, *, run_dir: Path | None, is_resume: bool, root: Path = Path
     """
     try:
         if run_dir is not None:
-            return _claim_named(run_dir, is_resume)
+            return _claim_named(run_dir, is_resume or is_restart)
         return _claim_numbered(root, stem, is_resume)
     except OSError as error:
         folder = run_dir or root / stem
@@ -175,10 +246,11 @@ def has_content(folder: Path) -> bool:
     return any(path.name != LOCK for path in folder.iterdir())
 
 
-def _claim_named(run_dir: Path, is_resume: bool) -> RunFolder:
-    if run_dir.is_dir() and has_content(run_dir) and not is_resume:
+def _claim_named(run_dir: Path, may_have_content: bool) -> RunFolder:
+    if run_dir.is_dir() and has_content(run_dir) and not may_have_content:
         raise UserError(
-            f"run folder {run_dir} is not empty: continue it with --resume auto, or choose another --run-dir"
+            f"run folder {run_dir} is not empty: continue it with --resume auto, choose another --run-dir, "
+            "or begin again in it with --restart"
         )
     is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalowbit.errors import UserError
-from megalowbit.json_text import is_finite_number, parse_json
+from megalowbit.json_text import is_finite_number, parse_json, read_text
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.validation import load_checked_config
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # what a sweep does not look at takes time and room
+LARGEST_RECORDS = 2**32  # bytes
 LEAN = ("megalowbit.checkpoint.export_hf=false", "megalowbit.telemetry.tensorboard=false")
 Losses = list[float | None]  # by step; None where it was not finite
 
@@ -140,9 +141,9 @@ class Run:
 
     def _read_text(self, path: Path) -> str:
         try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            self.refuse(path, "it is not UTF-8")
+            return read_text(path, largest=LARGEST_RECORDS)
+        except UserError as error:
+            self.refuse(path, f"it {str(error).removeprefix(f'{path} ').partition(':')[0]}")
         except OSError as error:
             self.refuse(path, error.strerror or "it cannot be read")
 

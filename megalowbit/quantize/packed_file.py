@@ -194,7 +194,7 @@ def _described(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         version, tensors = content["version"], content["tensors"]
         if not isinstance(tensors, dict):
             raise TypeError(f"tensors are {type(tensors).__name__}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: its metadata cannot be read; write it again") from error
     if type(version) is not int or version != VERSION:  # True == 1
         raise UserError(f"{path} has version {shown(version)}, not {VERSION}: use its megalowbit")

@@ -262,6 +262,8 @@ def _read_looks(
     """Looks of each product, and at which precision it runs after the last of them."""
     found: dict[Gemm, list[tuple[int, GemmRow]]] = {}
     afterwards: dict[Gemm, str] = {}
+    if path.exists() and not path.is_file():  # opening a FIFO would wait for ever
+        raise UserError(f"{path} is no regular file: name another run")
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megalowbit.durable import atomic_file
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, from_system
 from megalowbit.telemetry.counters import LayerOverflow
 from megalowbit.telemetry.facts import Facts
 
@@ -43,6 +43,8 @@ class JsonlFile:
         self.last_step = -1
         self.kept_steps: set[int] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_fifo():  # opening it would wait for ever
+            raise UserError(f"{path} is a FIFO and no file: remove it, or choose another --run-dir")
         if path.exists() and path.stat().st_size:
             if resume_step is None:
                 raise UserError(f"{path} already holds a run: choose another --run-dir or --resume auto")
@@ -140,6 +142,20 @@ def missing_steps(present: Collection[int], last: int) -> str:
     return ", ".join([*told, *(["…"] if len(gaps) > MOST_GAPS_TOLD else [])])
 
 
+def last_step(path: Path) -> int:
+    """The highest step with a line in a file of records; 0 where there is no such file, or no line.
+
+    Raises:
+        UserError: a line of it is damaged, or it cannot be read.
+    """
+    if not path.is_file():
+        return 0
+    try:
+        return max((step for step, _ in _lines(path)), default=0)
+    except OSError as error:
+        raise from_system(f"{path} cannot be read ({error.strerror}): make it readable", error) from error
+
+
 def _is_nonfinite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
@@ -152,7 +168,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 return
             try:
                 step = int(json.loads(line)["step"])
-            except (ValueError, KeyError, TypeError, OverflowError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise UserError(
                     f"{path} line {number} is damaged: mend or remove that line, then resume"
                 ) from error

@@ -22,6 +22,7 @@ from urllib.parse import urlparse
 
 from megalowbit.durable import atomic_file
 from megalowbit.errors import UserError
+from megalowbit.json_text import read_text
 from megalowbit.telemetry.counters import LayerOverflow
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.settings import WandbSettings
@@ -119,7 +120,7 @@ class WandbSink:
 
 def _run_id(path: Path) -> str:
     """The id in `path`, written there first for a new run."""
-    if path.exists() and (run_id := path.read_text(encoding="utf-8").strip()):
+    if path.exists() and (run_id := read_text(path).strip()):
         return run_id
     run_id = secrets.token_hex(4)
     path.parent.mkdir(parents=True, exist_ok=True)

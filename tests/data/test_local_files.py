@@ -1,10 +1,12 @@
 import json
+import os
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unprivileged import said_without_privileges
 
 from megalowbit.data import local_files
 from megalowbit.data.local_files import LocalCorpus
@@ -173,3 +175,35 @@ def test_a_folder_without_text_files_is_refused(tmp_path):
     (tmp_path / "notes.md").write_text("x")
     with pytest.raises(UserError, match=r"has no \.txt, \.jsonl, \.parquet files"):
         LocalCorpus(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_is_refused_and_not_left_out(tmp_path):
+    """As somebody who is not root, whom no permission stops."""
+    (tmp_path / "secret").mkdir()
+    for path in (tmp_path / "a.txt", tmp_path / "secret" / "b.txt"):
+        path.write_text("text")
+    (tmp_path / "secret").chmod(0)
+    message = said_without_privileges(tmp_path, lambda: LocalCorpus(tmp_path))
+    assert message == f"corpus folder {tmp_path}/secret cannot be read (Permission denied): mend or remove it"
+    (tmp_path / "secret").chmod(0o755)
+    assert len(LocalCorpus(tmp_path).files) == 2
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device", "link to nothing", "folder"])
+def test_what_is_named_as_a_text_file_is_one(tmp_path, kind):
+    path = tmp_path / "b.txt"
+    (tmp_path / "a.txt").write_text("text")
+    {
+        "FIFO": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "link to nothing": lambda: path.symlink_to(tmp_path / "gone"),
+        "folder": path.mkdir,
+    }[kind]()
+    if kind == "folder":
+        assert [file.name for file in LocalCorpus(tmp_path).files] == ["a.txt"]
+        return
+    with pytest.raises(UserError, match=r"b\.txt is no regular file, or a link to nothing: remove it"):
+        LocalCorpus(tmp_path)
+    if kind != "link to nothing":
+        with pytest.raises(UserError, match="is a FIFO, a socket or a device: name a file or a folder"):
+            LocalCorpus(path)

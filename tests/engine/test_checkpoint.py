@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from small_engines import step
 
 from megalowbit import durable
+from megalowbit.durable import SAVING
 from megalowbit.engine.checkpoint import CheckpointStore
 from megalowbit.engine.initialize import initialize
 from megalowbit.errors import TransientError, UserError
@@ -116,10 +117,36 @@ def test_an_incomplete_checkpoint_is_passed_over_with_a_line_in_the_log(copied, 
 
 def test_an_incomplete_checkpoint_of_the_same_step_is_replaced(copied):
     (copied.path_of(2) / "manifest.json").unlink()
+    (copied.path_of(2) / SAVING).touch()
     (copied.path_of(2) / "stale").write_text("x")
     path = copied.save(make_engine(), 2, {})
     copied.verify(path)
     assert not (path / "stale").exists()
+    assert not list(copied.folder.glob("*.damaged*"))
+
+
+def test_a_checkpoint_that_has_lost_its_manifest_is_never_removed(copied, caplog):
+    """By a save of its step, by the removal of older ones, by a rollback."""
+    store, engine = CheckpointStore(copied.folder, keep=1), make_engine()
+    kept = {}
+    for number in (1, 2):
+        path = store.path_of(number)
+        (path / "manifest.json").unlink()
+        kept[f"{path.name}.damaged"] = sorted((each.name, each.read_bytes()) for each in path.iterdir())
+    store.save(engine, 2, {})  # in place of one, and above the other
+    later = store.path_of(3)
+    shutil.copytree(store.path_of(2), later)
+    (later / "manifest.json").unlink()
+    kept[f"{later.name}.damaged"] = sorted((each.name, each.read_bytes()) for each in later.iterdir())
+    store.remove_after(2)
+    found = {
+        path.name: sorted((each.name, each.read_bytes()) for each in path.iterdir())
+        for path in store.folder.glob("*.damaged")
+    }
+    assert found == kept
+    assert caplog.text.count("has no manifest.json") == 3
+    assert store.steps() == [2]
+    store.verify(store.path_of(2))
 
 
 def test_a_complete_checkpoint_is_never_overwritten(copied):
@@ -132,6 +159,7 @@ def test_a_complete_checkpoint_is_never_overwritten(copied):
 def test_only_the_newest_are_kept_and_leftovers_go(tmp_path):
     store, engine = CheckpointStore(tmp_path, keep=2), make_engine()
     (tmp_path / "step-00000001").mkdir()  # what a killed process left
+    (tmp_path / "step-00000001" / SAVING).touch()
     (tmp_path / "notes").mkdir()
     for number in range(2, 6):
         store.save(engine, number, {})
@@ -333,6 +361,7 @@ def test_checkpoints_of_steps_to_come_again_are_removed(tmp_path):
     for number in (2, 4, 6):
         store.save(engine, number, {"from": "the first time"})
     (tmp_path / "step-00000008").mkdir()  # what an interrupted save leaves
+    (tmp_path / "step-00000008" / SAVING).touch()
     store.remove_after(2)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000002"]
     assert (tmp_path / "latest").read_text() == "step-00000002"

@@ -34,27 +34,48 @@ def test_another_recipe_is_named_before_the_shape(tmp_path):
 
 
 def test_an_interrupted_removal_does_not_look_like_a_checkpoint(tmp_path, monkeypatch):
-    store, names, unlink = CheckpointStore(tmp_path), [], os.unlink
+    store = CheckpointStore(tmp_path)
     path = store.save(trained(), 1, {})
-    manifest = (path / "manifest.json").read_bytes()
-    (path / "manifest.json").unlink()
-    for number in range(60):  # its place among them is neither first nor last in any order of a folder
-        (path / f"file{number}").touch()
-        if number == 30:
-            (path / "manifest.json").write_bytes(manifest)
-    assert store.steps() == [1]
 
-    def unlink_one(name, **place):
-        names.append(name)
-        if len(names) > 1:
-            raise OSError(errno.EIO, "Input/output error")
-        unlink(name, **place)
+    def fail(*_, **_more):
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "unlink", unlink_one)
+    monkeypatch.setattr(os, "unlink", fail)
     remove_checkpoint(path)
-    assert len(names) == 2
-    assert len(list(path.iterdir())) == 61
+    monkeypatch.undo()
     assert store.steps() == []
+    assert not path.exists()
+    store.save(trained(), 2, {})  # what is left goes with the next save
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "step-00000002"]
+
+
+def test_a_checkpoint_that_is_a_link_is_removed_as_a_link(tmp_path):
+    store, elsewhere = CheckpointStore(tmp_path / "store", keep=1), tmp_path / "elsewhere"
+    store.save(trained(), 1, {}).rename(elsewhere)
+    store.path_of(1).symlink_to(elsewhere)
+    store.save(trained(), 2, {})
+    assert store.steps() == [2]
+    store.verify(elsewhere)
+
+
+def test_no_damage_of_older_checkpoints_ends_a_run_that_saves(tmp_path, caplog):
+    store, engine = CheckpointStore(tmp_path, keep=2), trained()
+    texts = ['{"format": 1, "files": [{"name": "x", "size": 1e999, "sha256": ""}]}', "[" * 100_000, "\0"]
+    for number, text in enumerate(texts, start=1):
+        (store.save(engine, number, {}) / "manifest.json").write_text(text)
+    os.mkfifo(store.path_of(4))
+    store.path_of(5).write_text("no folder")
+    store.path_of(6).symlink_to(tmp_path / "gone")
+    for number in (4, 5, 6):
+        store.save(engine, number, {})
+    assert store.steps() == [5, 6]
+    assert len(list(tmp_path.glob("*.damaged"))) == 6
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    store.save(engine, 7, {})
+    store.remove_after(6)
+    assert store.steps() == [6]
+    assert caplog.text.count("latest cannot be written") == 2
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
@@ -87,5 +108,5 @@ def test_a_checkpoint_that_latest_cannot_name_is_removed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_io, "atomic_file", no_space)
     with pytest.raises(UserError, match="No space left on device"):
-        checkpoint_io.save_together(engine, tmp_path / "step-00000001", {}, step=1)
+        checkpoint_io.save_together(engine, tmp_path / "step-00000001", {}, step=1, is_named_by_user=True)
     assert not (tmp_path / "step-00000001").exists()

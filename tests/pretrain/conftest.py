@@ -1,14 +1,17 @@
 """A one-process job on a few kilobytes of text, in this process."""
 
 import os
+import shutil
 import signal
 
 import pytest
+from ended_runs import STEPS
 
 from launchers import write_config
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.job import assemble
+from megalowbit.pretrain.run import pretrain
 from megalowbit.pretrain.run_folder import RunFolder
 from megalowbit.pretrain.stop_signals import STOP_SIGNALS, block_stop_signals
 from megalowbit.process_group import ProcessIdentity
@@ -47,6 +50,20 @@ def build_job(tmp_path, resolve):
         return assemble(resolve(*overrides), ProcessIdentity(), RunFolder(tmp_path / "run"))
 
     return build_job
+
+
+@pytest.fixture(scope="session")
+def ended_run(tmp_path_factory):
+    return tmp_path_factory.mktemp("ended")
+
+
+@pytest.fixture
+def finished(resolve, ended_run, tmp_path):
+    """A run of four steps that has ended, in `tmp_path / "run"`; trained once."""
+    if not (ended_run / "run").exists():
+        pretrain(resolve(*STEPS), ProcessIdentity(), run_dir=ended_run / "run", is_resume=False)
+    shutil.copytree(ended_run / "run", tmp_path / "run")
+    return tmp_path / "run"
 
 
 @pytest.fixture

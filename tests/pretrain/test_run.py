@@ -52,15 +52,6 @@ def test_a_finished_run_that_is_resumed_has_nothing_to_do_and_an_extended_one_go
     assert [row["step"] for row in rows] == [1, 2, 3]
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(resolve, tmp_path):
-    config, folder = resolve("megalowbit.run.steps=2"), tmp_path / "run"
-    pretrain(config, ProcessIdentity(), run_dir=folder, is_resume=False)
-    shutil.rmtree(folder / "checkpoints")
-    pretrain(config, ProcessIdentity(), run_dir=folder, is_resume=True)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -1,11 +1,15 @@
 import json
+import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from unprivileged import said_without_privileges
 
 from megalowbit.errors import UserError
+from megalowbit.pretrain.run import _hold
 from megalowbit.pretrain.run_folder import RunFolder, claim
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +147,15 @@ def test_what_a_killed_job_left_half_written_is_removed_by_the_next_one(tmp_path
 
 @pytest.mark.parametrize(
     ("summary", "expected"),
-    [('{"steps": 7}', True), ('{"steps": 6}', False), ('{"st', False), ("[]", False), (None, False)],
+    [
+        ("[" * 100_000, False),
+        ('{"steps": 1e999}', False),
+        ('{"steps": 7}', True),
+        ('{"steps": 6}', False),
+        ('{"st', False),
+        ("[]", False),
+        (None, False),
+    ],
 )
 def test_a_run_is_summed_up_if_its_summary_is_of_its_last_step(tmp_path, summary, expected):
     if summary is not None:
@@ -154,3 +166,30 @@ def test_a_run_is_summed_up_if_its_summary_is_of_its_last_step(tmp_path, summary
 def test_a_mark_that_finds_no_room_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"gone/DONE cannot be written \(No such file or directory\): free"):
         RunFolder(tmp_path / "gone").mark_done(3)
+
+
+def test_a_summary_that_is_no_file_is_none(tmp_path):
+    os.mkfifo(tmp_path / "summary.json")
+    assert not RunFolder(tmp_path).is_summed_up(7)
+
+
+def test_a_folder_of_somebody_else_is_one_line(tmp_path):
+    """Read and entered by all, written by none."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    for path in (run, run / "config.json"):
+        path.chmod(0o555)
+
+    def start():
+        os.chdir(tmp_path)
+        with ExitStack() as stack:
+            _hold(stack, claim("x", run_dir=run, is_resume=True))
+
+    line = said_without_privileges(run, start)
+    assert line.startswith(f"run folder {run} cannot be written to (Permission denied): use another")
+    (run / "config.json").unlink()
+    run.chmod(0o700)
+    line = said_without_privileges(tmp_path, start)
+    assert line.startswith(f"run folder {run} cannot be ")
+    assert "Permission denied" in line

@@ -128,7 +128,7 @@ def row(step, **more):
         ("config.json", "", "it is not JSON"),
         ("config.json", "[" * 100_000, "it is not JSON"),
         ("config.json", "[1]", "it is not an object"),
-        ("config.json", b"\xff", "it is not UTF-8"),
+        ("config.json", b"\xff", "it is not UTF-8 text"),
         ("summary.json", '{"steps"', "it is not JSON"),
         ("summary.json", f'{{"steps": {"1" * 5000}}}', "it is not JSON"),
         ("summary.json", "4", "it is not an object"),
