@@ -14,7 +14,14 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
-from megalowbit.hf.model import SavableTokenizer, fill_weights, load_weights, random_model, save_hf
+from megalowbit.hf.model import (
+    SavableTokenizer,
+    fill_weights,
+    load_weights,
+    random_model,
+    refuse_nonfinite,
+    save_hf,
+)
 from megalowbit.hf.new_folder import refuse_existing
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.hf.training_checkpoint import (
@@ -55,7 +62,8 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
         device: `"cpu"`, or `"meta"` for a model of the same shapes without weights (a dry run).
 
     Raises:
-        UserError: as `read_config`; missing, superfluous, misshapen or damaged weights in a checkpoint.
+        UserError: as `read_config`; missing, superfluous, misshapen or damaged weights in a checkpoint, or
+            weights that are NaN or infinite.
     """
     if device not in ("cpu", "meta"):
         raise ValueError(f"device must be cpu or meta: {device!r}")
@@ -66,6 +74,8 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
         model = _rebuild(read_checkpoint(folder), settings.overrides, str(folder))
     else:
         model = load_weights(read_config(settings), _checkpoint_of(settings), dtype=torch.float32)
+    if settings.config is None and device != "meta":
+        refuse_nonfinite(model, str(_source(settings)))
     model.config.use_cache = False
     model.loss_type = "ForCausalLM"  # transformers finds it by class name and misses GPT2LMHeadModel's
     return model.train()
@@ -89,7 +99,9 @@ def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4"
     if is_training_checkpoint(source):
         raise UserError(f"{source} is a training checkpoint already: start from it as it is")
     config = config_from_dict(read_json_object(_config_file(source)), {}, str(source))
-    return write_start_checkpoint(load_weights(config, source, dtype="auto"), recipe, folder)
+    model = load_weights(config, source, dtype="auto")
+    refuse_nonfinite(model, str(source))
+    return write_start_checkpoint(model, recipe, folder)
 
 
 def export_checkpoint(

@@ -7,6 +7,7 @@ layers, hooks and all, is not disturbed. Not covered: models larger than the mem
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.hf.families import family
 from megalowbit.hf.new_folder import new_folder
-from megalowbit.hf.weight_files import stored_dtypes
+from megalowbit.hf.weight_files import find_weight_files, stored_dtypes
 from megalowbit.layers.split_parameters import holds_split
 from megalowbit.layers.surgery import bit_layers, plain_state_dict
 
@@ -68,23 +69,28 @@ def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype |
     Args:
         config: read from `folder`, perhaps with overrides.
         folder: `model.safetensors` or another form transformers knows.
-        dtype: of the result; `"auto"` for the stored one.
+        dtype: of the result; `"auto"` for the stored one, of several the one that holds all.
 
     Raises:
         UserError: no weights, damaged ones, or others than `config` asks for.
     """
     model_class = family(config.model_type).load_model_class()
     try:
+        files = find_weight_files(folder)
+        stored = stored_dtypes(files)
         with _seeded(0), _quiet_transformers():
             model, report = model_class.from_pretrained(
                 folder,
                 config=config,
-                dtype=dtype,
+                dtype=_widest(stored) if dtype == "auto" else dtype,
+                use_safetensors=files.is_safetensors,
+                trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are in the report, with their names
             )
-        stored = stored_dtypes(folder)
+    except UserError:
+        raise
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to spell
         reason = _first_line(error) or type(error).__name__
         raise UserError(f"the weights in {folder} cannot be loaded ({reason}): replace the folder") from error
@@ -170,9 +176,37 @@ def _misshapen(where: str, name: str, found: Sequence[int], expected: Sequence[i
     )
 
 
-def _refuse_integers(model: PreTrainedModel, stored: dict[str, torch.dtype], where: str) -> None:
+def refuse_nonfinite(model: PreTrainedModel, where: str) -> None:
+    """Check that all weights are numbers: with one that is not, no loss of the model would be.
+
+    Args:
+        model: just loaded.
+        where: what it was read from, for messages.
+
+    Raises:
+        UserError: naming the first weight with NaN or infinity.
+    """
+    for name, parameter in model.named_parameters():
+        # two numbers a tensor, and NaN is the extreme of all that has one; no mask of its size is made
+        if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
+            count = int((~parameter.detach().isfinite()).sum())
+            raise UserError(
+                f"{where}: weight {name} has {count} values that are NaN or infinite, so that no loss would "
+                "be finite: take an earlier or another checkpoint"
+            )
+
+
+def _widest(stored: Mapping[str, torch.dtype | str]) -> torch.dtype:
+    """The narrowest dtype that holds all stored weights exactly; configurations may name another."""
+    known = {dtype for dtype in stored.values() if isinstance(dtype, torch.dtype)}
+    weights = [dtype for dtype in WEIGHT_DTYPES if dtype in known] or [torch.float32]
+    return functools.reduce(torch.promote_types, weights)
+
+
+def _refuse_integers(model: PreTrainedModel, stored: dict[str, torch.dtype | str], where: str) -> None:
     # Folders of a bare GPT-2 lack the first part of the names.
-    own = {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    own = {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in named}
     for name, dtype in sorted(stored.items()):
         if name.removeprefix(f"{model.base_model_prefix}.") in own and dtype not in WEIGHT_DTYPES:
             raise UserError(
