@@ -23,6 +23,8 @@ class WatchdogSettings(BaseModel):
         slow_step: a step slower than so many medians of the last 50 is told; None: none is.
         termination_seconds: that a step may go on after SIGTERM, before the process ends without a
             checkpoint; a few less than whoever sent it waits until SIGKILL. A save has until `timeout`.
+        stop_with_launcher: save and end when the launcher of this process has ended; None: where there is
+            one (torchrun, the DeepSpeed launcher) or a job script of ours, and not under a shell.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,6 +33,7 @@ class WatchdogSettings(BaseModel):
     slow_step: Annotated[Number, Field(gt=1.0)] | None = 10.0
     # launchers kill after 30
     termination_seconds: Annotated[Number, Field(ge=1.0, le=LONGEST_TIMEOUT)] = 20.0
+    stop_with_launcher: Annotated[bool, Field(strict=True)] | None = None
 
     @property
     def interval(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megalowbit.engine.agreement import agree, gather
+from megalowbit.engine.agreement import agree, gather, raised_on_all_ranks
 from megalowbit.engine.call_site import is_failed_collective, site_of_error
 from megalowbit.engine.config import load_json
 from megalowbit.engine.nested_blocks import check_nested_blocks
@@ -33,7 +33,7 @@ from megalowbit.pretrain.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run_folder import RunFolder, claim
 from megalowbit.pretrain.speculation import check_speculation
-from megalowbit.process_group import ProcessIdentity
+from megalowbit.process_group import ProcessIdentity, is_true_anywhere
 from megalowbit.telemetry.console import Console
 
 
@@ -45,6 +45,7 @@ def pretrain(
     is_resume: bool,
     tell: Callable[[UserError], None] = print_error,
     at_first_step: Callable[[], None] | None = None,
+    has_launcher_ended: Callable[[], bool] | None = None,
 ) -> None:
     """Train until `run.steps`; every rank of the job calls this once.
 
@@ -55,9 +56,10 @@ def pretrain(
         is_resume: whether an existing run may be continued.
         tell: says why the process ends where it ends in here, as `Watchdog` does.
         at_first_step: called when the start is over, and steps begin to look for stop signals.
+        has_launcher_ended: asked where the run was stopped, for what stopped it; None: nobody did.
 
     Raises:
-        TransientError: a rank was lost, hangs or cannot be reached.
+        TransientError: a rank was lost, hangs or cannot be reached, or the launcher has ended without them.
         UserError: a mistake in configuration, data or folders, or training that cannot go on.
     """
     with ExitStack() as stack:
@@ -85,6 +87,7 @@ def pretrain(
         if job.step < config.settings.run.steps or not is_summed_up:
             with Recorder(job, console, is_main=identity.is_main, is_resume=is_resume) as recorder:
                 if train(job, recorder, watchdog) is Ending.STOPPED:
+                    _refuse_lost_launcher(has_launcher_ended, job.step)
                     recorder.tell(f"stopped after step {job.step} as asked: go on with --resume auto")
                     return
                 recorder.finish()
@@ -95,6 +98,15 @@ def pretrain(
         export(job, console)
         watchdog.finish()
         agree(lambda: folder.mark_done(job.step))
+
+
+def _refuse_lost_launcher(has_ended: Callable[[], bool] | None, step: int) -> None:
+    """Nobody waits for this end, so it is one that another try begins after; collective."""
+    if is_true_anywhere(has_ended is not None and has_ended()):
+        raise raised_on_all_ranks(
+            f"the launcher has ended without its ranks: saved after step {step}, go on with --resume auto",
+            is_transient=True,
+        )
 
 
 def _checked_folder(config: PretrainConfig, *, run_dir: Path | None, is_resume: bool) -> RunFolder:
