@@ -14,6 +14,7 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
+from megalowbit.hf.generation import give_back, prepare_for_training, remember
 from megalowbit.hf.model import (
     SavableTokenizer,
     fill_weights,
@@ -24,8 +25,10 @@ from megalowbit.hf.model import (
 )
 from megalowbit.hf.new_folder import refuse_existing
 from megalowbit.hf.settings import ModelSettings
+from megalowbit.hf.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megalowbit.hf.training_checkpoint import (
     TrainingCheckpoint,
+    find_checkpoint,
     is_training_checkpoint,
     read_checkpoint,
     write_start_checkpoint,
@@ -76,7 +79,7 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
         model = load_weights(read_config(settings), _checkpoint_of(settings), dtype=torch.float32)
     if settings.config is None and device != "meta":
         refuse_nonfinite(model, str(_source(settings)))
-    model.config.use_cache = False
+    prepare_for_training(model)
     model.loss_type = "ForCausalLM"  # transformers finds it by class name and misses GPT2LMHeadModel's
     return model.train()
 
@@ -90,7 +93,7 @@ def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4"
         recipe: what the model will be trained with.
 
     Returns:
-        The step folder inside `folder`.
+        The step folder inside `folder`, beside which the source's tokenizer lies, if it has one.
 
     Raises:
         UserError: as `build_model` for `source` and as `write_start_checkpoint` for `folder`.
@@ -101,7 +104,7 @@ def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4"
     config = config_from_dict(read_json_object(_config_file(source)), {}, str(source))
     model = load_weights(config, source, dtype="auto")
     refuse_nonfinite(model, str(source))
-    return write_start_checkpoint(model, recipe, folder)
+    return write_start_checkpoint(model, recipe, folder, tokenizer_files=source)
 
 
 def export_checkpoint(
@@ -116,7 +119,7 @@ def export_checkpoint(
         source: a step folder, a `checkpoints/` folder or a run's folder.
         folder: a new folder.
         dtype: of the saved weights; `None`: the one that the model computed in. fp32 is exact.
-        tokenizer: saved beside the weights.
+        tokenizer: saved beside the weights; `None`: that of a checkpoint to start from, if it has kept one.
 
     Raises:
         UserError: no undamaged checkpoint in `source`; `folder` exists and is not empty, or cannot be
@@ -128,7 +131,10 @@ def export_checkpoint(
     stored_dtypes = {value.dtype for value in stored.half_state_dict.values()} if dtype is None else set()
     if len(stored_dtypes) == 1:
         (dtype,) = stored_dtypes
-    save_hf(model, folder, tokenizer, dtype=dtype)
+    kept = find_checkpoint(source).parent / TOKENIZER_FOLDER
+    is_kept = tokenizer is None and kept.is_dir()
+    remember(model, stored.generation)
+    save_hf(model, folder, tokenizer, dtype=dtype, tokenizer_files=kept if is_kept else None)
 
 
 def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) -> PreTrainedModel:
@@ -138,6 +144,7 @@ def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) 
     convert(model, stored.recipe)
     fill_weights(model, stored.state_dict, where)
     restore(model)
+    give_back(stored.generation, model)
     return model
 
 

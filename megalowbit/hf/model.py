@@ -17,7 +17,9 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.hf.families import family
+from megalowbit.hf.generation import give_back, remembered, save_model
 from megalowbit.hf.new_folder import new_folder
+from megalowbit.hf.tokenizer_files import copy_tokenizer
 from megalowbit.hf.weight_files import find_weight_files, stored_dtypes
 from megalowbit.layers.split_parameters import holds_split
 from megalowbit.layers.surgery import bit_layers, plain_state_dict
@@ -139,6 +141,7 @@ def save_hf(
     *,
     dtype: torch.dtype | None = None,
     whole: Mapping[str, torch.Tensor] | None = None,
+    tokenizer_files: Path | None = None,
 ) -> None:
     """Save `model` as an ordinary Hugging Face checkpoint for `from_pretrained`; whole or not at all.
 
@@ -151,6 +154,7 @@ def save_hf(
         tokenizer: saved beside the weights; its end-of-text id becomes the model's.
         dtype: of the saved weights; `None` keeps the model's.
         whole: the model's weights where ranks hold parts of it, see `plain_state_dict`.
+        tokenizer_files: folder of a tokenizer that is copied beside the weights as it is.
 
     Raises:
         UserError: `folder` exists and is not empty, or cannot be written.
@@ -158,15 +162,17 @@ def save_hf(
     plain = _plain_copy(model, whole)
     if dtype is not None:
         plain = plain.to(dtype)
-    plain.config.use_cache = True  # off for training only
+    give_back(remembered(model), plain)
     if tokenizer is not None:
         for settings in (plain.config, plain.generation_config):
             if settings is not None:
                 settings.eos_token_id = settings.bos_token_id = tokenizer.eos_token_id
     with new_folder(Path(folder)) as draft, _quiet_transformers():
-        plain.save_pretrained(draft)
+        save_model(plain, draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
+        if tokenizer_files is not None:
+            copy_tokenizer(tokenizer_files, draft, with_config=False)
 
 
 def _misshapen(where: str, name: str, found: Sequence[int], expected: Sequence[int]) -> UserError:

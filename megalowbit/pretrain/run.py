@@ -20,6 +20,7 @@ from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts,
 from megalowbit.engine.watchdog import Watchdog, print_error
 from megalowbit.engine.whole_weights import whole_state_dict
 from megalowbit.errors import TransientError, UserError
+from megalowbit.hf.generation import remember, remembered
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import product_counts
@@ -170,6 +171,7 @@ def export(job: Job, console: Console) -> None:
     if job.is_pipeline:  # gathered weights are those of plain layers, of which no stage has all
         whole = gather_weights(model)
         model = random_model(model.config, seed=0, device="meta")
+        remember(model, remembered(job.engine.module))
     agree(lambda: save_hf(model, job.folder.hf, job.loader.tokenizer, whole=whole))
     console.print(f"HuggingFace checkpoint: {job.folder.hf}")
 
