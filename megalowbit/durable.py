@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -56,7 +57,8 @@ def atomic_file(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]
         mode: `"w"` for UTF-8 text, `"wb"` for bytes.
     """
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    file = draft.open(mode, encoding="utf-8" if mode == "w" else None)
+    # "x": whoever can guess the name must not have put a link there
+    file = draft.open(mode.replace("w", "x"), encoding="utf-8" if mode == "w" else None)
     try:
         with file:
             yield file
@@ -67,6 +69,39 @@ def atomic_file(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def open_regular(path: Path, mode: Literal["a", "a+", "w"], *, buffering: int = -1) -> IO[str]:
+    """Open a text file that is written in place, made if need be, in a folder that others may write to.
+
+    A link is not followed, for what it leads to would be overwritten, and a pipe's reader not waited for.
+
+    Raises:
+        UserError: there is something else than an ordinary file under that name.
+        OSError: as `open` raises it.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        # "w" truncates below, once it is known to be a file
+        flags = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.open(name, flags, 0o666)
+
+    try:
+        file = open(path, mode, buffering=buffering, encoding="utf-8", newline="\n", opener=opener)  # noqa: SIM115
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # link, pipe without a reader, folder
+            raise _no_file(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise _no_file(path)
+    if mode == "w":
+        file.truncate(0)
+    return file
+
+
+def _no_file(path: Path) -> UserError:
+    return UserError(f"{path} is a link or no ordinary file, and nothing is written through it: remove it")
 
 
 class HashingFile:

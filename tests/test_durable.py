@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from megalowbit.durable import (
     atomic_file,
     complete_steps,
     is_step_name,
+    open_regular,
     read_manifest,
     sha256_of,
     step_name,
@@ -44,6 +46,38 @@ def test_bytes_are_written_as_they_are(tmp_path):
     with atomic_file(tmp_path / "a", "wb") as file:
         file.write(b"\0\r\n\xff")
     assert (tmp_path / "a").read_bytes() == b"\0\r\n\xff"
+
+
+@pytest.mark.parametrize("mode", ["a", "w"])
+def test_a_file_is_opened_in_place_and_made_if_need_be(tmp_path, mode):
+    for text in ("one", "zwölf"):
+        with open_regular(tmp_path / "a", mode) as file:
+            file.write(text)
+    assert (tmp_path / "a").read_text(encoding="utf-8") == ("onezwölf" if mode == "a" else "zwölf")
+
+
+@pytest.mark.parametrize("mode", ["a", "w"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "pipe that is read", "folder", "device"])
+def test_nothing_is_written_through_links_pipes_and_devices(tmp_path, mode, kind):
+    path, target = tmp_path / "a", tmp_path / "precious"
+    target.write_text("keep me")
+    reader = None
+    if kind == "device":
+        path = Path("/dev/null")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind.startswith("pipe"):
+        os.mkfifo(path)
+        if kind == "pipe that is read":
+            reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    else:
+        path.symlink_to(target if kind == "link" else tmp_path / "none")
+    with pytest.raises(UserError, match=r"is a link or no ordinary file, .*: remove it"):
+        open_regular(path, mode)
+    if reader is not None:
+        os.close(reader)
+    assert target.read_text() == "keep me"
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt()])

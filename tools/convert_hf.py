@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_argument(
         "--tokenizer",
         metavar="TOKENIZER",
-        help='save this tokenizer beside the weights: "byte" or a folder (default: the one the run has kept)',
+        help='save this tokenizer beside the weights: "byte" or a folder (default: the one kept beside SRC)',
     )
     return parser
 
@@ -86,10 +86,13 @@ def _check_places(source: Path, folder: Path) -> None:
 
 def _to_megalowbit(options: argparse.Namespace) -> None:
     from megalowbit.hf.checkpoint import import_checkpoint
+    from megalowbit.hf.tokenizer_files import FOLDER
 
     _silence_progress()
     step = import_checkpoint(options.source, options.folder, options.recipe)
     print(f'{step}: start from it with "model": {{"checkpoint": "{options.folder}"}}')
+    if (options.folder / FOLDER).is_dir():
+        print(f'its tokenizer: "data": {{"tokenizer": "{options.folder / FOLDER}"}}')
 
 
 def _to_hf(options: argparse.Namespace) -> None:
@@ -98,6 +101,7 @@ def _to_hf(options: argparse.Namespace) -> None:
     import torch
 
     from megalowbit.hf.checkpoint import export_checkpoint
+    from megalowbit.hf.tokenizer_files import has_tokenizer
 
     _silence_progress()
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
@@ -106,17 +110,20 @@ def _to_hf(options: argparse.Namespace) -> None:
     )
     export_checkpoint(options.source, options.folder, dtype, tokenizer)
     print(f"{options.folder}: load it with transformers.AutoModelForCausalLM.from_pretrained")
-    if tokenizer is None:
+    if not has_tokenizer(options.folder):
         print("no tokenizer lies beside the checkpoint and none was saved: name one with --tokenizer")
 
 
 def _tokenizer_of_run(source: Path) -> Tokenizer | None:
-    """The tokenizer a run keeps in its folder, next to `checkpoints/`."""
+    """The tokenizer that a run keeps in its folder, next to `checkpoints/`."""
     from megalowbit.data.tokenize import FolderTokenizer
-    from megalowbit.hf.training_checkpoint import find_checkpoint
+    from megalowbit.hf.tokenizer_files import FOLDER
+    from megalowbit.hf.training_checkpoint import CHECKPOINTS_FOLDER, find_checkpoint
 
-    folder = find_checkpoint(source).parent.parent / "tokenizer"
-    return FolderTokenizer(folder) if folder.is_dir() else None
+    checkpoints = find_checkpoint(source).absolute().parent
+    folder = checkpoints.parent / FOLDER
+    is_of_run = checkpoints.name == CHECKPOINTS_FOLDER and folder.is_dir()
+    return FolderTokenizer(folder) if is_of_run else None
 
 
 def _tokenizer(name: str) -> Tokenizer:

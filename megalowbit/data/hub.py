@@ -50,8 +50,10 @@ class HubCorpus(Corpus):
         import datasets  # slow to import, and only this kind of corpus needs it
 
         try:
-            rows = datasets.load_dataset(self.dataset_name, self.config, split=self.split, streaming=False)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            rows = datasets.load_dataset(
+                self.dataset_name, self.config, split=self.split, streaming=False, trust_remote_code=False
+            )
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             reason = str(error).strip().split("\n")[0]
             raise UserError(
                 f"data set {self.name!r} cannot be loaded ({reason}): check corpus, corpus_config, split and "

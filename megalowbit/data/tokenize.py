@@ -132,10 +132,11 @@ class BPETokenizer(Tokenizer):
 
 
 class FolderTokenizer(Tokenizer):
-    """A Hugging Face tokenizer in a local folder.
+    """A Hugging Face tokenizer in a local folder; code that lies there is not run.
 
     Raises:
-        UserError: no tokenizer in `folder`, or one without an end-of-sequence token.
+        UserError: no tokenizer in `folder`, one that needs its own code, or one without an end-of-sequence
+            token.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -144,9 +145,15 @@ class FolderTokenizer(Tokenizer):
         self.name = str(folder)
         _refuse_strange_files(folder)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,  # left out, transformers asks on the standard input
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = str(error).strip().split("\n")[0]
+            if "trust_remote_code" in str(error):
+                reason = "it brings code of its own, which is never run: save it as a tokenizer.json"
             raise UserError(f"no usable tokenizer in folder {folder} ({reason}): name another") from error
         eos_token_id = self._tokenizer.eos_token_id
         if eos_token_id is None:

@@ -26,6 +26,7 @@ from megalowbit import process_group
 from megalowbit.engine.mpu import GroupsOfRank
 from megalowbit.engine.stage_bounds import empty_stage
 from megalowbit.errors import UserError
+from megalowbit.hf.generation import remember, remembered
 from megalowbit.hf.pipeline import (
     Block,
     BlockInputs,
@@ -96,6 +97,7 @@ class PipelinedModel(PipelineModule):
             ) from None
         self._check_stages(len(parts))
         self.config = model.config
+        remember(self, remembered(model))
         self.partition = partition
         self.num_parameters_of_all_stages = sum(each.numel() for each in model.parameters())
         self._block_inputs = BlockInputs(model)

@@ -33,6 +33,7 @@ from types import MappingProxyType, TracebackType
 from typing import NamedTuple
 
 from megalowbit import process_group
+from megalowbit.durable import open_regular
 from megalowbit.engine.call_site import is_failed_collective, site_of_error, site_of_frame
 from megalowbit.engine.group_timeouts import set_group_timeouts
 from megalowbit.engine.heartbeat import Heartbeat, StoreSilentError
@@ -350,7 +351,8 @@ class Watchdog:
         site = site_of_frame(sys._current_frames().get(self._main_thread))
         if not site.is_collective and self._folder is not None:
             # the line has been told, which matters more than a disk that is full
-            with suppress(OSError), (self._folder / f"stack-rank{self._rank}.txt").open("w") as file:
+            path = self._folder / f"stack-rank{self._rank}.txt"
+            with suppress(OSError, UserError), open_regular(path, "w") as file:
                 faulthandler.dump_traceback(file)
         if self._heartbeat is not None:
             wait_until_known(self._heartbeat)

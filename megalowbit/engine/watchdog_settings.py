@@ -23,12 +23,15 @@ class WatchdogSettings(SettingsModel):
         slow_step: a step slower than so many medians of the last 50 is told; None: none is.
         termination_seconds: that a step may go on after SIGTERM, before the process ends without a
             checkpoint; a few less than whoever sent it waits until SIGKILL. A save has until `timeout`.
+        stop_with_launcher: save and end when the launcher of this process has ended; None: where there is
+            one (torchrun, the DeepSpeed launcher) or a job script of ours, and not under a shell.
     """
 
     timeout: Annotated[float, Field(ge=SHORTEST_TIMEOUT, le=LONGEST_TIMEOUT)] | None = 600.0
     slow_step: Annotated[float, Field(gt=1.0)] | None = 10.0
     # launchers kill after 30
     termination_seconds: Annotated[float, Field(ge=1.0, le=LONGEST_TIMEOUT)] = 20.0
+    stop_with_launcher: bool | None = None
 
     @property
     def interval(self) -> float:

@@ -14,11 +14,21 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
-from megalowbit.hf.model import SavableTokenizer, fill_weights, load_weights, random_model, save_hf
+from megalowbit.hf.generation import give_back, prepare_for_training, remember
+from megalowbit.hf.model import (
+    SavableTokenizer,
+    fill_weights,
+    load_weights,
+    random_model,
+    refuse_nonfinite,
+    save_hf,
+)
 from megalowbit.hf.new_folder import refuse_existing
 from megalowbit.hf.settings import ModelSettings
+from megalowbit.hf.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megalowbit.hf.training_checkpoint import (
     TrainingCheckpoint,
+    find_checkpoint,
     is_training_checkpoint,
     read_checkpoint,
     write_start_checkpoint,
@@ -55,7 +65,8 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
         device: `"cpu"`, or `"meta"` for a model of the same shapes without weights (a dry run).
 
     Raises:
-        UserError: as `read_config`; missing, superfluous, misshapen or damaged weights in a checkpoint.
+        UserError: as `read_config`; missing, superfluous, misshapen or damaged weights in a checkpoint, or
+            weights that are NaN or infinite.
     """
     if device not in ("cpu", "meta"):
         raise ValueError(f"device must be cpu or meta: {device!r}")
@@ -66,7 +77,9 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
         model = _rebuild(read_checkpoint(folder), settings.overrides, str(folder))
     else:
         model = load_weights(read_config(settings), _checkpoint_of(settings), dtype=torch.float32)
-    model.config.use_cache = False
+    if settings.config is None and device != "meta":
+        refuse_nonfinite(model, str(_source(settings)))
+    prepare_for_training(model)
     model.loss_type = "ForCausalLM"  # transformers finds it by class name and misses GPT2LMHeadModel's
     return model.train()
 
@@ -80,7 +93,7 @@ def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4"
         recipe: what the model will be trained with.
 
     Returns:
-        The step folder inside `folder`.
+        The step folder inside `folder`, beside which the source's tokenizer lies, if it has one.
 
     Raises:
         UserError: as `build_model` for `source` and as `write_start_checkpoint` for `folder`.
@@ -89,7 +102,9 @@ def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4"
     if is_training_checkpoint(source):
         raise UserError(f"{source} is a training checkpoint already: start from it as it is")
     config = config_from_dict(read_json_object(_config_file(source)), {}, str(source))
-    return write_start_checkpoint(load_weights(config, source, dtype="auto"), recipe, folder)
+    model = load_weights(config, source, dtype="auto")
+    refuse_nonfinite(model, str(source))
+    return write_start_checkpoint(model, recipe, folder, tokenizer_files=source)
 
 
 def export_checkpoint(
@@ -104,7 +119,7 @@ def export_checkpoint(
         source: a step folder, a `checkpoints/` folder or a run's folder.
         folder: a new folder.
         dtype: of the saved weights; `None`: the one that the model computed in. fp32 is exact.
-        tokenizer: saved beside the weights.
+        tokenizer: saved beside the weights; `None`: that of a checkpoint to start from, if it has kept one.
 
     Raises:
         UserError: no undamaged checkpoint in `source`; `folder` exists and is not empty, or cannot be
@@ -116,7 +131,10 @@ def export_checkpoint(
     stored_dtypes = {value.dtype for value in stored.half_state_dict.values()} if dtype is None else set()
     if len(stored_dtypes) == 1:
         (dtype,) = stored_dtypes
-    save_hf(model, folder, tokenizer, dtype=dtype)
+    kept = find_checkpoint(source).parent / TOKENIZER_FOLDER
+    is_kept = tokenizer is None and kept.is_dir()
+    remember(model, stored.generation)
+    save_hf(model, folder, tokenizer, dtype=dtype, tokenizer_files=kept if is_kept else None)
 
 
 def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) -> PreTrainedModel:
@@ -126,6 +144,7 @@ def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) 
     convert(model, stored.recipe)
     fill_weights(model, stored.state_dict, where)
     restore(model)
+    give_back(stored.generation, model)
     return model
 
 

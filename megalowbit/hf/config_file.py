@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megalowbit.errors import UserError, shortened, unknown_name
+from megalowbit.errors import UserError, shortened, shown, unknown_name
 from megalowbit.hf.families import check_config, family
 
 if TYPE_CHECKING:
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 # Written by other versions of transformers, without effect on the weights of these families.
 IDLE_FIELDS = ("torch_dtype", "n_ctx", "task_specific_params", "gradient_checkpointing", "auto_map")
+# Fields of a stored model that mean more than its architecture, and why such a model is not read.
+REFUSED_FIELDS = {
+    "quantization_config": "its weights are quantised already: save the model unquantised",
+    "compression_config": "its weights are compressed: save the model unquantised",
+    "transformers_weights": "it names its weights itself: call them model.safetensors and remove the field",
+}
 
 
 def config_from_dict(
@@ -47,13 +53,27 @@ def config_from_dict(
             raise unknown_name("field in model.overrides", name, known)
     from huggingface_hub.errors import StrictDataclassError
 
+    fields = _with_overrides(raw, overrides, config_class)
+    _refuse_fields(fields, where)
     try:
-        config = config_class.from_dict(_with_overrides(raw, overrides, config_class))
+        config = config_class.from_dict(fields)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError) as error:
         reason = shortened(" ".join(str(error).split()))
         raise UserError(f"{where} is not a valid {raw['model_type']} configuration: {reason}") from error
     check_config(config, where)
     return config
+
+
+def _refuse_fields(fields: dict[str, Any], where: str) -> None:
+    for name, reason in REFUSED_FIELDS.items():
+        if fields.get(name) is not None:
+            raise UserError(f"{where} has {name} {shown(fields[name])}: {reason}")
+    for name, value in fields.items():
+        # transformers takes "owner/name" for a kernel, which it downloads and runs
+        if name.strip("_").removesuffix("_internal").endswith("_implementation") and "/" in str(value):
+            raise UserError(
+                f"{where} has {name} {shown(value)}, code that would be downloaded: remove the field"
+            )
 
 
 def _with_overrides(raw: dict[str, Any], overrides: dict[str, Any], config_class: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ layers, hooks and all, is not disturbed. Not covered: models larger than the mem
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,10 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.hf.families import family
+from megalowbit.hf.generation import give_back, remembered, save_model
 from megalowbit.hf.new_folder import new_folder
-from megalowbit.hf.weight_files import stored_dtypes
+from megalowbit.hf.tokenizer_files import copy_tokenizer
+from megalowbit.hf.weight_files import find_weight_files, stored_dtypes
 from megalowbit.layers.split_parameters import holds_split
 from megalowbit.layers.surgery import bit_layers, plain_state_dict
 
@@ -68,23 +71,28 @@ def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype |
     Args:
         config: read from `folder`, perhaps with overrides.
         folder: `model.safetensors` or another form transformers knows.
-        dtype: of the result; `"auto"` for the stored one.
+        dtype: of the result; `"auto"` for the stored one, of several the one that holds all.
 
     Raises:
         UserError: no weights, damaged ones, or others than `config` asks for.
     """
     model_class = family(config.model_type).load_model_class()
     try:
+        files = find_weight_files(folder)
+        stored = stored_dtypes(files)
         with _seeded(0), _quiet_transformers():
             model, report = model_class.from_pretrained(
                 folder,
                 config=config,
-                dtype=dtype,
+                dtype=_widest(stored) if dtype == "auto" else dtype,
+                use_safetensors=files.is_safetensors,
+                trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are in the report, with their names
             )
-        stored = stored_dtypes(folder)
+    except UserError:
+        raise
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to spell
         reason = _first_line(error) or type(error).__name__
         raise UserError(f"the weights in {folder} cannot be loaded ({reason}): replace the folder") from error
@@ -133,6 +141,7 @@ def save_hf(
     *,
     dtype: torch.dtype | None = None,
     whole: Mapping[str, torch.Tensor] | None = None,
+    tokenizer_files: Path | None = None,
 ) -> None:
     """Save `model` as an ordinary Hugging Face checkpoint for `from_pretrained`; whole or not at all.
 
@@ -145,6 +154,7 @@ def save_hf(
         tokenizer: saved beside the weights; its end-of-text id becomes the model's.
         dtype: of the saved weights; `None` keeps the model's.
         whole: the model's weights where ranks hold parts of it, see `plain_state_dict`.
+        tokenizer_files: folder of a tokenizer that is copied beside the weights as it is.
 
     Raises:
         UserError: `folder` exists and is not empty, or cannot be written.
@@ -152,15 +162,17 @@ def save_hf(
     plain = _plain_copy(model, whole)
     if dtype is not None:
         plain = plain.to(dtype)
-    plain.config.use_cache = True  # off for training only
+    give_back(remembered(model), plain)
     if tokenizer is not None:
         for settings in (plain.config, plain.generation_config):
             if settings is not None:
                 settings.eos_token_id = settings.bos_token_id = tokenizer.eos_token_id
     with new_folder(Path(folder)) as draft, _quiet_transformers():
-        plain.save_pretrained(draft)
+        save_model(plain, draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
+        if tokenizer_files is not None:
+            copy_tokenizer(tokenizer_files, draft, with_config=False)
 
 
 def _misshapen(where: str, name: str, found: Sequence[int], expected: Sequence[int]) -> UserError:
@@ -170,9 +182,37 @@ def _misshapen(where: str, name: str, found: Sequence[int], expected: Sequence[i
     )
 
 
-def _refuse_integers(model: PreTrainedModel, stored: dict[str, torch.dtype], where: str) -> None:
+def refuse_nonfinite(model: PreTrainedModel, where: str) -> None:
+    """Check that all weights are numbers: with one that is not, no loss of the model would be.
+
+    Args:
+        model: just loaded.
+        where: what it was read from, for messages.
+
+    Raises:
+        UserError: naming the first weight with NaN or infinity.
+    """
+    for name, parameter in model.named_parameters():
+        # two numbers a tensor, and NaN is the extreme of all that has one; no mask of its size is made
+        if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
+            count = int((~parameter.detach().isfinite()).sum())
+            raise UserError(
+                f"{where}: weight {name} has {count} values that are NaN or infinite, so that no loss would "
+                "be finite: take an earlier or another checkpoint"
+            )
+
+
+def _widest(stored: Mapping[str, torch.dtype | str]) -> torch.dtype:
+    """The narrowest dtype that holds all stored weights exactly; configurations may name another."""
+    known = {dtype for dtype in stored.values() if isinstance(dtype, torch.dtype)}
+    weights = [dtype for dtype in WEIGHT_DTYPES if dtype in known] or [torch.float32]
+    return functools.reduce(torch.promote_types, weights)
+
+
+def _refuse_integers(model: PreTrainedModel, stored: dict[str, torch.dtype | str], where: str) -> None:
     # Folders of a bare GPT-2 lack the first part of the names.
-    own = {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    own = {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in named}
     for name, dtype in sorted(stored.items()):
         if name.removeprefix(f"{model.base_model_prefix}.") in own and dtype not in WEIGHT_DTYPES:
             raise UserError(

@@ -28,7 +28,10 @@ from megalowbit.durable import (
     write_manifest,
 )
 from megalowbit.errors import UserError
+from megalowbit.hf.generation import prepare_for_training, remembered
 from megalowbit.hf.new_folder import new_folder
+from megalowbit.hf.tokenizer_files import FOLDER as TOKENIZER_FOLDER
+from megalowbit.hf.tokenizer_files import copy_tokenizer
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.surgery import convert
 
@@ -50,12 +53,14 @@ class TrainingCheckpoint(NamedTuple):
         state_dict: of the converted model, on the CPU, each tensor read when it is asked for: fp32 masters
             where there are any.
         half_state_dict: the same in the dtype that the model computed in.
+        generation: see `hf.generation`; None in older checkpoints.
     """
 
     hf_config: dict[str, Any]
     recipe: Recipe
     state_dict: Mapping[str, torch.Tensor]
     half_state_dict: Mapping[str, torch.Tensor]
+    generation: dict[str, Any] | None = None
 
 
 def is_training_checkpoint(path: Path) -> bool:
@@ -103,16 +108,20 @@ def read_checkpoint(folder: Path) -> TrainingCheckpoint:
         Recipe.from_dict(ours["recipe"]),
         StateDict(contents),
         StateDict(contents, as_stored=True),
+        ours.get("generation"),
     )
 
 
-def write_start_checkpoint(model: PreTrainedModel, recipe: Recipe | str, folder: Path) -> Path:
+def write_start_checkpoint(
+    model: PreTrainedModel, recipe: Recipe | str, folder: Path, *, tokenizer_files: Path | None = None
+) -> Path:
     """Write the weights of a plain model as a checkpoint to start training from.
 
     Args:
         model: an unconverted Hugging Face model; left as it is. Weights are stored in its dtype.
         recipe: what the model is converted with.
-        folder: a new folder, for `step-00000000/` and `latest`.
+        folder: a new folder, for `step-00000000/`, `latest` and `tokenizer/`.
+        tokenizer_files: folder whose tokenizer, if there is one, is kept beside the step as it is.
 
     Returns:
         The step folder.
@@ -121,6 +130,7 @@ def write_start_checkpoint(model: PreTrainedModel, recipe: Recipe | str, folder:
         UserError: `folder` exists and is not empty or cannot be written; the recipe matches nothing.
     """
     converted = copy.deepcopy(model)
+    prepare_for_training(converted)
     report = convert(converted, recipe)
     content = {
         "module": converted.state_dict(),
@@ -130,6 +140,7 @@ def write_start_checkpoint(model: PreTrainedModel, recipe: Recipe | str, folder:
             "hf_config": model.config.to_dict(),
             "recipe": report.recipe.to_dict(),
             "config": {},
+            "generation": remembered(converted),
         },
     }
     with new_folder(Path(folder)) as draft:
@@ -138,6 +149,8 @@ def write_start_checkpoint(model: PreTrainedModel, recipe: Recipe | str, folder:
         torch.save(content, step / WEIGHTS_FILE)
         write_manifest(step)
         (draft / LATEST).write_text(step.name, encoding="utf-8")
+        if tokenizer_files is not None:
+            copy_tokenizer(tokenizer_files, draft / TOKENIZER_FOLDER, with_config=True)
     return Path(folder) / step_name(0)
 
 

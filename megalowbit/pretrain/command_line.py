@@ -16,14 +16,19 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megalowbit.durable import atomic_file
 from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError, lines_of, printed
-from megalowbit.pretrain.stop_signals import EndOnSigterm, block_stop_signals, release_stop_signals
+from megalowbit.pretrain.launcher_watch import LauncherWatch, is_launched
+from megalowbit.pretrain.stop_signals import StartSignals, block_stop_signals, release_stop_signals
 from megalowbit.process_group import ProcessIdentity, identify
+
+if TYPE_CHECKING:
+    from megalowbit.pretrain.config import PretrainConfig
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 REFUSAL = "MEGALOWBIT_REFUSAL"  # names a file for the line of a mistake, if there is one
@@ -155,23 +160,46 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.dry_run or options.prepare_data:
         release_stop_signals()
+        with StartSignals(is_main=identity.is_main):
+            _describe_or_prepare(options, config, identity)
+        return
+    settings = config.parts.settings.watchdog
+    is_watched = is_launched() if settings.stop_with_launcher is None else settings.stop_with_launcher
+    with ExitStack() as stack:
+        launcher = stack.enter_context(LauncherWatch()) if is_watched else None
+        has_ended = None if launcher is None else lambda: launcher.has_ended
+        start = StartSignals(is_main=identity.is_main, has_launcher_ended=has_ended)
+        stack.enter_context(start)
+        _pretrain(options, config, identity, start, launcher)
+
+
+def _describe_or_prepare(
+    options: argparse.Namespace, config: PretrainConfig, identity: ProcessIdentity
+) -> None:
+    """What needs one process only."""
+    if not identity.is_main:
+        return
     if options.dry_run:
         from megalowbit.pretrain.dry_run import describe
 
-        if identity.is_main:
-            print(describe(config))
+        print(describe(config))
         return
-    if options.prepare_data:
-        from megalowbit.data.loader import count_samples
-        from megalowbit.pretrain.validation import check_config
+    from megalowbit.data.loader import count_samples
+    from megalowbit.pretrain.validation import check_config
 
-        if identity.is_main:
-            check_config(config)
-            data = config.settings.data
-            count = count_samples(data)
-            print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {data.cache_dir}")
-        return
-    start = EndOnSigterm()
+    check_config(config)
+    data = config.settings.data
+    count = count_samples(data)
+    print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {data.cache_dir}")
+
+
+def _pretrain(
+    options: argparse.Namespace,
+    config: PretrainConfig,
+    identity: ProcessIdentity,
+    start: StartSignals,
+    launcher: LauncherWatch | None,
+) -> None:
     from megalowbit.engine.process_start import import_deepspeed, stop_process_group
 
     import_deepspeed()  # first of all imports that lead to it, for it is set up on the way
@@ -185,6 +213,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         is_restart=options.restart,
         tell=lambda error: _report(error, identity),
         at_first_step=start.stop,
+        has_launcher_ended=None if launcher is None else lambda: launcher.has_ended,
     )
     stop_process_group(
         timedelta(seconds=SECONDS_FOR_ALL_TO_LEAVE)

@@ -26,6 +26,7 @@ from megalowbit.engine.tensor_parallel import shard_model
 from megalowbit.errors import UserError, from_system
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits, expected_projections
+from megalowbit.hf.generation import remembered
 from megalowbit.layers.layer_snapshot import forget_uses
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
@@ -175,6 +176,7 @@ class Job:
                 "hf_config": self.engine.module.config.to_dict(),
                 "recipe": self.recipe.to_dict(),
                 "config": self.config.to_dict(),
+                "generation": remembered(self.engine.module),
             },
             "progress": {
                 "loader": self.loader.state_dict(),

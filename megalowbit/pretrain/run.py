@@ -20,6 +20,7 @@ from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts,
 from megalowbit.engine.watchdog import Watchdog, print_error
 from megalowbit.engine.whole_weights import whole_state_dict
 from megalowbit.errors import TransientError, UserError, from_system
+from megalowbit.hf.generation import remember, remembered
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import product_counts
@@ -34,7 +35,7 @@ from megalowbit.pretrain.restart import check_restart, move_aside
 from megalowbit.pretrain.resume import changed_settings, check_is_configuration
 from megalowbit.pretrain.run_folder import RunFolder, claim
 from megalowbit.pretrain.validation import check_config
-from megalowbit.process_group import ProcessIdentity
+from megalowbit.process_group import ProcessIdentity, is_true_anywhere
 from megalowbit.telemetry.console import Console
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def pretrain(
     is_restart: bool = False,
     tell: Callable[[UserError], None] = print_error,
     at_first_step: Callable[[], None] | None = None,
+    has_launcher_ended: Callable[[], bool] | None = None,
 ) -> None:
     """Train until `run.steps`; every rank of the job calls this once.
 
@@ -60,9 +62,10 @@ def pretrain(
         is_restart: whether one in `run_dir` moves aside, to begin again; not together with `is_resume`.
         tell: says why the process ends where it ends in here, as `Watchdog` does.
         at_first_step: called when the start is over, and steps begin to look for stop signals.
+        has_launcher_ended: asked where the run was stopped, for what stopped it; None: nobody did.
 
     Raises:
-        TransientError: a rank was lost, hangs or cannot be reached.
+        TransientError: a rank was lost, hangs or cannot be reached, or the launcher has ended without them.
         UserError: a mistake in configuration, data or folders, or training that cannot go on.
     """
     with ExitStack() as stack:
@@ -96,6 +99,7 @@ def pretrain(
         if job.step < config.settings.run.steps or not is_summed_up:
             with Recorder(job, console, is_main=identity.is_main, is_resume=is_resume) as recorder:
                 if train(job, recorder, watchdog) is Ending.STOPPED:
+                    _refuse_lost_launcher(has_launcher_ended, job.step)
                     recorder.tell(f"stopped after step {job.step} as asked: go on with --resume auto")
                     return
                 recorder.finish()
@@ -106,6 +110,15 @@ def pretrain(
         export(job, console)
         watchdog.finish()
         agree(lambda: folder.mark_done(job.step))
+
+
+def _refuse_lost_launcher(has_ended: Callable[[], bool] | None, step: int) -> None:
+    """Nobody waits for this end, so it is one that another try begins after; collective."""
+    if is_true_anywhere(has_ended is not None and has_ended()):
+        raise raised_on_all_ranks(
+            f"the launcher has ended without its ranks: saved after step {step}, go on with --resume auto",
+            is_transient=True,
+        )
 
 
 def _hold(stack: ExitStack, folder: RunFolder) -> None:
@@ -209,6 +222,7 @@ def export(job: Job, console: Console) -> None:
     if job.is_pipeline:  # gathered weights are those of plain layers, of which no stage has all
         whole = gather_weights(model)
         model = random_model(model.config, seed=0, device="meta")
+        remember(model, remembered(job.engine.module))
     agree(lambda: save_hf(model, job.folder.hf, job.loader.tokenizer, whole=whole))
     console.print(f"HuggingFace checkpoint: {job.folder.hf}")
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megalowbit.durable import atomic_file, remove_drafts, sync
+from megalowbit.durable import atomic_file, open_regular, remove_drafts, sync
 from megalowbit.errors import TransientError, UserError, from_system, shown
 from megalowbit.json_text import read_json_object
 
 LOCK = ".lock"
+LONGEST_TRY = 4096  # bytes of a lock; another program's file of that name must not be emptied
 TRY = "MEGALOWBIT_TRY"  # what a job script calls the try it makes
 METRICS = "metrics.jsonl"
 RECORDS = (METRICS, "overflow_layers.jsonl", "speculation.jsonl")
@@ -177,9 +178,10 @@ class RunFolder:
 
         Raises:
             TransientError: another job holds the folder.
+            UserError: its lock is a link, no file or not ours, or cannot be opened.
         """
         lock = self.path / LOCK
-        with lock.open("a") as file:
+        with _open_lock(lock) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -209,6 +211,20 @@ class RunFolder:
         """Save the resolved configuration, whole or not at all."""
         with atomic_file(self.config) as file:
             file.write(json.dumps(resolved, indent=2) + "\n")
+
+
+def _open_lock(lock: Path) -> IO[str]:
+    try:
+        file = open_regular(lock, "a")
+    except OSError as error:
+        message = (
+            f"{lock} cannot be opened ({error.strerror}): make the folder yours, or use another --run-dir"
+        )
+        raise from_system(message, error) from error
+    if os.fstat(file.fileno()).st_size > LONGEST_TRY:
+        file.close()
+        raise UserError(f"{lock} was not written by a run: move it away, or use another --run-dir")
+    return file
 
 
 def claim(

@@ -6,20 +6,26 @@ came during them. A blocked signal waits. Threads inherit the mask, so it is set
 its own.
 
 Ctrl-C still raises `KeyboardInterrupt` at once, but for the parts of a program that must not end half-way
-(`uninterrupted`): there it waits. Not covered: threads that were started before, and Windows.
+(`uninterrupted`): there it waits. A start that waits for other ranks ends without it (`StartSignals`). Not
+covered: threads that were started before, and Windows.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
+
+from megalowbit.errors import EXIT_TRANSIENT
 
 SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_TO_COME_OUT = 1.0  # for the main thread after Ctrl-C
 STOP_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGTERM})
 
 
@@ -42,25 +48,68 @@ def release_stop_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-class EndOnSigterm:
-    """A thread that ends the process on SIGTERM while it starts, for no loop looks for the signal yet.
+class StartSignals:
+    """Ends the process while it starts, as a context around that: nothing looks for signals yet.
 
-    SIGUSR1 goes on waiting: the run saves after its first step.
+    SIGTERM ends it at once, and so does a launcher that has ended. Ctrl-C raises `KeyboardInterrupt` as
+    always, but where the main thread waits in a library, for ranks that never come, it would be raised when
+    the wait is over: after a moment the process ends without it. SIGUSR1 goes on waiting: the run saves after
+    its first step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_main: bool = True, has_launcher_ended: Callable[[], bool] | None = None) -> None:
+        """Prepare; the block begins to look.
+
+        Args:
+            is_main: whether this process says that it was interrupted.
+            has_launcher_ended: asked twice a second; None: nobody looks.
+        """
+        self._is_main, self._has_launcher_ended = is_main, has_launcher_ended or (lambda: False)
         self._is_over = threading.Event()
-        threading.Thread(target=self._watch, name="megalowbit-start", daemon=True).start()
+        self._reader, self._writer = os.pipe()
+        self._writer_before: int | None = None
+        self._thread = threading.Thread(target=self._watch, name="megalowbit-start", daemon=True)
+
+    def __enter__(self) -> StartSignals:
+        # a handler in Python waits for the main thread; the number of the signal is written here at once
+        if threading.current_thread() is threading.main_thread():
+            os.set_blocking(self._writer, False)
+            self._writer_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
-        """The loop looks for itself from now on."""
+        """The loop looks for itself from now on; harmless if called again."""
+        if self._is_over.is_set():
+            return
         self._is_over.set()
+        if self._writer_before is not None:
+            signal.set_wakeup_fd(self._writer_before)
+        os.close(self._writer)
 
     def _watch(self) -> None:
-        while not self._is_over.wait(SECONDS_BETWEEN_LOOKS):
-            if signal.SIGTERM in signal.sigpending():
-                print("ended by SIGTERM before the first step", file=sys.stderr, flush=True)
-                os._exit(128 + signal.SIGTERM)
+        while not self._is_over.is_set():
+            is_readable, _, _ = select.select([self._reader], [], [], SECONDS_BETWEEN_LOOKS)
+            if self._is_over.is_set():  # what comes now is for the loop
+                break
+            if is_readable and signal.SIGINT in os.read(self._reader, 4096):
+                if not self._is_over.wait(SECONDS_TO_COME_OUT):
+                    _end("interrupted before the first step" if self._is_main else "", 128 + signal.SIGINT)
+            elif signal.SIGTERM in signal.sigpending():
+                _end("ended by SIGTERM before the first step", 128 + signal.SIGTERM)
+            elif self._has_launcher_ended():
+                _end("ended before the first step, for the launcher has ended", EXIT_TRANSIENT)
+        os.close(self._reader)
+
+
+def _end(line: str, code: int) -> NoReturn:
+    if line:
+        with suppress(OSError):  # whoever read it may have ended as well
+            print(line, file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 @contextmanager

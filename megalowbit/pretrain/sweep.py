@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megalowbit.durable import open_regular
 from megalowbit.errors import UserError
 from megalowbit.json_text import is_finite_number, parse_json, read_text
 from megalowbit.pretrain.config import PretrainConfig
@@ -101,7 +102,7 @@ class Run:
         }
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         log = self.folder.parent / f"{self.folder.name}.log"
-        with log.open("w") as file:
+        with open_regular(log, "w") as file:
             command = [sys.executable, str(self.program), *arguments]
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         if done.returncode and not self.was_stopped():

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megalowbit.durable import atomic_file
+from megalowbit.durable import atomic_file, open_regular
 from megalowbit.errors import UserError, from_system
 from megalowbit.telemetry.counters import LayerOverflow
 from megalowbit.telemetry.facts import Facts
@@ -50,7 +50,7 @@ class JsonlFile:
                 raise UserError(f"{path} already holds a run: choose another --run-dir or --resume auto")
             self._keep_up_to(resume_step)
         # line-buffered: a reader, or a kill, finds complete lines
-        self._file = path.open("a", encoding="utf-8", buffering=1, newline="\n")
+        self._file = open_regular(path, "a", buffering=1)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one object as one line."""

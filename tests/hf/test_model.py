@@ -133,8 +133,14 @@ def garble(path):
     path.write_bytes(b"\0" * 200)
 
 
-@pytest.mark.parametrize("damage", [cut, garble, lambda path: path.unlink()])
-def test_weights_that_are_damaged_or_gone_are_one_line(tmp_path, damage):
+def test_weights_that_are_gone_are_one_line(tmp_path):
+    GPT2.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"has no weights: add model\.safetensors or [\w.]+$"):
+        load_weights(GPT2, tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("damage", [cut, garble])
+def test_weights_that_are_damaged_are_one_line(tmp_path, damage):
     GPT2LMHeadModel(GPT2).save_pretrained(tmp_path)
     damage(tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"the weights in .* cannot be loaded \(.*\): replace") as caught:
@@ -146,7 +152,10 @@ def test_weights_that_are_damaged_or_gone_are_one_line(tmp_path, damage):
 def test_pickled_weights_that_are_garbage_are_one_line(tmp_path, content):
     GPT2.save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(UserError, match=r"the weights in .* cannot be loaded \(.+\): replace") as caught:
+    message = (
+        r"the weights in .* cannot be loaded \(.+\): replace|is not loaded: it is damaged, or holds more"
+    )
+    with pytest.raises(UserError, match=message) as caught:
         load_weights(GPT2, tmp_path, dtype=torch.float32)
     assert "\n" not in str(caught.value)
 

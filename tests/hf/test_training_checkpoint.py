@@ -47,7 +47,8 @@ def rewrite(step, content):
 
 
 def test_what_was_written_is_read_back(folder):
-    hf_config, read_recipe, state_dict, half_state_dict = read_checkpoint(folder)
+    hf_config, read_recipe, state_dict, half_state_dict, generation = read_checkpoint(folder)
+    assert generation["use_cache"] is True
     expected = random_model(GPT2, seed=1).half()
     convert(expected, "nvfp4")
     assert hf_config["n_embd"] == 32

@@ -1,8 +1,11 @@
 """Runs asked to stop, under real launchers: all ranks save after the same step; files say how it ended."""
 
+import ctypes
 import json
+import os
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -10,7 +13,18 @@ import psutil
 import pytest
 from forked_ranks import run_ranks
 
-from launchers import free_port, kill, metrics, run, start, wait_for_step, write_config
+from launchers import (
+    BIN,
+    SCRIPT,
+    environment,
+    free_port,
+    kill,
+    metrics,
+    run,
+    start,
+    wait_for_step,
+    write_config,
+)
 
 SECONDS = 120
 
@@ -124,3 +138,91 @@ def test_sigterm_ends_a_run_that_has_not_begun_at_once(tmp_path):
     code, output = ended(process)
     assert code == 143, output
     assert output.splitlines()[-1] == "ended by SIGTERM before the first step"
+
+
+def wait_for_port(port, process):
+    """Until somebody listens there: the main rank's store, where it waits for the others."""
+    end = time.monotonic() + SECONDS
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_an_interrupt_ends_a_run_that_waits_for_other_ranks(tmp_path):
+    write_config(tmp_path)
+    port = free_port()
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    process = start("python", "--ds-config", "tiny.json", cwd=tmp_path, MASTER_PORT=str(port), **ranks)
+    wait_for_port(port, process)
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == (130, "interrupted before the first step\n")
+
+
+def test_an_interrupt_ends_the_deepspeed_launcher_whose_other_node_never_comes(tmp_path):
+    write_config(tmp_path)
+    port = free_port()
+    (tmp_path / "hosts").write_text("one slots=1\ntwo slots=1\n")
+    command = [
+        str(BIN / "deepspeed"), "--hostfile=hosts", "--no_ssh", "--node_rank=0", "--master_addr=127.0.0.1",
+        f"--master_port={port}", SCRIPT, "--ds-config", "tiny.json",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(tmp_path / "cache") | {"DS_ACCELERATOR": "cpu"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    wait_for_port(port, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
+    code, output = ended(process)
+    assert code != 0
+    assert output.count("interrupted before the first step\n") == 1
+    assert "ended by SIGTERM" not in output
+
+
+@pytest.fixture
+def orphans():
+    """Ranks whose launcher has ended become children of this process, whose exit codes can be read."""
+    libc, subreaper = ctypes.CDLL(None), 36
+    assert libc.prctl(subreaper, 1, 0, 0, 0) == 0
+    yield
+    libc.prctl(subreaper, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_ranks_whose_launcher_is_killed_save_the_same_step_for_the_next_try(tmp_path, orphans, launcher):
+    write_config(tmp_path, block={"run": {"steps": 5000}})
+    arguments = ["--ds-config", "tiny.json", "--run-dir", "run", "--resume", "auto"]
+    process = start(launcher, *arguments, cwd=tmp_path, processes=2)
+    wait_for_step(tmp_path / "run", 2, process)
+    ranks = ranks_of(process)
+    process.kill()
+    codes = {rank: each.wait(SECONDS) for rank, each in ranks.items()}
+    kill(process)
+    output = process.stdout.read()
+    step = metrics(tmp_path / "run")[-1]["step"]
+    line = (
+        f"error: the launcher has ended without its ranks: saved after step {step}, go on with --resume auto"
+    )
+    assert output.count(line) == 1, output
+    assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
+    assert not (tmp_path / "run" / "DONE").exists()
+    assert step < 5000
+    assert codes[0] == 75 or launcher == "deepspeed"  # whose inner launcher takes the code for itself
+    done = run_ranks(*arguments, "--set", f"megalowbit.run.steps={step + 1}", cwd=tmp_path, processes=2)
+    assert done.code == 0, done.output
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, step + 2))
+
+
+@pytest.mark.slow
+def test_ranks_go_on_without_their_launcher_where_they_are_told_to(tmp_path, orphans):
+    write_config(tmp_path, block={"run": {"steps": 400}, "watchdog": {"stop_with_launcher": False}})
+    process = start("torchrun", "--ds-config", "tiny.json", "--run-dir", "run", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 2, process)
+    [rank] = ranks_of(process).values()
+    process.kill()
+    assert rank.wait(SECONDS) == 0
+    kill(process)
+    assert json.loads((tmp_path / "run" / "DONE").read_text()) == {"step": 400}

@@ -78,6 +78,27 @@ def test_the_lock_names_the_try_that_holds_or_held_the_folder(tmp_path, monkeypa
         assert lock.read_text() == "no job script\n"
 
 
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "another program's"])
+def test_a_lock_that_is_not_ours_is_refused_and_left_as_it_is(tmp_path, kind):
+    lock, precious = tmp_path / "run" / ".lock", tmp_path / "precious"
+    lock.parent.mkdir()
+    precious.write_text("keep me")
+    if kind == "pipe":
+        os.mkfifo(lock)
+    elif kind == "folder":
+        lock.mkdir()
+    elif kind == "another program's":
+        lock.write_text("x" * 5000)
+    else:
+        lock.symlink_to(precious if kind == "link" else tmp_path / "none")
+    message = r"\.lock (is a link or no ordinary|was not written by a run)"
+    with pytest.raises(UserError, match=message), RunFolder(lock.parent).held():
+        pytest.fail("held")
+    assert precious.read_text() == "keep me"
+    assert not (tmp_path / "none").exists()
+    assert lock.is_symlink() or lock.exists()
+
+
 def test_a_held_folder_is_refused_to_another_job_and_free_afterwards(tmp_path):
     code = (
         "import pathlib, sys, time\n"

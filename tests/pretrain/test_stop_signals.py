@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megalowbit.pretrain.stop_signals import pending_stop_signal, uninterrupted
+from megalowbit.pretrain.stop_signals import StartSignals, pending_stop_signal, uninterrupted
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,9 +65,9 @@ def test_released_signals_end_a_process_as_ever():
 
 STARTING = """
 import sys
-from megalowbit.pretrain.stop_signals import EndOnSigterm, block_stop_signals, pending_stop_signal
+from megalowbit.pretrain.stop_signals import StartSignals, block_stop_signals, pending_stop_signal
 block_stop_signals()
-start = EndOnSigterm()
+start = StartSignals().__enter__()
 if sys.argv[1] == "begun":
     start.stop()
 print("there", flush=True)
@@ -91,6 +91,52 @@ def test_sigterm_ends_a_process_that_starts_and_waits_in_one_that_has_begun(stat
         time.sleep(1.2)  # more than two looks
         assert process.communicate("\n", timeout=30)[0] == "SIGTERM\n"
         assert process.returncode == 0
+
+
+RENDEZVOUS = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from megalowbit.pretrain.stop_signals import StartSignals
+with StartSignals(is_main=sys.argv[1] == "main"):
+    print("there", flush=True)
+    store = TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=600))
+    store.get("never set")  # in C++, which comes back when its time is over
+"""
+
+
+@pytest.mark.parametrize(("name", "line"), [("main", "interrupted before the first step\n"), ("other", "")])
+def test_an_interrupt_ends_a_process_that_waits_for_other_ranks(name, line):
+    process = subprocess.Popen(
+        [sys.executable, "-c", RENDEZVOUS, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout.readline() == "there\n"
+    time.sleep(0.3)  # also right if it has not begun to wait
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    assert process.stderr.read() == line
+
+
+def test_an_interrupt_of_python_is_raised_and_unwinds_as_ever():
+    before = signal.set_wakeup_fd(-1)
+
+    def start():
+        with StartSignals():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert signal.set_wakeup_fd(before) == -1
+
+
+def test_a_launcher_that_has_ended_ends_a_start_for_another_try():
+    code = "import time\nfrom megalowbit.pretrain.stop_signals import StartSignals\n"
+    code += "with StartSignals(has_launcher_ended=lambda: True):\n    time.sleep(60)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    line = "ended before the first step, for the launcher has ended\n"
+    assert (done.returncode, done.stderr) == (75, line)
 
 
 def test_nothing_waits_in_a_process_nobody_signalled():

@@ -1,0 +1,53 @@
+"""The files of a tokenizer, copied as they are: special tokens, chat template and all.
+
+A tokenizer that is read and written again comes back in another version's form, and needs an end-of-sequence
+token here. Files that lie beside the weights of a Hugging Face folder are known by their names; `config.json`
+goes with them, for older ones say there of which kind they are. Code (`.py`) is left behind.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+FOLDER = "tokenizer"  # in a run's folder, and in one of a checkpoint to start from
+MAIN_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
+FURTHER_FILES = (
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.*.json",
+    "chat_template.*",
+)
+TEMPLATES = "additional_chat_templates"
+CONFIG = "config.json"
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer lies in `folder`."""
+    return any(path.is_file() for pattern in MAIN_FILES for path in folder.glob(pattern))
+
+
+def copy_tokenizer(source: Path, target: Path, *, with_config: bool) -> None:
+    """Copy a tokenizer's files, if there are any.
+
+    Args:
+        source: a Hugging Face folder, which may be one of links into its cache.
+        target: made if need be.
+        with_config: `config.json` too, where no other lies in `target`.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    if not has_tokenizer(source):
+        return
+    patterns = (*MAIN_FILES, *FURTHER_FILES, *((CONFIG,) if with_config else ()))
+    target.mkdir(exist_ok=True)
+    for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
+        if path.is_file():
+            shutil.copyfile(path, target / path.name)
+    templates = source / TEMPLATES
+    if templates.is_dir():
+        (target / TEMPLATES).mkdir(exist_ok=True)
+        for path in sorted(templates.glob("*.jinja")):
+            shutil.copyfile(path, target / TEMPLATES / path.name)
