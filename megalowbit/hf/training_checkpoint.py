@@ -30,6 +30,7 @@ from megalowbit.durable import (
 from megalowbit.errors import UserError
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.state_dict_layout import parameter_layout
 from megalowbit.layers.surgery import convert
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class TrainingCheckpoint(NamedTuple):
     Attributes:
         hf_config: fields of the Hugging Face configuration.
         recipe: how the model was converted.
-        state_dict: of the converted model, on the CPU, each tensor read when it is asked for: fp32 masters
-            where there are any.
+        state_dict: parameters of the converted model as they are, on the CPU, each tensor read when it is
+            asked for: fp32 masters where there are any.
         half_state_dict: the same in the dtype that the model computed in.
     """
 
@@ -122,8 +123,10 @@ def write_start_checkpoint(model: PreTrainedModel, recipe: Recipe | str, folder:
     """
     converted = copy.deepcopy(model)
     report = convert(converted, recipe)
+    with parameter_layout(converted):
+        weights = converted.state_dict()
     content = {
-        "module": converted.state_dict(),
+        "module": weights,
         OUR_KEY: {
             "format": FORMAT,
             "step": 0,

@@ -34,6 +34,7 @@ from megalowbit.layers.parallel_bitlinear import LOW_BIT, ParallelBitLinear
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.split_parameters import SPLIT_NAMES, merged_weight
+from megalowbit.layers.split_state_dict import RESIDUAL
 from megalowbit.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorGroup
 from megalowbit.layers.use_counter import is_recomputing
 from megalowbit.layers.weight_cache import WeightCache, WeightSlot
@@ -164,7 +165,10 @@ def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None
         UserError: the model is cut over tensor-parallel ranks, and `whole` is missing.
     """
     given = model.state_dict() if whole is None else whole
-    state = {name: value.detach().to("cpu", copy=whole is None) for name, value in given.items()}
+    state = {
+        name: value.detach().to("cpu", copy=whole is None, memory_format=torch.contiguous_format).contiguous()
+        for name, value in given.items()
+    }
     for name, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, (BitLinear, ColumnParallelLinear, RowParallelLinear)):
             continue
@@ -175,12 +179,8 @@ def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None
                 "pass whole_state_dict(engine), which every rank must call"
             )
         prefix = f"{name}." if name else ""
-        for part in SPLIT_NAMES:
+        for part in (*SPLIT_NAMES, RESIDUAL):
             state.pop(prefix + part, None)
-        if isinstance(layer, BitLinear) and layer.is_split:
-            state[f"{prefix}weight"] = merged_weight(layer).cpu()
-        if layer.is_transposed:
-            state[f"{prefix}weight"] = state[f"{prefix}weight"].t().contiguous()
     return state
 
 
