@@ -2,8 +2,8 @@
 
 `engine.save_16bit_model` and the dictionaries that `accelerator.get_state_dict` and the Trainer ask for are
 made of parameters by DeepSpeed, which at stage 3 would give low-bit layers' (out, in) for a Conv1D's (in,
-out), and under tensor parallelism one rank's shards. Here they are `whole_state_dict`, written as one whole
-file. Not covered: pipelines, whose stages are exported by `tools/convert_hf.py`.
+out), under tensor parallelism one rank's shards, and nothing for a pipeline. Here they are whole and written
+as one file that is whole or not there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megalowbit import process_group
 from megalowbit.durable import atomic_file
 from megalowbit.engine.agreement import agree
 from megalowbit.engine.checkpoint_engine import describe_write_error
+from megalowbit.engine.pipeline import gather_weights, stage_of
 from megalowbit.engine.whole_weights import whole_state_dict
 from megalowbit.errors import UserError, from_system
 
@@ -46,13 +47,13 @@ class WeightExports:
         """See `DeepSpeedEngine._consolidated_16bit_state_dict`: on rank 0 a state dict, None on others.
 
         Raises:
-            UserError: the model is a pipeline's stage.
+            UserError: frozen parameters of a pipeline are to be left out.
         """
-        if hasattr(self._engine.module, "forward_funcs"):
-            raise UserError(
-                "a pipeline's stages have no common state dict: save a checkpoint and run "
-                "tools/convert_hf.py to-hf on it"
-            )
+        stage = stage_of(self._engine.module)
+        if stage is not None and exclude_frozen_parameters:
+            raise UserError("exclude_frozen_parameters is not supported for a pipeline: leave it away")
+        if stage is not None:
+            return gather_weights(stage)
         whole = whole_state_dict(self._engine, exclude_frozen=exclude_frozen_parameters)
         return whole if process_group.rank() == 0 else None
 
@@ -68,7 +69,7 @@ class WeightExports:
             False, and nothing is written, where the configuration of stage 3 does not allow gathering.
 
         Raises:
-            UserError: the model is a pipeline's stage, or the file could not be written; all ranks raise it.
+            UserError: the file could not be written, or see `consolidated`; all ranks raise it.
         """
         engine, path = self._engine, Path(save_dir) / save_filename
         if engine.zero_optimization_stage() == 3 and not engine.zero_gather_16bit_weights_on_model_save():

@@ -6,6 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.parameter_split import split_weights
+from megalowbit.engine.pipeline import pipeline_module
 from megalowbit.errors import UserError
 from megalowbit.layers.split_parameters import merged_weight
 from megalowbit.layers.surgery import bit_layers
@@ -135,3 +136,20 @@ def test_a_checkpoint_of_a_split_model_holds_what_is_left_and_an_export_the_whol
     }  # fmt: skip
     for name, layer in bit_layers(engine.module).items():
         assert torch.equal(plain.get_submodule(name).weight, merged_weight(layer).t())
+
+
+def test_a_pipelines_weights_are_gathered(tmp_path):
+    module = pipeline_module(gpt2(), num_stages=1)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "megalowbit": {"precision": "bf16", "recipe": "nvfp4"},
+    }
+    engine = initialize(model=module, config=config)[0]
+    engine.save_16bit_model(str(tmp_path))
+    stored = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    expected = gpt2().state_dict()
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], value.bfloat16()) for name, value in expected.items())
+    with pytest.raises(UserError, match="exclude_frozen_parameters is not supported for a pipeline"):
+        engine.save_16bit_model(str(tmp_path), exclude_frozen_parameters=True)
