@@ -34,6 +34,7 @@ from megalowbit.durable import (
 from megalowbit.engine.agreement import agree, gather, gather_bytes, succeed_together
 from megalowbit.engine.random_state import packed_random_state
 from megalowbit.errors import UserError, from_system
+from megalowbit.layers.state_dict_layout import parameter_layout
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,8 @@ def _write_files(
     if rank_file is not None:
         writer.save(dict(rank_file[1]), str(path / rank_file[0]))
     save = type(engine).save_checkpoint  # and not the method of the object, which leads here
-    save(engine, str(path.parent), tag=path.name, client_state=state, save_latest=False)
+    with parameter_layout(engine.module):
+        save(engine, str(path.parent), tag=path.name, client_state=state, save_latest=False)
     facts = succeed_together(lambda: writer.take_facts(path))
     return [entry for each in gather(facts) for entry in each]
 
@@ -272,7 +274,8 @@ def _load_as_saved(engine: Any, path: Path, options: Mapping[str, Any]) -> dict[
 
     def load() -> dict[str, Any]:
         try:  # the class's, and not the method of the object, which leads here
-            _, state = type(engine).load_checkpoint(engine, parent, tag=tag, **options)
+            with parameter_layout(engine.module):
+                _, state = type(engine).load_checkpoint(engine, parent, tag=tag, **options)
         except (RuntimeError, KeyError, AssertionError) as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(

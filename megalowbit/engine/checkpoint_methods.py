@@ -18,6 +18,7 @@ from megalowbit.checkpoints.contents import header_file
 from megalowbit.durable import LATEST, MANIFEST
 from megalowbit.engine.agreement import agree, gather, raised_on_all_ranks, succeed_together
 from megalowbit.engine.checkpoint_io import load_together, save_together, verify_together
+from megalowbit.engine.weight_exports import attach_weight_exports
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_text
 
@@ -25,9 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def attach_checkpoint_methods(engine: Any) -> None:
-    """Put both methods into an engine from `deepspeed.initialize`."""
+    """Put both methods into an engine from `deepspeed.initialize`, and those that export weights alone."""
     methods = CheckpointMethods(engine)
     engine.save_checkpoint, engine.load_checkpoint = methods.save, methods.load
+    attach_weight_exports(engine)
 
 
 class CheckpointMethods:

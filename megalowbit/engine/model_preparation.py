@@ -23,6 +23,8 @@ from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.run_checks import check_layers_kept, check_scaler, low_bit_names
 from megalowbit.engine.tensor_parallel import shard_model
 from megalowbit.errors import UserError
+from megalowbit.layers.conversion_report import refuse_missed
+from megalowbit.layers.kept_layers import missed_weights
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.surgery import bit_layers, convert, random_stream
@@ -120,7 +122,11 @@ def draw_own_numbers(model: torch.nn.Module, grid: ProcessGrid) -> None:
 
 
 def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | None, seed: int) -> Any:
-    """Swap layers if the recipe quantises and nothing is swapped yet; returns the recipe, or None."""
+    """Swap layers if the recipe quantises and nothing is swapped yet; returns the recipe, or None.
+
+    Raises:
+        UserError: layers were converted with another recipe, or projections have no layer to be swapped.
+    """
     if setting is None:
         return None
     recipe = recipe_of(setting)
@@ -135,4 +141,5 @@ def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | No
         report = convert(model, recipe, seed=seed, rank=process_group.rank())
         if process_group.rank() == 0:
             logger.info("%s", report)
+    refuse_missed(missed_weights(model, recipe), recipe)
     return recipe

@@ -13,22 +13,29 @@ from typing import Any
 import torch
 
 from megalowbit import process_group
+from megalowbit.layers.state_dict_layout import parameter_layout, put_in_hf_layout
 from megalowbit.layers.tensor_parallel import TensorGroup, tensor_group_of
 
 
-def whole_state_dict(engine: Any) -> dict[str, torch.Tensor]:
+def whole_state_dict(engine: Any, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """`engine.module.state_dict()` with whole tensors; every rank must call it.
 
+    Args:
+        engine: from `initialize`.
+        exclude_frozen: whether parameters that are not trained are left out.
+
     Returns:
-        On rank 0 all parameters and persistent buffers, on the host and in the precision they compute in;
-        tied ones share memory. On other ranks nothing.
+        On rank 0 all parameters and persistent buffers, on the host, in the precision they compute in and in
+        the Hugging Face model's layout; tied ones share memory. On other ranks nothing.
     """
     is_main = process_group.rank() == 0
     whole: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor | None] = {}
     group = tensor_group_of(engine.module.modules())
-    for name, value in engine.module.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
+    with parameter_layout(engine.module):  # cuts and partitions are of parameters as they are
+        state = engine.module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or (exclude_frozen and _is_frozen(value)):
             continue
         if id(value) not in seen:
             with gathered(value):
@@ -37,7 +44,12 @@ def whole_state_dict(engine: Any) -> dict[str, torch.Tensor]:
         copy = seen[id(value)]
         if copy is not None:
             whole[name] = copy
-    return whole
+    put_in_hf_layout(engine.module, whole)
+    return {name: value.contiguous() for name, value in whole.items()}
+
+
+def _is_frozen(value: torch.Tensor) -> bool:
+    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
 
 
 def _joined(value: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:

@@ -22,6 +22,7 @@ from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import copy_tokenizer
 from megalowbit.hf.weight_files import find_weight_files, stored_dtypes
 from megalowbit.layers.split_parameters import holds_split
+from megalowbit.layers.state_dict_layout import parameter_layout
 from megalowbit.layers.surgery import bit_layers, plain_state_dict
 
 if TYPE_CHECKING:
@@ -110,23 +111,24 @@ def fill_weights(
 
     Args:
         model: of the same architecture, converted or not like the one the weights are from.
-        state_dict: the weights; may read each when it is asked for.
+        state_dict: the weights in the parameters' own layout; may read each when it is asked for.
         where: what they are from, for messages.
         is_assigned: take over the tensors themselves, with their dtype, instead of copying their values.
 
     Raises:
         UserError: names or shapes differ; nothing has been changed then.
     """
-    expected = model.state_dict(keep_vars=True)
-    _refuse_differences(expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys(), where)
-    for name in expected:
-        if (value := state_dict[name]).shape != expected[name].shape:
-            raise _misshapen(where, name, value.shape, expected[name].shape)
-        del value  # one tensor at a time
-    if is_assigned:
-        model.load_state_dict(state_dict, strict=True, assign=True)
-        model.tie_weights()  # assigning separates what the configuration ties
-        return
+    with parameter_layout(model):
+        expected = model.state_dict(keep_vars=True)
+        _refuse_differences(expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys(), where)
+        for name in expected:
+            if (value := state_dict[name]).shape != expected[name].shape:
+                raise _misshapen(where, name, value.shape, expected[name].shape)
+            del value  # one tensor at a time
+        if is_assigned:
+            model.load_state_dict(state_dict, strict=True, assign=True)
+            model.tie_weights()  # assigning separates what the configuration ties
+            return
     with torch.no_grad():
         for name, target in expected.items():
             target.copy_(state_dict[name])

@@ -33,6 +33,7 @@ from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megalowbit.hf.tokenizer_files import copy_tokenizer
 from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.state_dict_layout import parameter_layout
 from megalowbit.layers.surgery import convert
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class TrainingCheckpoint(NamedTuple):
     Attributes:
         hf_config: fields of the Hugging Face configuration.
         recipe: how the model was converted.
-        state_dict: of the converted model, on the CPU, each tensor read when it is asked for: fp32 masters
-            where there are any.
+        state_dict: parameters of the converted model as they are, on the CPU, each tensor read when it is
+            asked for: fp32 masters where there are any.
         half_state_dict: the same in the dtype that the model computed in.
         generation: see `hf.generation`; None in older checkpoints.
     """
@@ -132,8 +133,10 @@ def write_start_checkpoint(
     converted = copy.deepcopy(model)
     prepare_for_training(converted)
     report = convert(converted, recipe)
+    with parameter_layout(converted):
+        weights = converted.state_dict()
     content = {
-        "module": converted.state_dict(),
+        "module": weights,
         OUR_KEY: {
             "format": FORMAT,
             "step": 0,

@@ -1,17 +1,18 @@
 """BitLinear: `nn.Linear` whose three GEMMs run on low-precision operands.
 
-Parameters, their names, shapes and dtypes are those of `nn.Linear`, so checkpoints pass both ways. It
-computes in its input's dtype, or in autocast's where that is on; the weight is quantised from the dtype it
-is kept in. Slots, filled by `megalowbit.convert` and its callers: the layer's name, a random stream shared
-by the model, an observer, a chooser. Without a stream the layer makes its own at its first forward, seeded
-from torch's default CPU generator. With a chooser, a compiled model runs the layer as it is, behind a graph
-break: what it multiplies with may change from step to step.
+Parameters, their names, shapes and dtypes are those of `nn.Linear`, and its state dict is that of the layer
+it stands for (`state_dict_layout`), so checkpoints pass both ways. It computes in its input's dtype, or in
+autocast's where that is on; the weight is quantised from the dtype it is kept in. Slots, filled by
+`megalowbit.convert` and its callers: the layer's name, a random stream shared by the model, an observer, a
+chooser. Without a stream the layer makes its own at its first forward, seeded from torch's default CPU
+generator. With a chooser, a compiled model runs the layer as it is, behind a graph break: what it multiplies
+with may change from step to step.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -29,14 +30,14 @@ from megalowbit.layers.sharded_operands import ShardedOperands
 from megalowbit.layers.split_parameters import (
     DECAY_RULES,
     SPLIT_NAMES,
-    add_missing_factors,
     add_split_parameters,
     check_split_parameters,
-    half_of_a_split,
     has_split_parameters,
     holds_split,
     split_output,
 )
+from megalowbit.layers.split_state_dict import complete_split, put_whole_weight
+from megalowbit.layers.state_dict_layout import HFStateDict
 from megalowbit.layers.use_counter import Use, UseCounter, is_recomputing
 from megalowbit.layers.weight_cache import WeightSlot
 from megalowbit.quantize.philox import RandomKey
@@ -45,7 +46,7 @@ from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.state import SplitState
 
 
-class BitLinear(nn.Linear):
+class BitLinear(HFStateDict):
     """A linear layer in low precision: y = Q(x) · Q(W)ᵀ + b.
 
     Args:
@@ -341,12 +342,18 @@ class BitLinear(nn.Linear):
         if "grad_output" in self.split_states:
             self.split_states["grad_output"].keep_only_width(width)
 
+    def put_in_hf_layout(self, state: MutableMapping[str, Any], prefix: str) -> None:
+        """See `HFStateDict`; a split weight is whole there, and its parts stand beside it."""
+        if self.is_split:
+            put_whole_weight(state, prefix)
+        super().put_in_hf_layout(state, prefix)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        half = half_of_a_split(self, state_dict, prefix)
-        if half is not None:
-            arguments[-1].append(half)  # as torch's own messages are; the layer stays as it is
+        try:
+            state_dict = complete_split(self, state_dict, prefix)
+        except UserError as error:
+            arguments[-1].append(str(error))  # as torch's own messages are; the layer stays as it is
             return
-        add_missing_factors(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self.set_split(holds_split(self))
 

@@ -21,7 +21,10 @@ _ROUNDING = 1e-9  # 0.07 of 100 blocks is 7.000000000000001 in floating point, a
 
 
 def reasons_to_keep_blocks(
-    model: nn.Module, layers: Mapping[str, nn.Module], recipe: Recipe
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    recipe: Recipe,
+    others: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, str]:
     """Why layers in the blocks that `recipe.keep_first` and `keep_last` speak of stay as they are.
 
@@ -29,9 +32,10 @@ def reasons_to_keep_blocks(
         model: the model to convert.
         layers: its linear layers by name.
         recipe: see above; shares of the number of blocks are rounded up.
+        others: further names, with the modules that hold what they name; they make no block.
 
     Returns:
-        Reason by layer name; empty where the recipe keeps no blocks.
+        Reason by name; empty where the recipe keeps no blocks.
 
     Raises:
         UserError: the model has no list of blocks, or several, or no block would be left to quantise.
@@ -51,7 +55,8 @@ def reasons_to_keep_blocks(
     for end, kept in ends:
         reason = f"among the {end} {len(kept)} blocks" if len(kept) > 1 else f"in the {end} block"
         inside = {id(module) for block in kept for module in block.modules()}
-        reasons.update({name: reason for name, layer in layers.items() if id(layer) in inside})
+        named = {**layers, **(others or {})}
+        reasons.update({name: reason for name, layer in named.items() if id(layer) in inside})
     return reasons
 
 

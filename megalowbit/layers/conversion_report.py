@@ -1,12 +1,13 @@
-"""What a conversion did: which layers were swapped, which were kept, and why."""
+"""What a conversion did: which layers were swapped, which were kept and why, and which weights it missed."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from megalowbit.errors import UserError
 from megalowbit.layers.recipe import Recipe
 
 
@@ -29,6 +30,23 @@ class KeptLayer:
     reason: str
 
 
+@dataclass(frozen=True)
+class MissedWeight:
+    """A matrix, or several in one parameter, that takes part in a projection and stays in high precision.
+
+    Attributes:
+        name: of the parameter.
+        shape: of it.
+        reason: why it was not swapped.
+        owner_name: of the module that holds it, by which a recipe's `keep` may name it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+    owner_name: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
     """Result of `convert`; prints on one screen, layers of equal pattern on one line.
@@ -36,12 +54,14 @@ class ConversionReport:
     Attributes:
         recipe: the recipe applied.
         swapped: in the model's order.
-        kept: in the model's order.
+        kept: in the model's order; linear layers, then what else the recipe keeps, convolutions and routers.
+        missed: weights that no low-bit layer can stand for, in the model's order.
     """
 
     recipe: Recipe
     swapped: tuple[SwappedLayer, ...]
     kept: tuple[KeptLayer, ...]
+    missed: tuple[MissedWeight, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"recipe {self.recipe}"]
@@ -54,9 +74,38 @@ class ConversionReport:
                 for each in self.swapped
             )
         if self.kept:
-            lines.append(f"kept {len(self.kept)} linear layers:")
+            lines.append(f"kept {len(self.kept)} layers:")
             lines += _grouped(f"{_pattern(each.name)}  {each.kind}: {each.reason}" for each in self.kept)
+        if self.missed:
+            lines.append(f"missed {len(self.missed)} weights, which stay in high precision:")
+            lines += _grouped(f"{_pattern(each.name)}  {each.shape}: {each.reason}" for each in self.missed)
         return "\n".join(lines)
+
+
+def refuse_missed(missed: Collection[MissedWeight], recipe: Recipe) -> None:
+    """Refuse to train a model of whose projections some would quietly stay in high precision.
+
+    Raises:
+        UserError: `missed` is not empty.
+    """
+    if missed:
+        raise UserError(
+            f"{describe_missed(missed, recipe)}; name them in the recipe's keep "
+            f"({keep_pattern(missed)!r}) to train them in high precision on purpose"
+        )
+
+
+def describe_missed(missed: Collection[MissedWeight], recipe: Recipe) -> str:
+    """One line about weights of which there is at least one."""
+    first, others = next(iter(missed)), len(missed) - 1
+    which = f"weight {first.name} {first.shape}" + (f" and {others} more" if others else "")
+    return f"recipe {recipe.name!r} does not reach {which}: {first.reason}"
+
+
+def keep_pattern(missed: Collection[MissedWeight]) -> str:
+    """What a recipe's `keep` may hold for the first of them and its like in other blocks."""
+    first = next(iter(missed))
+    return _pattern(first.owner_name or first.name)
 
 
 def _pattern(name: str) -> str:

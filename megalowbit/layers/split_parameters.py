@@ -11,9 +11,9 @@ also where the weight itself is zero. The split itself is `engine.parameter_spli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -95,34 +95,6 @@ def merged_weight(layer: BitLinear) -> Tensor:
         return layer.weight.detach()
     parts = WeightParts(*(part.detach() for part in parts_of(layer)))
     return whole_weight(parts).to(layer.weight.dtype)
-
-
-def half_of_a_split(layer: BitLinear, state_dict: Mapping[str, Any], prefix: str) -> str | None:
-    """What a state dict lacks that has some of a layer's W_R, U, S and V, beyond W alone; `None`: nothing.
-
-    Each is wrong without the others, so `strict=False` is no reason to take them.
-    """
-    if not has_split_parameters(layer):
-        return None
-    is_there = {prefix + name: prefix + name in state_dict for name in ("weight", *SPLIT_NAMES)}
-    found = [name for name, is_found in is_there.items() if is_found]
-    if len(found) == len(is_there) or found in ([], [f"{prefix}weight"]):
-        return None
-    lacking = [name for name in is_there if name not in found]
-    return (
-        f"{', '.join(found)} without {', '.join(lacking)} is half of a split weight: load all four, or the "
-        "whole weight alone"
-    )
-
-
-def add_missing_factors(layer: BitLinear, state_dict: dict[str, Any], prefix: str) -> None:
-    """Complete a state dict of a whole weight, in place: its factors are zero."""
-    names = [prefix + name for name in SPLIT_NAMES]
-    weight = state_dict.get(f"{prefix}weight")
-    if weight is None or not has_split_parameters(layer) or any(name in state_dict for name in names):
-        return
-    for name, part in zip(names, parts_of(layer)[1:], strict=True):
-        state_dict[name] = torch.zeros(part.shape, dtype=weight.dtype, device=weight.device)
 
 
 @torch.no_grad()

@@ -2,32 +2,37 @@
 
 `convert` swaps every `nn.Linear` and every transformers `Conv1D` (a linear layer with its weight
 transposed) of a model in place. It keeps the output head, layers with tied weights, subclasses of
-`nn.Linear`, what the recipe's `keep` names and the blocks it leaves out, and says so. A linear layer's
-parameters stay the same objects; a Conv1D's weight becomes a new parameter, (out, in), so convert before
-building an optimizer. No data is touched on the meta device.
+`nn.Linear`, what the recipe's `keep` names and the blocks it leaves out, and says so (`kept_layers`). A
+matrix that is in no linear layer, such as experts in one parameter, is reported as missed; who starts a run
+refuses it. A linear layer's parameters stay the same objects; a Conv1D's weight becomes a new parameter,
+(out, in), so convert before building an optimizer. No data is touched on the meta device.
 
 The model also gets one random stream, advanced by a hook at each training forward of the model converted: one
-forward is one micro-batch. Embeddings and norms are never touched. Transformers is not imported here: a
-model that has Conv1D layers has imported it.
+forward is one micro-batch. Embeddings and norms are never touched.
 """
 
 from __future__ import annotations
 
-import difflib
-import sys
-from collections import Counter
+import logging
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalowbit.errors import UserError
+from megalowbit.layers.bare_weights import bare_weights
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.blocks import reasons_to_keep_blocks
 from megalowbit.layers.chooser import Chooser
-from megalowbit.layers.conversion_report import ConversionReport, KeptLayer, SwappedLayer
+from megalowbit.layers.conversion_report import ConversionReport, KeptLayer, SwappedLayer, describe_missed
+from megalowbit.layers.kept_layers import (
+    conv1d_class,
+    is_linear,
+    linear_layers,
+    missed_among,
+    output_heads,
+    reasons_to_keep,
+)
 from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import advance
 from megalowbit.layers.parallel_bitlinear import LOW_BIT, ParallelBitLinear
@@ -35,10 +40,13 @@ from megalowbit.layers.partitioned import refuse_partitioned
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.split_parameters import SPLIT_NAMES, merged_weight
+from megalowbit.layers.split_state_dict import RESIDUAL
 from megalowbit.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorGroup
 from megalowbit.layers.use_counter import is_recomputing
 from megalowbit.layers.weight_cache import WeightCache, WeightSlot
 from megalowbit.quantize.random_stream import RandomStream
+
+logger = logging.getLogger(__name__)
 
 _BITLINEAR_SLOTS = (
     "_recipe",
@@ -92,7 +100,7 @@ def convert(
         rank: data-parallel rank; ranks draw different numbers for their own data.
 
     Returns:
-        What was swapped and what was kept, by name.
+        What was swapped, kept and missed, by name.
 
     Raises:
         UserError: the recipe quantises but nothing could be swapped, a `keep` pattern matches nothing, the
@@ -102,16 +110,20 @@ def convert(
     chosen = recipe_of(recipe)
     stream = RandomStream(seed, rank)
     _refuse_unfit(model)
-    layers = _linear_layers(model)
-    reasons = _reasons_to_keep(model, layers, chosen)
+    layers = linear_layers(model)
+    bare = bare_weights(model, layers, output_heads(model))
+    reasons = reasons_to_keep(model, layers, chosen, bare)
     if not chosen.quantizes:
         reasons = {name: reasons.get(name, "the recipe quantises nothing") for name in layers}
     kept = [KeptLayer(name, _kind(layer), reasons[name]) for name, layer in layers.items() if name in reasons]
     if not chosen.quantizes:
         return ConversionReport(recipe=chosen, swapped=(), kept=tuple(kept))
+    kept += [KeptLayer(name, each.kind, reasons[name]) for name, each in bare.items() if name in reasons]
+    missed = missed_among(bare, reasons)
     to_swap = {name: layer for name, layer in layers.items() if name not in reasons}
     if not to_swap:
-        found = "; ".join(f"{each.name}: {each.reason}" for each in kept[:4]) or "it has no linear layers"
+        left = [(each.name, each.reason) for each in kept] + [(each.name, each.reason) for each in missed]
+        found = "; ".join(f"{name}: {reason}" for name, reason in left[:4]) or "it has no linear layers"
         raise UserError(
             f"recipe {chosen.name!r} swaps no layer of {type(model).__name__} ({found}): "
             "change `keep`, or use the recipe 'bf16' to train unquantised"
@@ -126,7 +138,9 @@ def convert(
         for name, old in to_swap.items()
         for new in [replacements[id(old)]]
     ]
-    return ConversionReport(recipe=chosen, swapped=tuple(swapped), kept=tuple(kept))
+    if missed:
+        logger.warning("%s; it stays in high precision", describe_missed(missed, chosen))
+    return ConversionReport(recipe=chosen, swapped=tuple(swapped), kept=tuple(kept), missed=missed)
 
 
 def restore(model: nn.Module) -> None:
@@ -165,7 +179,10 @@ def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None
         UserError: the model is cut over tensor-parallel ranks, and `whole` is missing.
     """
     given = model.state_dict() if whole is None else whole
-    state = {name: value.detach().to("cpu", copy=whole is None) for name, value in given.items()}
+    state = {
+        name: value.detach().to("cpu", copy=whole is None, memory_format=torch.contiguous_format).contiguous()
+        for name, value in given.items()
+    }
     for name, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, (BitLinear, ColumnParallelLinear, RowParallelLinear)):
             continue
@@ -176,12 +193,8 @@ def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None
                 "pass whole_state_dict(engine), which every rank must call"
             )
         prefix = f"{name}." if name else ""
-        for part in SPLIT_NAMES:
+        for part in (*SPLIT_NAMES, RESIDUAL):
             state.pop(prefix + part, None)
-        if isinstance(layer, BitLinear) and layer.is_split:
-            state[f"{prefix}weight"] = merged_weight(layer).cpu()
-        if layer.is_transposed:
-            state[f"{prefix}weight"] = state[f"{prefix}weight"].t().contiguous()
     return state
 
 
@@ -236,23 +249,13 @@ def product_counts(model: nn.Module) -> dict[str, dict[str, int]]:
     return total
 
 
-def _conv1d_class() -> type[nn.Module] | None:
-    module = sys.modules.get("transformers.pytorch_utils")
-    return getattr(module, "Conv1D", None)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    conv1d = _conv1d_class()
-    return isinstance(module, nn.Linear) or (conv1d is not None and isinstance(module, conv1d))
-
-
 def _kind(module: nn.Module) -> str:
     return type(module).__name__
 
 
 def _refuse_unfit(model: nn.Module) -> None:
     refuse_partitioned(model)
-    if _is_linear(model):
+    if is_linear(model):
         raise UserError(
             f"the model is itself a {_kind(model)}, which cannot be replaced in place: "
             "wrap it in nn.Sequential, or build a BitLinear"
@@ -261,55 +264,6 @@ def _refuse_unfit(model: nn.Module) -> None:
         raise UserError(
             f"this {type(model).__name__} has been converted before: call megalowbit.restore(model) first"
         )
-
-
-def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if _is_linear(module)}
-
-
-def _reasons_to_keep(model: nn.Module, layers: dict[str, nn.Module], recipe: Recipe) -> dict[str, str]:
-    heads = {id(head) for head in map(_output_head, model.modules()) if head is not None}
-    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    plain = (nn.Linear, _conv1d_class(), *LOW_BIT)
-    reasons = {}
-    for name, layer in layers.items():
-        if any(_matches(name, pattern) for pattern in recipe.keep):
-            reasons[name] = "named by the recipe's keep"
-        elif id(layer) in heads:
-            reasons[name] = "output head"
-        elif isinstance(layer, BitLinear):
-            reasons[name] = "already a BitLinear"
-        elif type(layer) not in plain:
-            reasons[name] = "a subclass of its own, not a plain linear layer"
-        elif owners[id(layer.weight)] > 1:
-            reasons[name] = "its weight is tied to another module's"
-    for pattern in recipe.keep:
-        if not any(_matches(name, pattern) for name in layers):
-            raise _matches_nothing(pattern, layers)
-    return {**reasons_to_keep_blocks(model, layers, recipe), **reasons}
-
-
-def _output_head(module: nn.Module) -> nn.Module | None:
-    get_head = getattr(module, "get_output_embeddings", None)
-    if not callable(get_head):
-        return None
-    try:
-        head = get_head()
-    except (NotImplementedError, AttributeError):  # what models without a head raise
-        return None
-    return head if isinstance(head, nn.Module) else None
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names this layer or a module it lies in."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(len(parts), 0, -1))
-
-
-def _matches_nothing(pattern: str, layers: dict[str, nn.Module]) -> UserError:
-    near = difflib.get_close_matches(pattern, list(layers), n=1, cutoff=0.0)
-    hint = f"the nearest linear layer is {near[0]!r}" if near else "the model has no linear layers"
-    return UserError(f"keep pattern {pattern!r} matches no linear layer: {hint}")
 
 
 def _replace_children(model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:
@@ -358,7 +312,7 @@ def _from_bitlinear(layer: BitLinear) -> nn.Module:
 def _plain_class(layer: BitLinear) -> type[nn.Module]:
     if isinstance(layer, ParallelBitLinear):
         return layer.plain_class  # of a Conv1D too: a shard of it is a linear layer
-    conv1d = _conv1d_class()
+    conv1d = conv1d_class()
     if layer.is_transposed and conv1d is None:
         raise UserError(f"layer {layer.layer_name!r} was a Conv1D: import transformers before restoring it")
     return conv1d if layer.is_transposed and conv1d is not None else nn.Linear

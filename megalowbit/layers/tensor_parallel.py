@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalowbit.errors import UserError
+from megalowbit.layers.state_dict_layout import HFStateDict
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def tensor_group_of(modules: Iterable[nn.Module]) -> TensorGroup | None:
     return next((group for group in groups if group is not None), None)
 
 
-class ColumnParallelLinear(nn.Linear):
+class ColumnParallelLinear(HFStateDict):
     """A linear layer with this rank's share of the output features; made by `column_parallel`.
 
     Attributes:
@@ -146,7 +147,6 @@ class ColumnParallelLinear(nn.Linear):
     """
 
     tensor_group: TensorGroup
-    is_transposed: bool
     is_row = False
 
     def forward(self, input: Tensor) -> Tensor:
@@ -160,14 +160,13 @@ class ColumnParallelLinear(nn.Linear):
         return f"{super().extra_repr()}, shard {self.tensor_group.rank} of {self.tensor_group.size}"
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(HFStateDict):
     """A linear layer with this rank's share of the input features; made by `row_parallel`.
 
     Attributes: see `ColumnParallelLinear`; the bias is whole.
     """
 
     tensor_group: TensorGroup
-    is_transposed: bool
     is_row = True
 
     def forward(self, input: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from megalowbit.errors import UserError, from_system
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits, expected_projections
 from megalowbit.hf.generation import remembered
+from megalowbit.layers.conversion_report import refuse_missed
 from megalowbit.layers.layer_snapshot import forget_uses
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
@@ -365,6 +366,7 @@ def check_nothing_missed(model_config: Any, report: ConversionReport) -> None:
     Raises:
         UserError: a projection is neither; the run would quietly be less quantised than asked for.
     """
+    refuse_missed(report.missed, report.recipe)
     seen = {layer.name for layer in report.swapped} | {layer.name for layer in report.kept}
     missing = [name for name in expected_projections(model_config) if name not in seen]
     if missing:

@@ -97,6 +97,11 @@ def train(case, tensor_size, *, spoiled_step=None):
         seen["do_copies_agree"] = do_copies_agree(engine)
     seen["regularizer"] = None if engine.regularizer is None else engine.regularizer.value.item()
     weights = whole_state_dict(engine)
+    seen["shards"] = {name: list(value.shape) for name, value in engine.module.state_dict().items()}
+    if tensor_size > 1:
+        asked = engine._consolidated_16bit_state_dict()
+        assert (asked is None) is (rank > 0)
+        seen["asked"] = asked and {name: list(value.shape) for name, value in asked.items()}
     if rank == 0:
         exported = plain_state_dict(engine.module, weights)
         seen["exported"] = {name: list(value.shape) for name, value in exported.items()}

@@ -44,6 +44,19 @@ def test_weights_come_out_whole_and_as_transformers_has_them(seen, name):
     assert cut["layers"] == whole["layers"]
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt2, kept by name", "llama"])
+def test_what_deepspeed_is_asked_for_is_whole_and_a_shard_lies_as_the_whole_does(seen, name):
+    for rank in seen:
+        cut, whole = rank["cut"][name], seen[0]["whole"][name]["exported"]
+        assert rank is not seen[0] or cut["asked"] == whole
+        assert cut["shards"].keys() == whole.keys()
+        for key, shape in cut["shards"].items():
+            (row, column), wide = (shape, whole[key]) if len(shape) == 2 else ((1, 1), [1, 1])
+            assert [row, column] in ([wide[0], wide[1] // 2], [wide[0] // 2, wide[1]], wide)
+            if key.endswith("c_attn.weight"):  # (in, out)
+                assert [row, column] == [wide[0], wide[1] // 2]
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].get("regularizer")])
 def test_the_regularizer_is_that_of_whole_weights(seen, name):
     for rank in seen:

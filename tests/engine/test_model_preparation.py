@@ -71,3 +71,31 @@ def test_every_data_parallel_rank_rounds_with_its_own_numbers():
     assert random_stream(net).rank == 3
     draw_own_numbers(net, ProcessGrid(0, 8, tensor_size=2))
     assert random_stream(net).rank == 0
+
+
+class WithExperts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.experts = torch.nn.Linear(32, 32), torch.nn.Parameter(torch.zeros(2, 32, 32))
+
+    def forward(self, x):
+        return self.first(x) @ self.experts[0]
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_projections_that_no_layer_stands_for_are_refused_unless_they_are_kept(is_converted):
+    kept = {"base": "nvfp4", "keep": ["experts"]}
+    for asked in ("nvfp4", kept):
+        net = WithExperts()
+        if is_converted:
+            convert(net, asked)
+        if asked is kept:
+            initialize(model=net, config=config(asked))
+            assert list(bit_layers(net)) == ["first"]
+            continue
+        with pytest.raises(
+            UserError, match=r"does not reach weight experts \(2, 32, 32\).*keep \('experts'\)"
+        ):
+            initialize(model=net, config=config(asked))
+    initialize(model=WithExperts(), config=config())
+    initialize(model=WithExperts(), config=config("bf16"))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.parallel_bitlinear import ColumnParallelBitLinear, RowParallelBitLinear
+from megalowbit.layers.state_dict_layout import parameter_layout
 from megalowbit.layers.surgery import convert, plain_state_dict, restore
 from megalowbit.layers.tensor_parallel import TensorGroup, parallel_linear
 
@@ -40,7 +41,8 @@ def test_one_rank_computes_what_a_plain_low_bit_layer_does(model):
     convert(model, recipe)
     for layer in model:
         single = BitLinear(layer.in_features, layer.out_features, recipe=recipe)
-        single.load_state_dict(layer.state_dict())
+        with parameter_layout(layer):
+            single.load_state_dict(layer.state_dict())
         x = torch.randn(16, layer.in_features)
         mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
         assert torch.equal(layer(mine), single(theirs))

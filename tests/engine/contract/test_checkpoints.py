@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_fp32_param
@@ -122,3 +123,25 @@ def test_a_load_at_stage_three_opens_the_files_that_are_read_ahead(tmp_path):
     written = sorted(str(path) for path in (tmp_path / "t").glob("*.pt"))
     assert sorted(opened) == written, "a file that one rank cannot read would leave the others waiting"
     assert opened == [engine._get_ckpt_name(tmp_path, "t"), engine._get_zero_ckpt_name(tmp_path, "t")]
+
+
+def test_weights_are_exported_by_methods_that_are_ours_to_replace():
+    source = inspect.getsource(DeepSpeedEngine._consolidated_16bit_state_dict)
+    for name in ("_zero3_consolidated_16bit_state_dict", "_replace_module_consolidated_state_dict"):
+        assert f"self.{name}(" in source, f"{name} is not asked: exports would have (out, in) for Conv1D"
+        assert hasattr(DeepSpeedEngine, name)
+    for name in ("save_16bit_model", "save_fp16_model", "zero_gather_16bit_weights_on_model_save"):
+        assert hasattr(DeepSpeedEngine, name), f"{name} is gone: engine.weight_exports need not replace it"
+
+
+def test_modules_are_saved_and_loaded_by_their_state_dicts():
+    expected = {
+        "module_state_dict": "self.module.state_dict(",
+        "load_module_state_dict": "self.module.load_state_dict(",
+    }
+    for name, call in expected.items():
+        assert call in inspect.getsource(getattr(DeepSpeedEngine, name)), (
+            "DeepSpeed takes weights from elsewhere: checkpoints would not hold the parameters as they are"
+        )
+    source = inspect.getsource(PipelineModule.save_state_dict)
+    assert "layer.state_dict()" in source, "a pipeline's files would not hold the parameters as they are"

@@ -64,18 +64,23 @@ ENGINE = frozenset(
         "module",
         "mp_world_size",
         "optimizer",
+        "save_16bit_model",
         "save_checkpoint",
+        "save_fp16_model",
         "seq_data_parallel_group",
         "seq_dp_world_size",
         "skipped_steps",
         "step",
         "was_step_applied",
+        "zero_gather_16bit_weights_on_model_save",
         "zero_optimization_stage",
         "_copy_recovery_script",
         "_get_ckpt_name",
         "_get_zero_ckpt_name",
+        "_replace_module_consolidated_state_dict",
         "_save_checkpoint",
         "_save_zero_checkpoint",
+        "_zero3_consolidated_16bit_state_dict",
     }
 )
 PIPELINE_ENGINE = frozenset(

@@ -1,0 +1,94 @@
+"""Matrices of a model that are in no linear layer: the experts of Mixtral and Qwen3-MoE, for one.
+
+transformers keeps the experts of a layer as one parameter of three axes and multiplies with it itself, so no
+`BitLinear` can take its place. Which parameters take part in a product cannot be seen without running the
+model; here it is every one that has two axes longer than 1, but for embeddings, norms, biases and the output
+head. What is left over is *missed*, unless there is a reason to keep it: a convolution is no projection, and
+routers stay in high precision in low-precision training (DeepSeek-V3 does so, arXiv:2412.19437, section 3.3),
+as their output decides which expert sees a token and costs little.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+NO_MATRIX = re.compile(r"bias$|emb|^w[tp]e$|^pos")  # names of parameters: biases of experts, positions
+ROUTER = re.compile(r"router|moe_?gate$|top_?k_?gate$", re.IGNORECASE)  # names of classes
+
+
+class BareWeight(NamedTuple):
+    """A matrix, or several in one parameter.
+
+    Attributes:
+        owner: the module that holds it.
+        owner_name: its name; empty for the model itself.
+        shape: of the whole.
+        reason: to keep it as it is; None where there is none.
+    """
+
+    owner: nn.Module
+    owner_name: str
+    shape: tuple[int, ...]
+    reason: str | None
+
+    @property
+    def kind(self) -> str:
+        """Name of the owner's class."""
+        return type(self.owner).__name__
+
+
+def bare_weights(
+    model: nn.Module, layers: Mapping[str, nn.Module], heads: Collection[int]
+) -> dict[str, BareWeight]:
+    """The matrices of a model outside its linear layers, by name, each once.
+
+    Args:
+        model: converted or not.
+        layers: its linear layers by name.
+        heads: ids of modules that are output heads.
+    """
+    outside = {id(module) for layer in layers.values() for module in layer.modules()}
+    outside |= {id(module) for module in model.modules() if _is_outside(module) or id(module) in heads}
+    seen = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) in outside
+        for parameter in module.parameters(recurse=False)
+    }
+    found = {}
+    for owner_name, owner in model.named_modules():
+        if id(owner) in outside:
+            continue
+        for name, parameter in owner.named_parameters(recurse=False):
+            if id(parameter) not in seen and _is_matrix(name, parameter):
+                full = f"{owner_name}.{name}" if owner_name else name
+                found[full] = BareWeight(owner, owner_name, _shape(parameter), _reason_to_keep(owner))
+                seen.add(id(parameter))
+    return found
+
+
+def _is_outside(module: nn.Module) -> bool:
+    kind = type(module).__name__
+    return isinstance(module, EMBEDDINGS) or "Norm" in kind or "Embedding" in kind
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    is_long = [size > 1 for size in _shape(parameter)]
+    return parameter.is_floating_point() and sum(is_long) >= 2 and not NO_MATRIX.search(name)
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Of the whole parameter, which ZeRO 3 keeps elsewhere."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _reason_to_keep(owner: nn.Module) -> str | None:
+    if isinstance(owner, _ConvNd):
+        return "a convolution"
+    return "a router" if ROUTER.search(type(owner).__name__) else None

@@ -1,0 +1,115 @@
+"""State dicts in transformers' layout: of a layer that stands for a `Conv1D`, the weight is (in, out).
+
+Such a layer keeps its parameter as (out, in), like every other. What it writes into a state dict is a
+transposed view of the parameter, and what it reads is expected the same way, so `save_pretrained`,
+`load_state_dict` and their callers find the names and shapes of the unconverted model. The files of our own
+checkpoints hold parameters as they are; whoever writes or reads those does it inside `parameter_layout`.
+Not covered: `torch.func.functional_call`, which takes parameters and not state dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+# Of a weight with the shape of the parameter, where it should be the other way round.
+OUT_BY_IN = (
+    " (it is stored as (out, in), as state dicts of converted models once were: transpose it, and square "
+    "weights such as attn.c_proj too)"
+)
+
+
+class HFStateDict(nn.Linear):
+    """A linear layer whose state dict is that of the layer it stands for.
+
+    Attributes:
+        is_transposed: whether that is a transformers `Conv1D`, which keeps its weight as (in, out).
+    """
+
+    is_transposed: bool = False
+    _is_in_parameter_layout = False
+
+    def put_in_hf_layout(self, state: MutableMapping[str, Any], prefix: str) -> None:
+        """Replace this layer's parameters in a state dict, in place, by what the Hugging Face model has.
+
+        Args:
+            state: with the parameters as they are; a weight that ZeRO 3 has partitioned stays so.
+            prefix: of the layer's keys.
+        """
+        weight = state.get(f"{prefix}weight")
+        if self.is_transposed and isinstance(weight, Tensor) and weight.dim() == 2:
+            state[f"{prefix}weight"] = weight.t()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self._is_in_parameter_layout:
+            self.put_in_hf_layout(destination, prefix)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = f"{prefix}weight"
+        given = None if self._is_in_parameter_layout or not self.is_transposed else state_dict.get(key)
+        error = None
+        if isinstance(given, Tensor) and not given.dim() == self.weight.dim() == 1:  # partitioned by ZeRO 3
+            expected = self.weight.shape[::-1]
+            if given.shape == expected:
+                given = given.t()
+                # an assigned tensor becomes the parameter, and those are contiguous
+                given = given.contiguous() if local_metadata.get("assign_to_params_buffers") else given
+                state_dict = {**state_dict, key: given}
+            else:
+                error = _size_mismatch(key, given, expected)
+                state_dict = {name: value for name, value in state_dict.items() if name != key}
+        missing: list[str] = []
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
+        )
+        if error is not None:
+            error_msgs.append(error)
+        missing_keys += [name for name in missing if name != key or error is None]
+
+
+def put_in_hf_layout(model: nn.Module, state: MutableMapping[str, Any]) -> None:
+    """Turn a state dict that holds the parameters of `model` as they are into that of the Hugging Face model.
+
+    Args:
+        model: converted or not.
+        state: changed in place; of whole tensors, where ranks hold parts of them.
+    """
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, HFStateDict):
+            layer.put_in_hf_layout(state, f"{name}." if name else "")
+
+
+@contextmanager
+def parameter_layout(model: nn.Module) -> Iterator[None]:
+    """Inside, state dicts that `model` and its parts give and take hold the parameters as they are."""
+    layers = [layer for layer in model.modules() if isinstance(layer, HFStateDict)]
+    changed = [layer for layer in layers if not layer._is_in_parameter_layout]
+    for layer in changed:
+        layer.__dict__["_is_in_parameter_layout"] = True
+    try:
+        yield
+    finally:
+        for layer in changed:
+            del layer.__dict__["_is_in_parameter_layout"]
+
+
+def _size_mismatch(key: str, given: Tensor, expected: Any) -> str:
+    """In torch's words, which programs look for."""
+    hint = OUT_BY_IN if given.shape == expected[::-1] else ""
+    return (
+        f"size mismatch for {key}: copying a param with shape {given.shape} from checkpoint, "
+        f"the shape in current model is {expected}.{hint}"
+    )
