@@ -35,6 +35,7 @@ Encode = Callable[..., Encoded]
 
 
 _LAST_STEP = 2**63 - 1  # what a counter kept as int64 holds
+_KEPT_USES = 4  # of a layer in one micro-batch, whose keys are kept; to hash one takes 1 µs
 
 
 class RandomStream:
@@ -118,7 +119,9 @@ class RandomStream:
             address = (*address, "shard", shard)
         key = self._keys.get(address)
         if key is None:
-            key = self._keys[address] = _hash(address, 8)
+            key = _hash(address, 8)
+            if use < _KEPT_USES:  # evaluation counts uses without end
+                self._keys[address] = key
         return RandomKey(key, self.step if step is None else step)
 
     def hadamard_signs(self) -> int:

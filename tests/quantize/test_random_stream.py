@@ -65,6 +65,14 @@ def test_a_changed_rank_or_seed_changes_keys_asked_for_before():
     assert stream.key("a", "input") == RandomStream(1, rank=2).key("a", "input") != before
 
 
+def test_evaluation_keeps_no_keys_without_end():
+    stream = RandomStream(1)
+    first = [stream.key("a", "input", use=use) for use in range(2000)]
+    assert len(stream._keys) <= 8
+    assert first == [stream.key("a", "input", use=use) for use in range(2000)]
+    assert len(set(first)) == 2000
+
+
 def test_step_advances_and_a_captured_step_can_be_replayed():
     stream = RandomStream(3)
     before = stream.key("a", "input")
