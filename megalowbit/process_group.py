@@ -9,6 +9,7 @@ Group creation beyond the default group belongs to the engine; here are only ide
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import socket
@@ -200,6 +201,44 @@ def is_true_anywhere(mine: bool, group: dist.ProcessGroup | None = None) -> bool
     flag = torch.tensor([int(mine)], dtype=torch.int32, device=exchange_device(group))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
+
+
+def check_numbers_differ(
+    mine: tuple[object, ...] | None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Refuse ranks that round different data with the same random numbers; collective, 8 bytes a rank.
+
+    Args:
+        mine: what this rank's numbers follow from, by value; None: it draws none.
+        group: ranks with data of their own (default: the world).
+        device: where this rank computes.
+
+    Raises:
+        UserError: two ranks have the same; raised on all ranks of the group.
+    """
+    if world_size(group) == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=7).digest()
+    value = -1 if mine is None else int.from_bytes(digest, "little")
+    local = torch.tensor([value], dtype=torch.int64, device=exchange_device(group, device))
+    everyone = [torch.empty_like(local) for _ in range(world_size(group))]
+    dist.all_gather(everyone, local, group=group)
+    holders: dict[int, int] = {}
+    for number, found in enumerate(torch.cat(everyone).tolist()):
+        first = holders.setdefault(found, number)
+        if first != number and found != -1:
+            ranks = dist.get_process_group_ranks(group)
+            error = UserError(
+                f"ranks {ranks[first]} and {ranks[number]} draw the same random numbers for stochastic "
+                "rounding: leave rank= out of megalowbit.convert, or pass each its data-parallel rank"
+            )
+            error.is_on_all_ranks = group is None
+            raise error
 
 
 def exchange_device(group: dist.ProcessGroup | None, device: torch.device | None = None) -> torch.device:

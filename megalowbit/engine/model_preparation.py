@@ -27,7 +27,7 @@ from megalowbit.layers.conversion_report import refuse_missed
 from megalowbit.layers.kept_layers import missed_weights
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.surgery import bit_layers, convert, random_stream
+from megalowbit.layers.surgery import bit_layers, convert
 from megalowbit.optim.fp32_modules import keep_fp32
 
 logger = logging.getLogger(__name__)
@@ -116,9 +116,8 @@ def check_quantised(module: torch.nn.Module, recipe: Any) -> None:
 
 def draw_own_numbers(model: torch.nn.Module, grid: ProcessGrid) -> None:
     """Let every data-parallel rank round its own data with its own random numbers."""
-    stream = random_stream(model)
-    if stream is not None:
-        stream.rank = grid.data_rank
+    for layer in bit_layers(model).values():
+        layer.draw_as(grid.data_rank)
 
 
 def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | None, seed: int) -> Any:
@@ -138,7 +137,7 @@ def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | No
                 f"{layer.recipe.name!r}: convert the model with the recipe of the configuration"
             )
     if recipe.quantizes and not layers:
-        report = convert(model, recipe, seed=seed, rank=process_group.rank())
+        report = convert(model, recipe, seed=seed)
         if process_group.rank() == 0:
             logger.info("%s", report)
     refuse_missed(missed_weights(model, recipe), recipe)

@@ -53,6 +53,7 @@ REMEDIES = {
     "device": "use one kind of device",
     "configuration": "give every rank the same configuration",
     "parameter": "build the same model on every rank",
+    "random": "convert with the same seed on every rank, the rank makes the numbers differ",
     "argument": "call megalowbit.initialize alike on every rank",
 }
 DIGEST_BYTES = 32
@@ -83,10 +84,15 @@ def configuration_facts(parts: DeepSpeedConfigParts) -> dict[str, str]:
 
 
 def model_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Number, names, shapes and types of a model's parameters."""
+    """Number, names, shapes and types of a model's parameters; the random numbers of one converted before."""
+    from megalowbit.layers.surgery import random_stream
+
     parameters = {name: (p, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
+    stream = random_stream(model)
+    numbers = {} if stream is None else {"random stream": f"seed {stream.seed}, micro-batch {stream.step}"}
     return {
+        **numbers,
         "parameter count": f"{count:,}",
         **{
             f"parameter {name}": f"{str(p.dtype).removeprefix('torch.')} {tuple(shape)}"

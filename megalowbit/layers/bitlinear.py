@@ -109,6 +109,7 @@ class BitLinear(HFStateDict):
         self._waiting: tuple[int, Probe] | None = None  # of a micro-batch, until its forward is repeated
         self.random_stream: RandomStream | None = None
         self._own_stream: RandomStream | None = None
+        self._own_rank: int | None = None
         self._seeded_at: tuple[int, int] | None = None  # micro-batch and use that drew the stream's seed
         self._uses = UseCounter()
         self.product_counts: dict[str, dict[str, int]] = {}
@@ -292,6 +293,14 @@ class BitLinear(HFStateDict):
             probe=probe,
         )
 
+    def draw_as(self, rank: int, *, overrides: bool = True) -> None:
+        """Draw the random numbers of this data-parallel rank, also where the stream was given another."""
+        stream = self.random_stream
+        if stream is None:
+            stream, self._own_rank = self._own_stream, rank
+        if stream is not None and (overrides or stream.given_rank is None):
+            stream.rank = rank
+
     def _random_keys(self, stream: RandomStream, use: Use) -> Callable[[str, torch.device], RandomKey]:
         """Role and device → the key of an operand's random numbers in one use."""
         name, shards = self.layer_name, self.shards
@@ -310,7 +319,7 @@ class BitLinear(HFStateDict):
 
     def _advanced_own_stream(self, *, is_replay: bool) -> RandomStream:
         if self._own_stream is None:
-            self._own_stream = RandomStream(_draw_seed())
+            self._own_stream = RandomStream(_draw_seed(), self._own_rank)
         if self.training and not is_replay:
             self._own_stream.advance()
         return self._own_stream

@@ -39,6 +39,7 @@ from megalowbit.layers.parallel_bitlinear import LOW_BIT, ParallelBitLinear
 from megalowbit.layers.partitioned import refuse_partitioned
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.replicas import check_replica
 from megalowbit.layers.split_parameters import SPLIT_NAMES, merged_weight
 from megalowbit.layers.split_state_dict import RESIDUAL
 from megalowbit.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorGroup
@@ -58,6 +59,7 @@ _BITLINEAR_SLOTS = (
     "_waiting",
     "random_stream",
     "_own_stream",
+    "_own_rank",
     "_seeded_at",
     "_uses",
     "weight_slot",
@@ -85,11 +87,16 @@ class AdvanceStream:
         if torch.compiler.is_compiling():
             advance(self.stream.step_tensor)
         elif not is_recomputing():
+            check_replica(self.stream)
             self.stream.advance()
 
 
 def convert(
-    model: nn.Module, recipe: str | Recipe | Mapping[str, Any] = "nvfp4", *, seed: int = 0, rank: int = 0
+    model: nn.Module,
+    recipe: str | Recipe | Mapping[str, Any] = "nvfp4",
+    *,
+    seed: int = 0,
+    rank: int | None = None,
 ) -> ConversionReport:
     """Swap a model's linear layers for `BitLinear`, in place.
 
@@ -97,7 +104,10 @@ def convert(
         model: any module with linear layers below it.
         recipe: a recipe, its name, or a configuration block.
         seed: of the random stream for stochastic rounding; the same on all ranks.
-        rank: data-parallel rank; ranks draw different numbers for their own data.
+        rank: data-parallel rank: ranks draw different numbers for their own data. `None`: this process's in
+            torch.distributed's default group, as soon as there is one, or in the group that `LocalDDP` got.
+            `megalowbit.initialize` sets it whatever was given. Pass it where tensor-parallel ranks of your
+            own hold the same data: they need the same rank.
 
     Returns:
         What was swapped, kept and missed, by name.

@@ -33,10 +33,11 @@ class LocalDDP(torch.nn.Module):
     model.allreduce_gradients()  # once a step, before optimizer.step()
     ```
 
-    Parameters and buffers are broadcast from the group's first rank. Parameters marked `allreduce = False`
-    are this rank's own: they are not broadcast, and their gradients, to which the tokens of all ranks have
-    contributed already, are only divided by the size of the group. Source: Megatron-LM's class
-    `DistributedDataParallel` of its own.
+    Parameters and buffers are broadcast from the group's first rank. Low-bit layers draw the random numbers
+    of this process's rank in the group, unless `convert` was given another. Parameters marked
+    `allreduce = False` are this rank's own: they are not broadcast, and their gradients, to which the tokens
+    of all ranks have contributed already, are only divided by the size of the group. Source: Megatron-LM's
+    class `DistributedDataParallel` of its own.
 
     Args:
         module: on its final device, with parameters of their final dtype.
@@ -48,7 +49,7 @@ class LocalDDP(torch.nn.Module):
         module: the inner module.
 
     Raises:
-        UserError: parameters lie on several devices.
+        UserError: parameters lie on several devices, or two ranks would draw the same random numbers.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class LocalDDP(torch.nn.Module):
         self.module = module
         self.data_parallel_group = data_parallel_group
         self._world_size = process_group.world_size(data_parallel_group)
+        self._draw_own_numbers()
         if self._world_size > 1:
             self._broadcast()
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -104,6 +106,19 @@ class LocalDDP(torch.nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Into the inner module. Masters of an optimizer follow by its `reload_model_params`."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def _draw_own_numbers(self) -> None:
+        """Let low-bit layers, which this folder does not import, draw numbers of their rank in the group."""
+        streams: dict[Any, None] = {}
+        low_bit: list[Any] = [each for each in self.module.modules() if hasattr(each, "draw_as")]
+        for layer in low_bit:
+            if self.data_parallel_group is not None:
+                layer.draw_as(process_group.rank(self.data_parallel_group), overrides=False)
+            if layer.random_stream is not None:
+                streams[layer.random_stream] = None
+        device = next((parameter.device for parameter in self.module.parameters()), None)
+        mine = tuple((stream.seed, stream.rank) for stream in streams)
+        process_group.check_numbers_differ(mine or None, self.data_parallel_group, device)
 
     def _broadcast(self) -> None:
         group = self.data_parallel_group

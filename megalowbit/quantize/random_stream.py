@@ -4,7 +4,8 @@ A tensor's random bits are Philox of a key and a counter (`philox.py`). The key 
 layer, role, use and rank; the micro-batch is the upper half of the counter. So what one layer draws depends
 on nothing drawn before: a resumed run, another device or a layer added elsewhere
 changes no number. Tensors all ranks hold alike (weights) leave the rank out and are rounded alike
-everywhere.
+everywhere. A stream that was given no rank takes that of its process in torch.distributed's default group, at
+each draw: models are converted before the group is made as well as after.
 
 The micro-batch is kept in a CPU tensor, because a compiled model has to read and advance it at run time: as a
 Python number it would be a constant of the graph.
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -35,6 +37,7 @@ Encode = Callable[..., Encoded]
 
 
 _LAST_STEP = 2**63 - 1  # what a counter kept as int64 holds
+_KEPT_USES = 4  # of a layer in one micro-batch, whose keys are kept; to hash one takes 1 µs
 
 
 class RandomStream:
@@ -42,23 +45,24 @@ class RandomStream:
 
     Args:
         seed: any integer; the same on all ranks.
-        rank: this process's data-parallel rank, ≥ 0.
+        rank: this process's data-parallel rank, ≥ 0; `None`: its rank in the default process group, 0 where
+            there is none.
 
     Attributes:
         seed: as given; a resumed run takes over the saved one.
-        rank: as given.
+        given_rank: as given, or set since; copies and pickles keep it.
 
     Raises:
         UserError: seed or rank is not such a whole number.
     """
 
-    def __init__(self, seed: int, rank: int = 0) -> None:
+    def __init__(self, seed: int, rank: int | None = None) -> None:
         if not _is_whole(seed):
             raise UserError(f"random stream seed = {seed!r}: expected a whole number")
-        if not _is_whole(rank) or rank < 0:
-            raise UserError(f"random stream rank = {rank!r}: expected a whole number of 0 or more")
+        if rank is not None and (not _is_whole(rank) or rank < 0):
+            raise UserError(f"random stream rank = {rank!r}: expected a whole number of 0 or more, or None")
         self.seed = seed
-        self.rank = rank
+        self.given_rank = rank
         self._checked: set[str] = set()
         self._keys: dict[tuple[object, ...], int] = {}
         self._set_step(0)
@@ -68,6 +72,15 @@ class RandomStream:
         with _disable_current_modes(), torch.inference_mode(False):
             self.step_tensor = torch.tensor(step, dtype=torch.int64, device="cpu")
             self._step = self.step_tensor.numpy()  # the same memory, read without torch
+
+    @property
+    def rank(self) -> int:
+        """The data-parallel rank, part of the keys of what each rank has for itself; may be set."""
+        return _own_rank() if self.given_rank is None else self.given_rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self.given_rank = rank
 
     @property
     def step(self) -> int:
@@ -113,12 +126,19 @@ class RandomStream:
             is_shared: whether all data-parallel ranks hold this tensor and must round it alike.
             shard: which shard of it this tensor-parallel rank holds; `None`: it is whole.
         """
-        address: tuple[object, ...] = (self.seed, layer, role, use, None if is_shared else self.rank)
+        rank = self.given_rank
+        if is_shared:
+            rank = None
+        elif rank is None:
+            rank = _own_rank()
+        address: tuple[object, ...] = (self.seed, layer, role, use, rank)
         if shard is not None:  # whole tensors keep the numbers they have always had
             address = (*address, "shard", shard)
         key = self._keys.get(address)
         if key is None:
-            key = self._keys[address] = _hash(address, 8)
+            key = _hash(address, 8)
+            if use < _KEPT_USES:  # evaluation counts uses without end
+                self._keys[address] = key
         return RandomKey(key, self.step if step is None else step)
 
     def hadamard_signs(self) -> int:
@@ -167,7 +187,7 @@ class RandomStream:
         self._step[...] = state["step"]  # in place: a compiled model holds the tensor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"seed": self.seed, "rank": self.rank, "step": self.step}
+        return {"seed": self.seed, "rank": self.given_rank, "step": self.step}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["seed"], state["rank"])  # type: ignore[misc]
@@ -184,6 +204,11 @@ def check_advance(step: int) -> None:
         raise UserError(
             f"random stream is at step {step}, the last there is: load a state with a smaller step"
         )
+
+
+def _own_rank() -> int:
+    """This process's, in the default group; 0 where there is none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _is_whole(value: object) -> bool:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 
+from megalowbit import process_group
 from megalowbit.errors import UserError, invalid_settings
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.surgery import bit_layers
+from megalowbit.layers.surgery import bit_layers, random_stream
 from megalowbit.speculation.exchange import Exchange
 from megalowbit.speculation.precisions import PRODUCTS, check_base, recipe_with
 from megalowbit.speculation.settings import SpeculationSettings
@@ -36,7 +37,8 @@ def agreed(
         The settings, validated, and what the ranks will pool their findings with.
 
     Raises:
-        UserError: settings, a recipe or a layer do not allow it on some rank; raised on all.
+        UserError: settings, a recipe or a layer do not allow it on some rank, or two ranks with the same
+            layers draw the same random numbers; raised on all.
     """
     valid, problem = None, None
     try:
@@ -50,7 +52,16 @@ def agreed(
         problem=problem if valid is None else _problem(model, valid),
     )
     assert valid is not None  # the problem has been raised
+    process_group.check_numbers_differ(_numbers(model), group)
     return valid, exchange
+
+
+def _numbers(model: nn.Module) -> tuple[object, ...] | None:
+    """What random numbers follow from; `None` where ranks that hold shards rightly draw the same."""
+    stream = random_stream(model)
+    if stream is None or any(getattr(each, "tensor_model_parallel", False) for each in model.parameters()):
+        return None
+    return stream.seed, stream.rank, tuple(bit_layers(model))  # pipeline stages have other layers
 
 
 def _validated(settings: SpeculationSettings | Mapping[str, Any]) -> SpeculationSettings:
