@@ -35,10 +35,10 @@ from megalowbit.layers.split_parameters import (
     half_of_a_split,
     has_split_parameters,
     holds_split,
-    split_output,
 )
 from megalowbit.layers.use_counter import Use, UseCounter, is_recomputing
 from megalowbit.layers.weight_cache import WeightSlot
+from megalowbit.layers.weight_factors import WeightFactors
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.spectral.settings import OperandSplit
@@ -160,25 +160,21 @@ class BitLinear(nn.Linear):
         self._check_input(input)
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        if self.is_split:
-            return split_output(self, input, lambda x, w: self._multiply(x, w, None, dtype), dtype)
-        return self._multiply(input, self.weight, self.bias, dtype)
-
-    def _multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        factors = WeightFactors(self.split_u, self.split_s, self.split_v) if self.is_split else None
         if not torch.compiler.is_compiling():
-            return self._multiply_now(input, weight, bias, dtype)
+            return self._multiply(input, factors, dtype)
         if self.chooser is None:
-            return opaque_linear(self, input, weight, bias, dtype)
-        outside_the_graph = torch.compiler.disable(self._multiply_now)
-        result: Tensor = outside_the_graph(input, weight, bias, dtype)
+            return opaque_linear(self, input, self.weight, self.bias, factors, dtype)
+        outside_the_graph = torch.compiler.disable(self._multiply)
+        result: Tensor = outside_the_graph(input, factors, dtype)
         return result
 
-    def _multiply_now(self, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _multiply(self, input: Tensor, factors: WeightFactors | None, dtype: torch.dtype) -> Tensor:
         use, needs_grad, recipe, probe = self.begin_use(), torch.is_grad_enabled(), None, None
         if self.chooser is not None:
             recipe, probe = self._choose(self.chooser, use, needs_grad=needs_grad)
         call = self.call(use, compute_dtype=dtype, needs_grad=needs_grad, recipe=recipe, probe=probe)
-        return lowbit_linear(input, weight, bias, call)
+        return lowbit_linear(input, self.weight, self.bias, call, factors)
 
     def _choose(self, chooser: Chooser, use: Use, *, needs_grad: bool) -> tuple[Recipe, Probe | None]:
         """What the chooser has for this use of the layer."""
@@ -280,7 +276,7 @@ class BitLinear(nn.Linear):
             hadamard_signs=stream.hadamard_signs() if recipe.hadamard else 0,
             observe=observe if observer is not None and use.is_training else None,
             count=self._count,
-            weights=None if self.is_split else self.weight_slot,  # a split weight is a new tensor each time
+            weights=self.weight_slot,
             keeps_until_cleared=shards is not None or hasattr(self.weight, "ds_id"),  # ZeRO 3 gathers it anew
             is_replay=use.is_replay,
             needs_grad=needs_grad,
@@ -331,15 +327,8 @@ class BitLinear(nn.Linear):
             self.set_split(False)
 
     def set_split(self, is_split: bool) -> None:
-        """Say whether the parameters are those of a split weight, once they have changed.
-
-        A split weight is multiplied as [W_R; V], so the gradients that come back are wider by the rank:
-        directions of the other width are forgotten, and the next factorisation is a cold one.
-        """
+        """Say whether the parameters are those of a split weight, once they have changed."""
         self.is_split = is_split
-        width = self.out_features + (len(self.split_s) if is_split else 0)
-        if "grad_output" in self.split_states:
-            self.split_states["grad_output"].keep_only_width(width)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         half = half_of_a_split(self, state_dict, prefix)
