@@ -10,6 +10,7 @@ break: what it multiplies with may change from step to step.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import opaque_linear, register
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.seed_sizes import check_sizes, needed_blocks
 from megalowbit.layers.sharded_operands import ShardedOperands
 from megalowbit.layers.split_parameters import (
     DECAY_RULES,
@@ -123,6 +125,7 @@ class BitLinear(nn.Linear):
         self.check_recipe(resolved)
         # A compiled model guards on the handle, and so compiles again; kept weights were another recipe's.
         self._recipe, self._handle = resolved, register(self)
+        self._needed_blocks = needed_blocks(resolved)
         if self.weight_slot is not None:
             self.weight_slot.clear()
 
@@ -154,8 +157,8 @@ class BitLinear(nn.Linear):
             (…, out_features), in the input's dtype or autocast's.
 
         Raises:
-            UserError: the last axis has another size, the input is no dense tensor or on another device, or
-                has no axis `broadcast_dim` of the recipe's splits.
+            UserError: the last axis has another size, the input is no dense tensor or on another device, has
+                no axis `broadcast_dim` of the recipe's splits, or not the sizes `seed_compat` needs.
         """
         self._check_input(input)
         device = input.device.type
@@ -218,6 +221,13 @@ class BitLinear(nn.Linear):
                     f"{self._title()}: split_{role}.broadcast_dim = {axis} is no leading axis of an input of "
                     f"shape {tuple(input.shape)} (those are: {axes}): set another, or null"
                 )
+        if self._needed_blocks:
+            sizes = {
+                "in_features": self.in_features,
+                "out_features": self.out_features,
+                "tokens": math.prod(input.shape[:-1]),
+            }
+            check_sizes(self._needed_blocks, self._title(), sizes, is_training=self.training)
 
     def _title(self) -> str:
         if self.layer_name:
@@ -347,6 +357,7 @@ class BitLinear(nn.Linear):
         """Take over a copied or unpickled state; handle and weight cache are those of the original."""
         super().__setstate__(state)
         self.weight_slot, self._handle = None, register(self)
+        self._needed_blocks = needed_blocks(self._recipe)
 
     def extra_repr(self) -> str:
         """Sizes as `nn.Linear` prints them, the recipe's name, and the rank where the weight is split."""

@@ -68,9 +68,7 @@ def forward_products(
     recipe = call.recipe
     ready = _ready_dtype(call, "output", input.device)
     prepared = call.prepare(input, "input")
-    prepare_weight = functools.lru_cache(maxsize=1)(  # once, if at all
-        lambda: call.prepare(weight, "weight")._replace(factors=factors)
-    )
+    prepare_weight = functools.cache(lambda: call.prepare(weight, "weight")._replace(factors=factors))
     call.agree_on(lambda: _asked_forward(call, input, weight, keeps_input, keeps_weight))
     call.look(input=input, weight=weight)
     x = call.quantize(prepared, recipe.q_forward_input, "input", operand_dtype=ready)
@@ -82,15 +80,8 @@ def forward_products(
     )
     sums_output = call.shards is not None and call.shards.is_row
     own_bias = None if sums_output else bias
-    output = _product(
-        call,
-        "output",
-        x,
-        _with_factors(w, factors),
-        transpose_right=True,
-        out_dtype=call.compute_dtype,
-        bias=own_bias,
-    )
+    whole, dtype = w if factors is None else factors.beside(w), call.compute_dtype
+    output = _product(call, "output", x, whole, transpose_right=True, out_dtype=dtype, bias=own_bias)
     if call.shards is not None and sums_output:
         output = call.shards.sum_output(output, bias)
     return Forward(
@@ -98,11 +89,6 @@ def forward_products(
         _input_for_backward(call, prepared, x) if keeps_input else None,
         _weight_for_backward(call, weight, prepare_weight, w) if keeps_weight else None,
     )
-
-
-def _with_factors(weight: Factor, factors: WeightFactors | None) -> Factor:
-    """A weight as it is multiplied; a cache keeps W_R alone, whose codes outlive a change of the factors."""
-    return weight if factors is None else replace(weight, low_rank=factors.low_rank())
 
 
 def _asked_forward(
@@ -194,7 +180,7 @@ def backward_products(
         fp8_product.measure_products((grad, weight), (grad_t, input))
     if weight is not None:
         assert grad is not None  # made above
-        whole = _with_factors(weight, factors)
+        whole = weight if factors is None else factors.beside(weight)
         grad_input = _product(call, "grad_input", grad, whole, out_dtype=dtypes.input)
         grad_input = grad_input.view(*grad_output.shape[:-1], in_features)
     summing = None if call.shards is None else call.shards.start_sum_grad_input(grad_input)

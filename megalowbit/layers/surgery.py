@@ -41,6 +41,7 @@ from megalowbit.quantize.random_stream import RandomStream
 
 _BITLINEAR_SLOTS = (
     "_recipe",
+    "_needed_blocks",
     "layer_name",
     "is_transposed",
     "observer",

@@ -12,12 +12,13 @@ than for a plain weight, and two products of size out × in × k replace some ov
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalowbit.layers.factor import LowRankPart
+from megalowbit.layers.factor import Factor, LowRankPart
 from megalowbit.layers.gemms import gemm_dtype, no_autocast
 from megalowbit.quantize.quantized_tensor import UnquantizedTensor
 
@@ -35,11 +36,12 @@ class WeightFactors(NamedTuple):
     s: Tensor
     v: Tensor
 
-    def low_rank(self) -> LowRankPart:
-        """As the products of split operands take it; no copies where S is fp32."""
+    def beside(self, residual: Factor) -> Factor:
+        """The weight as it is multiplied: Q(W_R), which a cache may keep for longer, and these factors."""
         values = self.s.detach().to(torch.promote_types(self.s.dtype, torch.float32))
         left, right = self.u.detach().t(), self.v.detach()
-        return LowRankPart(UnquantizedTensor(values=left), values, UnquantizedTensor(values=right))
+        low_rank = LowRankPart(UnquantizedTensor(values=left), values, UnquantizedTensor(values=right))
+        return replace(residual, low_rank=low_rank)
 
     def gradients(self, grad_weight: Tensor, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of U, S and V: M·Vᵀ·S, diag(Uᵀ·M·Vᵀ), S·Uᵀ·M, each in its factor's dtype.
