@@ -3,13 +3,14 @@
 With a the largest magnitude of a block (already times `q_scalar`), A the largest a of the tensor, M the
 largest element (6 for E2M1), each operation rounded to fp32 once, in this order; every fast path keeps it:
 
-- `e4m3`: S = 448·M/A (A = 0: 1; at most 2¹²⁶, so that 1/S is a normal number); s = e4m3(min(a/(M/S), 448)),
+- `e4m3`: S = 448·M/A (A = 0: 1; at most 2¹²⁶: 1/S is a normal number); s = e4m3(min(a/(M/S), 448)),
   as a/(M/S) is exact where S is a power of two; element = round(x · (S/s)), decoded as element · s · (1/S)
 - `e8m0`: s = 2^(⌊log₂ a⌋ - ⌊log₂ M⌋), OCP's choice ("down"), or the smallest power of two with M·s ≥ a ("up",
   NVIDIA's); within 2^±127; element = round(x · (1/s))
 - `fp32`: s = a/M; element = round(x/s)
 
-E4M3 scales are rounded to nearest even, or "up": then no element clips. A block with an infinity or a NaN
+E4M3 scales are rounded to nearest even, or "up": then no element clips, and S is at most 2¹¹⁸, where S/s is
+finite for the smallest s: no block is too small. A block with an infinity or a NaN
 gets the scale NaN, decodes to NaN and does not enter A; one too small for its scale's format gets 0.
 """
 
@@ -27,6 +28,7 @@ from megalowbit.formats.tables import cached_table
 
 E4M3_MAX = 448.0
 MAX_ENCODE_SCALE = 2.0**126
+MAX_ENCODE_SCALE_UP = 2.0**118  # 2¹²⁷ over E4M3's smallest number
 SLACK = 1 + 2.0**-20  # what fp32 rounding alone may add to a ratio that should be at most 1
 ScaleRounding = Literal["nearest", "up", "down"]
 
@@ -78,12 +80,16 @@ def block_scales(
     if format.scale == "fp32":
         scale = torch.div(amax, torch.full_like(amax, format.element.max))
         return BlockScales(scale, scale, scale, None, torch.zeros_like(scale, dtype=torch.bool))
-    encode_scale = tensor_encode_scale(amax, format.element, tensor_amax, scale_max)
+    encode_scale = tensor_encode_scale(amax, format.element, tensor_amax, scale_max, rounding)
     return two_level_scales(amax, encode_scale, format.element.max, rounding)
 
 
 def tensor_encode_scale(
-    amax: Tensor, element: ElementFormat, tensor_amax: Tensor | None, scale_max: float = E4M3_MAX
+    amax: Tensor,
+    element: ElementFormat,
+    tensor_amax: Tensor | None,
+    scale_max: float = E4M3_MAX,
+    rounding: ScaleRounding = "nearest",
 ) -> Tensor:
     """S: what brings the tensor's largest magnitude to `scale_max` · M. fp32, 0-dim; see `block_scales`.
 
@@ -93,7 +99,8 @@ def tensor_encode_scale(
         tensor_amax = torch.nan_to_num(amax, nan=0.0).amax()
     # Both operands of a division are tensors: torch replaces division by a Python number with a product.
     encode_scale = torch.div(torch.full_like(tensor_amax, scale_max * element.max), tensor_amax)
-    encode_scale = torch.where(tensor_amax > 0, encode_scale.clamp_(max=MAX_ENCODE_SCALE), 1.0)
+    most = MAX_ENCODE_SCALE_UP if rounding == "up" else MAX_ENCODE_SCALE
+    encode_scale = torch.where(tensor_amax > 0, encode_scale.clamp_(max=most), 1.0)
     return torch.where(tensor_amax.isfinite(), encode_scale, torch.nan)
 
 

@@ -9,7 +9,14 @@ Stochastic rounding adds a random byte to the real-valued code and floors,
     code = min(floor(t + (byte + ½)/256), top)
 
 so that x goes up with probability (x - lo)/(hi - lo), to the 8 bits that Blackwell's own conversion takes
-(PTX `cvt.rs.satfinite.e2m1x4` spends 32 random bits on four elements). Whole codes never move.
+(PTX `cvt.rs.satfinite.e2m1x4` spends 32 random bits on four elements). Whole codes never move. A number less
+than 1/512 of a gap above its lower neighbour never goes up, though: of numbers with a long tail, most are
+lost. Unbiased rounding takes a random odd multiple r of 2⁻²⁴ instead,
+
+    code = floor(t) + (r < t - floor(t))
+
+which errs by at most 2⁻²⁴ in probability, and by what t loses in fp32: at most 2⁻¹⁸ of a gap (E4M3, E5M2),
+2⁻²² (E2M1) or nothing (integers), rounded to nearest.
 """
 
 from __future__ import annotations
@@ -45,12 +52,12 @@ def nearest_codes(scaled: Tensor, element: ElementFormat) -> Tensor:
     return _with_sign(codes, scaled, element)
 
 
-def stochastic_codes(scaled: Tensor, random_bytes: Tensor, element: ElementFormat) -> Tensor:
+def stochastic_codes(scaled: Tensor, random: Tensor, element: ElementFormat) -> Tensor:
     """Codes of stochastic rounding, saturating.
 
     Args:
         scaled: fp32 numbers already divided by their scale, any shape.
-        random_bytes: uint8, one for each element.
+        random: one number for each element: uint8, or fp32 r of unbiased rounding.
         element: the format.
 
     Returns:
@@ -60,8 +67,12 @@ def stochastic_codes(scaled: Tensor, random_bytes: Tensor, element: ElementForma
     position = torch.zeros_like(magnitude)
     for bound, weight in element.knots[::-1]:
         position += magnitude.clamp(max=bound) * weight
-    position += (random_bytes.to(torch.float32) + 0.5) * (1 / 256)
-    codes = position.floor_().nan_to_num_(nan=0.0).clamp_(max=len(element.grid) - 1)
+    if random.dtype == torch.uint8:
+        codes = position.add_((random.to(torch.float32) + 0.5) * (1 / 256)).floor_()
+    else:
+        codes = position.floor()
+        codes += random < position - codes
+    codes = codes.nan_to_num_(nan=0.0).clamp_(max=len(element.grid) - 1)
     return _with_sign(codes.to(torch.int32), scaled, element)
 
 

@@ -11,6 +11,7 @@ with may change from step to step.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -26,6 +27,7 @@ from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import opaque_linear, register
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.seed_sizes import check_sizes, needed_blocks
 from megalowbit.layers.sharded_operands import ShardedOperands
 from megalowbit.layers.split_parameters import (
     DECAY_RULES,
@@ -34,12 +36,12 @@ from megalowbit.layers.split_parameters import (
     check_split_parameters,
     has_split_parameters,
     holds_split,
-    split_output,
 )
 from megalowbit.layers.split_state_dict import complete_split, put_whole_weight
 from megalowbit.layers.state_dict_layout import HFStateDict
 from megalowbit.layers.use_counter import Use, UseCounter, is_recomputing
 from megalowbit.layers.weight_cache import WeightSlot
+from megalowbit.layers.weight_factors import WeightFactors
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.spectral.settings import OperandSplit
@@ -125,6 +127,7 @@ class BitLinear(HFStateDict):
         self.check_recipe(resolved)
         # A compiled model guards on the handle, and so compiles again; kept weights were another recipe's.
         self._recipe, self._handle = resolved, register(self)
+        self._needed_blocks = needed_blocks(resolved)
         if self.weight_slot is not None:
             self.weight_slot.clear()
 
@@ -156,31 +159,27 @@ class BitLinear(HFStateDict):
             (…, out_features), in the input's dtype or autocast's.
 
         Raises:
-            UserError: the last axis has another size, the input is no dense tensor or on another device, or
-                has no axis `broadcast_dim` of the recipe's splits.
+            UserError: the last axis has another size, the input is no dense tensor or on another device, has
+                no axis `broadcast_dim` of the recipe's splits, or not the sizes `seed_compat` needs.
         """
         self._check_input(input)
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        if self.is_split:
-            return split_output(self, input, lambda x, w: self._multiply(x, w, None, dtype), dtype)
-        return self._multiply(input, self.weight, self.bias, dtype)
-
-    def _multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        factors = WeightFactors(self.split_u, self.split_s, self.split_v) if self.is_split else None
         if not torch.compiler.is_compiling():
-            return self._multiply_now(input, weight, bias, dtype)
+            return self._multiply(input, factors, dtype)
         if self.chooser is None:
-            return opaque_linear(self, input, weight, bias, dtype)
-        outside_the_graph = torch.compiler.disable(self._multiply_now)
-        result: Tensor = outside_the_graph(input, weight, bias, dtype)
+            return opaque_linear(self, input, self.weight, self.bias, factors, dtype)
+        outside_the_graph = torch.compiler.disable(self._multiply)
+        result: Tensor = outside_the_graph(input, factors, dtype)
         return result
 
-    def _multiply_now(self, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _multiply(self, input: Tensor, factors: WeightFactors | None, dtype: torch.dtype) -> Tensor:
         use, needs_grad, recipe, probe = self.begin_use(), torch.is_grad_enabled(), None, None
         if self.chooser is not None:
             recipe, probe = self._choose(self.chooser, use, needs_grad=needs_grad)
         call = self.call(use, compute_dtype=dtype, needs_grad=needs_grad, recipe=recipe, probe=probe)
-        return lowbit_linear(input, weight, bias, call)
+        return lowbit_linear(input, self.weight, self.bias, call, factors)
 
     def _choose(self, chooser: Chooser, use: Use, *, needs_grad: bool) -> tuple[Recipe, Probe | None]:
         """What the chooser has for this use of the layer."""
@@ -224,6 +223,13 @@ class BitLinear(HFStateDict):
                     f"{self._title()}: split_{role}.broadcast_dim = {axis} is no leading axis of an input of "
                     f"shape {tuple(input.shape)} (those are: {axes}): set another, or null"
                 )
+        if self._needed_blocks:
+            sizes = {
+                "in_features": self.in_features,
+                "out_features": self.out_features,
+                "tokens": math.prod(input.shape[:-1]),
+            }
+            check_sizes(self._needed_blocks, self._title(), sizes, is_training=self.training)
 
     def _title(self) -> str:
         if self.layer_name:
@@ -282,7 +288,7 @@ class BitLinear(HFStateDict):
             hadamard_signs=stream.hadamard_signs() if recipe.hadamard else 0,
             observe=observe if observer is not None and use.is_training else None,
             count=self._count,
-            weights=None if self.is_split else self.weight_slot,  # a split weight is a new tensor each time
+            weights=self.weight_slot,
             keeps_until_cleared=shards is not None or hasattr(self.weight, "ds_id"),  # ZeRO 3 gathers it anew
             is_replay=use.is_replay,
             needs_grad=needs_grad,
@@ -341,15 +347,8 @@ class BitLinear(HFStateDict):
             self.set_split(False)
 
     def set_split(self, is_split: bool) -> None:
-        """Say whether the parameters are those of a split weight, once they have changed.
-
-        A split weight is multiplied as [W_R; V], so the gradients that come back are wider by the rank:
-        directions of the other width are forgotten, and the next factorisation is a cold one.
-        """
+        """Say whether the parameters are those of a split weight, once they have changed."""
         self.is_split = is_split
-        width = self.out_features + (len(self.split_s) if is_split else 0)
-        if "grad_output" in self.split_states:
-            self.split_states["grad_output"].keep_only_width(width)
 
     def put_in_hf_layout(self, state: MutableMapping[str, Any], prefix: str) -> None:
         """See `HFStateDict`; a split weight is whole there, and its parts stand beside it."""
@@ -374,6 +373,7 @@ class BitLinear(HFStateDict):
         """Take over a copied or unpickled state; handle and weight cache are those of the original."""
         super().__setstate__(state)
         self.weight_slot, self._handle = None, register(self)
+        self._needed_blocks = needed_blocks(self._recipe)
 
     def extra_repr(self) -> str:
         """Sizes as `nn.Linear` prints them, the recipe's name, and the rank where the weight is split."""

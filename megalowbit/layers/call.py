@@ -15,6 +15,7 @@ from megalowbit.layers.gemms import no_autocast
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.sharded_operands import Asked, ShardedOperands
 from megalowbit.layers.weight_cache import WeightSlot
+from megalowbit.layers.weight_factors import WeightFactors
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.quantizer import BlockQuantizer
@@ -42,11 +43,13 @@ class Prepared(NamedTuple):
         tensor: the operand, or what its low-rank part leaves of it.
         low_rank: the low-rank part; `None` where the operand is not split.
         whole: the operand before it was split.
+        factors: of a weight split into parameters, of which `tensor` is W_R; else `None`.
     """
 
     tensor: Tensor
     low_rank: LowRankPart | None = None
     whole: Tensor | None = None
+    factors: WeightFactors | None = None
 
     def for_quantizer(self, name: str) -> Prepared:
         """What this quantiser gets: an operand that it leaves as it is, is not split either."""
@@ -176,7 +179,7 @@ class Call:
             tensor_amax=self._maximum(operand, name, role),
         )
         if observe is not None:
-            _report(observe, reported_as or role, result, operand.whole)
+            _report(observe, reported_as or role, result, operand)
         return Factor(result, low_rank=operand.low_rank)
 
     def quantize_transposed(
@@ -212,7 +215,7 @@ class Call:
             values = transposed_values(x).values
             result = chosen.quantize(values, random_key=key, with_counts=with_counts, tensor_amax=amax)
         if observe is not None:
-            _report(observe, reported_as or role, result, operand.whole)
+            _report(observe, reported_as or role, result, operand)
         return Factor(result, is_transposed=True, low_rank=operand.low_rank)
 
     @property
@@ -279,13 +282,15 @@ def _report(
     observe: Callable[[str, Tensor, Tensor], None],
     role: str,
     result: OperandTensor,
-    whole: Tensor | None,
+    operand: Prepared,
 ) -> None:
     """Hand on the counts; the squared norm beside a residual's error is that of the whole operand."""
     assert result.counts is not None  # asked for
     assert result.error is not None
-    error = result.error
-    if whole is not None:
+    error, whole = result.error, operand.whole
+    if operand.factors is not None:
+        error = torch.stack([error[0], operand.factors.squared_norm(operand.tensor.detach(), error[1])])
+    elif whole is not None:
         norm = torch.linalg.vector_norm(whole, dtype=torch.promote_types(whole.dtype, torch.float32)).double()
         error = torch.stack([error[0], norm.square()])
     observe(role, result.counts, error)

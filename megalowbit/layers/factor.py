@@ -9,6 +9,7 @@ factor is kept as its parts, as a quantised tensor is.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,8 +127,8 @@ class Factor:
         return rest.from_parts(parts)
 
 
-def save_factors(ctx: Any, *factors: Factor | None) -> None:
-    """Keep factors, or `None`, in an autograd context until backward."""
+def save_factors(ctx: Any, *factors: Factor | None, others: Sequence[Tensor] = ()) -> None:
+    """Keep factors, or `None`, and further tensors in an autograd context until backward."""
     tensors: list[Tensor] = []
     ctx.factors = []  # one (rest, number of tensors) or None for each factor
     for factor in factors:
@@ -137,11 +138,11 @@ def save_factors(ctx: Any, *factors: Factor | None) -> None:
         parts, rest = factor.to_parts()
         tensors += parts
         ctx.factors.append((rest, len(parts)))
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, *others)
 
 
-def restore_factors(ctx: Any) -> list[Factor | None]:
-    """Inverse of `save_factors`, in backward."""
+def restore_factors(ctx: Any) -> tuple[list[Factor | None], list[Tensor]]:
+    """Inverse of `save_factors`, in backward: the factors, and the further tensors."""
     tensors = list(ctx.saved_tensors)
     restored: list[Factor | None] = []
     for entry in ctx.factors:
@@ -151,7 +152,7 @@ def restore_factors(ctx: Any) -> list[Factor | None]:
         rest, count = entry
         parts, tensors = tensors[:count], tensors[count:]
         restored.append(rest.from_parts(tuple(parts)))
-    return restored
+    return restored, tensors
 
 
 def is_block_quantizer(name: str) -> bool:

@@ -25,6 +25,7 @@ from megalowbit.layers.gemms import column_sums, gemm_dtype, multiply
 from megalowbit.layers.recipe_checks import operand_quantizers
 from megalowbit.layers.sharded_operands import Asked
 from megalowbit.layers.split_product import Side, multiply_split
+from megalowbit.layers.weight_factors import WeightFactors
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
 
@@ -44,22 +45,30 @@ class Forward(NamedTuple):
 
 
 def forward_products(
-    call: Call, input: Tensor, weight: Tensor, bias: Tensor | None, *, keeps_input: bool, keeps_weight: bool
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    factors: WeightFactors | None = None,
+    *,
+    keeps_input: bool,
+    keeps_weight: bool,
 ) -> Forward:
     """Quantise, multiply, and make what backward will need.
 
     Args:
         call: quantisers, dtypes and slots.
         input: (…, in_features).
-        weight: (out_features, in_features).
+        weight: (out_features, in_features); W_R of a weight split into parameters.
         bias: (out_features,) or `None`.
-        keeps_input: whether the weight's gradient will be asked for.
+        factors: of a weight split into parameters; they are not part of what is kept.
+        keeps_input: whether the weight's gradient, or that of a factor, will be asked for.
         keeps_weight: whether the input's gradient will be asked for.
     """
     recipe = call.recipe
     ready = _ready_dtype(call, "output", input.device)
     prepared = call.prepare(input, "input")
-    prepare_weight = functools.lru_cache(maxsize=1)(lambda: call.prepare(weight, "weight"))  # once, if at all
+    prepare_weight = functools.cache(lambda: call.prepare(weight, "weight")._replace(factors=factors))
     call.agree_on(lambda: _asked_forward(call, input, weight, keeps_input, keeps_weight))
     call.look(input=input, weight=weight)
     x = call.quantize(prepared, recipe.q_forward_input, "input", operand_dtype=ready)
@@ -71,7 +80,8 @@ def forward_products(
     )
     sums_output = call.shards is not None and call.shards.is_row
     own_bias = None if sums_output else bias
-    output = _product(call, "output", x, w, transpose_right=True, out_dtype=call.compute_dtype, bias=own_bias)
+    whole, dtype = w if factors is None else factors.beside(w), call.compute_dtype
+    output = _product(call, "output", x, whole, transpose_right=True, out_dtype=dtype, bias=own_bias)
     if call.shards is not None and sums_output:
         output = call.shards.sum_output(output, bias)
     return Forward(
@@ -146,18 +156,20 @@ def backward_products(
     grad_output: Tensor,
     input: Factor | None,
     weight: Factor | None,
+    factors: WeightFactors | None = None,
     *,
     in_features: int,
     dtypes: Dtypes,
     needs_bias: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias.
+) -> tuple[Tensor | None, ...]:
+    """Gradients of input, weight and bias; then, of a weight split into parameters, those of U, S and V.
 
     Args:
         call: that of the forward.
         grad_output: (…, out_features).
         input: as `Forward.input`.
         weight: as `Forward.weight`.
+        factors: as for `forward_products`.
         in_features: of the layer.
         dtypes: of the gradients.
         needs_bias: whether the bias's gradient is asked for.
@@ -168,7 +180,8 @@ def backward_products(
         fp8_product.measure_products((grad, weight), (grad_t, input))
     if weight is not None:
         assert grad is not None  # made above
-        grad_input = _product(call, "grad_input", grad, weight, out_dtype=dtypes.input)
+        whole = weight if factors is None else factors.beside(weight)
+        grad_input = _product(call, "grad_input", grad, whole, out_dtype=dtypes.input)
         grad_input = grad_input.view(*grad_output.shape[:-1], in_features)
     summing = None if call.shards is None else call.shards.start_sum_grad_input(grad_input)
     if input is not None:
@@ -180,7 +193,10 @@ def backward_products(
         grad_bias = column_sums(grad_output.reshape(matrix_shape(grad_output.shape)), dtypes.bias)
     if summing is not None:  # it went on beside the other products
         summing.wait()
-    return grad_input, grad_weight, grad_bias
+    if factors is None:
+        return grad_input, grad_weight, grad_bias
+    of_factors = (None,) * 3 if grad_weight is None else factors.gradients(grad_weight, call.compute_dtype)
+    return grad_input, grad_weight, grad_bias, *of_factors
 
 
 def _quantised_gradient(
@@ -326,19 +342,23 @@ class LowbitLinear(torch.autograd.Function):
     """output = Q(input) · Q(weight)ᵀ + bias, with low-bit gradients; call `lowbit_linear`."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *factors: Tensor
+    ) -> Tensor:
         """See `lowbit_linear`."""
-        needs_input, needs_weight, _, _ = ctx.needs_input_grad
+        needs_input, *needs_parts = ctx.needs_input_grad
+        del needs_parts[1:3]  # of bias and call
         result = forward_products(
             call,
             input,
             weight,
             bias,
-            keeps_input=call.needs_grad and needs_weight,
+            WeightFactors(*factors) if factors else None,
+            keeps_input=call.needs_grad and any(needs_parts),
             keeps_weight=call.needs_grad and needs_input,
         )
         if call.needs_grad:
-            save_factors(ctx, result.input, result.weight)
+            save_factors(ctx, result.input, result.weight, others=factors)
             ctx.call, ctx.in_features = call, weight.shape[1]
             ctx.dtypes = Dtypes(input.dtype, weight.dtype, None if bias is None else bias.dtype)
         return result.output
@@ -346,21 +366,24 @@ class LowbitLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of input, weight and bias, from grad_output (…, out_features)."""
-        saved_input, saved_weight = restore_factors(ctx)
+        """Gradients of input, weight, bias and factors, from grad_output (…, out_features)."""
+        (saved_input, saved_weight), factors = restore_factors(ctx)
         gradients = backward_products(
             ctx.call,
             grad_output,
             saved_input,
             saved_weight,
+            WeightFactors(*factors) if factors else None,
             in_features=ctx.in_features,
             dtypes=ctx.dtypes,
             needs_bias=ctx.needs_input_grad[2],
         )
-        return *gradients, None
+        return *gradients[:3], None, *gradients[3:]
 
 
-def lowbit_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+def lowbit_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, factors: WeightFactors | None = None
+) -> Tensor:
     """Compute input · weightᵀ + bias with the quantised operands of `call`, differentiable once.
 
     Args:
@@ -368,8 +391,9 @@ def lowbit_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call
         weight: (out_features, in_features).
         bias: (out_features,) or `None`.
         call: quantisers, dtypes and slots.
+        factors: U, S and V where the weight is W_R + U·diag(S)·V and `weight` is W_R.
 
     Returns:
         (…, out_features) in `call.compute_dtype`.
     """
-    return LowbitLinear.apply(input, weight, bias, call)
+    return LowbitLinear.apply(input, weight, bias, call, *(factors or ()))

@@ -29,6 +29,7 @@ from megalowbit.layers.factor import Factor
 from megalowbit.layers.lowbit_matmul import Dtypes, backward_products, forward_products
 from megalowbit.layers.saved_parts import empty_parts, factor_from, input_layout, parts_of, weight_layout
 from megalowbit.layers.use_counter import Use, is_recomputing
+from megalowbit.layers.weight_factors import WeightFactors
 from megalowbit.quantize.random_stream import check_advance
 
 if TYPE_CHECKING:
@@ -83,19 +84,26 @@ class _Ticket(np.ndarray):
 
 
 def opaque_linear(
-    layer: BitLinear, input: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype
+    layer: BitLinear,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    factors: WeightFactors | None,
+    compute_dtype: torch.dtype,
 ) -> Tensor:
     """The layer's forward, as one node of a traced graph."""
     has_graph = torch.is_grad_enabled()
     stream = layer.random_stream
+    needs_weight = any(part.requires_grad for part in (weight, *(factors or ())))
     outputs = _forward(
         input,
         weight,
         bias,
+        *(factors or (None, None, None)),
         None if stream is None else stream.step_tensor,
         layer._handle,
         compute_dtype,
-        has_graph and weight.requires_grad,
+        has_graph and needs_weight,
         has_graph and input.requires_grad,
         has_graph,
     )
@@ -121,6 +129,9 @@ def _forward(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    u: Tensor | None,
+    s: Tensor | None,
+    v: Tensor | None,
     step: Tensor | None,
     handle: int,
     compute_dtype: torch.dtype,
@@ -131,13 +142,21 @@ def _forward(
     layer = _layer(handle)
     use = layer.begin_use(None if step is None else int(step))
     call = layer.call(use, compute_dtype=compute_dtype, needs_grad=needs_grad)
-    result = forward_products(call, input, weight, bias, keeps_input=keeps_input, keeps_weight=keeps_weight)
+    factors = _factors(u, s, v)
+    result = forward_products(
+        call, input, weight, bias, factors, keeps_input=keeps_input, keeps_weight=keeps_weight
+    )
     if not needs_grad:
         return [result.output]
     ticket = _Ticket.tensor([*use, *_exponents(result.input), *_exponents(result.weight)], layer)
     parts = parts_of(result.input, is_shared=False)
     parts += parts_of(result.weight, is_shared=call.weights is not None)
     return [result.output, ticket, *parts]
+
+
+def _factors(*parts: Tensor | None) -> WeightFactors | None:
+    u, s, v = parts
+    return None if u is None or s is None or v is None else WeightFactors(u, s, v)
 
 
 def _exponents(factor: Factor | None) -> tuple[int, int]:
@@ -151,6 +170,9 @@ def _(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    u: Tensor | None,
+    s: Tensor | None,
+    v: Tensor | None,
     step: Tensor | None,
     handle: int,
     compute_dtype: torch.dtype,
@@ -158,7 +180,7 @@ def _(
     keeps_weight: bool,
     needs_grad: bool,
 ) -> list[Tensor]:
-    del bias, step
+    del bias, u, s, v, step
     layer = _layer(handle)
     outputs = [input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=compute_dtype)]
     if needs_grad:
@@ -174,6 +196,7 @@ def _(
 def _backward(
     grad_output: Tensor,
     saved: list[Tensor],
+    factors: list[Tensor],
     handle: int,
     compute_dtype: torch.dtype,
     input_shape: list[int],
@@ -207,6 +230,7 @@ def _backward(
         grad_output,
         input_factor,
         weight_factor,
+        WeightFactors(*factors) if factors else None,
         in_features=weight_shape[1],
         dtypes=Dtypes(input_dtype, weight_dtype, bias_dtype),
         needs_bias=bias_dtype is not None,
@@ -218,6 +242,7 @@ def _backward(
 def _(
     grad_output: Tensor,
     saved: list[Tensor],
+    factors: list[Tensor],
     handle: int,
     compute_dtype: torch.dtype,
     input_shape: list[int],
@@ -236,29 +261,36 @@ def _(
         gradients.append(grad_output.new_empty(weight_shape, dtype=weight_dtype))
     if bias_dtype is not None:
         gradients.append(grad_output.new_empty((weight_shape[0],), dtype=bias_dtype))
+    if needs_weight:
+        gradients += [torch.empty_like(part, memory_format=torch.contiguous_format) for part in factors]
     return gradients
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    input, weight, bias, _, handle, compute_dtype, keeps_input, keeps_weight, needs_grad = inputs
+    input, weight, bias, u, s, v, _, handle, compute_dtype, keeps_input, keeps_weight, needs_grad = inputs
+    factors = () if u is None else (u, s, v)
+    ctx.has_factors = bool(factors)
     ctx.handle, ctx.compute_dtype, ctx.needs = handle, compute_dtype, (keeps_input, keeps_weight)
     ctx.input_shape, ctx.weight_shape = input.shape, weight.shape
     ctx.dtypes = input.dtype, weight.dtype, bias.dtype if bias is not None and bias.requires_grad else None
     if needs_grad:
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output[1:])
+        ctx.save_for_backward(*factors, *output[1:])
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Gradients of `_forward`'s arguments."""
     grad_output, (keeps_input, keeps_weight) = grads[0], ctx.needs
-    found: list[Tensor | None] = [None, None, None]
+    num_factors = 3 if ctx.has_factors else 0
     wanted = [keeps_weight, keeps_input, ctx.dtypes[2] is not None]
+    wanted += [ctx.has_factors and keeps_input] * 3
+    found: list[Tensor | None] = [None] * len(wanted)
     if grad_output is not None and any(wanted):
         gradients = iter(
             _backward(
                 grad_output,
-                list(ctx.saved_tensors),
+                list(ctx.saved_tensors[num_factors:]),
+                list(ctx.saved_tensors[:num_factors]),
                 ctx.handle,
                 ctx.compute_dtype,
                 list(ctx.input_shape),

@@ -1,9 +1,8 @@
-"""A BitLinear whose weight is split into parameters: y = Q(x)·Q(W_R)ᵀ + ((Q(x)·Q(V)ᵀ)·S)·Uᵀ + b.
+"""A BitLinear whose weight is split into parameters: y = Q(x)·Q(W_R)ᵀ + (Q(x)·Vᵀ)·(U·S)ᵀ + b.
 
 A layer whose recipe has `parameter_split` owns `split_u` (out, k), `split_s` (k,) and `split_v` (k, in) from
 its making on, all zero and unused until the split: so parameter lists, optimizer groups and checkpoints have
-one shape before and after. W_R and V stand below each other in one low-bit product, so the input is quantised
-and kept once; S and U stay in the compute dtype, as ordinary operations of autograd.
+one shape before and after. Only W_R is quantised; how the factors are multiplied is `weight_factors`.
 
 Whether a layer is split follows from what it holds: V has rows of length 1 after a split and zeros before,
 also where the weight itself is zero. The split itself is `engine.parameter_split`.
@@ -12,6 +11,7 @@ also where the weight itself is zero. The split itself is `engine.parameter_spli
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -68,24 +68,6 @@ def check_split_parameters(layer: BitLinear, recipe: Recipe) -> None:
 def parts_of(layer: BitLinear) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The layer's W_R, U, S and V; W_R is its `weight`."""
     return layer.weight, layer.split_u, layer.split_s, layer.split_v
-
-
-def split_output(
-    layer: BitLinear, input: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
-) -> Tensor:
-    """Output of a split layer.
-
-    Args:
-        layer: a split one.
-        input: (…, in_features).
-        multiply: (input, weight) → input · weightᵀ in low precision, without bias.
-        dtype: compute dtype, that of the output.
-    """
-    weight, u, s, v = parts_of(layer)
-    both = multiply(input, torch.cat([weight, v]))
-    output, along_v = both.split([layer.out_features, len(v)], dim=-1)
-    bias = None if layer.bias is None else layer.bias.to(dtype)
-    return output + nn.functional.linear(along_v * s.to(dtype), u.to(dtype), bias)
 
 
 @torch.no_grad()

@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _BITLINEAR_SLOTS = (
     "_recipe",
+    "_needed_blocks",
     "layer_name",
     "is_transposed",
     "observer",

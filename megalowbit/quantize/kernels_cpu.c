@@ -45,10 +45,12 @@ static void count_blocks(const Job *job, Tally *tally, const Scales *scales, int
 /* ---- whole matrices ---- */
 
 /* Groups of a row: codes, and what is asked for of packed codes, operand and values (for counting). */
-SPECIALISED void encode_groups(const float *v, const Scales *scales, const uint8_t *random, int64_t begin,
-                               int64_t end, uint8_t *packed, char *operand, int64_t dtype, float *values) {
+SPECIALISED void encode_groups(const float *v, const Scales *scales, const uint8_t *random, int is_unbiased,
+                               int64_t begin, int64_t end, uint8_t *packed, char *operand, int64_t dtype,
+                               float *values) {
     for (int64_t g = begin; g < end; g++) {
-        const Lanes codes = random ? stochastic_codes(v, scales, g, random) : nearest_codes(v, scales, g);
+        const Lanes codes =
+            random ? stochastic_codes(v, scales, g, random, is_unbiased) : nearest_codes(v, scales, g);
         pack(codes, packed + g * 8);
         const Floats decoded = e2m1_values(codes) * scales->decoded[g];
         if (operand) store_exact(decoded, dtype, operand + g * GROUP * (dtype == FP32 ? 4 : 2));
@@ -61,15 +63,16 @@ static void encode_row(const Job *job, const float *v, const Scales *scales, con
                        int64_t groups, int64_t cols, uint8_t *packed, char *operand, float *values) {
     const int64_t dtype = job->operand_dtype, size = dtype == FP32 ? 4 : 2;
     const int64_t whole = operand ? cols / GROUP : groups;
-    if (values || (operand && dtype == FP32))
-        encode_groups(v, scales, random, 0, whole, packed, operand, dtype, values);
-    else if (random && operand) encode_groups(v, scales, random, 0, whole, packed, operand, BF16, NULL);
-    else if (random) encode_groups(v, scales, random, 0, whole, packed, NULL, BF16, NULL);
-    else if (operand) encode_groups(v, scales, NULL, 0, whole, packed, operand, BF16, NULL);
-    else encode_groups(v, scales, NULL, 0, whole, packed, NULL, BF16, NULL);
+    if (job->is_unbiased) encode_groups(v, scales, random, 1, 0, whole, packed, operand, dtype, values);
+    else if (values || (operand && dtype == FP32))
+        encode_groups(v, scales, random, 0, 0, whole, packed, operand, dtype, values);
+    else if (random && operand) encode_groups(v, scales, random, 0, 0, whole, packed, operand, BF16, NULL);
+    else if (random) encode_groups(v, scales, random, 0, 0, whole, packed, NULL, BF16, NULL);
+    else if (operand) encode_groups(v, scales, NULL, 0, 0, whole, packed, operand, BF16, NULL);
+    else encode_groups(v, scales, NULL, 0, 0, whole, packed, NULL, BF16, NULL);
     for (int64_t g = whole; g < groups; g++) {
         char last[SEGMENT * 4];
-        encode_groups(v, scales, random, g, g + 1, packed, last, dtype, values);
+        encode_groups(v, scales, random, (int)job->is_unbiased, g, g + 1, packed, last, dtype, values);
         const int64_t place = g * GROUP * size;
         if (g == whole) memcpy(operand + place, last + place, (size_t)(cols % GROUP * size));
     }

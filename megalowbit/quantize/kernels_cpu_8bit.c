@@ -45,12 +45,13 @@ static void set_group(Blocks *blocks, int64_t g, int element, float scale, float
 /* ---- codes ---- */
 
 SPECIALISED void encode_groups(const Job *job, int element, const float *v, const Blocks *blocks, int64_t begin,
-                               int64_t end, const Row *row, const uint8_t *random) {
+                               int64_t end, const Row *row, const uint8_t *random, int is_unbiased) {
     const uint32_t bits = ELEMENTS[element].bits;
     const int64_t dtype = job->operand_dtype, size = size_of(dtype);
     for (int64_t g = begin; g < end; g++) {
         const Lanes quotients = (Lanes)((Floats)lanes_at(v + g * GROUP) / blocks->divisor[g]);
-        Lanes codes = random ? stochastic_elements(element, quotients, random + g * GROUP)
+        Lanes codes = random ? stochastic_elements(element, quotients, random + g * GROUP * (is_unbiased ? 4 : 1),
+                                                   is_unbiased)
                              : nearest_elements(element, quotients);
         codes &= blocks->keep[g];
         store_codes(bits, codes, row->packed + g * bits * 2);
@@ -64,10 +65,12 @@ SPECIALISED void encode_groups(const Job *job, int element, const float *v, cons
 /* Groups of one element format. */
 static void encode_run(const Job *job, const float *v, const Blocks *blocks, int64_t begin, int64_t end,
                        const Row *row) {
-    switch (blocks->element[begin] * 2 + (row->random != NULL)) {
+    const int kind = row->random ? 1 + (int)job->is_unbiased : 0;
+    switch (blocks->element[begin] * 3 + kind) {
 #define CASE(element) \
-    case element * 2: encode_groups(job, element, v, blocks, begin, end, row, NULL); break; \
-    case element * 2 + 1: encode_groups(job, element, v, blocks, begin, end, row, row->random); break;
+    case element * 3: encode_groups(job, element, v, blocks, begin, end, row, NULL, 0); break; \
+    case element * 3 + 1: encode_groups(job, element, v, blocks, begin, end, row, row->random, 0); break; \
+    case element * 3 + 2: encode_groups(job, element, v, blocks, begin, end, row, row->random, 1); break;
         CASE(INT4)
         CASE(INT8)
         CASE(FP4_E2M1)

@@ -14,7 +14,7 @@ typedef struct { /* mirrored field by field in kernels_cpu_job.py; every field h
     const void *x;
     int64_t dtype, rows, cols, row_stride, col_stride;
     int64_t block_rows, block_cols, scale_kind, element; /* block_cols: 16 to 128 */
-    int64_t is_up, is_stochastic, four_over_six, has_signs, signs;
+    int64_t is_up, is_stochastic, is_unbiased, four_over_six, has_signs, signs;
     uint64_t key, step;
     double q_scalar;
     const float *tensor_amax;
@@ -33,10 +33,10 @@ typedef struct { /* of one row of blocks in a segment, a number for each group *
     uint32_t stored[GROUPS], overflows[GROUPS];
 } Scales;
 
-typedef struct {
+typedef struct { /* a byte for each element of a segment, or a word */
     uint64_t first;
     int is_filled;
-    uint8_t bytes[SEGMENT];
+    uint8_t bytes[SEGMENT * 4];
 } Random;
 
 /* ---- loading: fp32 segments from any dtype and strides ---- */
@@ -216,15 +216,17 @@ static void e8m0_scales(const float *restrict a, int64_t is_up, Scales *restrict
 static float tensor_encode_scale(const Job *job, float tensor_amax) {
     if ((bits_of(tensor_amax) & 0x7FFFFFFF) >= INFINITY_BITS) return float_of(NAN_BITS); /* given so */
     if (!(tensor_amax > 0)) return 1.0f;
-    float S = (job->four_over_six ? 256.0f : E4M3_MAX) * 6.0f / tensor_amax;
-    return S < 0x1p126f ? S : 0x1p126f;
+    const float S = (job->four_over_six ? 256.0f : E4M3_MAX) * 6.0f / tensor_amax;
+    const float most = job->is_up ? 0x1p118f : 0x1p126f;
+    return S < most ? S : most;
 }
 
 /* ---- codes ---- */
 
-static void philox(const Job *job, Random *random, uint64_t first) {
+/* 16 calls from number `first` on, of 16 bytes each. */
+static void philox(const Job *job, uint8_t *bytes, uint64_t first) {
     const Words zero = {0}, index = {0, 1, 2, 3, 4, 5, 6, 7};
-    for (uint64_t half = 0; half < 2; half++) { /* eight groups at once; words in the low half of lanes */
+    for (uint64_t half = 0; half < 2; half++) { /* eight calls at once; words in the low half of lanes */
         Words c0 = index + (first + half * 8), c1 = c0 >> 32;
         Words c2 = zero + job->step, c3 = zero + (job->step >> 32);
         uint32_t k0 = (uint32_t)job->key, k1 = (uint32_t)(job->key >> 32);
@@ -236,15 +238,19 @@ static void philox(const Job *job, Random *random, uint64_t first) {
         const Words begin = (c0 & 0xFFFFFFFF) | c1 << 32, end = (c2 & 0xFFFFFFFF) | c3 << 32;
         const Words both[2] = {SHUFFLED(Words, begin, end, 0, 8, 1, 9, 2, 10, 3, 11),
                                SHUFFLED(Words, begin, end, 4, 12, 5, 13, 6, 14, 7, 15)};
-        memcpy(random->bytes + half * sizeof both, both, sizeof both);
+        memcpy(bytes + half * sizeof both, both, sizeof both);
     }
-    random->first = first, random->is_filled = 1;
 }
 
+/* What groups from number `first` on are rounded with: 16 bytes each, or 16 words. */
 static const uint8_t *random_bytes(const Job *job, Random *random, uint64_t first, int64_t groups) {
+    const uint64_t calls = job->is_unbiased ? 4 : 1; /* of a group */
     int is_inside = random->is_filled && first >= random->first;
-    if (!is_inside || first + (uint64_t)groups > random->first + GROUPS) philox(job, random, first);
-    return random->bytes + (first - random->first) * GROUP;
+    if (!is_inside || first + (uint64_t)groups > random->first + GROUPS) {
+        for (uint64_t i = 0; i < calls; i++) philox(job, random->bytes + i * SEGMENT, first * calls + i * GROUPS);
+        random->first = first, random->is_filled = 1;
+    }
+    return random->bytes + (first - random->first) * GROUP * calls;
 }
 
 /* 2y, y + 2 and y/2 + 4, each rounded to an integer (ties to even) by one addition; the least is the code. */
@@ -258,14 +264,13 @@ SPECIALISED Lanes nearest_codes(const float *v, const Scales *scales, int64_t gr
 }
 
 SPECIALISED Lanes stochastic_codes(const float *v, const Scales *scales, int64_t group,
-                                     const uint8_t *random) {
+                                     const uint8_t *random, int is_unbiased) {
     const Lanes bits = (Lanes)((Floats)lanes_at(v + group * GROUP) * scales->encode[group]);
     const Floats y = (Floats)smaller(bits & 0x7FFFFFFF, (Lanes){0} + 0x40C00000);
     const Lanes steep = smaller((Lanes)(y + y), (Lanes)(y + 2.0f));
     const Floats position = (Floats)smaller(steep, (Lanes)(y * 0.5f + 4.0f));
-    const Floats byte = floats_of(lanes_of_bytes(random + group * GROUP));
-    const Floats sum = position + (byte + 0.5f) * 0x1p-8f;
-    const Lanes code = truncated(sum);
+    const Lanes code = is_unbiased ? unbiased_steps(position, random + group * GROUP * 4)
+                                   : stochastic_steps(position, random + group * GROUP);
     return (smaller(code, (Lanes){0} + 7) | (bits >> 28 & 8)) & scales->keep[group];
 }
 

@@ -41,7 +41,7 @@ SPECIALISED Lanes nearest_elements(int element, Lanes quotients) {
 
 /* The real-valued code: steps into the number's own binade, plus the codes below that, which are added up in
  * the order of the definition, as far as its sums are rounded. */
-SPECIALISED Lanes stochastic_elements(int element, Lanes quotients, const uint8_t *random) {
+SPECIALISED Lanes stochastic_elements(int element, Lanes quotients, const uint8_t *random, int is_unbiased) {
     const Element of = ELEMENTS[element];
     const Lanes zero = {0}, y = smaller(quotients & 0x7FFFFFFF, zero + bits_of(of.largest));
     Floats position = (Floats)y;
@@ -54,8 +54,7 @@ SPECIALISED Lanes stochastic_elements(int element, Lanes quotients, const uint8_
             position += part, below -= part;
         }
     }
-    const Floats byte = floats_of(lanes_of_bytes(random));
-    const Lanes code = truncated(position + (byte + 0.5f) * 0x1p-8f);
+    const Lanes code = is_unbiased ? unbiased_steps(position, random) : stochastic_steps(position, random);
     return with_sign(of, smaller(code, zero + of.top), quotients);
 }
 

@@ -261,4 +261,19 @@ static inline void transpose_halves(const char *from, int64_t pitch, uint16_t *o
     for (int i = 0; i < 8; i++) memcpy(out + i * out_pitch, a + i, sizeof a[i]);
 }
 
+/* ---- stochastic rounding of real-valued codes, see formats/rounding.py ---- */
+
+/* By one random byte a lane. */
+SPECIALISED Lanes stochastic_steps(Floats position, const uint8_t *random) {
+    const Floats byte = floats_of(lanes_of_bytes(random));
+    return truncated(position + (byte + 0.5f) * 0x1p-8f);
+}
+
+/* By one random word a lane: its upper 23 bits, in the mantissa of 1.0, are an odd multiple of 2^-24. */
+SPECIALISED Lanes unbiased_steps(Floats position, const uint8_t *random) {
+    const Floats fraction = (Floats)(lanes_at(random) >> 9 | 0x3F800000) - (1.0f - 0x1p-24f);
+    const Lanes whole = truncated(position);
+    return whole - (Lanes)(fraction < position - floats_of(whole));
+}
+
 #endif

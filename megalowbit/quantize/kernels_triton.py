@@ -171,6 +171,12 @@ def amax_kernel(
 def _philox(row, group, groups, key_low, key_high, step_low, step_high):
     """Four random words (uint32) for each 16-group, see `philox`."""
     index = row[:, None].to(tl.int64) * groups + group[None, :]
+    return _words(index, key_low, key_high, step_low, step_high)
+
+
+@triton.jit
+def _words(index, key_low, key_high, step_low, step_high):
+    """Four random words (uint32) of each call of Philox, by its number."""
     c0, c1 = index.to(tl.uint32), (index >> 32).to(tl.uint32)
     c2 = tl.full(c0.shape, 0, tl.uint32) + step_low.to(tl.uint32)
     c3 = tl.full(c0.shape, 0, tl.uint32) + step_high.to(tl.uint32)
@@ -191,11 +197,45 @@ def _noise(row, group, groups, key_low, key_high, step_low, step_high):
 
 
 @triton.jit
-def _stochastic(scaled, noise):
-    """Codes of stochastic rounding (int32), see `formats.rounding`."""
+def _fine_noise(row, group, groups, key_low, key_high, step_low, step_high):
+    """A random odd multiple of 2⁻²⁴ below 1 for each element of (rows, groups, 16)."""
+    R: tl.constexpr = row.shape[0]
+    G: tl.constexpr = group.shape[0]
+    index = row[:, None].to(tl.int64) * groups + group[None, :]
+    index = index[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    w0, w1, w2, w3 = _words(index, key_low, key_high, step_low, step_high)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, G, GROUP)
+    bits = ((words >> 9) | 0x3F800000).to(tl.int32, bitcast=True)
+    return _float(bits) - (1 - 2.0**-24)
+
+
+@triton.jit
+def _drawn(row, group, groups, key_low, key_high, step_low, step_high, IS_UNBIASED: tl.constexpr):
+    """What `_stepped` adds or compares."""
+    if IS_UNBIASED:
+        noise = _fine_noise(row, group, groups, key_low, key_high, step_low, step_high)
+    else:
+        noise = _noise(row, group, groups, key_low, key_high, step_low, step_high)
+    return noise
+
+
+@triton.jit
+def _stepped(position, noise, IS_UNBIASED: tl.constexpr):
+    """Codes (int32) from real-valued ones, see `formats.rounding`."""
+    if IS_UNBIASED:
+        code = position.to(tl.int32)
+        code += (noise < position - code.to(tl.float32)).to(tl.int32)
+    else:
+        code = (position + noise).to(tl.int32)
+    return code
+
+
+@triton.jit
+def _stochastic(scaled, noise, IS_UNBIASED: tl.constexpr):
+    """Codes of stochastic rounding (int32)."""
     magnitude = tl.minimum(tl.abs(scaled), ELEMENT_MAX)
     position = tl.minimum(tl.minimum(magnitude + magnitude, magnitude + 2.0), magnitude * 0.5 + 4.0)
-    return (position + noise).to(tl.int32) | ((_bits(scaled) >> 28) & 8)
+    return _stepped(position, noise, IS_UNBIASED) | ((_bits(scaled) >> 28) & 8)
 
 
 @triton.jit
@@ -290,8 +330,8 @@ def encode_kernel(
     x, amax, codes, scales, tensor_scale, operand, counts, errors, rows, cols, row_stride, col_stride,
     q_scalar, signs, key_low, key_high, step_low, step_high, DTYPE: tl.constexpr, BLOCK_ROWS:
     tl.constexpr, BLOCK_COLS: tl.constexpr, SCALE: tl.constexpr, IS_UP: tl.constexpr, IS_STOCHASTIC:
-    tl.constexpr, FOUR_OVER_SIX: tl.constexpr, HAS_SIGNS: tl.constexpr, OPERAND: tl.constexpr, HAS_COUNTS:
-    tl.constexpr, TILE_ROWS: tl.constexpr, TILE_GROUPS: tl.constexpr,
+    tl.constexpr, IS_UNBIASED: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, HAS_SIGNS: tl.constexpr, OPERAND:
+    tl.constexpr, HAS_COUNTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Everything of `reference.encode` but the tensor's maximum, from one read of x.
 
@@ -303,7 +343,7 @@ def encode_kernel(
     maxima = _block_maxima(values, q_scalar, BLOCK_ROWS, BLOCK_COLS)
     inverse = 1.0
     if SCALE == "e4m3":
-        encode_scale = _encode_scale(tl.load(amax), 256.0 if FOUR_OVER_SIX else 448.0)
+        encode_scale = _encode_scale(tl.load(amax), 256.0 if FOUR_OVER_SIX else 448.0, IS_UP)
         inverse = _divide(_constant(1.0), encode_scale)
         if tl.program_id(0) == 0:
             tl.store(tensor_scale, inverse)
@@ -315,8 +355,8 @@ def encode_kernel(
         scale, decoded, encode, overflows = _power_of_two(maxima, IS_UP)
     scaled = values * _expand(encode, TILE_ROWS, TILE_GROUPS)[:, :, None]
     if IS_STOCHASTIC:
-        noise = _noise(row, group, groups, key_low, key_high, step_low, step_high)
-        code = _stochastic(scaled, noise)
+        noise = _drawn(row, group, groups, key_low, key_high, step_low, step_high, IS_UNBIASED)
+        code = _stochastic(scaled, noise, IS_UNBIASED)
     elif not FOUR_OVER_SIX:
         code = _nearest(scaled)
     factor = _expand(decoded, TILE_ROWS, TILE_GROUPS)[:, :, None]

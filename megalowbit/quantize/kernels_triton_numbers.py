@@ -72,9 +72,10 @@ def _element(code):
 
 
 @triton.jit
-def _encode_scale(amax, SCALE_MAX: tl.constexpr):
+def _encode_scale(amax, SCALE_MAX: tl.constexpr, IS_UP: tl.constexpr):
     """S, see `formats.block_scale`."""
-    encode = tl.minimum(_divide(_constant(SCALE_MAX * ELEMENT_MAX), amax), 2.0**126)
+    most: tl.constexpr = 2.0**118 if IS_UP else 2.0**126
+    encode = tl.minimum(_divide(_constant(SCALE_MAX * ELEMENT_MAX), amax), most)
     encode = tl.where(amax > 0, encode, 1.0)
     return tl.where(tl.abs(amax) < INFINITY, encode, _float(tl.full((), NAN_BITS, tl.int32)))
 

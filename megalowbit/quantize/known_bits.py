@@ -31,6 +31,7 @@ KEY = RandomKey(2**63 + 5, 2**33 + 7)
 ENCODINGS: dict[str, tuple[Encoding, int | None]] = {
     "nearest": (Encoding(format=NVFP4), None),
     "stochastic": (Encoding(format=NVFP4, is_stochastic=True, scale_rounding="up"), 0x5AC3),
+    "unbiased": (Encoding(format=NVFP4, is_stochastic=True, is_unbiased=True, scale_rounding="up"), None),
     "four over six": (Encoding(format=NVFP4, four_over_six=True), None),
     "tiled": (Encoding(format=NVFP4_TILED, q_scalar=0.8), None),
     "MXFP4": (Encoding(format=MXFP4, scale_rounding="down"), None),
@@ -40,6 +41,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KNOWN_BITS: dict[str, int] = {
     "nearest": 0x6918A2CC,
     "stochastic": 0xE920FEF3,
+    "unbiased": 0xA8B8480E,
     "four over six": 0x4533972A,
     "tiled": 0x55CD40E1,
     "MXFP4": 0x9080EA9F,
@@ -93,43 +95,57 @@ FORMATS_8BIT: dict[str, BlockFormat] = {
     "tiles": BlockFormat(element=INT4, block=(16, 16), scale="fp32"),
     "mixed blocks": MIXED_INT8,
 }
+ROUNDINGS_8BIT: dict[str, dict[str, bool]] = {
+    "nearest": {},
+    "stochastic": {"is_stochastic": True},
+    "unbiased": {"is_stochastic": True, "is_unbiased": True},
+}
 KNOWN_BITS_8BIT: dict[str, int] = {
     "int8, nearest": 0x74E098F4,
     "decoding int8, nearest": 0xBDCAF24C,
     "int8, stochastic": 0x529EA7C4,
     "decoding int8, stochastic": 0xD49F83DB,
+    "int8, unbiased": 0x9A3A65C5,
     "int4, nearest": 0x93357B95,
     "decoding int4, nearest": 0xA9F1DC7C,
     "int4, stochastic": 0xDCEEC3C1,
     "decoding int4, stochastic": 0x9A16542B,
+    "int4, unbiased": 0x61891BD3,
     "e2m1, nearest": 0x3D6363D8,
     "decoding e2m1, nearest": 0x2EEB9B93,
     "e2m1, stochastic": 0x9CB06B06,
     "decoding e2m1, stochastic": 0x6285AF4F,
+    "e2m1, unbiased": 0x5C56A938,
     "e3m2, nearest": 0x8D5D5980,
     "decoding e3m2, nearest": 0x1C6CA187,
     "e3m2, stochastic": 0xD3D1ACC8,
     "decoding e3m2, stochastic": 0xCDDB4F88,
+    "e3m2, unbiased": 0xBD72144C,
     "e4m3, nearest": 0xA03F19DA,
     "decoding e4m3, nearest": 0x51A9A02D,
     "e4m3, stochastic": 0xA49BB6AF,
     "decoding e4m3, stochastic": 0xFBB1911C,
+    "e4m3, unbiased": 0xD72581F0,
     "e5m2, nearest": 0x86C83A59,
     "decoding e5m2, nearest": 0xB865A706,
     "e5m2, stochastic": 0x1440B37B,
     "decoding e5m2, stochastic": 0x64E24BB9,
+    "e5m2, unbiased": 0x3F74E913,
     "blocks, nearest": 0xC63D4D23,
     "decoding blocks, nearest": 0xB029DD94,
     "blocks, stochastic": 0x1EBAF7E0,
     "decoding blocks, stochastic": 0xE9108151,
+    "blocks, unbiased": 0x4B3A0C07,
     "tiles, nearest": 0x4033F4F0,
     "decoding tiles, nearest": 0xE4B7F8C8,
     "tiles, stochastic": 0xD02F8D90,
     "decoding tiles, stochastic": 0x662162F9,
+    "tiles, unbiased": 0x08F3CC2D,
     "mixed blocks, nearest": 0xDDA6AD04,
     "decoding mixed blocks, nearest": 0xF15BF985,
     "mixed blocks, stochastic": 0xEE552E1A,
     "decoding mixed blocks, stochastic": 0x00CD45AA,
+    "mixed blocks, unbiased": 0x936B0CF6,
     "torch.float32 by rows": 0x8F1C2552,
     "torch.float32 by neither": 0x8F1C2552,
     "torch.float32 by rows with a given maximum": 0x701E1DCF,
@@ -202,14 +218,15 @@ def answers_8bit(encode: Callable[..., Encoded], decode: Callable[..., Tensor]) 
     """As `answers`, of functions with the signatures of `kernels_cpu_8bit`."""
     found = {}
     wide, short = _wide_numbers(), _short_numbers().repeat(1, 3)
-    for (name, format), is_stochastic in itertools.product(FORMATS_8BIT.items(), (False, True)):
-        encoding = Encoding(format=format, is_stochastic=is_stochastic)
-        x, signs = (wide.t().contiguous().t(), 0x5AC3) if is_stochastic else (short, None)
+    for (name, format), rounding in itertools.product(FORMATS_8BIT.items(), ROUNDINGS_8BIT):
+        encoding = Encoding(format=format, **ROUNDINGS_8BIT[rounding])
+        x, signs = (wide.t().contiguous().t(), 0x5AC3) if encoding.is_stochastic else (short, None)
         encoded = encode(
             x, encoding, random_key=KEY, signs=signs, operand_dtype=torch.bfloat16, with_counts=True
         )
-        rounding = "stochastic" if is_stochastic else "nearest"
         found[f"{name}, {rounding}"] = _of_encoded(encoded)
+        if encoding.is_unbiased:  # codes are decoded like any others
+            continue
         parts = encoded.codes, encoded.scales, format, *x.shape
         wanted = itertools.product(DTYPES, (False, True))
         decoded = [decode(*parts, dtype, transpose=transpose) for dtype, transpose in wanted]

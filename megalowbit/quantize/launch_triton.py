@@ -122,6 +122,7 @@ def encode(
         SCALE=format.scale,
         IS_UP=encoding.scale_rounding == "up",
         IS_STOCHASTIC=encoding.is_stochastic,
+        IS_UNBIASED=encoding.is_unbiased,
         FOUR_OVER_SIX=encoding.four_over_six,
         OPERAND="none" if operand_dtype is None else DTYPES[operand_dtype],
         HAS_COUNTS=with_counts,

@@ -104,6 +104,7 @@ def encode(
             LARGEST=format.element.max,
             MAXIMUM=maximum,
             IS_STOCHASTIC=encoding.is_stochastic,
+            IS_UNBIASED=encoding.is_unbiased,
             OPERAND="none" if operand_dtype is None else DTYPES[operand_dtype],
             HAS_COUNTS=with_counts,
         )

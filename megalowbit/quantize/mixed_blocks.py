@@ -34,7 +34,7 @@ SMALLEST_E5M2_SCALE = 2.0**-126
 
 
 def mixed_scales_and_codes(
-    matrix: Tensor, amax: Tensor, cols: int, random_bytes: Tensor | None
+    matrix: Tensor, amax: Tensor, cols: int, random: Tensor | None
 ) -> tuple[BlockScales, Tensor]:
     """Choose each block's format and quantise it.
 
@@ -42,7 +42,7 @@ def mixed_scales_and_codes(
         matrix: fp32 (rows, padded columns), padded with zeros.
         amax: fp32 (rows, blocks of a row), largest magnitudes; NaN where the block has an infinity or a NaN.
         cols: columns without padding.
-        random_bytes: uint8, one for each element of `matrix`; `None` rounds to nearest even.
+        random: as for `stochastic_codes`, in the shape of `matrix`; `None` rounds to nearest even.
 
     Returns:
         Scales, whose `codes` are signed, and uint8 codes of the shape of `matrix`.
@@ -56,11 +56,12 @@ def mixed_scales_and_codes(
 
     scale = torch.where(is_e5m2, e5m2_scale, int8_scale)
     scaled = blocks / scale.unsqueeze(-1)
-    if random_bytes is None:
+    if random is None:
         e5m2_codes = nearest_codes(scaled, E5M2)
     else:
-        random = random_bytes.view(blocks.shape)
-        codes, e5m2_codes = (stochastic_codes(scaled, random, element) for element in (INT8, E5M2))
+        codes, e5m2_codes = (
+            stochastic_codes(scaled, random.view(blocks.shape), element) for element in (INT8, E5M2)
+        )
     codes = torch.where(is_e5m2.unsqueeze(-1), e5m2_codes, codes)
     codes = torch.where(scale.isnan().unsqueeze(-1), 0, codes)
     signed = torch.where(is_e5m2, -scale, scale)

@@ -1,7 +1,8 @@
 """Philox4x32-10: random bits as a function of a key and a counter, the same on every device.
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One call gives 128 bits,
-one byte for each of 16 elements; element groups are numbered row by row through the padded matrix. This is
+one byte for each of 16 elements, or a word for each of four; element groups are numbered row by row through
+the padded matrix, and where four calls serve a group, those calls are. This is
 the readable form, in int64 tensors; the fast paths repeat it bit for bit.
 """
 
@@ -73,3 +74,9 @@ def random_bytes(num_groups: int, random_key: RandomKey, device: torch.device) -
     words = random_words(num_groups, random_key, device).unsqueeze(-1)
     shifts = torch.arange(0, 32, 8, dtype=torch.int64, device=device)
     return (words >> shifts & 0xFF).to(torch.uint8).flatten(1)
+
+
+def random_fractions(num_groups: int, random_key: RandomKey, device: torch.device) -> Tensor:
+    """Random odd multiples of 2⁻²⁴ below 1, for groups 0 … num_groups - 1: fp32 (num_groups, 16)."""
+    words = random_words(4 * num_groups, random_key, device).view(num_groups, 16)
+    return ((words >> 9) * 2 + 1).to(torch.float32) * 2.0**-24

@@ -23,7 +23,7 @@ from megalowbit.quantize.counts import count_errors
 from megalowbit.quantize.encoding import Encoded, Encoding
 from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.mixed_blocks import largest_elements, mixed_scales_and_codes, mixed_values
-from megalowbit.quantize.philox import NO_KEY, RandomKey, random_bytes
+from megalowbit.quantize.philox import NO_KEY, RandomKey, random_bytes, random_fractions
 
 FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room for 256 · 6/4 = 384 < 448
 
@@ -124,8 +124,10 @@ def _magnitudes(matrix: Tensor, encoding: Encoding, num_elements: int) -> Tensor
     return torch.where(amax.isfinite(), amax, torch.nan)
 
 
-def _random_bytes(matrix: Tensor, random_key: RandomKey) -> Tensor:
-    return random_bytes(matrix.numel() // GROUP, random_key, matrix.device).view(matrix.shape)
+def _random(matrix: Tensor, encoding: Encoding, random_key: RandomKey) -> Tensor:
+    """What `stochastic_codes` draws, in the shape of a padded matrix."""
+    draw = random_fractions if encoding.is_unbiased else random_bytes
+    return draw(matrix.numel() // GROUP, random_key, matrix.device).view(matrix.shape)
 
 
 def _values(codes: Tensor, stored_scales: Tensor, format: BlockFormat) -> Tensor:
@@ -167,7 +169,7 @@ def _scales_and_codes(
 ) -> tuple[BlockScales, Tensor]:
     format = encoding.format
     if format.scale == "signed_fp32":
-        random = _random_bytes(matrix, random_key) if encoding.is_stochastic else None
+        random = _random(matrix, encoding, random_key) if encoding.is_stochastic else None
         return mixed_scales_and_codes(matrix, amax, cols, random)
     if encoding.four_over_six:
         return _four_over_six(matrix, amax, encoding, tensor_amax)
@@ -180,7 +182,7 @@ def _codes(matrix: Tensor, scales: BlockScales, encoding: Encoding, random_key: 
     format = encoding.format
     scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
     if encoding.is_stochastic:
-        codes = stochastic_codes(scaled, _random_bytes(matrix, random_key), format.element)
+        codes = stochastic_codes(scaled, _random(matrix, encoding, random_key), format.element)
     else:
         codes = nearest_codes(scaled, format.element)
     is_spoiled = _expand(scales.decoded.isnan(), format, matrix)
@@ -194,7 +196,9 @@ def _four_over_six(
 ) -> tuple[BlockScales, Tensor]:
     """Each block with the scale, for a maximum of 6 or of 4, that leaves the smaller squared error."""
     format = encoding.format
-    encode_scale = tensor_encode_scale(amax, format.element, tensor_amax, FOUR_OVER_SIX_SCALE_MAX)
+    encode_scale = tensor_encode_scale(
+        amax, format.element, tensor_amax, FOUR_OVER_SIX_SCALE_MAX, encoding.scale_rounding
+    )
     candidates = []
     for element_max in (6.0, 4.0):
         scales = two_level_scales(amax, encode_scale, element_max, encoding.scale_rounding)

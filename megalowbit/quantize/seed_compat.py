@@ -177,6 +177,11 @@ class SeedCompatQuantizer(Quantizer):
         """Whether rounding draws random numbers."""
         return self.rule.is_stochastic
 
+    @property
+    def needs_multiple_of(self) -> int:
+        """What the size of the last axis must be a multiple of."""
+        return GROUP if self.rule.is_blockwise else 1
+
     def quantize(
         self,
         x: Tensor,
@@ -220,7 +225,7 @@ class SeedCompatQuantizer(Quantizer):
             UserError: the last axis does not hold whole blocks.
         """
         rows, cols = matrix_shape(x.shape)
-        if self.rule.is_blockwise and cols % GROUP:
+        if cols % self.needs_multiple_of:
             raise UserError(
                 f"quantizer {self.name!r} needs a last axis of whole blocks of {GROUP}, not {cols}: "
                 "leave seed_compat out, which pads"

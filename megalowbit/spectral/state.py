@@ -95,12 +95,6 @@ class SplitState:
         """Set what remains after a use that is no replay."""
         self._current = kept
 
-    def keep_only_width(self, cols: int) -> None:
-        """Forget directions of another number of columns: matrices have `cols` from now on. Counts stay."""
-        kept = self._current.directions
-        if kept is not None and kept.shape[1] != cols:
-            self._current, self._previous, self._step = Kept(), Kept(), None
-
     def count(self, what: str, number: int | Tensor = 1) -> None:
         """Count; a tensor stays on its device until `counts` is asked for."""
         if isinstance(number, int):

@@ -89,15 +89,17 @@ def test_the_gradient_of_the_input_is_that_of_float64_autograd():
     torch.testing.assert_close(x.grad, gradient @ (w + u @ torch.diag(s) @ v), rtol=1e-12, atol=1e-12)
 
 
-def test_input_residual_and_v_are_quantised_and_u_and_s_are_not():
+def test_input_and_residual_are_quantised_and_the_factors_are_not():
     layer, q = split(make()), quantizer("nvfp4e2m1bnosr")
     x = randn(TOKENS, IN)
     w, u, s, v = (part.detach().double() for part in parts(layer))
-    both = q(x).double() @ q(torch.cat([w, v]).float()).double().t()
-    expected = both[:, :OUT] + both[:, OUT:] @ torch.diag(s) @ u.t() + layer.bias.double()
+    low_rank = u @ torch.diag(s) @ v
+    expected = q(x).double() @ (q(w.float()).double() + low_rank).t() + layer.bias.double()
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
-    exact = x.double() @ (w + u @ torch.diag(s) @ v).t() + layer.bias.double()
-    assert (expected - exact).abs().max() > 0.1  # the comparison can tell
+    with_q_of_v = q(x).double() @ (q(w.float()).double() + u @ torch.diag(s) @ q(v.float()).double()).t()
+    exact = x.double() @ (w + low_rank).t()
+    for other in (with_q_of_v + layer.bias.double(), exact + layer.bias.double()):
+        assert (expected - other).abs().max() > 0.1  # the comparison can tell
 
 
 def test_what_is_kept_for_backward_holds_the_input_once_and_packed():
@@ -182,17 +184,19 @@ def test_a_layer_compiled_before_the_split_notices_it():
     assert torch.equal(compiled(x), model(x))
 
 
-def test_a_split_weight_is_not_cached():
+def test_the_cache_keeps_the_residual_and_no_factor():
     model = nn.Sequential(nn.Linear(IN, OUT))
     convert(model, SPLIT)
-    cache = cache_weights(model)
-    x = randn(TOKENS, IN)
-    model(x)
-    assert len(cache) > 0
-    cache.clear()
     split(model[0])
+    cache, x = cache_weights(model), randn(TOKENS, IN)
     model(x)
-    assert len(cache) == 0
+    assert len(cache) == 1
+    with torch.no_grad():
+        for part in parts(model[0])[1:]:  # without a word to the cache
+            part.mul_(1.5)
+    uncached = copy.deepcopy(model)
+    uncached[0].weight_slot = None
+    assert torch.equal(model(x), uncached(x))
 
 
 def test_rank_may_be_a_share_of_the_smaller_size():

@@ -146,7 +146,7 @@ def test_loading_states_of_some_operands_leaves_others_alone():
 
 
 @pytest.mark.parametrize("is_split", [True, False])
-def test_output_gradients_start_cold_where_loading_makes_them_wider_or_narrower(is_split):
+def test_output_gradients_go_on_warm_where_loading_splits_or_merges_weights(is_split):
     block = {**RECIPE, "split_weight": None, "parameter_split": {"rank": 2}}
     model, other = converted(block), converted(block)
     for layer in bit_layers(model if not is_split else other).values():
@@ -159,8 +159,23 @@ def test_output_gradients_start_cold_where_loading_makes_them_wider_or_narrower(
     train(model, 2)
     for layer in bit_layers(model).values():
         counts = {role: state.counts for role, state in layer.split_states.items()}
-        assert [counts[role]["cold"] for role in ("input", "grad_output")] == [1, 2]
+        assert [counts[role]["cold"] for role in ("input", "grad_output")] == [1, 1]
         assert [each["misfit"] for each in counts.values()] == [0, 0]
+
+
+def test_directions_of_a_checkpoint_whose_gradients_were_wider_start_cold():
+    block = {**RECIPE, "split_weight": None, "parameter_split": {"rank": 2}}
+    model = converted(block)
+    train(model, 2)
+    saved = split_state_dict(model, OWN_ROLES)
+    for states in saved.values():  # as they were where V stood below W_R in one product
+        directions = states["grad_output"]["directions"]
+        states["grad_output"]["directions"] = torch.cat([directions, directions[:, :2]], dim=1)
+    load_split_state_dict(model, saved, OWN_ROLES)
+    before = split_counts(model)
+    train(model, 1)
+    after = split_counts(model)
+    assert after["misfit"] - before["misfit"] == len(saved)
 
 
 def test_splits_are_told_apart_by_operand():

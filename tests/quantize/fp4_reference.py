@@ -29,8 +29,8 @@ def nearest_code(magnitude: float, grid) -> int:
     return low + (magnitude > middle or (magnitude == middle and low % 2 == 1))
 
 
-def stochastic_code(magnitude, byte: int, grid) -> int:
-    """The real-valued code, plus (byte + ½)/256, floored."""
+def stochastic_code(magnitude, random: int | float, grid) -> int:
+    """The real-valued code, plus (byte + ½)/256, floored; or up where a fraction is below its own."""
     magnitude = min(float(magnitude), grid[-1])
     if grid == E2M1:
         y = F(magnitude)
@@ -39,7 +39,11 @@ def stochastic_code(magnitude, byte: int, grid) -> int:
         low = max(code for code, value in enumerate(grid) if value <= magnitude)
         gap = grid[low + 1] - grid[low] if low + 1 < len(grid) else 1.0
         position = F(low + (magnitude - grid[low]) / gap)
-    return min(math.floor(F(position + F((byte + 0.5) / 256))), len(grid) - 1)
+    if isinstance(random, float):
+        code = math.floor(position) + (random < float(position) % 1)
+    else:
+        code = math.floor(F(position + F((random + 0.5) / 256)))
+    return min(code, len(grid) - 1)
 
 
 def e4m3_code(value: float, is_up: bool) -> int:
@@ -74,7 +78,7 @@ class Blocks:
     scale_rounding: str = "nearest"
     q_scalar: float = 1.0
     four_over_six: bool = False
-    random: np.ndarray | None = None  # a byte for each padded element
+    random: np.ndarray | None = None  # a byte, or a fraction, for each padded element
     tensor_amax: float | None = None
     codes: np.ndarray = field(init=False)
     values: np.ndarray = field(init=False)
@@ -102,7 +106,8 @@ class Blocks:
         finite = [float(a) for a in self.amax if not np.isnan(a)]
         self.largest = F(max(finite, default=0.0) if self.tensor_amax is None else self.tensor_amax)
         top = F((256 if self.four_over_six else 448) * self.grid[-1])
-        self.S = F(min(top / self.largest, F(2.0**126))) if self.largest > 0 else F(1)
+        most = F(2.0**118 if self.scale_rounding == "up" else 2.0**126)
+        self.S = F(min(top / self.largest, most)) if self.largest > 0 else F(1)
         self.codes = np.zeros(self.padded.shape, int)
         self.values, self.scaled = np.zeros(self.padded.shape, F), np.zeros(self.padded.shape, F)
         self.stored = np.zeros(len(where))
@@ -157,7 +162,7 @@ class Blocks:
             if self.random is None:
                 code = nearest_code(abs(float(y)), self.grid)
             else:
-                code = stochastic_code(abs(y), int(self.random[where][at]), self.grid)
+                code = stochastic_code(abs(y), self.random[where][at].item(), self.grid)
             values[at] = F(math.copysign(self.grid[code], y)) * scale
             codes[at] = code + self.sign_code * bool(np.signbit(y))
         squares = list(((values - block * self.S) ** 2).ravel())
@@ -207,15 +212,19 @@ def transformed(x: np.ndarray, signs: int) -> np.ndarray:
     return np.stack(result)
 
 
+def drawn(encoding, rows: int, cols: int, key) -> np.ndarray:
+    """What the elements of a padded matrix are rounded with."""
+    draw = philox_reference.random_fractions if encoding.is_unbiased else philox_reference.random_bytes
+    return np.array([list(draw(group, *key)) for group in range(rows * cols // 16)]).reshape(rows, cols)
+
+
 def encoded(x: np.ndarray, encoding, key, signs=None, tensor_amax=None) -> Blocks:
     """What an encoding makes of a matrix, by the description of its fields; `key` is (key, step)."""
     format, random = encoding.format, None
     with np.errstate(all="ignore"):
         numbers = x if signs is None else transformed(x, signs)
     if encoding.is_stochastic:
-        shape = format.padded(*x.shape)
-        drawn = (philox_reference.random_bytes(group, *key) for group in range(math.prod(shape) // 16))
-        random = np.frombuffer(b"".join(drawn), np.uint8).reshape(shape)
+        random = drawn(encoding, *format.padded(*x.shape), key)
     return Blocks(
         numbers,
         block=format.block,

@@ -11,24 +11,29 @@ F = np.float32
 LARGEST = {"int8": 127, "e5m2": 57344}
 
 
-def int8_code(value: float, random: int | None = None) -> int:
+def int8_code(value: float, random: float | None = None) -> int:
     """Code of a number already scaled: magnitude in seven bits, sign above."""
-    if random is None:
-        magnitude = np.rint(abs(float(value)))  # half to even
-    else:
-        magnitude = math.floor(abs(float(value)) + (random + 0.5) / 256)
+    magnitude = abs(float(value))
+    magnitude = np.rint(magnitude) if random is None else stepped(magnitude, random)  # half to even
     return int(min(magnitude, 127)) | (128 if np.signbit(value) else 0)
 
 
-def e5m2_code(value: float, random: int | None = None) -> int:
+def e5m2_code(value: float, random: float | None = None) -> int:
     """The same in E5M2, whose codes are the upper bytes of fp16 numbers."""
     magnitude = min(abs(float(value)), 57344.0)
     gap = 2.0 ** (max(math.frexp(magnitude)[1] - 1, -14) - 2)
     steps = magnitude / gap
-    steps = np.rint(steps) if random is None else math.floor(steps + (random + 0.5) / 256)
+    steps = np.rint(steps) if random is None else stepped(steps, random)
     bits = int(np.float16(min(steps * gap, 57344.0)).view(np.uint16))
     assert bits % 256 == 0
     return bits >> 8 | (128 if np.signbit(value) else 0)
+
+
+def stepped(magnitude: float, random: float) -> int:
+    """Rounded by a byte, or by a fraction."""
+    if isinstance(random, float):
+        return math.floor(magnitude) + (random < magnitude % 1)
+    return math.floor(magnitude + (random + 0.5) / 256)
 
 
 def number(code: int, is_e5m2: bool) -> float:
@@ -38,12 +43,12 @@ def number(code: int, is_e5m2: bool) -> float:
     return float(code & 127) * (-1 if code & 128 else 1)
 
 
-def is_near_a_step(value: float, random: int, is_e5m2: bool) -> bool:
-    """Whether a sum of a code and a random byte is so near a whole number that fp32 may fall beyond it."""
+def is_near_a_step(value: float, random: float, is_e5m2: bool) -> bool:
+    """Whether a code is so near to where its random number sends it up that fp32 may fall beyond that."""
     magnitude = abs(float(value))
     if is_e5m2:
         magnitude /= 2.0 ** (max(math.frexp(magnitude)[1] - 1, -14) - 2)
-    total = magnitude + (random + 0.5) / 256
+    total = magnitude - random if isinstance(random, float) else magnitude + (random + 0.5) / 256
     return abs(total - round(total)) < 1e-4
 
 
@@ -53,7 +58,7 @@ def encoded(x: np.ndarray, size: int, random: np.ndarray | None = None):
     Args:
         x: (rows, cols).
         size: elements of a block.
-        random: bytes (rows, padded columns), or None: nearest even.
+        random: bytes or fractions (rows, padded columns), or None: nearest even.
     """
     with np.errstate(all="ignore"):
         x = x.astype(F)
@@ -73,9 +78,9 @@ def encoded(x: np.ndarray, size: int, random: np.ndarray | None = None):
             code = e5m2_code if is_e5m2 else int8_code
             for column, element in enumerate(elements, start):
                 value = F(element / scale)
-                byte = None if random is None else int(random[row, column])
-                codes[row, column] = code(value, byte)
-                may_differ[row, column] = byte is not None and is_near_a_step(value, byte, is_e5m2)
+                drawn = None if random is None else random[row, column].item()
+                codes[row, column] = code(value, drawn)
+                may_differ[row, column] = drawn is not None and is_near_a_step(value, drawn, is_e5m2)
     return scales, codes, may_differ
 
 

@@ -11,6 +11,7 @@ from megalowbit.errors import UserError
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED
 from megalowbit.quantize import kernels_cpu, reference
 from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 
 pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
@@ -19,6 +20,8 @@ ENCODINGS = {
     "nearest": Encoding(format=NVFP4),
     "scale up": Encoding(format=NVFP4, scale_rounding="up", q_scalar=0.7),
     "stochastic": Encoding(format=NVFP4, is_stochastic=True, scale_rounding="up"),
+    "unbiased": quantizer("nvfp4e2m1b:unbiased").encoding,
+    "mx unbiased": quantizer("mxfp4e2m1b:unbiased").encoding,
     "headroom": Encoding(format=NVFP4, is_stochastic=True, q_scalar=1.5),
     "four over six": Encoding(format=NVFP4, four_over_six=True),
     "tiled": Encoding(format=NVFP4_TILED),

@@ -3,7 +3,6 @@ import re
 
 import fp4_reference
 import numpy as np
-import philox_reference
 import pytest
 import torch
 from kernel_operands import HAS_COMPILER, bits, gaussian, same_numbers, special, spoil
@@ -28,7 +27,8 @@ FORMATS = {
     "mixed, 1 × 32": BlockFormat(element=INT8_E5M2, block=(1, 32), scale="signed_fp32"),
 }
 EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
-EVERY_ROUNDING = pytest.mark.parametrize("is_stochastic", [False, True], ids=["nearest", "stochastic"])
+ROUNDINGS = ({}, {"is_stochastic": True}, {"is_stochastic": True, "is_unbiased": True})
+EVERY_ROUNDING = pytest.mark.parametrize("rounding", ROUNDINGS, ids=["nearest", "stochastic", "unbiased"])
 SIGNS = 0xB5A3
 
 
@@ -75,22 +75,19 @@ def test_where_there_is_a_compiler_there_are_kernels():
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if not name.startswith("mixed")])
 @EVERY_ROUNDING
-def test_codes_scales_and_operand_are_those_of_a_calculation_by_hand(name, is_stochastic):
+def test_codes_scales_and_operand_are_those_of_a_calculation_by_hand(name, rounding):
     format = FORMATS[name]
     x = gaussian(17, 40, seed=3)
     x[0, 0], x[1, 1] = 9.0, -0.0
-    random = None
-    if is_stochastic:
-        shape = format.padded(17, 40)
-        drawn = (philox_reference.random_bytes(group, *KEY) for group in range(math.prod(shape) // 16))
-        random = np.frombuffer(b"".join(drawn), np.uint8).reshape(shape)
+    encoding, random = Encoding(format=format, **rounding, q_scalar=0.9), None
+    if encoding.is_stochastic:
+        random = fp4_reference.drawn(encoding, *format.padded(17, 40), KEY)
         if format.block is None:
             random = random[:17]
     grid = GRIDS[format.element.name]
     by_hand = fp4_reference.Blocks(
         x.numpy(), grid=grid, block=format.block, scale="fp32", random=random, q_scalar=0.9
     )
-    encoding = Encoding(format=format, is_stochastic=is_stochastic, q_scalar=0.9)
     got = kernels_cpu_8bit.encode(x, encoding, random_key=KEY, operand_dtype=torch.float32)
     codes = by_hand.codes[:17]
     if 2 * by_hand.sign_code != 1 << format.element.bits:  # the reference puts the sign above the grid
@@ -105,16 +102,16 @@ def test_codes_scales_and_operand_are_those_of_a_calculation_by_hand(name, is_st
 @EVERY_FORMAT
 @EVERY_ROUNDING
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (33, 5), (18, 290)], ids=str)
-def test_any_shape_and_dtype_equals_the_reference(name, is_stochastic, shape):
+def test_any_shape_and_dtype_equals_the_reference(name, rounding, shape):
     x = gaussian(*shape, seed=sum(shape))
     for dtype, operand_dtype in zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True):
-        check(x.to(dtype), Encoding(format=FORMATS[name], is_stochastic=is_stochastic), operand_dtype)
+        check(x.to(dtype), Encoding(format=FORMATS[name], **rounding), operand_dtype)
 
 
 @EVERY_FORMAT
 @EVERY_ROUNDING
-def test_numbers_at_the_ends_of_the_range_equal_the_reference(name, is_stochastic):
-    encoding = Encoding(format=FORMATS[name], is_stochastic=is_stochastic)
+def test_numbers_at_the_ends_of_the_range_equal_the_reference(name, rounding):
+    encoding = Encoding(format=FORMATS[name], **rounding)
     for kind in ("subnormal", "tiny", "huge", "many magnitudes", "zeros", "outliers", "spoiled"):
         for dtype in (torch.float32, torch.bfloat16):
             check(special(kind, 19, 150).to(dtype), encoding, torch.float32)
@@ -131,8 +128,8 @@ def test_magnitudes_are_scaled_before_they_choose_a_scale(name):
 @EVERY_FORMAT
 @EVERY_ROUNDING
 @pytest.mark.parametrize("amax", [0.0, -0.0, 1e-42, 0.5, -2.0, 1e30, math.inf, math.nan])
-def test_a_given_tensor_maximum_is_taken_as_it_is(name, is_stochastic, amax):
-    encoding = Encoding(format=FORMATS[name], is_stochastic=is_stochastic)
+def test_a_given_tensor_maximum_is_taken_as_it_is(name, rounding, amax):
+    encoding = Encoding(format=FORMATS[name], **rounding)
     check(gaussian(4, 40), encoding, tensor_amax=torch.tensor(amax))
 
 
@@ -205,8 +202,8 @@ def test_only_what_exceeds_the_largest_element_and_its_slack_is_counted_as_clipp
 def test_blocks_become_e5m2_where_one_element_stands_above_the_others():
     x = gaussian(40, 300, seed=8)
     x[:20, ::128] = 60.0
-    for is_stochastic in (False, True):
-        got = check(x, Encoding(format=MIXED_INT8, is_stochastic=is_stochastic))
+    for rounding in ROUNDINGS:
+        got = check(x, Encoding(format=MIXED_INT8, **rounding))
         assert torch.signbit(got.scales[:20]).all()
         assert not torch.signbit(got.scales[20:]).any()
 
@@ -320,7 +317,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused():
 # Where a compiler might go wrong: what is changed, and the check that notices.
 FAULTS = [
     ("kernels_cpu_elements.h", "0x1p23f) - 0x4B000000", "0x1p22f) - 0x4A800000", "int8, nearest"),
-    ("kernels_cpu_elements.h", "(byte + 0.5f)", "(byte + 0.25f)", "stochastic"),
+    ("kernels_cpu_lanes.h", "(byte + 0.5f)", "(byte + 0.25f)", "stochastic"),
     ("kernels_cpu_elements.h", "some < of.top; some *= 2", "some < of.top; some *= 4", "stochastic"),
     ("kernels_cpu_8bit.c", "141 * (elements - 1)", "140 * elements", "mixed blocks"),
     ("kernels_cpu_8bit.c", "i * PITCH + j) * 2,", "i * PITCH + (j ^ 8)) * 2,", "decoding"),

@@ -2,9 +2,9 @@ import math
 
 import mixed_reference as book
 import numpy as np
-import philox_reference
 import pytest
 import torch
+from fp4_reference import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,21 +57,13 @@ def inputs(shape):
         yield damaged
 
 
-def random_bytes(rows, cols):
-    groups = cols // 16
-    drawn = [
-        [philox_reference.random_bytes(row * groups + g, *KEY) for g in range(groups)] for row in range(rows)
-    ]
-    return np.array([list(b"".join(row)) for row in drawn], dtype=np.uint8)
-
-
 def check(x, name):
     """Compare codes, scales and operand with the book; returns what the quantiser made."""
     encoding, (rows, cols) = quantizer(name).encoding, x.shape
     size = encoding.format.block[1]
     got = reference.encode(x, encoding, random_key=KEY, operand_dtype=torch.float32)
     wide = x.double() if x.dtype == torch.float64 else x.float()
-    random = random_bytes(*encoding.format.padded(rows, cols)) if encoding.is_stochastic else None
+    random = drawn(encoding, *encoding.format.padded(rows, cols), KEY) if encoding.is_stochastic else None
     scales, codes, may_differ = book.encoded(wide.numpy(), size, random)
     assert got.tensor_scale is None
     assert got.scales.dtype == torch.float32

@@ -2,11 +2,9 @@ import math
 
 import fp4_reference
 import numpy as np
-import philox_reference
 import pytest
 import torch
 
-from megalowbit.formats.block_format import GROUP
 from megalowbit.quantize import reference
 from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.names import quantizer
@@ -18,6 +16,7 @@ NAMES = (
     *("nvfp4e2m1bnosr:4over6", "nvfp4e2m1bnosr:q_scalar=1.25", "nvfp4e2m1b:q_scalar=0.7"),
     *("mxfp4e2m1b", "mxfp4e2m1bnosr", "mxfp4e2m1bnosr:floor", "mxfp4e2m1b:q_scalar=1.5"),
     *("fp4e2m1", "fp4e2m1b", "fp4e2m1bnosr:block32", "fp4e2m1bnosr:tile16", "fp6e3m2", "fp6e3m2b:sr"),
+    *("mxfp4e2m1b:unbiased", "fp6e3m2b:unbiased", "int8:unbiased", "fp8e4m3:unbiased", "fp4e2m1b:unbiased"),
     *("fp8e4m3", "fp8e4m3b:sr", "fp8e5m2:sr", "fp8e5m2b", "int8", "int8b:sr", "int4:sr", "int4b"),
 )
 EVERY_NAME = pytest.mark.parametrize("name", NAMES)
@@ -39,16 +38,8 @@ def inputs(shape):
         yield damaged
 
 
-def random_bytes(rows, cols):
-    groups = cols // GROUP
-    drawn = [
-        [philox_reference.random_bytes(row * groups + g, *KEY) for g in range(groups)] for row in range(rows)
-    ]
-    return np.array([list(b"".join(row)) for row in drawn])
-
-
 def by_the_book(x, encoding, **options):
-    format = encoding.format
+    format, shape = encoding.format, encoding.format.padded(*x.shape)
     return fp4_reference.Blocks(
         x.float().numpy(),
         grid=format.element.grid,
@@ -57,7 +48,7 @@ def by_the_book(x, encoding, **options):
         scale_rounding=encoding.scale_rounding,
         q_scalar=encoding.q_scalar,
         four_over_six=encoding.four_over_six,
-        random=random_bytes(*format.padded(*x.shape)) if encoding.is_stochastic else None,
+        random=fp4_reference.drawn(encoding, *shape, KEY) if encoding.is_stochastic else None,
         **options,
     )
 

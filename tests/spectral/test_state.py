@@ -221,18 +221,6 @@ def test_counts_go_on_from_those_of_the_loaded_state():
     assert counted(whole) == {}
 
 
-def test_directions_of_another_width_are_forgotten_and_no_misfit():
-    state = SplitState()
-    run(OperandSplit(), state, 1)
-    before = state.state_dict()["directions"]
-    state.keep_only_width(COLS)
-    assert torch.equal(state.state_dict()["directions"], before)
-    state.keep_only_width(COLS + 4)
-    assert "directions" not in state.state_dict()
-    run(OperandSplit(), state, 2, x=batch(2, cols=COLS + 4))
-    assert counted(state) == {"cold": 2}
-
-
 def test_a_state_shares_no_memory_with_what_it_was_loaded_from():
     state = SplitState()
     run(OperandSplit(), state, 1)

@@ -1,0 +1,96 @@
+"""Sizes that quantisers of the Metis repository (`seed_compat`) need: they do not pad their blocks of 16.
+
+Which axis a quantiser sees follows from the recipe alone, also for what runs in backward. So a layer checks
+them all in its forward, and the message names the layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from megalowbit.errors import UserError
+from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.seed_compat import SeedCompatQuantizer
+
+if TYPE_CHECKING:
+    from megalowbit.layers.recipe import Recipe
+
+_REMEDIES = {
+    "in_features": "leave the layer out with recipe.keep",
+    "out_features": "leave the layer out with recipe.keep",
+    "tokens": "choose batch size and sequence length so that their product holds whole blocks",
+}
+
+
+class NeededBlocks(NamedTuple):
+    """A quantiser without padding.
+
+    Attributes:
+        axis: whose size must hold whole blocks: "in_features", "out_features" or "tokens".
+        field: of the recipe that names the quantiser.
+        name: of the quantiser.
+        multiple: what the size must be a multiple of.
+        is_of_backward: whether only gradients need it.
+    """
+
+    axis: str
+    field: str
+    name: str
+    multiple: int
+    is_of_backward: bool
+
+
+def needed_blocks(recipe: Recipe) -> tuple[NeededBlocks, ...]:
+    """All quantisers of a recipe that do not pad, with the axes that they see."""
+    is_per_gemm = recipe.layout == "per_gemm"
+    wanted = [
+        ("q_forward_input", "in_features", False),
+        ("q_forward_weight", "in_features", False),
+        ("q_backward_input", "tokens" if is_per_gemm else "in_features", True),
+        ("q_backward_weight", "out_features" if is_per_gemm else "in_features", True),
+        ("q_backward_outputgrad", "out_features", True),
+        ("q_backward_outputgrad_for_weight", "out_features", True),
+    ]
+    if is_per_gemm:
+        wanted.append(("q_backward_outputgrad", "tokens", True))
+    found = [(field, axis, getattr(recipe, field), late) for field, axis, late in wanted]
+    for field, axes, late in (
+        ("split_input", ("tokens", "in_features"), False),
+        ("split_weight", ("out_features", "in_features"), False),
+        ("split_grad_output", ("tokens", "out_features"), True),
+    ):
+        split = getattr(recipe, field)
+        if split is not None and split.method != "mean":  # the mean is not quantised
+            found += [(f"{field}.q_factors", axis, split.q_factors, late) for axis in axes]
+    return tuple(
+        NeededBlocks(axis, field, name, _multiple_of(name), late)
+        for field, axis, name, late in found
+        if name is not None and _multiple_of(name) > 1
+    )
+
+
+def check_sizes(
+    needed: tuple[NeededBlocks, ...], title: str, sizes: dict[str, int], is_training: bool
+) -> None:
+    """Refuse sizes that a quantiser would refuse, now or in backward.
+
+    Args:
+        needed: of the layer's recipe.
+        title: of the layer, for messages.
+        sizes: axis → size.
+        is_training: whether there may be a backward; activation checkpointing hides that from a forward.
+
+    Raises:
+        UserError: a size does not hold whole blocks.
+    """
+    for axis, field, name, multiple, is_of_backward in needed:
+        if sizes[axis] % multiple and (is_training or not is_of_backward):
+            raise UserError(
+                f"{title}: {axis} = {sizes[axis]} is no multiple of {multiple}, which {name!r} ({field}) "
+                f"needs because it does not pad: {_REMEDIES[axis]}, or name a quantizer without seed_compat"
+            )
+
+
+def _multiple_of(name: str) -> int:
+    chosen = quantizer(name)
+    return chosen.needs_multiple_of if isinstance(chosen, SeedCompatQuantizer) else 1

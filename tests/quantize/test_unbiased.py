@@ -1,0 +1,162 @@
+"""`unbiased`: the expected value of each element is the element, whatever stands beside it."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.formats.block_format import NVFP4
+from megalowbit.formats.element import E2M1, E4M3, INT8
+from megalowbit.formats.rounding import stochastic_codes
+from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.philox import RandomKey
+
+NAMES = (
+    *("nvfp4e2m1b:unbiased", "nvfp4e2m1b:unbiased:tile16", "mxfp4e2m1b:unbiased", "fp4e2m1b:unbiased"),
+    *("int8b:unbiased", "int8:unbiased", "fp8e4m3:unbiased", "fp8e5m2b:unbiased", "int8e5m2b:unbiased"),
+)
+EVERY_FRACTION = (2 * torch.arange(2**23, dtype=torch.float64) + 1).mul(2**-24).float()  # that r may be
+
+
+def lognormal(sigma, *, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.exp(sigma * torch.randn(16, 128, generator=generator, dtype=torch.float64))
+    return (x * torch.randn(x.shape, generator=generator, dtype=torch.float64).sign()).float()
+
+
+def one_outlier(*_):
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(1)) * 1e-5
+    x[:, ::16] = 1.0
+    return x
+
+
+def subnormal(*_):
+    return torch.randn(16, 128, generator=torch.Generator().manual_seed(2)) * 2.0**-128
+
+
+DATA = {
+    "log-normal 1": lambda: lognormal(1),
+    "log-normal 3": lambda: lognormal(3),
+    "log-normal 5": lambda: lognormal(5),
+    "one outlier in a block": one_outlier,
+    "subnormal": subnormal,
+}
+
+
+@pytest.mark.parametrize(
+    ("element", "numbers"),
+    [(E2M1, (1e-5, 2.0**-23, 0.3, 3.4, 5.99)), (E4M3, (2.0**-20, 147.3)), (INT8, (1e-5, 0.3, -126.9))],
+    ids=["e2m1", "e4m3", "int8"],
+)
+def test_the_expected_value_over_every_random_number_is_the_number(element, numbers):
+    for number in torch.tensor(numbers).tolist():  # as fp32
+        codes = stochastic_codes(torch.full_like(EVERY_FRACTION, number), EVERY_FRACTION, element)
+        counts = torch.bincount(codes.int(), minlength=256).tolist()
+        drawn = [(element.code_values()[code], count) for code, count in enumerate(counts) if count]
+        assert len(drawn) == 2
+        mean = sum(Fraction(value) * count for value, count in drawn) / 2**23
+        gap = Fraction(abs(drawn[0][0] - drawn[1][0]))
+        # half a step of r, and what the real-valued code has lost: it has 24 bits
+        lost = 0 if number < element.grid[1] else Fraction(len(element.grid), 2**24)
+        assert abs(mean - Fraction(number)) <= gap * (Fraction(1, 2**24) + lost)
+
+
+def test_a_byte_cannot_tell_small_numbers_from_zero_and_a_word_can():
+    small = torch.full((256,), 2.0**-11)  # 1/1024 of E2M1's first gap
+    random_bytes = torch.arange(256, dtype=torch.uint8)
+    assert not stochastic_codes(small, random_bytes, E2M1).any()
+    codes = stochastic_codes(torch.full_like(EVERY_FRACTION, 2.0**-11), EVERY_FRACTION, E2M1)
+    assert codes.sum() == 2**13
+
+
+def expectation(x, name, draws):
+    """Mean of each element over many draws."""
+    chosen, total = quantizer(name), torch.zeros(x.shape, dtype=torch.float64)
+    for step in range(draws):
+        total += chosen.quantize(x, random_key=RandomKey(11, step)).dequantize().double()
+    return total / draws
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("data", DATA)
+def test_no_element_is_further_from_its_mean_than_chance_allows(name, data):
+    x = DATA[data]()
+    if data == "subnormal" and not name.startswith(("nvfp4", "mxfp4")):
+        x = x * 2.0**24  # fp32 scales are normal numbers only
+    draws = 1500
+    mean, exact = expectation(x, name, draws), x.double()
+    # An element between neighbours a gap apart deviates by gap·√(f(1 - f)) ≤ √(gap·|x|).
+    result = quantizer(name).quantize(x, random_key=RandomKey(0))
+    gap = gap_of(result, x)
+    chance = (gap * exact.abs()).minimum(gap.square() / 4).div(draws).sqrt()
+    # A gap may be drawn once though its chance is small: then the mean is a gap / draws off.
+    allowed = 6 * chance + 4 * gap / draws + exact.abs() * 2.0**-20 + 2.0**-149
+    assert ((mean - exact).abs() <= allowed).all()
+    # Over all elements, each in its own gaps, errors average out far below what one may have.
+    variance = ((gap * exact.abs()).minimum(gap.square() / 4) / draws / gap.square()).sum()
+    assert ((mean - exact) / gap).sum().abs() < 5 * variance.sqrt() + 2.0**-20 * x.numel()
+
+
+def gap_of(result, x):
+    """The largest gap that the numbers beside each element may have: fp64, of x's shape."""
+    format, rows, cols = result.format, *x.shape
+    scale = (result.scales.float() if result.scales.numel() else torch.ones(1, 1)).double()
+    if format.scale == "e8m0":
+        scale = 2.0 ** (result.scales.view(torch.uint8).double() - 127)
+    if result.tensor_scale is not None:
+        scale = scale * result.tensor_scale.double()
+    height, width = format.block or (rows, cols)
+    is_e5m2 = torch.signbit(scale)
+    spread = [
+        each.repeat_interleave(height, 0).repeat_interleave(width, 1) for each in (scale.abs(), is_e5m2)
+    ]
+    scale, is_e5m2 = (each[:rows, :cols] for each in spread)
+    grids = {True: (2.0**-16, 0.25), False: GAPS[format.element.name]}
+    least, relative = (torch.where(is_e5m2, a, b) for a, b in zip(grids[True], grids[False], strict=True))
+    return torch.maximum(least * scale, relative * x.double().abs()) * (1 + 2.0**-10)
+
+
+# Least gap of an element format, and the largest one relative to the number below it.
+GAPS = {
+    "e2m1": (0.5, 0.5), "e4m3": (2.0**-9, 0.125), "e5m2": (2.0**-16, 0.25), "int8": (1.0, 0.0),
+    "int8_e5m2": (1.0, 0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sigma", [3, 5])
+@pytest.mark.parametrize("name", ["nvfp4e2m1b", "mxfp4e2m1b", "fp4e2m1b", "int8b", "int8e5m2b:block32"])
+def test_the_gain_of_small_elements_is_one_and_without_the_option_it_is_zero(name, sigma):
+    x, draws, gains = lognormal(sigma, seed=3), 1000, []
+    for each in (f"{name}:unbiased", f"{name}:sr"):
+        gap = gap_of(quantizer(each).quantize(x, random_key=RandomKey(0)), x)
+        share = x.double().abs() / gap
+        is_small = (share < 1 / 520) & (share > 2.0**-20)
+        assert is_small.sum() > 10
+        total = share[is_small].sum()
+        drawn = (expectation(x, each, draws) / gap * x.sign())[is_small].sum()
+        gains.append(drawn / total)
+    assert abs(gains[0] - 1) < 5 * (total * draws).rsqrt()  # a sum of rare ups
+    assert gains[1] == 0
+
+
+def test_no_block_is_too_small_for_its_scale():
+    x = torch.full((2, 64), 2.0**-140)
+    x[0] = 2.0**-127
+    mean = expectation(x, "nvfp4e2m1b:unbiased", 3000)
+    assert mean[1].mean() == pytest.approx(2.0**-140, rel=0.5)
+    assert not quantizer("nvfp4e2m1b").quantize(x, random_key=RandomKey(0)).dequantize()[1].any()
+
+
+def test_whole_codes_never_move():
+    for element in (E2M1, E4M3, INT8):
+        grid = torch.tensor(element.grid)
+        for fraction in (2.0**-24, 0.5, 1 - 2.0**-24):
+            codes = stochastic_codes(grid, torch.full_like(grid, fraction), element)
+            assert codes.tolist() == list(range(len(grid)))
+
+
+def test_nearest_rounding_is_not_unbiased():
+    with pytest.raises(UserError, match="set is_stochastic"):
+        Encoding(format=NVFP4, is_unbiased=True)
