@@ -1,11 +1,7 @@
 """What `engine.checkpoint_layout`, `engine.reshape` and `engine.checkpoint_engine` use of DeepSpeed."""
 
-import inspect
-
 import pytest
 import torch
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_fp32_param
 
 from megalowbit.engine.checkpoint_layout import describe_layout
@@ -80,37 +76,6 @@ def test_names_of_files_are_those_the_reader_opens(stage):
         assert engine._get_zero_ckpt_name("", "").endswith(optimizer_file(0, 0)), (
             "DeepSpeed has renamed its optimizer files: checkpoints.shards does not find them"
         )
-
-
-def test_all_files_go_through_the_checkpoint_engine():
-    for name in ("save", "load", "makedirs", "commit", "create"):
-        assert hasattr(TorchCheckpointEngine, name), f"AtomicCheckpointEngine overrides {name}, which is gone"
-    source = inspect.getsource(DeepSpeedEngine._save_checkpoint) + inspect.getsource(
-        DeepSpeedEngine._save_zero_checkpoint
-    )
-    assert source.count("self.checkpoint_engine.save(") == 2
-    assert "torch.save" not in source, "DeepSpeed writes files by itself again: they would not be atomic"
-    assert "self._copy_recovery_script(" in source, (
-        "DeepSpeed copies its converter otherwise: a full disk on rank 0 would leave the other ranks waiting"
-    )
-
-
-def test_states_are_collected_in_two_methods_without_collectives():
-    for name in ("_save_checkpoint", "_save_zero_checkpoint"):
-        source = inspect.getsource(getattr(DeepSpeedEngine, name))
-        assert not any(word in source for word in ("barrier(", "all_reduce(", "broadcast(", "all_gather(")), (
-            f"{name} talks to other ranks: an error in it cannot be kept until all have written"
-        )
-    source = inspect.getsource(DeepSpeedEngine.save_checkpoint)
-    assert "self._save_checkpoint(" in source, "an error while states are collected is not kept any more"
-    assert "self._save_zero_checkpoint(" in source, "an error in ZeRO's states is not kept any more"
-
-
-def test_deepspeed_still_links_states_after_the_first_group_alone():
-    source = inspect.getsource(type(make_engine(1).optimizer)._lazy_init_hp_params_optimizer_state)
-    assert "_hp_optimizer_states_linked" in source, (
-        "states are linked otherwise: engine.reshape need not (or cannot) link them itself any more"
-    )
 
 
 def test_a_load_at_stage_three_opens_the_files_that_are_read_ahead(tmp_path):
