@@ -12,12 +12,15 @@ import os
 import socket
 import warnings
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megalowbit import process_group
+from megalowbit.engine.agreement import succeed_together
+from megalowbit.engine.installed_versions import check_installed
 from megalowbit.errors import TransientError, UserError
 from megalowbit.process_group import ProcessIdentity
 
@@ -44,10 +47,11 @@ def start_process_group(
 
     Raises:
         TransientError: the main process cannot be reached, or its port is taken.
+        UserError: DeepSpeed, torch or transformers is of another version than the supported one, on any rank.
     """
     identity = _started_identity() or identity or process_group.identify()
     process_group.export(identity)
-    deepspeed = import_deepspeed()
+    deepspeed = import_deepspeed(is_checked=False)
     _check_interface()
     accelerator = deepspeed.get_accelerator()
     # Collectives of Python objects use the current device: it must be this rank's own from the first one on.
@@ -67,7 +71,17 @@ def start_process_group(
             f"no connection to the main process at {address} ({reason}): if another job uses that port, "
             "give the launcher another one (deepspeed --master_port, torchrun --master-port)"
         ) from error
+    except Exception:
+        check_installed()  # where another DeepSpeed fails in its own way, its version is what to mend
+        raise
+    _check_installed_together()
     return identity
+
+
+@cache
+def _check_installed_together() -> None:
+    """Refuse other versions on all ranks with one line, once a process; collective."""
+    succeed_together(check_installed)
 
 
 def _check_interface() -> None:
@@ -117,8 +131,16 @@ def _all_come(timeout: timedelta) -> bool:
     return True
 
 
-def import_deepspeed() -> Any:
-    """Import deepspeed, on a CPU without its compiler run and its search for a GPU."""
+def import_deepspeed(*, is_checked: bool = True) -> Any:
+    """Import deepspeed, on a CPU without its compiler run and its search for a GPU.
+
+    Args:
+        is_checked: refuse versions that are not supported; False where `start_process_group` follows, which
+            refuses them on all ranks together.
+
+    Raises:
+        UserError: see `check_installed`.
+    """
     has_no_device = not torch.accelerator.is_available()
     if has_no_device:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -132,6 +154,8 @@ def import_deepspeed() -> Any:
     log_filters = deepspeed.utils.logger.filters
     if _is_no_false_alarm not in log_filters:
         deepspeed.utils.logger.addFilter(_is_no_false_alarm)
+    if is_checked:
+        check_installed()
     return deepspeed
 
 

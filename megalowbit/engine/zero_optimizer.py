@@ -7,7 +7,7 @@ parameter once, and the scale changes only after the step that it belongs to. Th
 class; `adopt` then gives the object one of the two classes below, which override no more than they name.
 DeepSpeed leaves gradients of parameters that a step has not used in its buffers; they are cleared here, or
 they would be applied again. Not covered: where an overflow was before ranks were averaged.
-What is used of DeepSpeed is listed, with what breaks without it, in tests/engine/contract/zero_internals.py.
+What is used of DeepSpeed is listed, with what breaks without it, in engine/deepspeed_internals.py.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ also where the weight itself is zero. The split itself is `engine.parameter_spli
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 

@@ -202,7 +202,7 @@ def _pretrain(
 ) -> None:
     from megalowbit.engine.process_start import import_deepspeed, stop_process_group
 
-    import_deepspeed()  # first of all imports that lead to it, for it is set up on the way
+    import_deepspeed(is_checked=False)  # first of all imports that lead to it, for it is set up on the way
     from megalowbit.pretrain.run import pretrain
 
     pretrain(

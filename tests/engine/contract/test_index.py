@@ -1,107 +1,29 @@
 """The table of DeepSpeed's interfaces that the package uses, and where each is held.
 
-Whoever imports something new from DeepSpeed, or touches another attribute of its engine, adds a line here and
-a test in this folder whose message says what breaks without it.
+Whoever imports something new from DeepSpeed, or touches another attribute of its engine, adds a line to
+`engine.deepspeed_internals`, and a test in this folder whose message says what breaks without it.
 """
 
 import ast
-import importlib
-import inspect
 from pathlib import Path
 
 import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from zero_internals import INTERNALS, used
+from zero_internals import used
+
+from megalowbit.engine.deepspeed_contracts import contracts
+from megalowbit.engine.deepspeed_internals import (
+    ARGUMENTS,
+    ENGINE,
+    IMPORTS,
+    INTERNALS,
+    METHODS,
+    PIPELINE_ENGINE,
+)
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[2] / "megalowbit"
 
-# what is imported, and what of megalowbit needs it
-IMPORTS = {
-    "deepspeed": "everything: initialize, init_distributed, get_accelerator",
-    "deepspeed.ops": "starting on a CPU without a compiler",
-    "deepspeed.pipe.PipelineModule": "telling a pipeline from a model",
-    "deepspeed.runtime.base_optimizer.ZeROOptimizer": "the engine scales the loss through our optimizer",
-    "deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine": "atomic checkpoints",
-    "deepspeed.runtime.config.DeepSpeedConfig": "nested blocks are checked before a model is built",
-    "deepspeed.runtime.config.DeepSpeedConfigError": "its findings end as one line",
-    "deepspeed.runtime.utils.maybe_loss_for_backward": "what is scaled is the loss alone",
-    # ZeRO
-    "deepspeed.accelerator.get_accelerator": "streams whose gradients a bucket holds",
-    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "stage 3 in our interface",
-    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "stages 1 and 2 in our interface",
-    "deepspeed.utils.safe_set_full_fp32_param": "masters are the exact initial weights",
-    "deepspeed.utils.safe_set_local_fp32_param": "masters are the exact initial weights at stage 3",
-    # tensor parallelism
-    "deepspeed.module_inject.auto_tp.AutoTP": "which layers are cut, and how",
-    "deepspeed.module_inject.autotp_config.AutoTPConfig": "which layers are cut, and how",
-    "deepspeed.module_inject.autotp_config.PartitionType": "which layers are cut, and how",
-    "deepspeed.module_inject.autotp_config.TPLayerSpec": "which layers are cut, and how",
-    "deepspeed.module_inject.layers.TensorParallel_Layer": "sharded layers are recognised",
-    "deepspeed.module_inject.set_autotp_mode": "AutoTP trains instead of inferring",
-    "deepspeed.utils.groups": "groups of a tensor-parallel run",
-    # pipelines
-    "deepspeed.runtime.activation_checkpointing.checkpointing.non_reentrant_checkpoint": "recomputed stages",
-    "deepspeed.runtime.pipe.schedule": "the instruction that reduces gradients",
-    "deepspeed.runtime.utils": "a dry run deals layers to stages as a pipeline does",
-}
-# attributes of the engine that we read, call or replace
-ENGINE = frozenset(
-    {
-        "backward",
-        "checkpoint_engine",
-        "checkpoint_mp_rank",
-        "clip_fp32_gradients",
-        "device",
-        "global_samples",
-        "global_steps",
-        "gradient_accumulation_steps",
-        "load_checkpoint",
-        "lr_scheduler",
-        "micro_steps",
-        "mpu",
-        "module",
-        "mp_world_size",
-        "optimizer",
-        "save_16bit_model",
-        "save_checkpoint",
-        "save_fp16_model",
-        "seq_data_parallel_group",
-        "seq_dp_world_size",
-        "skipped_steps",
-        "step",
-        "was_step_applied",
-        "zero_gather_16bit_weights_on_model_save",
-        "zero_optimization_stage",
-        "_copy_recovery_script",
-        "_get_ckpt_name",
-        "_get_zero_ckpt_name",
-        "_replace_module_consolidated_state_dict",
-        "_save_checkpoint",
-        "_save_zero_checkpoint",
-        "_zero3_consolidated_16bit_state_dict",
-    }
-)
-PIPELINE_ENGINE = frozenset(
-    {
-        "_INSTRUCTION_MAP",
-        "_exec_reduce_grads",
-        "batch_fn",
-        "data_iterator",
-        "dp_group_loss",
-        "dynamic_shape",
-        "eval_batch",
-        "first_output_send",
-        "is_first_stage",
-        "is_last_stage",
-        "micro_batches",
-        "num_stages",
-        "pipe_recv_buf",
-        "set_dataiterator",
-        "train_batch",
-    }
-)
 OURS = frozenset({"process_grid", "regularizer"})  # put there by us
 NOT_AN_ENGINE = {"config.py", "dry_run.py"}  # there `engine` is a section of settings
 
@@ -151,19 +73,14 @@ def test_every_internal_of_zero_and_pipelines_is_in_the_table():
     found = used()
     new = {name: sorted(files) for name, files in found.items() if name not in known}
     assert new == {}, (
-        "a new DeepSpeed may break it: add it to zero_internals.INTERNALS, with what breaks without it"
+        "a new DeepSpeed may break it: add it to deepspeed_internals.INTERNALS, with what breaks without it"
     )
-    assert known - found.keys() == set(), "no longer used: remove it from zero_internals.INTERNALS"
+    assert known - found.keys() == set(), "no longer used: remove it from deepspeed_internals.INTERNALS"
 
 
-@pytest.mark.parametrize("name", IMPORTS)
-def test_the_import_is_where_it_was(name):
-    module, _, attribute = name.rpartition(".")
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError:
-        found = importlib.import_module(module)
-        assert hasattr(found, attribute), f"{name} has gone, on which depends: {IMPORTS[name]}"
+@pytest.mark.parametrize("contract", contracts(), ids=lambda contract: contract.name)
+def test_the_contract_holds(contract):
+    assert contract.check(), f"{contract.name}: {contract.breaks}"
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE))
@@ -172,18 +89,14 @@ def test_the_engine_has_what_we_touch(engine, name):
     assert isinstance(engine, DeepSpeedEngine)
 
 
-@pytest.mark.parametrize("name", sorted(PIPELINE_ENGINE))
-def test_the_pipeline_engine_has_what_we_touch(name):
-    is_set = f"self.{name} = " in inspect.getsource(PipelineEngine)
-    assert hasattr(PipelineEngine, name) or is_set, f"megalowbit uses PipelineEngine.{name}, which has gone"
-
-
 @pytest.mark.parametrize("name", IMPORTS)
 def test_a_test_of_this_folder_holds_the_import(name):
     if name in {"deepspeed", "deepspeed.ops"}:
         return
     last = name.rpartition(".")[2]
-    others = (path for path in HERE.glob("test_*.py") if path != Path(__file__))
-    assert any(last in path.read_text(encoding="utf-8") for path in others), (
+    others = [path for path in HERE.glob("test_*.py") if path != Path(__file__)]
+    others.append(PACKAGE / "engine" / "deepspeed_contracts.py")
+    is_in_a_table = any(last in owner for owner in (*ARGUMENTS, *METHODS))
+    assert is_in_a_table or any(last in path.read_text(encoding="utf-8") for path in others), (
         f"{name} is used for: {IMPORTS[name]}; no test says so when DeepSpeed changes it"
     )

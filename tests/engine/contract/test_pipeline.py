@@ -4,16 +4,13 @@ import inspect
 
 import pytest
 import torch
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
-from deepspeed.runtime.config import get_pipeline_config
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.pipeline import pipeline_module
-from megalowbit.engine.pipeline_values import BEST, DEFAULTS
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -33,18 +30,6 @@ def engine():
 def batches(count=2):
     tokens = torch.arange(6).reshape(1, 6)
     return iter([{"input_ids": tokens, "labels": tokens}] * count)
-
-
-def test_a_step_ends_with_tied_sum_average_and_update():
-    for stages in (1, 2, 3):
-        for stage in range(stages):
-            steps = list(schedule.TrainSchedule(micro_batches=2, stages=stages, stage_id=stage))
-            last = [type(each) for each in steps[-1][-3:]]
-            assert last == [schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep], (
-                "tied gradients are summed after the average, which must come right before the update"
-            )
-            reductions = [c for step in steps for c in step if isinstance(c, schedule.ReduceGrads)]
-            assert len(reductions) == 1, "gradients of tied weights would be summed more than once"
 
 
 def test_instructions_are_looked_up_in_the_engine_itself(engine):
@@ -103,13 +88,7 @@ def test_our_reader_stands_in_for_the_engines(engine):
         assert [(key, each.default) for key, each in ours] == [(key, each.default) for key, each in theirs], (
             f"{name} would lose an argument"
         )
-    assert "next(self.data_iterator)" in inspect.getsource(PipelineEngine._next_batch)
     assert inspect.getsource(PipelineEngine).count("self._next_batch()") == 1, "data would be read unchecked"
-    source = inspect.getsource(PipelineEngine._exec_load_micro_batch)
-    assert "is_first_stage" in source, "other stages read too, and would find nothing"
-    reset = inspect.getsource(PipelineEngine.reset_activation_shape)
-    for line in ("self.first_output_send = True", "self.pipe_recv_buf = None"):
-        assert line in reset, "other shapes would be refused after a reset"
 
 
 def test_the_loss_of_a_step_is_kept_by_data_parallel_rank(engine):
@@ -135,23 +114,3 @@ def test_stages_recompute_without_reentrance(engine):
         "the engine would mark the first stage's inputs, which are integers, as needing gradients"
     )
     assert not engine._reentrant_activation_checkpointing()
-
-
-def test_pipeline_module_takes_the_arguments_we_pass():
-    names = inspect.signature(PipelineModule.__init__).parameters
-    ours = {
-        "num_stages", "loss_fn", "partition_method", "activation_checkpoint_interval",
-        "activation_checkpoint_func", "dynamic_shape",
-    }  # fmt: skip
-    assert ours <= names.keys()
-
-
-def test_the_keys_of_the_block_are_deepspeeds():
-    known = {*get_pipeline_config({}), "use_reentrant"}
-    assert known == DEFAULTS.keys(), "users' keys would be refused, or silently ignored"
-    assert "use_reentrant" in inspect.getsource(PipelineEngine.__init__)
-    assert get_pipeline_config({})["partition"] == BEST
-
-
-def test_stages_refuse_zero_two_and_three():
-    assert "ZeRO-2 and ZeRO-3 are incompatible" in inspect.getsource(PipelineEngine.__init__)

@@ -3,10 +3,7 @@
 import pytest
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.utils import maybe_loss_for_backward
 
-from megalowbit.engine.checkpoint_engine import AtomicCheckpointEngine
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer
 from megalowbit.engine.overflow_retry import COUNTERS
 
@@ -108,16 +105,3 @@ def test_our_optimizer_is_of_the_kind_that_the_engine_lets_scale_the_loss(engine
     assert isinstance(engine.optimizer, ZeROOptimizer), (
         "fp16 gradients would underflow: the loss is not scaled"
     )
-
-
-def test_a_loss_is_told_from_other_outputs():
-    graph = torch.ones(2, requires_grad=True)
-    assert maybe_loss_for_backward(graph.sum())
-    assert not maybe_loss_for_backward(graph * 2), "gradients of no loss would be scaled"
-    assert not maybe_loss_for_backward(torch.ones(())), "backward of what has no graph would be prepared"
-
-
-@pytest.mark.parametrize("name", ["makedirs", "save", "load", "commit"])
-def test_the_checkpoint_engine_has_the_methods_that_we_build_on(name):
-    assert issubclass(AtomicCheckpointEngine, TorchCheckpointEngine)
-    assert hasattr(TorchCheckpointEngine, name), f"nobody would call {name}: writes would not be atomic"

@@ -1,41 +1,14 @@
 """AutoTP, as `engine.tensor_parallel` calls it."""
 
-import inspect
-
 import pytest
 import torch
 from deepspeed.module_inject import set_autotp_mode
 from deepspeed.module_inject.auto_tp import AutoTP
 from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec
 from deepspeed.module_inject.layers import TensorParallel_Layer
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.utils import groups
 
-from megalowbit.engine.deepspeed_keys import REFUSED
 from megalowbit.engine.process_start import start_process_group
-from megalowbit.engine.tensor_batch import HANDLE
-from megalowbit.engine.tensor_parallel import IS_SHARDED
-
-
-def test_a_model_that_is_cut_already_is_left_alone():
-    source = inspect.getsource(DeepSpeedEngine._apply_autotp_partitioning)
-    assert f'getattr(model, "{IS_SHARDED}", False)' in source, "the engine would replace low-bit layers"
-
-
-def test_every_key_of_the_block_is_acted_on_or_refused():
-    fields = TPTrainingConfig.model_fields
-    keys = fields.keys() | {field.alias for field in fields.values() if field.alias}
-    refused = {dotted.removeprefix("tensor_parallel.") for dotted, _, _ in REFUSED}
-    assert keys - refused == {"autotp_size"}, "a key of tensor_parallel would be ignored without a word"
-
-
-def test_the_first_batch_is_checked_by_a_hook_that_is_ours_to_replace():
-    source = inspect.getsource(DeepSpeedEngine._configure_tensor_parallel_states)
-    assert f"self.{HANDLE} = self.module.register_forward_pre_hook(" in source, (
-        "different batches on tensor-parallel ranks end in DeepSpeed's assertion, or are not seen"
-    )
-    assert "self.mpu = groups" in source, "our check finds no tensor-parallel group"
 
 
 @pytest.fixture

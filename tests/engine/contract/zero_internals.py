@@ -1,7 +1,7 @@
 """Internals of DeepSpeed's ZeRO optimizers and pipelines that the package uses: who has them, and for what.
 
 `used()` reads the package's own source for every name that DeepSpeed's sources define and ours do not, so
-that a new use without an entry in `INTERNALS` is found whatever the variable is called.
+that a new use without an entry in `deepspeed_internals.INTERNALS` is found whatever the variable is called.
 """
 
 import ast
@@ -11,6 +11,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from megalowbit.engine.deepspeed_internals import DEFINING
+
 ENGINE = Path(__file__).parents[3] / "megalowbit" / "engine"
 READ = (
     *sorted(ENGINE.glob("zero_*.py")),
@@ -18,16 +20,6 @@ READ = (
     *(ENGINE / f"{n}.py" for n in ("reshape", "checkpoint_layout", "whole_weights", "tensor_parallel")),
 )
 DEEPSPEED = Path(deepspeed.__file__).parent
-DEFINING = (
-    "runtime/base_optimizer.py",
-    "runtime/pipe/module.py",
-    "runtime/pipe/topology.py",
-    "runtime/zero/partition_parameters.py",
-    "runtime/zero/stage3.py",
-    "runtime/zero/stage_1_and_2.py",
-    "utils/mixed_precision_linkage.py",
-    "utils/tensor_fragment.py",
-)
 # not ZeRO's though DeepSpeed has them too: the engine's are in test_index.py, the others are names of ours
 ELSEWHERE = frozenset({
     "all_parameters", "cur_scale", "device", "dynamic_shape", "enabled", "get_data_parallel_group",
@@ -36,75 +28,6 @@ ELSEWHERE = frozenset({
     "start", "step", "world_group", "world_size",
 })  # fmt: skip
 BY_NAME = frozenset({"getattr", "hasattr", "setattr"})
-LOW, ALL, THREE = (1, 2), (1, 2, 3), (3,)
-MEASURED = "gradients are measured in pieces: norm, clipping, overflows"
-LAYOUT = "checkpoints say where each parameter lies in the flat buffers"
-LOADED = "checkpoints of another cut are loaded into masters and moments"
-STAGES = "a pipeline's stages, groups and tied weights"
-
-PIPELINE = (
-    "_grid", "_synchronize_tied_weights", "_topo", "activation_checkpoint_interval", "ckpt_layer_path",
-    "data_parallel_size", "dp_proc_group", "ds_model_proc_group", "ds_pipe_replicated", "forward_funcs",
-    "get_tied_weights_and_groups", "num_stages", "parts", "pp_proc_group", "slice_proc_group", "stage_id",
-    "stage_to_global", "tied_comms", "tied_modules",
-)  # fmt: skip
-# owner → name → (ZeRO stages whose objects have it, what of megalowbit breaks without it)
-INTERNALS = {
-    "optimizer": {
-        "_clear_fp32_optimizer_param_groups": (THREE, LOADED),
-        "_get_param_partition_rank": (THREE, MEASURED),
-        "_global_grad_norm": (ALL, "engine.get_global_grad_norm() tells the norm that was measured"),
-        "_hp_optimizer_states_linked": (LOW, LOADED),
-        "_lazy_init_hp_params_optimizer_state": (LOW, LOADED),
-        "_link_all_hp_params": (LOW, LOADED),
-        "_set_fp32_optimizer_param_groups": (THREE, LOADED),
-        "average_tensor": (LOW, "stage 2 divides gradients by the ranks in fp32"),
-        "averaged_gradients": (ALL, MEASURED),
-        "bit16_groups": (LOW, "what is trained, in the order that all ranks share"),
-        "check_grad_overflow": (LOW, "bf16 steps are skipped where gradients are not finite"),
-        "checkpoint_event_epilogue": (THREE, LOADED),
-        "checkpoint_event_prologue": (THREE, LOADED),
-        "clip_grad": (ALL, "clipping stays as configured after a load"),
-        "cpu_offload": (LOW, MEASURED),
-        "fp16_groups": (THREE, "what is trained, in the order that all ranks share"),
-        "fp16_partitioned_groups": (THREE, LOADED),
-        "fp16_partitioned_groups_flat": (THREE, LOADED),
-        "fp32_partitioned_groups_flat": (THREE, LOADED),
-        "get_gradient_for_reduction": (LOW, "both copies of a tied weight get the sum of its gradients"),
-        "get_param_id": (ALL, MEASURED),
-        "grad_partitions_flat_buffer": (THREE, "gradients of parameters that a step left out are cleared"),
-        "ipg_buckets": (ALL, "stage 2 waits for gradients copied on other streams before it reduces them"),
-        "load_state_dict": (ALL, "checkpoints of the same cut are loaded"),
-        "loss_scaler": (ALL, "the engine scales by our loss scale"),
-        "offload_optimizer": (THREE, MEASURED),
-        "optimizer": (ALL, LOADED),
-        "overflow": (ALL, "the engine counts skipped steps"),
-        "param_groups": (ALL, "schedulers and lr_scale act on the groups that are stepped"),
-        "params_in_partition": (LOW, MEASURED),
-        "partition_size": (LOW, LAYOUT),
-        "round_robin_bit16_groups": (LOW, LAYOUT),
-        "round_robin_bit16_offsets": (LOW, LAYOUT),
-        "single_partition_of_fp32_groups": (LOW, LOADED),
-        "state": (ALL, LOADED),
-        "state_dict": (ALL, "checkpoints hold masters and moments"),
-        "sub_group_to_group_id": (THREE, LAYOUT),
-        "unflatten": (ALL, LOADED),
-    },
-    "parameter": {
-        "_hp_mapping": (LOW, MEASURED),
-        "_z3_optimizer": (THREE, "masters are the exact initial weights"),
-        "ds_id": (THREE, "a partitioned parameter is recognised"),
-        "ds_numel": (THREE, MEASURED),
-        "ds_shape": (THREE, LAYOUT),
-        "ds_tensor": (THREE, "masters are the exact initial weights; weights are loaded into their pieces"),
-        "partition_numel": (THREE, LAYOUT),
-    },
-    "offloaded": {"grad_position": (ALL, MEASURED)},
-    "address": {"lp_fragment_address": (LOW, MEASURED)},
-    "bucket": {"copy_streams": (LOW, "stage 2 waits for gradients copied on other streams")},
-    "source": {"_zero_padding": (LOW, MEASURED)},
-    "pipeline": dict.fromkeys(PIPELINE, ((), STAGES)),
-}
 
 
 def defined_by_deepspeed():
