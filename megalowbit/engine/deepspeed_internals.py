@@ -53,6 +53,7 @@ IMPORTS = {
     "deepspeed.runtime.utils.maybe_loss_for_backward": "what is scaled is the loss alone",
     # ZeRO
     "deepspeed.accelerator.get_accelerator": "streams whose gradients a bucket holds",
+    "deepspeed.runtime.zero.config.DeepSpeedZeroConfig": "mistakes in that block are one line each",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "stage 3 in our interface",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "stages 1 and 2 in our interface",
     "deepspeed.utils.safe_set_full_fp32_param": "masters are the exact initial weights",
