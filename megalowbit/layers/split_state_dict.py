@@ -88,13 +88,14 @@ def _check_complete(state_dict: Mapping[str, Any], names: list[str]) -> None:
         )
 
 
+@torch.no_grad()
 def _check_sum(layer: BitLinear, state_dict: Mapping[str, Any], prefix: str) -> None:
     """Whether parts and whole weight of a state dict are of the same numbers."""
     given = state_dict.get(f"{prefix}weight")
-    parts = [state_dict[prefix + name] for name in (RESIDUAL, *SPLIT_NAMES)]
+    parts = [state_dict[prefix + name].detach() for name in (RESIDUAL, *SPLIT_NAMES)]
     if given is None or any(each.is_meta or isinstance(each, FakeTensor) for each in (given, *parts)):
         return
-    given = given.t() if layer.is_transposed else given
+    given = given.detach().t() if layer.is_transposed else given.detach()
     shapes = [part.shape for part in parts_of(layer)]
     if [each.shape for each in (given, *parts)] != [shapes[0], *shapes]:
         return  # torch says so when it copies

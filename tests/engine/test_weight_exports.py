@@ -151,5 +151,11 @@ def test_a_pipelines_weights_are_gathered(tmp_path):
     expected = gpt2().state_dict()
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name], value.bfloat16()) for name, value in expected.items())
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    parameters = parameters_as_they_are(engine)
+    for file in (tmp_path / "t").glob("layer_*.pt"):
+        for name, value in torch.load(file, weights_only=True).items():
+            assert torch.equal(value, parameters.pop(name)), name
+    assert parameters.keys() <= {"lm_head.weight", "transformer.wte.weight"}  # one tensor
     with pytest.raises(UserError, match="exclude_frozen_parameters is not supported for a pipeline"):
         engine.save_16bit_model(str(tmp_path), exclude_frozen_parameters=True)
