@@ -10,7 +10,6 @@ break: what it multiplies with may change from step to step.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,6 +42,7 @@ from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.state import SplitState
+from megalowbit.values import whole_number
 
 
 class BitLinear(nn.Linear):
@@ -366,12 +366,7 @@ class BitLinear(nn.Linear):
 
 
 def _check_size(name: str, size: int) -> None:
-    try:
-        is_whole = operator.index(size) >= 0
-    except TypeError:
-        is_whole = False
-    if not is_whole:
-        raise UserError(f"BitLinear {name} = {size!r}: expected a whole number of 0 or more")
+    whole_number(f"{name} of BitLinear", size, least=0)
 
 
 def _draw_seed() -> int:
