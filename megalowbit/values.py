@@ -97,7 +97,7 @@ def _kinds(annotation: Any) -> frozenset[Any]:
     return frozenset() if annotation is type(None) else frozenset({annotation})
 
 
-def whole_number(name: str, value: object, *, least: int, most: int = LARGEST) -> int:
+def whole_number(name: str, value: object, *, least: int, most: int = LARGEST, other: str = "") -> int:
     """An argument that must be a whole number, of Python's or another library's integers; not a truth value.
 
     Args:
@@ -105,6 +105,7 @@ def whole_number(name: str, value: object, *, least: int, most: int = LARGEST) -
         value: of it.
         least: the smallest that is allowed.
         most: the largest.
+        other: what else is allowed, for the message.
 
     Raises:
         UserError: it is no such number.
@@ -115,5 +116,6 @@ def whole_number(name: str, value: object, *, least: int, most: int = LARGEST) -
         number = least - 1
     if isinstance(value, bool) or not least <= number <= most:
         limits = f"≥ {least}" if most == LARGEST else f"from {least} to {most}"
+        limits += f", or {other}" if other else ""
         raise UserError(f"{name} must be a whole number {limits}, not {shown(value)}")
     return number

@@ -50,6 +50,7 @@ from megalowbit.engine.random_state import (
     seed_missing_rank,
 )
 from megalowbit.errors import TransientError, UserError, from_system
+from megalowbit.values import whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,8 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: str | Path, *, keep: int | None = None) -> None:
-        if keep is not None and keep < 1:
-            raise UserError(f"keep must be ≥ 1, or None to keep all checkpoints, not {keep}")
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep = None if keep is None else whole_number("keep", keep, least=1, other="None to keep all")
         self._verified: set[Path] = set()  # by this process, and nothing of ours changes them
 
     def path_of(self, step: int) -> Path:

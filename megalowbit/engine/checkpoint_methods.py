@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megalowbit.checkpoints.contents import header_file
+from megalowbit.checkpoints.plain import plain_checkpoint, way_in
 from megalowbit.durable import LATEST, MANIFEST
 from megalowbit.engine.agreement import agree, gather, raised_on_all_ranks, succeed_together
 from megalowbit.engine.checkpoint_io import load_together, save_together, verify_together
@@ -140,7 +141,8 @@ def _latest(folder: Path) -> str | None:
 
 def _check_complete(path: Path) -> None:
     if path.is_dir() and not (path / MANIFEST).is_file():
+        remedy = "use another" if plain_checkpoint(path) is None else way_in(path)
         raise UserError(
             f"checkpoint {path} has no {MANIFEST}: its save was interrupted, or it was written by another "
-            "program; use another"
+            f"program; {remedy}"
         )

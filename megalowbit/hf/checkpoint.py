@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megalowbit.checkpoints.plain import plain_checkpoint, way_in
+from megalowbit.durable import MANIFEST
 from megalowbit.errors import UserError
 from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
 from megalowbit.hf.generation import give_back, prepare_for_training, remember
@@ -154,7 +156,11 @@ def _source(settings: ModelSettings) -> Path:
 
 def _checkpoint_of(settings: ModelSettings) -> Path:
     assert settings.checkpoint is not None, "ModelSettings holds exactly one of config and checkpoint"
-    return settings.checkpoint.expanduser()
+    folder = settings.checkpoint.expanduser()
+    plain = plain_checkpoint(folder)
+    if plain is not None and not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"checkpoint {plain} has no {MANIFEST}: use a complete one; {way_in(plain)}")
+    return folder
 
 
 def _config_file(folder: Path) -> Path:

@@ -51,13 +51,11 @@ def config_from_dict(
     for name in overrides:
         if name not in known or name == "model_type":
             raise unknown_name("field in model.overrides", name, known)
-    from huggingface_hub.errors import StrictDataclassError
-
     fields = _with_overrides(raw, overrides, config_class)
     _refuse_fields(fields, where)
     try:
         config = config_class.from_dict(fields)
-    except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError) as error:
+    except Exception as error:  # whatever its classes raise of values that they cannot take
         reason = shortened(" ".join(str(error).split()))
         raise UserError(f"{where} is not a valid {raw['model_type']} configuration: {reason}") from error
     check_config(config, where)

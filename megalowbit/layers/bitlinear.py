@@ -12,7 +12,6 @@ with may change from step to step.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -46,6 +45,7 @@ from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.state import SplitState
+from megalowbit.values import whole_number
 
 
 class BitLinear(HFStateDict):
@@ -382,12 +382,7 @@ class BitLinear(HFStateDict):
 
 
 def _check_size(name: str, size: int) -> None:
-    try:
-        is_whole = operator.index(size) >= 0
-    except TypeError:
-        is_whole = False
-    if not is_whole:
-        raise UserError(f"BitLinear {name} = {size!r}: expected a whole number of 0 or more")
+    whole_number(f"{name} of BitLinear", size, least=0)
 
 
 def _draw_seed() -> int:

@@ -142,7 +142,7 @@ def load_config(path: Path, overrides: list[str], *, world_size: int | None) -> 
     if block.get("recipe") is None:  # null, too, is shown as what it stands for
         block["recipe"] = DEFAULT_RECIPE
     problems = Problems()
-    settings, grid = None, None
+    settings, grid, hidden_size = None, None, None
     with problems.collect():
         blocks = {name: raw.pop(name) for name in Monitors.model_fields if name in raw}
         monitors = _validate(Monitors, blocks, "")
@@ -154,25 +154,18 @@ def load_config(path: Path, overrides: list[str], *, world_size: int | None) -> 
         else:
             grid = ProcessGrid.from_config(raw, 0, world_size)
     with problems.collect():
+        hidden_size = _hidden_size(raw, settings)
+    with problems.collect():
         parts = read_deepspeed_config(
             raw,
             world_size=data_size_of(raw) if grid is None else grid.data_size,
             total_steps=1 if settings is None else settings.run.steps,
-            hidden_size=_hidden_size(raw, settings),
+            hidden_size=hidden_size,
         )
     if problems or settings is None or grid is None:
         _add_mistakes_in_recipe(block["recipe"], problems)
         raise problems.error()
-    for check in (
-        lambda: check_late_switch(settings.late_switch, settings.run.steps),
-        lambda: check_patience(settings),
-        lambda: check_first_split(block["recipe"], settings.run.steps),
-        lambda: check_beside_stages(parts.deepspeed, parts.settings, stages_of(parts.deepspeed)),
-        lambda: check_retries(settings.run.overflow_retries, parts.settings),
-    ):
-        with problems.collect():
-            check()
-    problems.raise_any()
+    _check_combinations(settings, parts)
     return PretrainConfig(
         source=path,
         parts=parts,
@@ -181,6 +174,22 @@ def load_config(path: Path, overrides: list[str], *, world_size: int | None) -> 
         grid=grid,
         is_sized_to_fit=world_size is None,
     )
+
+
+def _check_combinations(settings: PretrainSettings, parts: DeepSpeedConfigParts) -> None:
+    """Refuse values that are right by themselves and not beside each other."""
+    problems = Problems()
+    with problems.collect():
+        check_late_switch(settings.late_switch, settings.run.steps)
+    with problems.collect():
+        check_patience(settings)
+    with problems.collect():
+        check_first_split(parts.settings.recipe, settings.run.steps)
+    with problems.collect():
+        check_beside_stages(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
+    with problems.collect():
+        check_retries(settings.run.overflow_retries, parts.settings)
+    problems.raise_any()
 
 
 def _read_overridden(path: Path, overrides: list[str]) -> dict[str, Any]:

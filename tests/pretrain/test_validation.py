@@ -1,5 +1,9 @@
 """What one way to a run refuses, all refuse, in the same words."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 from bad_values import overrides
 
@@ -53,3 +57,69 @@ def test_every_way_to_a_run_refuses_a_value_in_the_same_words(
         run.resolved()
     assert lines_of(caught.value) == expected
     assert not run_dir.exists(), "nothing is written before a configuration is known to be right"
+
+
+THREE_AT_ONCE = ["megalowbit.checkpoint.keep=true", "communication_data_type=fp99", "megalowbit.recipe={}"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [ROOT / "launch" / "pretrain.py", "--dry-run"],
+        [ROOT / "launch" / "pretrain.py", "--prepare-data"],
+        [ROOT / "launch" / "pretrain.py"],
+        [SUBMIT / "submit.py", "--dry-run", "--slurm", "gpus_per_node=0", "--slurm", "cpus_per_task=1"],
+    ],
+    ids=["dry-run", "prepare-data", "run", "submit"],
+)
+def test_real_commands_print_all_mistakes_and_exit_with_2(command, config, tmp_path):
+    arguments = [part for override in THREE_AT_ONCE for part in ("--set", override)]
+    arguments += ["--ds-config", config, "--run-dir", tmp_path / "run"]
+    done = subprocess.run(
+        [sys.executable, *map(str, [*command, *arguments])], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    first, *others = done.stderr.strip().splitlines()
+    assert first == "error: 3 mistakes:"
+    assert len(others) == 3
+    assert others[0].startswith("  - megalowbit.checkpoint.keep = True is not valid: write a number")
+    assert others[1].startswith("  - unknown communication_data_type 'fp99'")
+    assert others[2].startswith("  - recipe block lacks q_forward_input")
+
+
+def test_what_deepspeed_finds_is_reported_together_with_the_rest(config):
+    overrides = ["zero_optimization.reduce_bucket_size=true", "checkpoint.tag_validation=3"]
+    overrides += ["megalowbit.model.overrides.n_head=5", "csv_monitor.enabeld=true"]
+    with pytest.raises(UserError) as caught:
+        load_checked_config(config, overrides, world_size=1)
+    lines = lines_of(caught.value)
+    assert len(lines) == 4
+    assert "zero_optimization.reduce_bucket_size = True is not valid: write a number" in lines[0]
+    assert "DeepSpeed rejects checkpoint = {'tag_validation': 3}" in lines[1]
+    assert "DeepSpeed rejects csv_monitor.enabeld = True" in lines[2]
+    assert "n_head 5 must divide" in lines[3]
+
+
+def test_a_recipe_left_null_is_the_default_and_shown_as_such(config):
+    resolved = load_checked_config(config, ["megalowbit.recipe=null"], world_size=1)
+    assert resolved.recipe == resolved.to_dict()["megalowbit"]["recipe"] == "nvfp4"
+
+
+def test_sizes_to_be_filled_in_from_the_model_are(config, tmp_path):
+    sizes = {"reduce_bucket_size": 1024, "stage3_prefetch_bucket_size": 921}
+    sizes["stage3_param_persistence_threshold"] = 320
+    overrides = ["zero_optimization.stage=3", *(f"zero_optimization.{key}=auto" for key in sizes)]
+    resolved = load_checked_config(config, overrides, world_size=1).to_dict()
+    assert {key: resolved["zero_optimization"][key] for key in sizes} == sizes
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(resolved))
+    assert load_checked_config(again, [], world_size=1).to_dict() == json.loads(json.dumps(resolved))
+    overrides.append("megalowbit.model.overrides.n_embd=64")
+    wider = load_checked_config(config, overrides, world_size=1).to_dict()
+    assert wider["zero_optimization"]["reduce_bucket_size"] == 4096
+
+
+def test_an_optimizer_that_a_configuration_cannot_name_has_a_way_in(config):
+    for name in ("Muon", "lion", "LAMB", "OneBitAdam", "Adafactor"):
+        with pytest.raises(UserError, match=r"is not among .*pass a torch optimizer.* as optimizer= to mlb"):
+            load_checked_config(config, [f"optimizer.type={name}"], world_size=1)

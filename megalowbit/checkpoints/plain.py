@@ -1,0 +1,46 @@
+"""Checkpoints that plain DeepSpeed wrote: known by their files, and by which way their weights come in.
+
+They have no manifest and none of our states, so nothing here reads them; their weights are loaded into the
+model before `megalowbit.initialize`. Optimizer states are not taken over.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megalowbit.durable import LATEST, MANIFEST
+
+MODEL_FILE = "mp_rank_00_model_states.pt"
+MODEL_FILES = (MODEL_FILE, "zero_pp_rank_0_mp_rank_00_model_states.pt")
+SHARDS = "*zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def plain_checkpoint(path: Path) -> Path | None:
+    """The folder of a checkpoint in DeepSpeed's layout and without our manifest, or None.
+
+    Args:
+        path: that folder, or the one above it, with DeepSpeed's file `latest`.
+    """
+    try:
+        tag = (path / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        tag = ""
+    for folder in (path, path / Path(tag).name) if tag else (path,):
+        if any((folder / name).is_file() for name in MODEL_FILES) and not (folder / MANIFEST).exists():
+            return folder
+    return None
+
+
+def way_in(folder: Path) -> str:
+    """How the weights of a plain checkpoint come into a model, for the end of a message."""
+    if any(folder.glob(SHARDS)):
+        weights = (
+            "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint("
+            f"{str(folder.parent)!r}, {folder.name!r})"
+        )
+    else:
+        weights = f"torch.load({str(folder / MODEL_FILE)!r}, weights_only=True)['module']"
+    return (
+        f"if plain DeepSpeed wrote it, take its weights: model.load_state_dict({weights}), "
+        "then mlb.initialize, or model.save_pretrained and megalowbit.model.checkpoint"
+    )

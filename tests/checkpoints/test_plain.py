@@ -1,0 +1,34 @@
+from megalowbit.checkpoints.plain import plain_checkpoint, way_in
+from megalowbit.durable import MANIFEST
+
+
+def make(folder, *names):
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).touch()
+
+
+def test_a_plain_checkpoint_is_known_by_its_files_and_found_by_its_latest(tmp_path):
+    step = tmp_path / "global_step3"
+    make(step, "mp_rank_00_model_states.pt")
+    assert plain_checkpoint(tmp_path) is None
+    assert plain_checkpoint(step) == step
+    (tmp_path / "latest").write_text("global_step3\n")
+    assert plain_checkpoint(tmp_path) == step
+    (step / MANIFEST).touch()
+    assert plain_checkpoint(tmp_path) is plain_checkpoint(step) is None
+
+
+def test_a_folder_of_another_kind_is_none(tmp_path):
+    make(tmp_path / "hf", "config.json", "model.safetensors")
+    assert plain_checkpoint(tmp_path / "hf") is None
+    assert plain_checkpoint(tmp_path / "missing") is None
+    (tmp_path / "latest").write_text("../../etc")
+    assert plain_checkpoint(tmp_path) is None
+
+
+def test_the_way_in_follows_the_stage(tmp_path):
+    make(tmp_path / "a", "mp_rank_00_model_states.pt")
+    make(tmp_path / "b", "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert "torch.load(" in way_in(tmp_path / "a")
+    assert "get_fp32_state_dict_from_zero_checkpoint(" in way_in(tmp_path / "b")
