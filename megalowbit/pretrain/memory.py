@@ -188,7 +188,7 @@ def estimate_memory(
         shard_alone(model, cut.tensor_size)
         convert(model, recipe)
         for layer in bit_layers(model).values():
-            layer.is_split = recipe.parameter_split is not None  # the larger of the two states
+            layer.is_split = recipe.parameter_split is not None  # a whole one keeps as much
         if fp32_norms:
             keep_fp32(model)
         half = HALF_DTYPES.get(precision)

@@ -95,11 +95,7 @@ FORMATS_8BIT: dict[str, BlockFormat] = {
     "tiles": BlockFormat(element=INT4, block=(16, 16), scale="fp32"),
     "mixed blocks": MIXED_INT8,
 }
-ROUNDINGS_8BIT: dict[str, dict[str, bool]] = {
-    "nearest": {},
-    "stochastic": {"is_stochastic": True},
-    "unbiased": {"is_stochastic": True, "is_unbiased": True},
-}
+ROUNDINGS_8BIT = {"nearest": (False, False), "stochastic": (True, False), "unbiased": (True, True)}
 KNOWN_BITS_8BIT: dict[str, int] = {
     "int8, nearest": 0x74E098F4,
     "decoding int8, nearest": 0xBDCAF24C,
@@ -219,7 +215,8 @@ def answers_8bit(encode: Callable[..., Encoded], decode: Callable[..., Tensor]) 
     found = {}
     wide, short = _wide_numbers(), _short_numbers().repeat(1, 3)
     for (name, format), rounding in itertools.product(FORMATS_8BIT.items(), ROUNDINGS_8BIT):
-        encoding = Encoding(format=format, **ROUNDINGS_8BIT[rounding])
+        is_stochastic, is_unbiased = ROUNDINGS_8BIT[rounding]
+        encoding = Encoding(format=format, is_stochastic=is_stochastic, is_unbiased=is_unbiased)
         x, signs = (wide.t().contiguous().t(), 0x5AC3) if encoding.is_stochastic else (short, None)
         encoded = encode(
             x, encoding, random_key=KEY, signs=signs, operand_dtype=torch.bfloat16, with_counts=True

@@ -275,7 +275,20 @@ def test_an_operator_returns_no_memory_of_the_weight_cache():
     layer = model.up
     x = torch.randn(8, 32)
     for _ in range(2):  # made, and found
-        outputs = _forward(x, layer.weight, layer.bias, None, layer._handle, torch.float32, True, True, True)
+        outputs = _forward(
+            x,
+            layer.weight,
+            layer.bias,
+            None,
+            None,
+            None,
+            None,
+            layer._handle,
+            torch.float32,
+            True,
+            True,
+            True,
+        )
         (entry,) = layer.weight_slot._entries.values()
         kept = {part.data_ptr() for part in entry.factor.to_parts()[0]}
         assert len(kept) == 3
@@ -349,7 +362,9 @@ def test_a_layer_lives_until_its_compiled_backward(is_forward_called_directly):
         x = torch.randn(8, 32, requires_grad=True)
         if is_forward_called_directly:
             weight, bias = (p.detach() for p in layer.parameters())
-            output = _forward(x, weight, bias, None, layer._handle, torch.float32, False, True, True)[0]
+            output = _forward(
+                x, weight, bias, None, None, None, None, layer._handle, torch.float32, False, True, True
+            )[0]
         else:
             output = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
         if is_freed:

@@ -120,15 +120,15 @@ def test_a_resumed_run_is_bitwise_the_whole_one_before_at_and_after_a_split(
         assert [row[key] for row in rows(other)] == [row[key] for row in rows(folder)]
 
 
-def test_output_gradients_are_split_cold_after_the_first_split_without_a_misfit(resolve, tmp_path, caplog):
+def test_output_gradients_go_on_warm_after_the_first_split_without_a_misfit(resolve, tmp_path, caplog):
     block = {"base": "nvfp4", "split_grad_output": {"rank": 2}, "parameter_split": SPLIT}
     settings = (f"megalowbit.recipe={json.dumps(block)}", *SETTINGS[1:])
     run(resolve(*settings), tmp_path / "run")
     whole_run = json.loads((tmp_path / "run" / "summary.json").read_text())["splits"]
     uses = 8 * 2 * STEPS  # layers, micro-batches of a step
     assert {name: count for name, count in whole_run.items() if count} == {
-        "cold": 2 * 8,
-        "warm": uses - 2 * 8,
+        "cold": 8,
+        "warm": uses - 8,
     }
     assert "did not fit" not in caplog.text
     for saved in (3, 5):  # between the split of weights and the last checkpoint before it, and later
@@ -213,6 +213,6 @@ def test_memory_and_dry_run_count_the_factors(resolve):
     factors = 2 * RANK * sum(n + 1 for n in (32 + 96, 32 + 32, 32 + 128, 128 + 32))
     assert split.parameters - plain.parameters == 2 * factors
     assert split.optimizer_moments - plain.optimizer_moments == 8 * factors
-    assert split.saved_for_backward > plain.saved_for_backward
+    assert split.saved_for_backward == plain.saved_for_backward  # of the factors, parameters alone
     swapped = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128) + factors
     assert f"of which {swapped:,} (" in describe(config)
