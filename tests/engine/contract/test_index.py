@@ -31,6 +31,9 @@ IMPORTS = {
     "deepspeed.accelerator.get_accelerator": "streams whose gradients a bucket holds",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "stage 3 in our interface",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "stages 1 and 2 in our interface",
+    "deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID": "zero_grad starts a step's sums again",
+    "deepspeed.utils.safe_set_full_grad": "gradients set by hand at stages 1 and 2",
+    "deepspeed.utils.safe_set_local_grad": "gradients set by hand at stage 3",
     "deepspeed.utils.safe_set_full_fp32_param": "masters are the exact initial weights",
     "deepspeed.utils.safe_set_local_fp32_param": "masters are the exact initial weights at stage 3",
     # tensor parallelism
@@ -70,6 +73,7 @@ ENGINE = frozenset(
         "skipped_steps",
         "step",
         "was_step_applied",
+        "zero_grad",
         "zero_optimization_stage",
         "_copy_recovery_script",
         "_get_ckpt_name",

@@ -9,12 +9,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from deepspeed.utils import (
     groups,
     safe_get_full_fp32_param,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_local_fp32_param,
+    safe_set_local_grad,
 )
 from zero_internals import DEEPSPEED, DEFINING, INTERNALS
 
@@ -205,3 +207,29 @@ def test_sources_still_name_what_we_use_of_them(name):
         (DEEPSPEED / path).read_text(encoding="utf-8") for path in (*DEFINING, "runtime/pipe/engine.py")
     )
     assert re.search(rf"\b{name}\b", sources), f"DeepSpeed has no {name} now; on it depends: {breaks}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_was_written_is_the_one_that_is_applied(stage):
+    engine = start(stage, precision="bf16")
+    engine.backward(engine())
+    safe_set = safe_set_local_grad if stage == 3 else safe_set_full_grad
+    safe_set(engine.module.weight, torch.full((3,), 4.0))
+    before = safe_get_full_fp32_param(engine.module.weight).clone()
+    engine.step()
+    moved = before - safe_get_full_fp32_param(engine.module.weight)
+    assert moved.tolist() == pytest.approx([4.0] * 3), "a gradient set by hand would not be applied"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_reduction_ends_in_the_epilogue_and_each_step_starts_the_count_again(stage, monkeypatch):
+    engine = start(stage, precision="bf16", steps=2)
+    ended, kind = [], type(engine.optimizer)
+    original = kind.independent_gradient_partition_epilogue
+    monkeypatch.setattr(
+        kind, "independent_gradient_partition_epilogue", lambda self: ended.append(1) or original(self)
+    )
+    first = 0 if stage == 3 else INITIAL_MICRO_STEP_ID
+    step(engine)
+    assert len(ended) == (1 if stage == 1 else 2), "a step would be refused though a backward came before it"
+    assert engine.optimizer.micro_step_id == first, "after zero_grad the next gradients would be added to"
