@@ -56,6 +56,9 @@ IMPORTS = {
     "deepspeed.runtime.zero.config.DeepSpeedZeroConfig": "mistakes in that block are one line each",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "stage 3 in our interface",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "stages 1 and 2 in our interface",
+    "deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID": "zero_grad starts a step's sums again",
+    "deepspeed.utils.safe_set_full_grad": "gradients set by hand at stages 1 and 2",
+    "deepspeed.utils.safe_set_local_grad": "gradients set by hand at stage 3",
     "deepspeed.utils.safe_set_full_fp32_param": "masters are the exact initial weights",
     "deepspeed.utils.safe_set_local_fp32_param": "masters are the exact initial weights at stage 3",
     # tensor parallelism
@@ -98,6 +101,7 @@ ENGINE = frozenset(
         "step",
         "was_step_applied",
         "zero_gather_16bit_weights_on_model_save",
+        "zero_grad",
         "zero_optimization_stage",
         "_copy_recovery_script",
         "_get_ckpt_name",
@@ -144,6 +148,8 @@ LAYOUT = "checkpoints say where each parameter lies in the flat buffers"
 LOADED = "checkpoints of another cut are loaded into masters and moments"
 STAGES = "a pipeline's stages, groups and tied weights"
 
+FORGOTTEN = "zero_grad forgets what backward has reduced"
+
 PIPELINE = (
     "_grid", "_synchronize_tied_weights", "_topo", "activation_checkpoint_interval", "ckpt_layer_path",
     "data_parallel_size", "dp_proc_group", "ds_model_proc_group", "ds_pipe_replicated", "forward_funcs",
@@ -153,13 +159,16 @@ PIPELINE = (
 # owner → name → (ZeRO stages whose objects have it, what of megalowbit breaks without it)
 INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
     "optimizer": {
+        "_build_compact_grad_partition_buffer": (LOW, "gradients set by hand are where the step reads"),
         "_clear_fp32_optimizer_param_groups": (THREE, LOADED),
         "_get_param_partition_rank": (THREE, MEASURED),
         "_global_grad_norm": (ALL, "engine.get_global_grad_norm() tells the norm that was measured"),
         "_hp_optimizer_states_linked": (LOW, LOADED),
+        "_offload_boundary_param_ids": (THREE, FORGOTTEN),
         "_lazy_init_hp_params_optimizer_state": (LOW, LOADED),
         "_link_all_hp_params": (LOW, LOADED),
         "_set_fp32_optimizer_param_groups": (THREE, LOADED),
+        "all_grad_tensors": (LOW, FORGOTTEN),
         "average_tensor": (LOW, "stage 2 divides gradients by the ranks in fp32"),
         "averaged_gradients": (ALL, MEASURED),
         "bit16_groups": (LOW, "what is trained, in the order that all ranks share"),
@@ -175,15 +184,20 @@ INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "get_gradient_for_reduction": (LOW, "both copies of a tied weight get the sum of its gradients"),
         "get_param_id": (ALL, MEASURED),
         "grad_partitions_flat_buffer": (THREE, "gradients of parameters that a step left out are cleared"),
+        "independent_gradient_partition_epilogue": (ALL, "a step without a backward is refused"),
         "ipg_buckets": (ALL, "stage 2 waits for gradients copied on other streams before it reduces them"),
+        "is_gradient_accumulation_boundary": (ALL, "a step without a backward is refused"),
         "load_state_dict": (ALL, "checkpoints of the same cut are loaded"),
         "loss_scaler": (ALL, "the engine scales by our loss scale"),
+        "micro_step_id": (ALL, FORGOTTEN),
         "offload_optimizer": (THREE, MEASURED),
         "optimizer": (ALL, LOADED),
         "overflow": (ALL, "the engine counts skipped steps"),
         "param_groups": (ALL, "schedulers and lr_scale act on the groups that are stepped"),
         "params_in_partition": (LOW, MEASURED),
         "partition_size": (LOW, LAYOUT),
+        "ready_for_gradients": (LOW, "gradients set by hand are told from those of a backward"),
+        "reset_cpu_buffers": (ALL, FORGOTTEN),
         "round_robin_bit16_groups": (LOW, LAYOUT),
         "round_robin_bit16_offsets": (LOW, LAYOUT),
         "single_partition_of_fp32_groups": (LOW, LOADED),
@@ -201,7 +215,7 @@ INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "ds_tensor": (THREE, "masters are the exact initial weights; weights are loaded into their pieces"),
         "partition_numel": (THREE, LAYOUT),
     },
-    "offloaded": {"grad_position": (ALL, MEASURED)},
+    "offloaded": {"_offload_accumulated_param_ids": (LOW, FORGOTTEN), "grad_position": (ALL, MEASURED)},
     "address": {"lp_fragment_address": (LOW, MEASURED)},
     "bucket": {"copy_streams": (LOW, "stage 2 waits for gradients copied on other streams")},
     "source": {"_zero_padding": (LOW, MEASURED)},

@@ -3,7 +3,7 @@
 The engine scales the loss, reduces gradients and reports overflow through methods of `ZeROOptimizer`; being
 one makes it call them. It reduces whatever `get_grads_for_reduction` returns: here one contiguous fp32
 buffer, in place. `step` does the rest, clipping included, so the engine's own clipping must stay off (it
-looks for `.grad`, which is None here). Everything read by the engine is held by
+would clip `.grad` in place, before S is divided out). Everything read by the engine is held by
 tests/engine/contract/.
 """
 
@@ -17,6 +17,9 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import maybe_loss_for_backward
 
 from megalowbit import process_group
+from megalowbit.engine.user_gradients import NO_GRADIENTS
+from megalowbit.engine.whole_values import link_values, unlink_values
+from megalowbit.errors import UserError
 from megalowbit.optim.grad_scaler import ConstantGradScaler
 from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.optimizer_step import MegatronOptimizer
@@ -75,8 +78,15 @@ class EngineSurface(ZeROOptimizer, MegatronOptimizer):
         """Continue from a saved state; DeepSpeed's further arguments concern ZeRO only."""
         MegatronOptimizer.load_state_dict(self, state_dict, load_optimizer_states)
 
+    def begin_step(self, loss_scale: float) -> None:
+        """As of every stage: a step without gradients is refused, or moments alone would move the weights."""
+        if not self.gradients.are_there():
+            raise UserError(NO_GRADIENTS)
+        super().begin_step(loss_scale)
+
     def destroy(self) -> None:
         """Called when the engine goes: the parameters get ordinary gradients again."""
+        unlink_values(self)
         if self.grad_buffer is not None:
             self.grad_buffer.detach()
 
@@ -87,6 +97,7 @@ class DeepSpeedFloat16Optimizer(EngineSurface, Float16OptimizerWithFloat16Params
     def __init__(self, optimizer: torch.optim.Optimizer, **arguments: Any) -> None:
         ZeROOptimizer.__init__(self)
         Float16OptimizerWithFloat16Params.__init__(self, optimizer, **arguments)
+        link_values(self)
 
 
 class DeepSpeedFP32Optimizer(EngineSurface, FP32Optimizer):
@@ -95,3 +106,4 @@ class DeepSpeedFP32Optimizer(EngineSurface, FP32Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, **arguments: Any) -> None:
         ZeROOptimizer.__init__(self)
         FP32Optimizer.__init__(self, optimizer, **arguments)
+        link_values(self)

@@ -47,6 +47,7 @@ from megalowbit.engine.run_checks import (
     model_facts,
 )
 from megalowbit.engine.tensor_batch import check_first_batch
+from megalowbit.engine.user_gradients import attach_zero_grad
 from megalowbit.engine.zero_values import zero_stage
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.regularizer import DualRangeRegularizer
@@ -178,6 +179,7 @@ def _finish(
 
     engine.clip_fp32_gradients = _leave_clipping_to_the_optimizer
     engine.checkpoint_engine = AtomicCheckpointEngine(engine)
+    attach_zero_grad(engine)
     engine.regularizer = regularizer
     engine.process_grid = grid
     attach_pipeline(engine)
@@ -250,4 +252,4 @@ def _warn_of_schedules(parts: DeepSpeedConfigParts, recipe: Recipe | None) -> No
 
 
 def _leave_clipping_to_the_optimizer() -> None:
-    """Take the place of the engine's own clipping, which fails without `.grad`."""
+    """Take the place of the engine's own clipping, which would come before S is divided out."""

@@ -8,7 +8,7 @@ ranks hold alike, which are counted once. So squares just add up over all ranks,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,13 @@ class Piece(NamedTuple):
     parameter: torch.nn.Parameter
     gradient: Tensor
     start: int
+
+
+class BeforeMeasure(Protocol):
+    """Adds to the gradients of a step before they are measured."""
+
+    def __call__(self, pieces: list[Piece], loss_scale: float) -> object:
+        """`pieces` are this rank's; their gradients are multiplied by `loss_scale`."""
 
 
 class GradientPieces:
@@ -67,6 +74,10 @@ class GradientPieces:
         self._gradient_norm = gradient_norm
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._is_counted = [_is_counted(parameter, copies) for parameter in parameters]
+
+    def name_of(self, parameter: torch.nn.Parameter) -> str:
+        """Its name."""
+        return self._names[self._places[id(parameter)]]
 
     def measure(
         self, pieces: Sequence[Piece], *, count_zeros: bool, figures: Sequence[Tensor] = ()

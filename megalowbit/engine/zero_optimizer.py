@@ -5,27 +5,28 @@ DeepSpeed's. Ours is what decides a step: the pieces are measured by one pass an
 so that inf and NaN are found in every precision and on model-parallel ranks too, the norm counts every
 parameter once, and the scale changes only after the step that it belongs to. The engine builds its own
 class; `adopt` then gives the object one of the two classes below, which override no more than they name.
-DeepSpeed leaves gradients of parameters that a step has not used in its buffers; they are cleared here, or
-they would be applied again. Not covered: where an overflow was before ranks were averaged.
+DeepSpeed leaves gradients of parameters that a step has not used in its buffers, and all of them after
+`zero_grad`; they are cleared here, or they would be applied again.
+Not covered: where an overflow was before ranks were averaged.
 What is used of DeepSpeed is listed, with what breaks without it, in engine/deepspeed_internals.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
 from torch import Tensor
 
-from megalowbit import process_group
-from megalowbit.engine.zero_measure import GradientPieces, Piece
+from megalowbit.engine.user_gradients import NO_GRADIENTS, check_shape, piece_of
+from megalowbit.engine.zero_measure import BeforeMeasure, GradientPieces, Piece
+from megalowbit.engine.zero_phases import PhaseTimers, scaled_learning_rates
 from megalowbit.engine.zero_scaler import ZeroLossScaler
 from megalowbit.errors import UserError
 from megalowbit.optim.grad_scaler import GradScaler
@@ -33,13 +34,6 @@ from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.layer_scaling import LayerScaling
 from megalowbit.optim.step_report import LastStep, StepReport
 from megalowbit.optim.timers import StepTimers, timed
-
-
-class BeforeMeasure(Protocol):
-    """Adds to the gradients of a step before they are measured."""
-
-    def __call__(self, pieces: list[Piece], loss_scale: float) -> object:
-        """`pieces` are this rank's; their gradients are multiplied by `loss_scale`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,24 +53,6 @@ class ZeroParts:
     before_measure: BeforeMeasure | None = None
 
 
-class PhaseTimers:
-    """Our timers by name of phase where DeepSpeed's code calls its own."""
-
-    def __init__(self, deepspeed_timers: Any, ours: StepTimers | None = None) -> None:
-        self.deepspeed_timers = deepspeed_timers
-        self.ours = ours
-
-    def __call__(self, name: str) -> Any:
-        return self.deepspeed_timers(name)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.deepspeed_timers, name)
-
-    def milliseconds(self) -> dict[str, float]:
-        """Of our phases; empty where nobody asked for times."""
-        return self.ours.milliseconds() if self.ours is not None else {}
-
-
 class ZeroSurface(LastStep):
     """What both classes share: the same names as our optimizer at stage 0 has them.
 
@@ -86,13 +62,16 @@ class ZeroSurface(LastStep):
     """
 
     _parts: ZeroParts
+    _has_sums: bool  # since the last step, of any micro-batch
+    _has_gradients: bool  # of all micro-batches, or set by hand
+    _is_stepping: bool
+    is_gradient_accumulation_boundary: Callable[[], bool]
     _timers: PhaseTimers
     report: StepReport | None
     layer_scaling: LayerScaling | None
     log_num_zeros_in_grad: bool
     overflow: bool
     param_groups: list[dict[str, Any]]
-    averaged_gradients: dict[int, Any]  # tensors of each group, or None
     _global_grad_norm: float | None
 
     def adopt(self, parts: ZeroParts, *, log_num_zeros_in_grad: bool) -> None:
@@ -103,6 +82,7 @@ class ZeroSurface(LastStep):
             self.__dict__.pop(name, None)
         self.report = None
         self.layer_scaling = None
+        self._has_sums = self._has_gradients = self._is_stepping = False
         self.log_num_zeros_in_grad = log_num_zeros_in_grad
 
     @property
@@ -162,6 +142,37 @@ class ZeroSurface(LastStep):
     def _clear(self) -> None:
         raise NotImplementedError
 
+    def _forget(self) -> None:
+        """Drop gradients that a backward has reduced; DeepSpeed's `zero_grad` has dropped `.grad`s."""
+        raise NotImplementedError
+
+    def _set_by_hand(self, hand_set: list[torch.nn.Parameter]) -> None:
+        """Write `.grad`s to where the step reads."""
+        raise NotImplementedError
+
+    def _after_reduction(self) -> None:
+        self._has_sums = True
+        self._has_gradients = self._has_gradients or self.is_gradient_accumulation_boundary()
+
+    def _clear_grads(self, deepspeed_zero_grad: Callable[[], object]) -> None:
+        deepspeed_zero_grad()
+        if self._has_sums and not self._is_stepping:  # DeepSpeed calls it in the middle of its step, too
+            self._forget()
+            self._clear()
+            self._has_sums = self._has_gradients = False
+
+    def _take_in(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Let gradients count that someone has set since the backward, which has left no `.grad`."""
+        hand_set = [each for each in parameters if each.grad is not None]
+        for parameter in hand_set:
+            assert parameter.grad is not None
+            check_shape(self._parts.gradients.name_of(parameter), parameter.grad, parameter)
+        if hand_set:
+            self._set_by_hand(hand_set)
+            self._has_sums = self._has_gradients = True
+        for parameter in hand_set:
+            parameter.grad = None
+
     def _measure(self) -> Tensor:
         """Norm of the scaled gradients as 0-dim float64 on the host, infinite where some are not finite."""
         pieces, parts, loss_scale = self._pieces(), self._parts, self._parts.loss_scaler.cur_scale
@@ -183,17 +194,19 @@ class ZeroSurface(LastStep):
         )
         return torch.tensor(torch.inf if flag else norm, dtype=torch.float64)
 
-    def _has_gradients(self) -> bool:
-        return any(each is not None for each in self.averaged_gradients.values())
-
     def _take_step(self, deepspeed_step: Callable[[], object], closure: object) -> StepReport:
         if closure is not None:
             raise TypeError("step takes no closure: call backward first")
-        if not self._has_gradients():
-            raise UserError("engine.step() before any backward: call engine.backward(loss) first")
+        if not self._has_gradients:
+            raise UserError(NO_GRADIENTS)
         self.report = None
-        with scaled_learning_rates(self.param_groups):
-            deepspeed_step()
+        self._is_stepping = True
+        try:
+            with scaled_learning_rates(self.param_groups):
+                deepspeed_step()
+        finally:
+            self._is_stepping = False
+        self._has_sums = self._has_gradients = False
         report: StepReport | None = self.report
         assert report is not None
         self._clear()
@@ -226,11 +239,24 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
 
     def step(self, closure: object = None) -> StepReport:
         """As `MegatronOptimizer.step`; collective over all ranks."""
-        return self._take_step(lambda: DeepSpeedZeroOptimizer.step(self), closure)
+        if not self.ready_for_gradients:  # else they are a backward's, and not reduced yet
+            self._take_in(parameter for group in self.bit16_groups for parameter in group)
+        was_linked: bool = self._hp_optimizer_states_linked  # type: ignore[has-type]
+        report = self._take_step(lambda: DeepSpeedZeroOptimizer.step(self), closure)
+        if not was_linked and self._hp_optimizer_states_linked:  # type: ignore[has-type]
+            # DeepSpeed did it after the first group's update, when the other groups had no states yet
+            self._hp_optimizer_states_linked = False
+            self._lazy_init_hp_params_optimizer_state()
+        return report
 
-    def _has_gradients(self) -> bool:
-        # with offload they are in buffers on the host, which are always there
-        return bool(self.cpu_offload) or super()._has_gradients()
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
+        """Forget all gradients since the last step."""
+        self._clear_grads(lambda: DeepSpeedZeroOptimizer.zero_grad(self, set_to_none=True))
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Called by DeepSpeed where gradients have been reduced."""
+        DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue(self)
+        self._after_reduction()
 
     def scaled_global_norm(self, norm_type: float = 2) -> Tensor:  # noqa: ARG002
         """Called by DeepSpeed's step, which skips where it is infinite and clips by it otherwise."""
@@ -273,6 +299,23 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
         places = [self.grad_position[self.get_param_id(each)] for each in parameters]
         return [flat.narrow(0, int(offset), int(count)) for _, _, offset, count in places]
 
+    def _forget(self) -> None:
+        self.micro_step_id = INITIAL_MICRO_STEP_ID  # the next backward is the first
+        for group in range(len(self.bit16_groups)):
+            self.averaged_gradients[group] = self.all_grad_tensors[group] = None
+        if self.cpu_offload:
+            self._offload_accumulated_param_ids.clear()
+            self.reset_cpu_buffers()
+
+    def _set_by_hand(self, hand_set: list[torch.nn.Parameter]) -> None:
+        for group in range(len(self.bit16_groups)):
+            if not self.cpu_offload and self.averaged_gradients.get(group) is None:
+                self.averaged_gradients[group] = self._build_compact_grad_partition_buffer(group)
+        for parameter in hand_set:
+            assert parameter.grad is not None
+            values, parameter.grad = parameter.grad, None
+            safe_set_full_grad(parameter, values)
+
     def _clear(self) -> None:
         if self.cpu_offload:
             for partition in self.single_partition_of_fp32_groups:
@@ -287,11 +330,17 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
 
     def step(self, closure: object = None) -> StepReport:
         """As `MegatronOptimizer.step`; collective over all ranks."""
+        self._take_in(parameter for group in self.fp16_groups for parameter in group)
         return self._take_step(lambda: DeepSpeedZeroOptimizer_Stage3.step(self), closure)
 
-    def _has_gradients(self) -> bool:
-        # offloaded ones are in the partitions' own .grad, zero before the first backward
-        return bool(self.offload_optimizer) or super()._has_gradients()
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
+        """Forget all gradients since the last step."""
+        self._clear_grads(lambda: DeepSpeedZeroOptimizer_Stage3.zero_grad(self, set_to_none=True))
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Called by DeepSpeed after each backward."""
+        DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue(self)
+        self._after_reduction()
 
     def _get_norm_groups(self) -> list[Tensor]:
         return [self._measure()]
@@ -313,24 +362,24 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
                 if count:
                     yield Piece(parameter, gradient.view(-1).narrow(0, 0, count), start)
 
+    def _forget(self) -> None:
+        self.averaged_gradients.clear()
+        self._offload_boundary_param_ids.clear()
+        self.reset_cpu_buffers()
+
+    def _set_by_hand(self, hand_set: list[Any]) -> None:
+        if not self._has_gradients:  # without a backward nothing has made the lists that the step reads
+            self.independent_gradient_partition_epilogue()
+        for parameter in hand_set:
+            assert parameter.grad is not None
+            rank, values = self._get_param_partition_rank(parameter), parameter.grad.float().view(-1)
+            safe_set_local_grad(parameter, piece_of(values, size=parameter.partition_numel(), rank=rank))
+
     def _clear(self) -> None:
         self.grad_partitions_flat_buffer.zero_()
         if self.offload_optimizer:
             for partition in self.fp32_partitioned_groups_flat:
                 partition.grad.zero_()
-
-
-@contextmanager
-def scaled_learning_rates(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Let a step see `lr` times `lr_scale` where a group has one; schedulers go on seeing `lr`."""
-    rates = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] *= group.get("lr_scale", 1.0)
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
 
 
 def adopt(optimizer: Any, parts: ZeroParts, *, log_num_zeros_in_grad: bool) -> Any:
@@ -348,14 +397,3 @@ def adopt(optimizer: Any, parts: ZeroParts, *, log_num_zeros_in_grad: bool) -> A
     optimizer.__class__ = found
     optimizer.adopt(parts, log_num_zeros_in_grad=log_num_zeros_in_grad)
     return optimizer
-
-
-def all_parameters(optimizer: Any) -> list[torch.nn.Parameter]:
-    """What a ZeRO optimizer trains, in its own order, which is that of every rank."""
-    groups = optimizer.fp16_groups if hasattr(optimizer, "fp16_groups") else optimizer.bit16_groups
-    return [parameter for group in groups for parameter in group]
-
-
-def world_group() -> dist.ProcessGroup | None:
-    """All ranks, which take each step together; None where there is one process."""
-    return dist.group.WORLD if process_group.world_size() > 1 else None

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megalowbit import process_group
 from megalowbit.engine.config import DeepSpeedConfigParts
 from megalowbit.engine.model_optimizer import HALF, copies_group
+from megalowbit.engine.user_gradients import piece_of
 from megalowbit.engine.zero_regularizer import PieceRegularizer
 from megalowbit.engine.zero_values import NOT_ELEMENTWISE
 from megalowbit.errors import UserError
@@ -103,7 +104,7 @@ class ZeroStart:
         from megalowbit.engine.zero_scaler import ZeroLossScaler
 
         assert self._instruments is not None
-        trained = zero_optimizer.all_parameters(engine.optimizer)
+        trained = _all_parameters(engine.optimizer)
         parts = zero_optimizer.ZeroParts(
             loss_scaler=ZeroLossScaler(self._grad_scaler),
             gradients=GradientPieces(
@@ -111,7 +112,7 @@ class ZeroStart:
                 names=[self._names[id(parameter)] for parameter in trained],
                 gradient_norm=self._settings.gradient_norm,
                 copies=copies_group(self._mpu),
-                group=zero_optimizer.world_group(),
+                group=_world_group(),
                 peers=dist.get_process_group_ranks(engine.seq_data_parallel_group),
             ),
             instruments=self._instruments,
@@ -161,8 +162,16 @@ def write_master(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
         return
     # the one for whole parameters fails where the last rank's piece is padded
     size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-    start = size * parameter._z3_optimizer._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
-    piece = values.new_zeros(size)
-    mine = values[start : start + size]
-    piece[: mine.numel()] = mine
-    safe_set_local_fp32_param(parameter, piece)
+    rank = parameter._z3_optimizer._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
+    safe_set_local_fp32_param(parameter, piece_of(values, size=size, rank=rank))
+
+
+def _all_parameters(optimizer: Any) -> list[torch.nn.Parameter]:
+    """What a ZeRO optimizer trains, in its own order, which is that of every rank."""
+    groups = optimizer.fp16_groups if hasattr(optimizer, "fp16_groups") else optimizer.bit16_groups
+    return [parameter for group in groups for parameter in group]
+
+
+def _world_group() -> dist.ProcessGroup | None:
+    """All ranks, which take each step together; None where there is one process."""
+    return dist.group.WORLD if process_group.world_size() > 1 else None

@@ -204,9 +204,9 @@ def _rows_at_a_time(weight: Tensor) -> int:
 
 def _gradient_of(weight: Tensor) -> Tensor:
     """Where the weight's gradient adds up; made of zeros if the loss has given it none."""
-    gradient = getattr(weight, "main_grad", None)
-    if gradient is not None:
-        return gradient
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    return weight.grad
+    if weight.grad is not None:  # where there is a `main_grad`, its memory, or what will be copied there
+        return weight.grad
+    gradient: Tensor | None = getattr(weight, "main_grad", None)
+    if gradient is None:
+        gradient = weight.grad = torch.zeros_like(weight)
+    return gradient

@@ -82,13 +82,14 @@ class LocalDDP(torch.nn.Module):
         self._own.zero()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
-        """The same as `zero_grad_buffer`: here are no other gradients."""
+        """The same as `zero_grad_buffer`; `module.zero_grad()` and `.grad = None` forget gradients too."""
         self.zero_grad_buffer()
 
     @torch.no_grad()
     def allreduce_gradients(self) -> None:
         """Average the gradients over the group: one collective, in which every rank must take part.
 
+        A `.grad` that was cleared or set since the backward counts as it is; every parameter has one then.
         An infinity or NaN of one rank reaches all, so all of them skip the step.
         """
         if self._world_size == 1:

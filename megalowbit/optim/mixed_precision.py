@@ -28,7 +28,8 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
 
     The inner optimizer's parameters are replaced by fp32 masters. Groups: `float16_groups` (model),
     `fp32_from_float16_groups` (their masters), `fp32_from_fp32_groups` (model parameters that are fp32).
-    Source: Megatron-LM's class of the same name.
+    After a backward `.grad` of a half parameter is its fp32 sum: `model.zero_grad()` forgets it, and a
+    `.grad` that was set is applied. Source: Megatron-LM's class of the same name.
 
     Args:
         optimizer: torch optimizer over the model's parameters; its updates are fastest, and need no early
@@ -86,6 +87,8 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
 
 class FP32Optimizer(MegatronOptimizer):
     """The same facts, clipping and skipping for a model that is fp32 throughout; there is no loss scale.
+
+    `.grad` means what it does in torch, but for None, which is a gradient of zero.
 
     Args:
         optimizer: torch optimizer over the model's parameters.

@@ -169,8 +169,9 @@ class MegatronOptimizer(LastStep, torch.optim.Optimizer):
 
         Collective over the model-parallel and the training group. Gradients must already be averaged over
         data parallel. `before_step` is called first, with S: what it adds to the gradients is inspected,
-        clipped and, where they overflow, dropped as they are. The host reads the device once, after an
-        update has been launched; before it if the inner optimizer, unlike torch's fused ones, cannot skip.
+        clipped and, where they overflow, dropped as they are. Without any gradient since the last step
+        moments and weight decay still move the weights. The host reads the device once, after an update has
+        been launched; before it if the inner optimizer, unlike torch's fused ones, cannot skip.
 
         Returns:
             A tuple `(True, norm, num_zeros)`, or `(False, None, None)` after a skip, which leaves masters,
@@ -181,12 +182,16 @@ class MegatronOptimizer(LastStep, torch.optim.Optimizer):
         return take_step([self], self.grad_scaler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
-        """Clear the gradients of model and masters; `.grad`s are always set to None, `main_grad`s to zero."""
+        """Clear the gradients of model and masters; `.grad`s are always set to None, `main_grad`s to zero.
+
+        `zero_grad` of the model, or of a part of it, does the same for its parameters.
+        """
         self.gradients.zero()
 
     def begin_step(self, loss_scale: float) -> None:
         """Make the gradients ready to be measured; first of what `take_step` calls."""
         self.gradients.check_factors()
+        self.gradients.collect()
         self._are_gradients_cleared = False
         if self.before_step is not None:
             self.before_step(loss_scale)
@@ -316,6 +321,7 @@ class MegatronOptimizer(LastStep, torch.optim.Optimizer):
 
     def has_gradient(self, model_parameter: torch.Tensor) -> bool:
         """Whether a gradient of a trained parameter waits for the next step. Reads the device."""
+        self.gradients.collect()
         gradient = self.gradients.of(model_parameter)
         return gradient is not None and bool(gradient.any())
 

@@ -6,7 +6,7 @@ precision. Buffers are found anew at each use, because a data-parallel wrapper m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,9 +50,30 @@ class StepGradients:
         self.later_stages = 0
         self._is_counted = [is_counted_once(model, copies) for model in self._models]
 
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """Each model parameter with its name."""
+        return ((self._names[id(model)], model) for model in self._models)
+
     def of(self, model: Any) -> torch.Tensor | None:
         """The scaled gradient of a model parameter, fp32 or in its own dtype; None: it has none."""
         return model.main_grad if self._has_main_grad else model.grad
+
+    def collect(self) -> None:
+        """Take in what was done to `.grad` since backward, where a `GradBuffer` keeps the sums.
+
+        Raises:
+            UserError: a `.grad` does not fit its parameter.
+        """
+        for buffer in self._buffers():
+            buffer.collect(self._names)
+
+    def are_there(self) -> bool:
+        """Whether a backward, or someone by hand, has left any gradient since the last step."""
+        self.collect()
+        if any(buffer.has_gradients() for buffer in self._buffers()):
+            return True
+        others = (self.of(model) for model in self._others())
+        return any(gradient is not None and bool(gradient.any()) for gradient in others)
 
     def measure(self, kind: GradientNorm, **options: Any) -> torch.Tensor:
         """Norm, flag and zeros, (3,) float64; `options` and the rest as for `measure_gradients`."""
@@ -74,7 +95,7 @@ class StepGradients:
         if not self._has_main_grad:
             return
         for buffer in self._buffers():
-            buffer.zero(model for model in self._models if getattr(model, "grad_buffer", None) is buffer)
+            buffer.zero(self._models_in(buffer))
         others = [model.main_grad for model in self._others()]
         if others:
             torch._foreach_zero_(others)
@@ -82,7 +103,7 @@ class StepGradients:
     def were_zeroed(self) -> None:
         """To be called after an update that has cleared all `main_grad`s while it read them."""
         for buffer in self._buffers():
-            buffer.was_zeroed()
+            buffer.was_zeroed(self._models_in(buffer))
 
     def overflow_here(self, *, is_before: bool) -> RankOverflow:
         """Which gradients of this rank are not finite, in the order of backward; reads the device.
@@ -127,6 +148,9 @@ class StepGradients:
             return []
         buffers = [getattr(model, "grad_buffer", None) for model in self._models]
         return list({id(buffer): buffer for buffer in buffers if buffer is not None}.values())
+
+    def _models_in(self, buffer: GradBuffer) -> list[Any]:
+        return [model for model in self._models if getattr(model, "grad_buffer", None) is buffer]
 
     def _others(self) -> list[Any]:
         """Parameters whose gradients are in no buffer of this package."""

@@ -24,8 +24,9 @@ class StepOptions(TypedDict, total=False):
     Attributes:
         clip_grad: largest gradient norm; 0 turns clipping off.
         log_num_zeros_in_grad: count exact zeros at each step.
-        params_have_main_grad: gradients add up in fp32 `main_grad`s; if the parameters have none, a
-            `GradBuffer` is made. False reads `.grad` at `step`; a parameter without one is not updated.
+        params_have_main_grad: gradients add up in fp32 `main_grad`s, which `.grad` shows after a backward; if
+            the parameters have none, a `GradBuffer` is made. False reads `.grad` at `step`; a parameter
+            without one is not updated.
         model_parallel_group: over which norm, zeros and overflow are reduced; None: not sharded.
         tensor_parallel_group: ranks within `model_parallel_group` that hold copies of what is not sharded, so
             that the first one counts it; None: all of `model_parallel_group`.

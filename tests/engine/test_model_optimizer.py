@@ -203,7 +203,9 @@ def test_a_regularizer_adds_its_gradients_at_each_step():
         def add_gradients(self, loss_scale):
             scales.append(loss_scale)
 
-    optimizer = wrap(Model(), regularizer=Regularizer(), grad_scaler={"type": "constant", "scale": 8.0})
+    model = Model()
+    optimizer = wrap(model, regularizer=Regularizer(), grad_scaler={"type": "constant", "scale": 8.0})
+    next(model.parameters()).main_grad.fill_(1.0)
     optimizer.step()
     assert scales == [8.0]
 

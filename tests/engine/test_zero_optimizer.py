@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.zero_optimizer import PhaseTimers, adopt, scaled_learning_rates
+from megalowbit.engine.zero_optimizer import adopt
 from megalowbit.errors import UserError
 from megalowbit.optim.timers import StepTimers
 
@@ -48,18 +48,6 @@ def test_timers_of_ours_and_of_deepspeed_live_side_by_side(stage):
     assert list(engine.optimizer.timers.milliseconds()) == ["inspect"]
 
 
-def test_a_phase_timer_passes_on_what_is_deepspeeds():
-    class Theirs:
-        def __call__(self, name):
-            return f"timer {name}"
-
-        def log(self, names):
-            return f"log {names}"
-
-    timers = PhaseTimers(Theirs())
-    assert (timers("step"), timers.log(["a"])) == ("timer step", "log ['a']")
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_neither_closures_nor_later_parameters_are_taken(stage):
     optimizer = start(stage).optimizer
@@ -75,21 +63,6 @@ def test_a_backward_without_the_scale_is_an_error_with_a_constant_scale_too(stag
     assert engine.optimizer.needs_scaler()
     with pytest.raises(RuntimeError, match="Loss scaling is required"):
         engine(torch.ones(1, 3).half()).float().sum().backward()
-
-
-def test_rates_are_scaled_inside_only_also_after_an_error():
-    groups = [{"lr": 1.0, "lr_scale": 0.5}, {"lr": 2.0}]
-    seen = []
-
-    def fail():
-        with scaled_learning_rates(groups):
-            seen.extend(group["lr"] for group in groups)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert seen == [0.5, 2.0]
-    assert [group["lr"] for group in groups] == [1.0, 2.0]
 
 
 def test_an_optimizer_of_another_kind_is_not_adopted():

@@ -31,8 +31,8 @@ def test_micro_batches_add_up_in_fp32(micro_batches, seed):
             total += p.grad.double()
             p.grad = None
     for total, p in zip(expected, half.parameters(), strict=True):
-        assert p.grad is None
-        assert p.main_grad.dtype == torch.float32
+        assert p.main_grad.dtype == p.grad.dtype == torch.float32
+        assert p.grad.data_ptr() == p.main_grad.data_ptr()  # nothing is kept in half precision
         torch.testing.assert_close(p.main_grad.double(), total, rtol=1e-6, atol=1e-6)
 
 

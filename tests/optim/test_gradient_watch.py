@@ -32,7 +32,7 @@ def test_the_maximum_of_all_micro_batches_survives_a_buffer_that_takes_the_gradi
         reference.zero_grad()
         backward(reference, micro_batch, scale=8.0)
         expected = max(expected, *(p.grad.abs().max().item() for p in reference.parameters()))
-    assert model[0].weight.grad is None
+    assert model[0].weight.grad.dtype == torch.float32  # the sums
     assert watch.take().tolist() == [expected]
     assert watch.take().tolist() == [0.0]  # forgotten
 

@@ -3,6 +3,14 @@
 import pytest
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer
 from megalowbit.engine.overflow_retry import COUNTERS
@@ -105,3 +113,24 @@ def test_our_optimizer_is_of_the_kind_that_the_engine_lets_scale_the_loss(engine
     assert isinstance(engine.optimizer, ZeROOptimizer), (
         "fp16 gradients would underflow: the loss is not scaled"
     )
+
+
+def test_functions_for_whole_values_ask_the_parameter_for_the_methods_that_we_put_there(monkeypatch):
+    parameter, asked = torch.nn.Parameter(torch.ones(1)), []
+    parameter._hp_mapping = None
+    for name in ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad"):
+        monkeypatch.setattr(parameter, name, lambda *a, name=name: asked.append((name, *a)), raising=False)
+    safe_get_full_fp32_param(parameter)
+    safe_set_full_fp32_param(parameter, 1)
+    safe_get_full_optimizer_state(parameter, "key")
+    safe_set_full_optimizer_state(parameter, 2, "key")
+    safe_get_full_grad(parameter)
+    safe_set_full_grad(parameter, 3)
+    assert asked == [
+        ("get_full_hp_param",),
+        ("set_full_hp_param", 1),
+        ("get_full_hp_param", "key"),
+        ("set_full_hp_param", 2, "key"),
+        ("get_full_hp_grad",),
+        ("set_full_hp_grad", 3),
+    ], "masters, moments and gradients of stage 0 would be None"

@@ -3,11 +3,15 @@
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from deepspeed.utils import (
     groups,
     safe_get_full_fp32_param,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_local_fp32_param,
+    safe_set_local_grad,
 )
 
 from megalowbit.engine.deepspeed_internals import INTERNALS
@@ -94,7 +98,7 @@ def test_the_scale_that_gradients_have_is_the_one_they_are_divided_by(stage):
 def test_stock_zero_halves_the_update_where_its_scale_grows(monkeypatch):
     """Why the scale is changed after the step; once this fails, DeepSpeed has mended its own."""
     # stock fp16 starts on CPUs with fp16 instructions only, and these few numbers need none
-    monkeypatch.setattr(deepspeed.accelerator.get_accelerator(), "is_fp16_supported", lambda: True)
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     start(1)  # a process group
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -173,3 +177,29 @@ def test_optimizers_have_the_internals_that_we_use(stage, offload):
             assert stage not in stages or (owner, name) in seen, (
                 f"DeepSpeed's {owner} has no {name} at ZeRO stage {stage} now; on it depends: {breaks}"
             )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_was_written_is_the_one_that_is_applied(stage):
+    engine = start(stage, precision="bf16")
+    engine.backward(engine())
+    safe_set = safe_set_local_grad if stage == 3 else safe_set_full_grad
+    safe_set(engine.module.weight, torch.full((3,), 4.0))
+    before = safe_get_full_fp32_param(engine.module.weight).clone()
+    engine.step()
+    moved = before - safe_get_full_fp32_param(engine.module.weight)
+    assert moved.tolist() == pytest.approx([4.0] * 3), "a gradient set by hand would not be applied"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_reduction_ends_in_the_epilogue_and_each_step_starts_the_count_again(stage, monkeypatch):
+    engine = start(stage, precision="bf16", steps=2)
+    ended, kind = [], type(engine.optimizer)
+    original = kind.independent_gradient_partition_epilogue
+    monkeypatch.setattr(
+        kind, "independent_gradient_partition_epilogue", lambda self: ended.append(1) or original(self)
+    )
+    first = 0 if stage == 3 else INITIAL_MICRO_STEP_ID
+    step(engine)
+    assert len(ended) == (1 if stage == 1 else 2), "a step would be refused though a backward came before it"
+    assert engine.optimizer.micro_step_id == first, "after zero_grad the next gradients would be added to"

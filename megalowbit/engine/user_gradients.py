@@ -1,0 +1,79 @@
+"""What users do to gradients between backward and step, with one meaning at every ZeRO stage.
+
+DeepSpeed's `zero_grad`s drop `.grad`, in which stages 1 to 3 keep nothing once a backward is over: what they
+have reduced stays and is added to. Here `engine.zero_grad()` and `engine.module.zero_grad()` ask the
+optimizer to forget. And a `.grad` that someone sets after the backward, which those stages never read, is
+written to where they keep their pieces. Not covered there: `zero_grad` of a part of the model, and
+`.grad = None` of one parameter, both of which leave no trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalowbit.errors import UserError
+
+NO_GRADIENTS = "engine.step() before any backward: call engine.backward(loss) first"
+
+
+class ZeroGrad:
+    """`zero_grad` of an engine's module: the module's own, and the optimizer forgets its sums.
+
+    A copy of the module has the method of its class again.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizer: Any) -> None:
+        self._module, self._optimizer = module, weakref.ref(optimizer)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        type(self._module).zero_grad(self._module, set_to_none)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.zero_grad()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return types.MethodType(type(self._module).zero_grad, copy.deepcopy(self._module, memo))
+
+
+def attach_zero_grad(engine: Any) -> None:
+    """Let `engine.zero_grad()` and `engine.module.zero_grad()` forget all gradients since the last step."""
+    engine.module.zero_grad = engine.zero_grad = ZeroGrad(engine.module, engine.optimizer)
+
+
+def check_shape(name: str, gradient: Tensor, parameter: torch.nn.Parameter) -> None:
+    """Refuse a gradient that does not fit.
+
+    Args:
+        name: of the parameter.
+        gradient: set by hand.
+        parameter: whole, or partitioned by ZeRO stage 3.
+
+    Raises:
+        UserError: names both shapes and devices.
+    """
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    if (gradient.shape, gradient.device) != (shape, parameter.device):
+        raise UserError(
+            f"{name}.grad has shape {tuple(gradient.shape)} on {gradient.device}, the parameter "
+            f"{tuple(shape)} on {parameter.device}: set a gradient of that shape and device"
+        )
+
+
+def piece_of(values: Tensor, *, size: int, rank: int) -> Tensor:
+    """A rank's piece of the flattened `values` as ZeRO stage 3 cuts them, padded with zeros.
+
+    Args:
+        values: (numel,) of the whole parameter.
+        size: elements of a piece.
+        rank: which piece.
+    """
+    piece = values.new_zeros(size)
+    mine = values[rank * size : (rank + 1) * size]
+    piece[: mine.numel()] = mine
+    return piece

@@ -1,0 +1,186 @@
+"""Gradients that users clear or set mean the same at every ZeRO stage, in every precision."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from staged_engines import DTYPES, STAGES, S, backward, make, masters, same
+
+from megalowbit.errors import UserError
+
+NO_BACKWARD = r"^engine.step\(\) before any backward: call engine.backward"
+
+every_stage = pytest.mark.parametrize("stage", STAGES)
+every_precision = pytest.mark.parametrize("precision", DTYPES)
+
+
+CLEARING = {
+    "engine": lambda engine: engine.zero_grad(),
+    "module": lambda engine: engine.module.zero_grad(),
+    "module, zeros": lambda engine: engine.module.zero_grad(set_to_none=False),
+    "optimizer": lambda engine: engine.optimizer.zero_grad(),
+    "optimizer, zeros": lambda engine: engine.optimizer.zero_grad(set_to_none=False),
+}
+
+
+@every_precision
+@every_stage
+def test_cleared_gradients_leave_nothing_behind(stage, precision):
+    engine, twin = make(stage, precision), make(stage, precision)
+    for seed, clear in enumerate(CLEARING.values()):
+        backward(engine, 5.0, seed + 10)
+        clear(engine)
+        for one in (engine, twin):
+            backward(one, 1.0, seed)
+            one.step()
+        assert engine.get_global_grad_norm() == twin.get_global_grad_norm()
+        assert same(engine, twin)
+        engine.zero_grad()  # as Trainer does after each step
+        assert engine.was_step_applied()
+
+
+@every_precision
+@every_stage
+def test_gradients_cleared_between_micro_batches_leave_nothing_behind(stage, precision):
+    engine, twin = make(stage, precision, micro_batches=2), make(stage, precision, micro_batches=2)
+    for seed, clear in enumerate(CLEARING.values()):
+        backward(engine, 5.0, seed + 10)
+        engine.step()
+        clear(engine)
+        backward(twin, 0.0, seed + 10)
+        twin.step()
+        for one in (engine, twin):
+            backward(one, 1.0, seed)
+            one.step()
+        assert engine.get_global_grad_norm() == twin.get_global_grad_norm()
+        assert same(engine, twin)
+    assert engine.global_steps == len(CLEARING)
+
+
+@every_stage
+def test_a_step_without_gradients_is_refused_and_leaves_the_run_alone(stage):
+    engine, twin = make(stage), make(stage)
+    with pytest.raises(UserError, match=NO_BACKWARD):
+        engine.step()
+    for one in (engine, twin):
+        backward(one)
+        one.step()
+    with pytest.raises(UserError, match=NO_BACKWARD):
+        engine.step()
+    backward(engine)
+    engine.zero_grad()
+    with pytest.raises(UserError, match=NO_BACKWARD):
+        engine.step()
+    for one in (engine, twin):
+        backward(one, seed=1)
+        one.step()
+    assert same(engine, twin)
+
+
+@every_stage
+def test_a_step_after_an_overflow_needs_a_backward_too(stage):
+    engine = make(stage, "fp16")
+    backward(engine, torch.inf)
+    engine.step()
+    assert not engine.was_step_applied()
+    with pytest.raises(UserError, match=NO_BACKWARD):
+        engine.step()
+
+
+@every_stage
+def test_a_step_inside_accumulation_does_nothing(stage):
+    engine = make(stage, micro_batches=3)
+    before = masters(engine)
+    for _ in range(2):
+        engine.step()
+    assert all(torch.equal(*pair) for pair in zip(before, masters(engine), strict=True))
+
+
+def set_by_hand(engine, values):
+    """As a user would; at stage 3 the whole parameter has to be there."""
+    import deepspeed
+
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, enabled=engine.zero_optimization_stage() == 3):
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.grad = None if value is None else value.to(parameter)
+
+
+def some_gradients(engine):
+    shapes = [getattr(parameter, "ds_shape", parameter.shape) for parameter in engine.module.parameters()]
+    return [torch.full(shape, 2.0**-place) for place, shape in enumerate(shapes)]
+
+
+@every_precision
+@every_stage
+@pytest.mark.parametrize("is_after_backward", [True, False])
+def test_gradients_set_by_hand_are_applied(stage, precision, is_after_backward):
+    engine, twin = make(stage, precision), make("0", precision)
+    values = some_gradients(engine)
+    for _ in range(2):
+        if is_after_backward:
+            backward(engine, 7.0)
+        set_by_hand(engine, values)
+        engine.step()
+        for parameter, value in zip(twin.module.parameters(), values, strict=True):
+            parameter.main_grad.copy_(value)
+        twin.step()
+    norm = sum(each.double().square().sum() for each in values).sqrt().item()
+    assert engine.get_global_grad_norm() == pytest.approx(norm / (S if precision == "fp16" else 1), rel=1e-6)
+    for one, two in zip(masters(engine), masters(twin), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+
+
+@every_stage
+def test_a_gradient_set_by_hand_replaces_that_of_its_parameter_alone(stage):
+    engine, twin = make(stage), make(stage)
+    for one in (engine, twin):
+        backward(one)
+    values = [None, torch.full((5,), 0.5), None, None]
+    set_by_hand(engine, values)
+    if stage == "0":  # None would mean that there is none
+        for parameter, value in zip(engine.module.parameters(), values, strict=True):
+            parameter.grad = parameter.main_grad if value is None else parameter.grad
+    safe_set_full_grad(list(twin.module.parameters())[1], values[1])
+    for one in (engine, twin):
+        one.step()
+    assert engine.get_global_grad_norm() == pytest.approx(twin.get_global_grad_norm(), rel=1e-6)
+    assert same(engine, twin)
+
+
+@every_stage
+def test_a_gradient_of_another_shape_is_an_error_that_names_its_parameter(stage):
+    engine = make(stage)
+    backward(engine)
+    set_by_hand(engine, some_gradients(engine))
+    list(engine.module.parameters())[1].grad.data = torch.zeros(3, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match=r"0\.bias\.grad has shape \(3,\) on cpu, the parameter \(5,\)"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2"])
+def test_a_copy_of_the_module_clears_its_own_gradients_alone(stage):
+    engine = make(stage)
+    copied = copy.deepcopy(engine.module)
+    again = copy.deepcopy(copied)
+    x = torch.ones(1, 6, dtype=torch.bfloat16)
+    backward(engine)
+    for one in (copied, again):
+        one(x).float().sum().backward()
+        one.zero_grad()
+        assert all(parameter.grad is None for parameter in one.parameters())
+    assert safe_get_full_grad(next(engine.module.parameters())).any()
+    engine.step()
+    assert engine.was_step_applied()
+
+
+def test_a_part_of_a_model_of_stage_0_is_pickled_without_its_engine():
+    engine = make("0")
+    backward(engine)
+    loaded = pickle.loads(pickle.dumps(engine.module[0].weight))
+    assert torch.equal(loaded, engine.module[0].weight)
+    engine.step()
+    assert engine.was_step_applied()
