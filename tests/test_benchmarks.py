@@ -57,6 +57,21 @@ def test_speculation_compares_looks_with_a_layer_of_no_controller():
     assert "64 tokens × 32→48, bf16, 3 layers\n" in chain
 
 
+def test_causality_prints_what_logits_depend_on(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_positions=16, n_embd=32, n_layer=1, n_head=2, vocab_size=256)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    block = '{"base": "nvfp4", "name": "mean", "split_input": {"method": "mean"}}'
+    printed = run("causality.py", "--checkpoint", tmp_path, "--recipe", "mxfp4", "--recipe", block)
+    found = {
+        line.split()[0]: [float(number) for number in line.split()[1:]] for line in printed.splitlines()[2:]
+    }
+    assert found["bf16"][:2] == found["mxfp4"][:2] == [0, 0]
+    assert found["mxfp4"][4] > 0.1
+    assert found["mean"][1] > 0.1
+
+
 def test_low_rank_compares_every_method_with_torchs():
     printed = run("low_rank.py", "--rounds", "2", "--shape", "96x64", "--rank", "4")
     for name in ("qb, warm", "whole split, qb", "power, warm, one step", "random", "sampled, 2 %"):
