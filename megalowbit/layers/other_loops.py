@@ -67,7 +67,7 @@ def check_training(
 
 
 def check_engine(model: nn.Module, names: tuple[str, ...]) -> None:
-    """What the stream's hook does at a model's first training forward; silent outside a stock engine.
+    """What the stream's hook does at a model's first training forward; outside engines it counts layers only.
 
     Args:
         model: that was converted.
@@ -77,7 +77,12 @@ def check_engine(model: nn.Module, names: tuple[str, ...]) -> None:
         UserError: as `check_training`.
     """
     engine = find_engine(model)
-    if engine is None or hasattr(engine, "process_grid"):
+    if engine is not None and hasattr(engine, "process_grid"):
+        return
+    if engine is None:  # single layers may have been put back by hand
+        layers = [each for name, each in model.named_modules() if name in names]
+        if layers and not any(isinstance(each, BitLinear) for each in layers):
+            raise UserError(_replaced(names, names[0], layers[0]))
         return
     problems = _problems(model, engine, None, None, names)
     if problems:
@@ -143,12 +148,7 @@ def _layer_problems(
     modules = dict(model.named_modules())
     replaced = [name for name in names if name in modules and name not in layers]
     if replaced:
-        kind = type(modules[replaced[0]]).__name__
-        return [
-            f"{len(replaced)} of {len(names)} low-bit layers were replaced after the model was converted "
-            f"({replaced[0]} is {kind}): turn off what replaces layers, such as tensor_parallel, or use "
-            "megalowbit.initialize"
-        ]
+        return [_replaced(names, replaced[0], modules[replaced[0]], len(replaced))]
     if not layers:
         if asked is not None and not asked.quantizes:
             return []
@@ -163,6 +163,14 @@ def _layer_problems(
             f"{shown(layers[other].recipe.name)}: convert the model with the block's recipe, or correct it"
         ]
     return []
+
+
+def _replaced(names: tuple[str, ...], name: str, layer: nn.Module, count: int | None = None) -> str:
+    return (
+        f"{len(names) if count is None else count} of {len(names)} low-bit layers were replaced after the "
+        f"model was converted ({name} is {type(layer).__name__}): turn off what replaces layers, such as "
+        "tensor_parallel or an injection policy, or use megalowbit.initialize"
+    )
 
 
 def _block_problems(block: Mapping[str, Any], engine: Any | None) -> list[str]:

@@ -119,3 +119,18 @@ def test_a_trainer_whose_block_names_another_recipe_ends_with_a_line_on_each_ran
     assert codes == [1, 1]
     for log in logs:
         assert "UserError: megalowbit.recipe is 'nvfp4', and layer model.layers.0.self_attn.q_proj has" in log
+
+
+def test_layers_that_stock_tensor_parallelism_replaces_end_the_first_forward(tmp_path):
+    text = BLOCKS[NAMES.index("deepspeed")]
+    text = text.replace('"zero_optimization": {"stage": 2}', '"tensor_parallel": {"autotp_size": 2}')
+    codes, logs = run_ranks(tmp_path, text, 2)
+    assert codes == [1, 1]
+    for log in logs:
+        assert "UserError: 14 of 14 low-bit layers were replaced after the model was converted" in log
+
+
+def test_a_state_that_accelerate_loads_sets_the_stream_back(tmp_path):
+    text = BLOCKS[NAMES.index("accelerate")] + "\nstream.advance()\naccelerator.load_state('out')\n"
+    facts, _ = run_program(tmp_path, text, 1)
+    assert facts[0]["step"] == 8

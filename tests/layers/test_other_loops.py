@@ -112,3 +112,20 @@ def test_without_an_engine_the_hook_is_silent_and_other_hooks_are_no_engine(capl
     model(torch.ones(2, 16)).sum().backward()
     assert mlb.random_stream(model).step == 1
     assert not caplog.records
+
+
+def test_layers_that_were_all_replaced_are_missed_at_the_next_training_forward():
+    model = net()
+    model[0], model[1] = nn.Linear(16, 16), nn.Linear(16, 16)
+    model.eval()
+    model(torch.ones(2, 16))
+    with pytest.raises(UserError, match=r"2 of 2 low-bit layers were replaced .*\(0 is Linear\)"):
+        model.train()(torch.ones(2, 16))
+
+
+def test_a_single_layer_put_back_by_hand_and_a_restored_model_are_left_alone():
+    model = net()
+    model[1] = nn.Linear(16, 16)
+    model(torch.ones(2, 16))
+    mlb.restore(model)
+    model(torch.ones(2, 16))
