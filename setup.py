@@ -35,6 +35,7 @@ setup(
         # constraints.txt: torch's CUDA builds bring the one they need.
         "test": [
             "pytest>=8",
+            "accelerate>=1.1",  # transformers' Trainer, which tests train with, needs it
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff>=0.9",

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from megalowbit.engine.parameter_split import split_weights
     from megalowbit.engine.pipeline import pipeline_module
     from megalowbit.errors import UserError
+    from megalowbit.hf.trainer_callback import MegalowbitCallback
     from megalowbit.layers.bitlinear import BitLinear
+    from megalowbit.layers.other_loops import check_training
     from megalowbit.layers.precision_switch import switch_precision
     from megalowbit.layers.recipe import Recipe, recipe, recipes
     from megalowbit.layers.regularizer import DualRangeRegularizer
@@ -68,6 +70,7 @@ _HOMES = {
     "LocalDDP": "optim.local_ddp",
     "MaxNormGradScaler": "optim.scale_strategies",
     "MaxValueGradScaler": "optim.scale_strategies",
+    "MegalowbitCallback": "hf.trainer_callback",
     "NormRatioGradScaler": "optim.scale_strategies",
     "OpClasses": "optim.op_classes",
     "OptimizerConfig": "optim.megatron",
@@ -79,6 +82,7 @@ _HOMES = {
     "autocast": "optim.autocast",
     "bit_layers": "layers.surgery",
     "cache_weights": "layers.surgery",
+    "check_training": "layers.other_loops",
     "convert": "layers.surgery",
     "get_megatron_optimizer": "optim.megatron",
     "initialize": "engine.initialize",
@@ -114,6 +118,7 @@ __all__ = [
     "LocalDDP",
     "MaxNormGradScaler",
     "MaxValueGradScaler",
+    "MegalowbitCallback",
     "NormRatioGradScaler",
     "OpClasses",
     "OptimizerConfig",
@@ -125,6 +130,7 @@ __all__ = [
     "autocast",
     "bit_layers",
     "cache_weights",
+    "check_training",
     "convert",
     "get_megatron_optimizer",
     "initialize",

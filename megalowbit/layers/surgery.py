@@ -35,6 +35,7 @@ from megalowbit.layers.kept_layers import (
 )
 from megalowbit.layers.observer import Observer
 from megalowbit.layers.opaque import advance
+from megalowbit.layers.other_loops import check_engine
 from megalowbit.layers.parallel_bitlinear import LOW_BIT, ParallelBitLinear
 from megalowbit.layers.partitioned import refuse_partitioned
 from megalowbit.layers.recipe import Recipe
@@ -74,11 +75,17 @@ _BITLINEAR_SLOTS = (
 class AdvanceStream:
     """Forward pre-hook: each training forward is one micro-batch.
 
-    An object rather than a closure, so that deepcopy and pickle take the stream along.
+    An object rather than a closure, so that deepcopy and pickle take the stream along. It also runs where
+    nothing else of ours does, so it looks who trains the model: at the first forward, and where other hooks
+    have come or gone since, as an engine's do.
     """
 
-    def __init__(self, stream: RandomStream) -> None:
+    layer_names: tuple[str, ...] = ()
+    hooks_seen = 0
+
+    def __init__(self, stream: RandomStream, layer_names: tuple[str, ...] = ()) -> None:
         self.stream = stream
+        self.layer_names = layer_names
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Advance the stream, except where checkpointing repeats a forward."""
@@ -89,7 +96,14 @@ class AdvanceStream:
             advance(self.stream.step_tensor)
         elif not is_recomputing():
             check_replica(self.stream)
+            if len(module._forward_pre_hooks) != self.hooks_seen:
+                check_engine(module, self.layer_names)
+                self.hooks_seen = len(module._forward_pre_hooks)
             self.stream.advance()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: a copy is another engine's."""
+        return {name: value for name, value in self.__dict__.items() if name != "hooks_seen"}
 
 
 def convert(
@@ -143,7 +157,7 @@ def convert(
     _replace_children(model, replacements)
     for name, layer in bit_layers(model).items():
         layer.layer_name, layer.random_stream = name, stream
-    model.register_forward_pre_hook(AdvanceStream(stream))
+    model.register_forward_pre_hook(AdvanceStream(stream, tuple(to_swap)))
     swapped = [
         SwappedLayer(name, _kind(old), new.in_features, new.out_features)
         for name, old in to_swap.items()

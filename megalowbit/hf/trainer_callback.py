@@ -1,0 +1,82 @@
+"""A callback for HuggingFace's Trainer: low-bit training as configured, or an error before the first step.
+
+Trainer reads its DeepSpeed configuration and ignores a `"megalowbit"` block, makes its own optimizer, and
+knows nothing of a model's random stream. At the start of training the callback compares block, layers, stream
+and optimizer. With each checkpoint it saves where the stream stands, in `trainer_state.json`, and a resumed
+run draws on from there. Not saved: directions that splits carry from micro-batch to micro-batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from megalowbit.errors import UserError
+from megalowbit.layers.other_loops import check_training
+from megalowbit.layers.surgery import random_stream
+
+logger = logging.getLogger(__name__)
+
+
+class MegalowbitCallback(TrainerCallback, ExportableState):
+    """`Trainer(…, callbacks=[MegalowbitCallback()])`, with a model converted before.
+
+    Raises:
+        UserError: at the start of training, see `check_training`.
+    """
+
+    def __init__(self) -> None:
+        self.random_stream: dict[str, int] | None = None  # as the last checkpoint has it
+        self._model: nn.Module | None = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        *,
+        model: nn.Module,
+        optimizer: object = None,
+        **_: Any,
+    ) -> None:
+        """Check what trains, and set the random stream to where a resumed checkpoint left it."""
+        if args.n_gpu > 1:
+            raise UserError(
+                f"Trainer wraps the model in nn.DataParallel for {args.n_gpu} GPUs, and its copies share one "
+                "random stream: start one process a GPU with torchrun or deepspeed"
+            )
+        settings = getattr(args, "hf_deepspeed_config", None)
+        check_training(model, optimizer=optimizer, config=None if settings is None else settings.config)
+        self._model = model
+        name = type(self).__name__
+        saved = state.stateful_callbacks.get(name)
+        if state.global_step:
+            self._resume(saved, state.global_step)
+        # Trainer looks for the key when it saves: a checkpoint written without this callback lacks it
+        state.stateful_callbacks[name] = self.state()
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes to `trainer_state.json`."""
+        stream = None if self._model is None else random_stream(self._model)
+        self.random_stream = None if stream is None else stream.state_dict()
+        return {"args": {}, "attributes": {"random_stream": self.random_stream}}
+
+    def _resume(self, saved: Any, step: int) -> None:
+        last = saved[-1] if isinstance(saved, list) and saved else saved
+        position = last.get("attributes", {}).get("random_stream") if isinstance(last, dict) else None
+        stream = None if self._model is None else random_stream(self._model)
+        if stream is None:
+            return
+        if position is None:
+            logger.warning(
+                "the checkpoint of step %d was saved without MegalowbitCallback and does not say where the "
+                "random stream stood: stochastic rounding goes on from micro-batch %d",
+                step,
+                stream.step,
+            )
+            return
+        stream.load_state_dict(position)

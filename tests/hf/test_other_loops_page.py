@@ -1,0 +1,136 @@
+"""docs/other-loops.md: each of its programs runs as it stands, with a tiny LLaMA, on one rank and on two."""
+
+import json
+import os
+import re
+
+import pytest
+from forks import Forked
+
+from launchers import ROOT, free_port
+
+PAGE = (ROOT / "docs" / "other-loops.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+NAMES = ("trainer", "trainer_deepspeed", "accelerate", "accelerate_deepspeed", "deepspeed", "ddp")
+# what the page calls model, dataset and loader
+BEFORE = """
+import json, os, sys
+os.environ["DS_ACCELERATOR"] = "cpu"
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=16, use_cache=False, **sizes))
+rows = [torch.arange(start, start + 8) for start in range(16)]
+dataset = [{"input_ids": row, "labels": row} for row in rows]
+loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+first, converted = model.lm_head.weight.detach().float().clone(), model
+import deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+"""
+AFTER = """
+import megalowbit as mlb
+facts = {
+    "products": mlb.product_counts(converted), "step": mlb.random_stream(converted).step,
+    "rank": mlb.random_stream(converted).rank,
+    "is_moved": not torch.equal(converted.lm_head.weight.detach().float(), first),
+    "weights": converted.lm_head.weight.detach().double().abs().sum().item(),
+}
+print("facts " + json.dumps(facts), flush=True)
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+"""
+MICRO_BATCHES = {"trainer": 4, "trainer_deepspeed": 8}  # of each rank; the loader's otherwise
+
+
+def run_ranks(folder, text, world_size):
+    """Exit codes and logs."""
+    script, port = folder / "program.py", free_port()
+    script.write_text(BEFORE + text + AFTER)
+    ranks = []
+    for rank in range(world_size):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        env = {**os.environ, **{name: str(value) for name, value in {**place, **address}.items()}}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        ranks.append(Forked(script, output=folder / f"{rank}.log", env=env, cwd=folder))
+    codes = [rank.wait() for rank in ranks]
+    logs = [(folder / f"{rank}.log").read_text() for rank in range(world_size)]
+    return codes, logs
+
+
+def run_program(folder, text, world_size):
+    """Facts and logs of each rank."""
+    codes, logs = run_ranks(folder, text, world_size)
+    assert codes == [0] * world_size, "\n".join(logs)
+    return [json.loads(re.search(r"^facts (.*)$", log, re.MULTILINE)[1]) for log in logs], logs
+
+
+def on_cpu(text):
+    return text.replace('TrainingArguments(\n    "out"', 'TrainingArguments("out"').replace(
+        'TrainingArguments("out"', 'TrainingArguments("out", use_cpu=True, report_to=[]'
+    )
+
+
+def test_the_page_has_these_programs():
+    assert len(BLOCKS) == len(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_of_the_page_trains_in_low_precision(tmp_path, name):
+    world_size = 2
+    facts, _ = run_program(tmp_path, on_cpu(BLOCKS[NAMES.index(name)]), world_size)
+    for rank, fact in enumerate(facts):
+        assert fact["is_moved"]
+        assert fact["rank"] == rank
+        is_split = name.startswith("accelerate")  # prepare() deals the loader's batches to ranks
+        expected = MICRO_BATCHES.get(name, 8 // world_size if is_split else 8)
+        assert fact["step"] == expected
+        assert sum(fact["products"]["output"].values()) == 14 * expected  # 2 blocks of 7 projections
+    assert len({fact["weights"] for fact in facts}) == 1, "ranks have trained apart"
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("trainer_deepspeed", 0), ("trainer_deepspeed", 3), ("deepspeed", 0), ("deepspeed", 1)],
+)
+def test_other_stages_of_zero_train_alike(tmp_path, name, stage):
+    text = on_cpu(BLOCKS[NAMES.index(name)]).replace('{"stage": 2}', json.dumps({"stage": stage}))
+    if stage == 3:  # weights lie in pieces
+        text += "\nwith deepspeed.zero.GatheredParameters([converted.lm_head.weight]):\n    moved = 1\n"
+        text += "deepspeed.zero.GatheredParameters([converted.lm_head.weight]).__enter__()\n"
+    facts, _ = run_program(tmp_path, text, 1)
+    assert facts[0]["is_moved"]
+    assert facts[0]["step"] == 8
+
+
+def test_a_stock_engine_in_half_precision_is_told_once(tmp_path):
+    text = "import logging; logging.basicConfig()\n" + BLOCKS[NAMES.index("deepspeed")]
+    _, logs = run_program(tmp_path, text, 2)
+    told = [log.count("low-bit layers train in an engine of stock DeepSpeed") for log in logs]
+    assert told == [1, 0]
+
+
+def test_a_trainer_whose_block_names_another_recipe_ends_with_a_line_on_each_rank(tmp_path):
+    text = on_cpu(BLOCKS[NAMES.index("trainer_deepspeed")])
+    text = text.replace('settings["megalowbit"]["recipe"]', '"mxfp4"')
+    codes, logs = run_ranks(tmp_path, text, 2)
+    assert codes == [1, 1]
+    for log in logs:
+        assert "UserError: megalowbit.recipe is 'nvfp4', and layer model.layers.0.self_attn.q_proj has" in log
+
+
+def test_layers_that_stock_tensor_parallelism_replaces_end_the_first_forward(tmp_path):
+    text = BLOCKS[NAMES.index("deepspeed")]
+    text = text.replace('"zero_optimization": {"stage": 2}', '"tensor_parallel": {"autotp_size": 2}')
+    codes, logs = run_ranks(tmp_path, text, 2)
+    assert codes == [1, 1]
+    for log in logs:
+        assert "UserError: 14 of 14 low-bit layers were replaced after the model was converted" in log
+
+
+def test_a_state_that_accelerate_loads_sets_the_stream_back(tmp_path):
+    text = BLOCKS[NAMES.index("accelerate")] + "\nstream.advance()\naccelerator.load_state('out')\n"
+    facts, _ = run_program(tmp_path, text, 1)
+    assert facts[0]["step"] == 8

@@ -1,0 +1,171 @@
+"""HuggingFace's own Trainer, with a tiny LLaMA on a CPU; with DeepSpeed: test_other_loops_page.py."""
+
+import json
+import logging
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import megalowbit as mlb
+from megalowbit.errors import UserError
+
+ROWS = [torch.arange(start, start + 8) for start in range(32)]
+DATASET = [{"input_ids": row, "labels": row} for row in ROWS]
+STEPS, ACCUMULATED = 4, 2
+
+
+@pytest.fixture(autouse=True)
+def _no_state_of_accelerate():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+def llama(recipe="nvfp4"):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, max_position_embeddings=16, use_cache=False, pad_token_id=0, **sizes)
+    model = LlamaForCausalLM(config)
+    if recipe is not None:
+        mlb.convert(model, recipe)
+    return model
+
+
+def make(folder, model=None, *, callbacks=None, optimizers=(None, None), **settings):
+    settings = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": ACCUMULATED, "max_steps": STEPS,
+        "learning_rate": 1e-3, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_steps": 2,
+        **settings,
+    }  # fmt: skip
+    return Trainer(
+        model=llama() if model is None else model,
+        args=TrainingArguments(str(folder), **settings),
+        train_dataset=DATASET,
+        eval_dataset=DATASET[:4],
+        optimizers=optimizers,
+        callbacks=[mlb.MegalowbitCallback()] if callbacks is None else callbacks,
+    )
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def differing(first, second):
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that was not interrupted, with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = make(folder)
+    trainer.train()
+    return folder, weights(trainer)
+
+
+@pytest.mark.parametrize("more", [{}, {"restore_callback_states_from_checkpoint": True}])
+def test_a_resumed_run_draws_on_where_it_stopped(whole, tmp_path, more):
+    folder, expected = whole
+    trainer = make(tmp_path, **more)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert mlb.random_stream(trainer.model).step == STEPS * ACCUMULATED
+    assert differing(expected, weights(trainer)) == []
+    saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    state = saved["stateful_callbacks"]["MegalowbitCallback"]["attributes"]["random_stream"]
+    assert state == {"seed": 0, "step": STEPS * ACCUMULATED}
+
+
+def test_a_checkpoint_that_does_not_say_where_the_stream_stood_is_told_and_can_be_followed(
+    whole, tmp_path, caplog
+):
+    _, expected = whole
+    first = make(tmp_path, callbacks=[], max_steps=2)
+    first.train()
+    trainer = make(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "was saved without MegalowbitCallback" in caplog.text
+    assert (tmp_path / "checkpoint-4").is_dir()
+    assert differing(expected, weights(trainer)), "the other test could not fail"
+
+
+def test_a_second_call_of_train_goes_on_with_the_stream(tmp_path):
+    trainer = make(tmp_path)
+    trainer.train()
+    trainer.train()
+    assert mlb.random_stream(trainer.model).step == 2 * STEPS * ACCUMULATED
+
+
+def test_evaluation_and_generation_leave_the_stream_alone(tmp_path):
+    trainer = make(tmp_path, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    assert mlb.random_stream(trainer.model).step == STEPS * ACCUMULATED
+    trainer.evaluate()
+    trainer.model.generate(ROWS[1][None], max_new_tokens=3, do_sample=False)
+    assert mlb.random_stream(trainer.model).step == STEPS * ACCUMULATED
+
+
+def test_evaluation_during_training_changes_no_weight(whole, tmp_path):
+    trainer = make(tmp_path, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    assert differing(whole[1], weights(trainer)) == []
+
+
+def test_gradient_checkpointing_repeats_the_weights(whole, tmp_path):
+    trainer = make(tmp_path, gradient_checkpointing=True)
+    trainer.train()
+    assert differing(whole[1], weights(trainer)) == []
+
+
+def test_autocast_to_bf16_trains_in_low_precision(tmp_path):
+    trainer = make(tmp_path, bf16=True)
+    trainer.train()
+    assert sum(mlb.product_counts(trainer.model)["grad_weight"].values()) == 14 * STEPS * ACCUMULATED
+
+
+def test_a_model_that_is_not_converted_is_refused_before_the_first_step(tmp_path):
+    model = llama(None)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UserError, match="LlamaForCausalLM has no low-bit layers"):
+        make(tmp_path, model).train()
+    assert differing(before, model.state_dict()) == []
+
+
+def test_several_devices_in_a_process_are_refused(tmp_path):
+    trainer = make(tmp_path)
+    trainer.args._n_gpu = 2
+    trainer.model_wrapped = torch.nn.DataParallel(trainer.model)  # what Trainer does where there are two
+    with pytest.raises(UserError, match=r"nn\.DataParallel for 2 GPUs"):
+        trainer.train()
+
+
+def with_ours(folder, *, dtype, **settings):
+    model = llama().to(dtype)
+    optimizer = mlb.get_megatron_optimizer(model, mlb.OptimizerConfig(lr=1e-3, **settings))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return make(folder, model, optimizers=(optimizer, scheduler), save_strategy="no")
+
+
+def test_an_optimizer_of_ours_whose_loss_scale_nobody_applies_is_refused(tmp_path):
+    settings = {"fp16": True, "initial_loss_scale": 1024.0, "params_have_main_grad": False}
+    with pytest.raises(UserError, match="divides gradients by a loss scale of 1024"):
+        with_ours(tmp_path, dtype=torch.float16, **settings).train()
+
+
+def test_an_optimizer_of_ours_that_keeps_main_grad_is_refused(tmp_path):
+    with pytest.raises(UserError, match="takes gradients from main_grad"):
+        with_ours(tmp_path, dtype=torch.bfloat16, bf16=True).train()
+
+
+def test_an_optimizer_of_ours_on_plain_gradients_trains_on_fp32_masters(tmp_path):
+    trainer = with_ours(tmp_path, dtype=torch.bfloat16, bf16=True, params_have_main_grad=False)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert optimizer.report.is_applied
+    for model, master in zip(optimizer.float16_groups[0], optimizer.fp32_from_float16_groups[0], strict=True):
+        assert master.dtype == torch.float32
+        assert torch.equal(master.bfloat16(), model)
