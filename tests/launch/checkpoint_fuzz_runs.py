@@ -138,7 +138,7 @@ class Runs:
             is_line = (
                 done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
             )
-            if "Traceback" in done.stderr or not (is_line or done.returncode == 0):
+            if "Traceback" in done.stderr or not (done.returncode == 0 or (is_line and done.returncode == 2)):
                 return f"{script}, exit code {done.returncode}\n{done.stderr[-3000:]}"
         shutil.rmtree(hf, ignore_errors=True)
         return None
