@@ -148,6 +148,8 @@ class CheckpointContents:
             raise UserError(f"checkpoint {folder}: {MANIFEST} does not name {first.name}: use another")
         self.header = load_file(first)
         own = self.header.get(ENGINE_KEY)
+        if isinstance(own, dict):
+            check_header(self.header, first)
         saved = own.get(LAYOUT_KEY) if isinstance(own, dict) else None
         step = own.get("step") if isinstance(own, dict) else None
         self.layout = None if saved is None else Layout.from_dict(saved, where=str(folder))
