@@ -7,16 +7,24 @@ at a time. What a parameter is called, and what is written of it, `layout` says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megalowbit.checkpoints.layout import ENGINE_KEY, FORMAT, LAYOUT_KEY, NOWHERE, Layout, StoredParameter
-from megalowbit.checkpoints.shards import Shards, files_of, load_file, model_file
+from megalowbit.checkpoints.layout import (
+    ENGINE_KEY,
+    FORMAT,
+    LAYOUT_KEY,
+    NOWHERE,
+    RANK_FILES_KEY,
+    Layout,
+    StoredParameter,
+)
+from megalowbit.checkpoints.shards import Shards, check_origin, files_of, load_file, model_file, reading
 from megalowbit.durable import MANIFEST, read_manifest
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, shown
 
 FIRST_FILES = (model_file(0, 0), model_file(3, 0))  # stages 0 to 2, and 3
 
@@ -33,23 +41,89 @@ def header_file(folder: Path) -> Path:
     raise UserError(f"checkpoint {folder} has neither {' nor '.join(FIRST_FILES)}: name another")
 
 
-def check_files(folder: Path, *, remedy: str) -> None:
-    """Whether the manifest of a verified checkpoint vouches for every file that its layout needs.
+def check_files(folder: Path, *, remedy: str, step: int | None = None) -> None:
+    """Whether a verified checkpoint has every file that its layout needs, and is of the step it should be of.
+
+    Args:
+        folder: of the checkpoint.
+        remedy: what the user can do, closes the messages.
+        step: that it should be of; `None`: of any.
 
     Raises:
-        UserError: it does not name one, which is damage.
+        UserError: its manifest does not name a file, or its header contradicts itself: it is damaged.
     """
     names = {entry.name for entry in read_manifest(folder, remedy=remedy)}
     header = header_file(folder)
     needed = [header.name]
     if header.name in names:
-        own = load_file(header).get(ENGINE_KEY)
-        saved = own.get(LAYOUT_KEY) if isinstance(own, dict) else None
-        if isinstance(saved, dict) and saved.get("format") == FORMAT:  # another version is no damage
-            needed += files_of(Layout.from_dict(saved, where=str(folder)))
+        with reading(f"checkpoint {folder}"):
+            content = load_file(header)
+            own = content.get(ENGINE_KEY)
+            if isinstance(own, dict):
+                check_header(content, header)
+                if step is not None and own.get("step", step) != step:
+                    raise UserError(f"checkpoint {folder} is damaged: it is of step {own['step']}; {remedy}")
+                needed += own.get(RANK_FILES_KEY, [])
+                saved = own.get(LAYOUT_KEY)
+                if isinstance(saved, dict) and saved.get("format") == FORMAT:  # another version is no damage
+                    needed += files_of(Layout.from_dict(saved, where=str(folder)))
     for name in needed:
         if name not in names:
             raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} does not name {name}; {remedy}")
+
+
+def check_header(content: Mapping[str, Any], path: Path) -> None:
+    """Refuse a header whose values are of other kinds than an engine writes.
+
+    Args:
+        content: of the first file, with the engine's own part.
+        path: of that file.
+
+    Raises:
+        UserError: see above, or the file is of another step or name.
+    """
+    own = content[ENGINE_KEY]
+    check_origin(content, path, own.get("step"))
+    for key, is_right in OWN_KINDS.items():
+        if key in own and not is_right(own[key]):
+            raise UserError(f"{path}: {key} is {shown(own[key])}: use an older checkpoint")
+    if own.get("format") is None:
+        return  # another program's, which has a layout alone
+    missing = [key for key in ("step", "client_keys", "random_states") if key not in own]
+    missing += [key for key in own.get("client_keys", ()) if key not in content]
+    if missing:
+        raise UserError(f"{path} lacks {shown(missing[0])}: use an older checkpoint")
+    for key in COUNTERS:
+        if key not in content or not _is_count(content[key]):
+            raise UserError(f"{path}: {key} is {shown(content.get(key))}: use an older checkpoint")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_mapping_or_none(value: object) -> bool:
+    return value is None or isinstance(value, Mapping)
+
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+OWN_KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "client_keys": _are_texts,
+    RANK_FILES_KEY: _are_texts,
+    "random_states": lambda value: (
+        isinstance(value, list)
+        or (isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 2)
+    ),
+    "grad_scaler": _is_mapping_or_none,
+    "optimizer": lambda value: value is None or isinstance(value, str),
+    "recipe": lambda value: value is None or isinstance(value, str),
+    LAYOUT_KEY: _is_mapping_or_none,
+}
 
 
 class CheckpointContents:
@@ -74,9 +148,12 @@ class CheckpointContents:
             raise UserError(f"checkpoint {folder}: {MANIFEST} does not name {first.name}: use another")
         self.header = load_file(first)
         own = self.header.get(ENGINE_KEY)
+        if isinstance(own, dict):
+            check_header(self.header, first)
         saved = own.get(LAYOUT_KEY) if isinstance(own, dict) else None
+        step = own.get("step") if isinstance(own, dict) else None
         self.layout = None if saved is None else Layout.from_dict(saved, where=str(folder))
-        self._shards = None if self.layout is None else Shards(folder, self.layout, names)
+        self._shards = None if self.layout is None else Shards(folder, self.layout, names, step)
         self._places: dict[str, list[tuple[int, StoredParameter]]] = {}
         for index, part in enumerate(self.layout.slices if self.layout else ()):
             for stored in part.parameters:

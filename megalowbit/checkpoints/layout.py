@@ -20,7 +20,9 @@ from megalowbit.errors import UserError, shown
 FORMAT = 1
 ENGINE_KEY = "megalowbit_engine"  # of the engine's own part of a checkpoint's client state
 LAYOUT_KEY = "layout"
+RANK_FILES_KEY = "rank_files"  # names of the files that hold what is a rank's own
 NOWHERE = -1
+MOST = 2**62  # of anything that is counted
 
 
 class Fragment(NamedTuple):
@@ -73,6 +75,20 @@ class StoredParameter:
     cut: Mapping[str, Any] | None = None
     is_transposed: bool = False
     is_marked: bool = field(default=False, compare=False)
+
+    def check_kinds(self) -> None:
+        """Raise a `TypeError` where a value is of another kind than is written."""
+        indices = (self.group, self.state, self.optimizer_group)
+        is_right = (
+            isinstance(self.name, str)
+            and isinstance(self.dtype, str)
+            and _are_counts(*self.shape, self.offset, self.size, *(index + 1 for index in indices))
+            and (self.weight is None or (len(self.weight) == 2 and all(map(_is_text, self.weight))))
+            and type(self.is_transposed) is type(self.is_marked) is bool
+            and (self.cut is None or (_are_counts(self.cut["dim"], *self.cut["parts"])))
+        )
+        if not is_right:
+            raise TypeError(f"parameter {shown(self.name)} has a value that is none")
 
     @property
     def numel(self) -> int:
@@ -139,10 +155,26 @@ class Layout:
         try:
             values["slices"] = tuple(_slice_from(each) for each in values["slices"])
             layout = cls(**values)
-        except (KeyError, TypeError, ValueError) as error:
+            layout.check_kinds()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"checkpoint {where} has a layout that cannot be read: {error}") from error
         layout.check(where)
         return layout
+
+    def check_kinds(self) -> None:
+        """Raise a `TypeError` where a value is of another kind than `to_dict` writes."""
+        sizes = (self.stage, self.data_size, self.tensor_size, self.pipeline_size)
+        if not _are_counts(*sizes) or self.stage > 3:
+            raise TypeError(f"stage {shown(self.stage)} on {shown(self.data_size)} ranks")
+        if len(self.slices) != self.tensor_size * self.pipeline_size or not self.data_size:
+            raise TypeError(f"{len(self.slices)} slices of {self.tensor_size} × {self.pipeline_size} ranks")
+        if not all(map(_is_text, [*self.tied.keys(), *self.tied.values()])):
+            raise TypeError("a name of a tied parameter is none")
+        for part in self.slices:
+            if not _are_counts(*part.partition_sizes):
+                raise TypeError(f"partitions of {shown(part.partition_sizes)} elements")
+            for stored in part.parameters:
+                stored.check_kinds()
 
     def describe(self) -> str:
         """`ZeRO 2 on 4 data-parallel ranks`, with tensor ranks and stages where there are several."""
@@ -206,6 +238,14 @@ class Layout:
             if stored.group != NOWHERE and stored.numel:
                 length = {0: 1, 3: stored.size}.get(self.stage, stored.numel)
                 yield stored.group, stored.offset, stored.offset + length, stored.name
+
+
+def _are_counts(*values: object) -> bool:
+    return all(type(value) is int and 0 <= value < MOST for value in values)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _slice_from(saved: Mapping[str, Any]) -> Slice:

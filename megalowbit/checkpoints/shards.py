@@ -7,8 +7,10 @@ stage 0 the optimizer, of slice 1; `zero_pp_rank_3_mp_rank_01_optim_states.pt` w
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 
 from megalowbit.checkpoints.layout import NOWHERE, Fragment, Layout, StoredParameter
-from megalowbit.errors import UserError, from_system
+from megalowbit.errors import UserError, from_system, shown
 
 FLAT_KEYS = {
     1: "single_partition_of_fp32_groups",
@@ -28,6 +30,7 @@ INNER_KEYS = MappingProxyType(
 )
 MASTERS_KEY = "fp32_from_fp16_params"
 FROZEN_KEY = "frozen_param_fragments"
+ORIGIN_KEY = "megalowbit_origin"  # in a file: what `origin_of` says of it
 FOREIGN = (
     "it holds objects that only their own program can make ({}): it was not written by this version of "
     "megalowbit; start from its weights instead"
@@ -68,12 +71,92 @@ def load_file(path: Path, *, is_mapped: bool = True) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         raise foreign(path, error) from error
-    except (OSError, RuntimeError, EOFError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise from_system(f"{path} cannot be read ({reason}): use an older checkpoint", error) from error
+    except Exception as error:  # of many kinds, if a file is not what torch has written
+        raise unreadable(path, error) from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint: name another")
     return content
+
+
+def unreadable(path: str | Path, error: Exception) -> UserError:
+    """What is said of a file that torch cannot read."""
+    reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
+    return from_system(f"{path} cannot be read ({reason}): use an older checkpoint", error)
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Say in one line that what is read contradicts itself, whatever that leads to.
+
+    Args:
+        where: what is read, opens the message.
+
+    Raises:
+        UserError: in place of any other exception but those of the file system.
+    """
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # values of other kinds than were written
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{where} contradicts itself ({reason}): use an older checkpoint") from error
+
+
+def origin_of(content: Mapping[str, Any], path: Path, step: object) -> dict[str, Any]:
+    """What a file says of itself: its step, its name, and a digest of all it holds but tensors' elements.
+
+    A manifest vouches for bytes; this for what they mean, if files were exchanged or values changed and the
+    manifest was made to agree.
+    """
+    digest = hashlib.sha256()
+    for piece in _described({key: value for key, value in content.items() if key != ORIGIN_KEY}):
+        digest.update(piece.encode())
+    return {"step": step, "file": path.name, "digest": digest.hexdigest()}
+
+
+def check_origin(content: Mapping[str, Any], path: Path, step: object) -> None:
+    """Refuse a file of another rank or another save, or one that was changed, whatever its manifest says.
+
+    Args:
+        content: of the file; one of earlier versions does not say where it is from.
+        path: where it was read.
+        step: of the checkpoint, as its header says.
+
+    Raises:
+        UserError: see above.
+    """
+    origin = content.get(ORIGIN_KEY)
+    if origin is None:
+        return
+    expected = origin_of(content, path, step)
+    wrong = [key for key in expected if not isinstance(origin, dict) or origin.get(key) != expected[key]]
+    if wrong == ["digest"]:
+        raise UserError(f"{path} was changed after it was written: use an older checkpoint")
+    if wrong:
+        was = {key: origin[key] for key in wrong if key in origin} if isinstance(origin, dict) else origin
+        raise UserError(f"{path} was written as {shown(was)}, not of step {step}: use an older checkpoint")
+
+
+def _described(value: object) -> Iterator[str]:
+    """Every value that is no tensor's element, with the keys that lead to it, in an order of its own."""
+    if isinstance(value, Mapping):
+        yield "{"
+        for key, inner in sorted(value.items(), key=lambda item: repr(item[0])):
+            yield repr(key)
+            yield from _described(inner)
+        yield "}"
+    elif isinstance(value, (list, tuple)):
+        yield "["
+        for inner in value:
+            yield from _described(inner)
+        yield "]"
+    elif isinstance(value, (set, frozenset)):
+        yield repr(sorted(map(repr, value)))
+    elif isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}"
+    else:
+        yield f"{type(value).__name__} {value!r},"
 
 
 def foreign(path: str | Path, error: pickle.UnpicklingError) -> UserError:
@@ -89,10 +172,11 @@ class Shards:
         folder: of the checkpoint, verified.
         layout: what lies where in it.
         names: of the files that its manifest vouches for; no other is read.
+        step: of the checkpoint.
     """
 
-    def __init__(self, folder: Path, layout: Layout, names: Collection[str]) -> None:
-        self.folder, self.layout, self._names = folder, layout, names
+    def __init__(self, folder: Path, layout: Layout, names: Collection[str], step: object = None) -> None:
+        self.folder, self.layout, self._names, self._step = folder, layout, names, step
         self._files: dict[str, dict[str, Any]] = {}
 
     def header(self, slice_index: int = 0, data_rank: int = 0) -> dict[str, Any]:
@@ -191,7 +275,9 @@ class Shards:
         if name not in self._names:
             raise UserError(f"checkpoint {self.folder} lacks {name}: use an older checkpoint")
         if name not in self._files:
-            self._files[name] = load_file(self.folder / name)
+            content = load_file(self.folder / name)
+            check_origin(content, self.folder / name, self._step)
+            self._files[name] = content
         return self._files[name]
 
     def _checked(self, value: torch.Tensor, stored: StoredParameter) -> torch.Tensor:

@@ -20,13 +20,14 @@ from typing import Any
 from megalowbit import process_group
 from megalowbit.checkpoints.contents import check_files, header_file
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
-from megalowbit.checkpoints.shards import load_file
+from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, load_file, reading
 from megalowbit.durable import (
     MANIFEST,
     complete_steps,
     damaged_in,
     is_file,
     is_rest_of_save,
+    is_step_name,
     looks_whole,
     remove_drafts,
     set_aside,
@@ -147,7 +148,7 @@ class CheckpointStore:
         return None
 
     def _verify_together(self, path: Path) -> None:
-        verify_together(path, remedy=agree(lambda: self._remedy(path)))
+        verify_together(path, remedy=agree(lambda: self._remedy(path)), step=self._step_of(path))
         self._verified.add(path)
 
     def _set_aside(self, path: Path, reason: str) -> None:
@@ -195,7 +196,7 @@ class CheckpointStore:
         """
         path = Path(path)
         verify_folder(path, remedy=self._remedy(path))
-        check_files(path, remedy=self._remedy(path))
+        check_files(path, remedy=self._remedy(path), step=self._step_of(path))
 
     def load(self, engine: Any, path: str | Path) -> dict[str, Any]:
         """Verify a checkpoint and continue from it; every rank must call it.
@@ -212,7 +213,12 @@ class CheckpointStore:
         if path not in self._verified:
             self._verify_together(path)
         own, state = load_together(engine, path)
-        succeed_together(lambda: self._restore_random(own, engine))
+
+        def restore() -> None:
+            with reading(f"the random generators' states in checkpoint {path}"):
+                self._restore_random(own, engine)
+
+        succeed_together(restore)
         return {key: state[key] for key in own["client_keys"]}
 
     def rank_state(self, engine: Any, path: str | Path) -> dict[str, Any] | None:
@@ -228,7 +234,12 @@ class CheckpointStore:
         Raises:
             UserError: it cannot be read on some rank; all ranks raise it.
         """
-        return succeed_together(lambda: self._rank_state(engine, Path(path)))
+
+        def read() -> dict[str, Any] | None:
+            with reading(f"checkpoint {path}"):
+                return self._rank_state(engine, Path(path))
+
+        return succeed_together(read)
 
     def _rank_state(self, engine: Any, path: Path) -> dict[str, Any] | None:
         own = load_file(header_file(path))[ENGINE_KEY]
@@ -238,7 +249,9 @@ class CheckpointStore:
         rank = saved_rank_of(layout, len(own["random_states"]), grid)
         if rank is None or not (path / _rank_file(rank)).is_file():
             return None
-        return load_file(path / _rank_file(rank), is_mapped=False)
+        state = load_file(path / _rank_file(rank), is_mapped=False)
+        check_origin(state, path / _rank_file(rank), own["step"])
+        return {key: value for key, value in state.items() if key != ORIGIN_KEY}
 
     def _tidy_up(self, saved: Path, spare: Collection[int]) -> None:
         """`_prune`; what keeps older checkpoints from being removed is logged, for the new one is there."""
@@ -272,6 +285,10 @@ class CheckpointStore:
                     remove_checkpoint(self.path_of(step))
                 else:
                     self._clear_incomplete(self.path_of(step))
+
+    def _step_of(self, path: Path) -> int | None:
+        """The step that the name of a checkpoint in this folder says."""
+        return int(path.name.removeprefix("step-")) if is_step_name(path.name) else None
 
     def _remedy(self, path: Path) -> str:
         others = [self.path_of(step) for step in self.steps() if self.path_of(step).name != path.name]

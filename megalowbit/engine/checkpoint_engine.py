@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from megalowbit.checkpoints.shards import foreign
+from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, foreign, origin_of, unreadable
 from megalowbit.durable import FileFacts, HashingFile, atomic_file
 from megalowbit.engine.agreement import gather, raised_on_all_ranks
 from megalowbit.errors import TransientError, UserError, from_system
@@ -46,12 +47,22 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         self._defect: Exception | None = None  # anything else
         self._facts: dict[str, FileFacts] = {}
         self._read: dict[str, Any] = {}  # ahead
+        self.step: int | None = None  # of the checkpoint that is being written or read, see `of_step`
         if engine is not None:
             # rank 0 alone would copy it, in place; the others would wait for ever if its disk is full
             engine._copy_recovery_script = _copy_nothing
             # collecting states is each rank's own work, and what fails there must not keep the others waiting
             engine._save_checkpoint = self._keeping_defects(engine._save_checkpoint)
             engine._save_zero_checkpoint = self._keeping_defects(engine._save_zero_checkpoint)
+
+    @contextmanager
+    def of_step(self, step: int | None) -> Iterator[None]:
+        """Note in files that are written meanwhile what step they are of, and check it in those read."""
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = None
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Create a folder; a failure is raised by `commit`."""
@@ -62,6 +73,9 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
 
         def write() -> None:
             content = plain_data(state_dict)
+            # files of a pipeline's layers hold weights and nothing else
+            if self.step is not None and type(content) is dict and not Path(path).name.startswith("layer_"):
+                content = {**content, ORIGIN_KEY: origin_of(content, Path(path), self.step)}
             with atomic_file(Path(path), "wb") as file:
                 hashing = HashingFile(file)
                 try:
@@ -81,12 +95,14 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         if path in self._read:
             return self._read[path]
         try:
-            return torch.load(path, map_location=map_location, weights_only=True)
+            content = torch.load(path, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
             raise foreign(path, error) from error
-        except (OSError, RuntimeError, EOFError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise from_system(f"{path} cannot be read ({reason}): use an older checkpoint", error) from error
+        except Exception as error:  # of many kinds, if a file is not what torch has written
+            raise unreadable(path, error) from error
+        if self.step is not None and isinstance(content, dict):
+            check_origin(content, Path(path), self.step)
+        return content
 
     def read_ahead(self, paths: Iterable[str]) -> None:
         """Read files now that `load` will be asked for, until `forget`.

@@ -17,7 +17,8 @@ from typing import Any
 
 from megalowbit import process_group
 from megalowbit.checkpoints.contents import CheckpointContents, check_files
-from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
+from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY, RANK_FILES_KEY
+from megalowbit.checkpoints.shards import reading
 from megalowbit.durable import (
     LATEST,
     MANIFEST,
@@ -150,26 +151,31 @@ def _write_files(
     """All but the manifest; what that will say of the files of all ranks."""
     writer = engine.checkpoint_engine
     writer.take_facts(path)
-    own = _engine_state(engine, step, client_state)
+    own = _engine_state(engine, step, client_state, rank_file)
     state = {**client_state, ENGINE_KEY: own}
-    if rank_file is not None:
-        writer.save(dict(rank_file[1]), str(path / rank_file[0]))
     save = type(engine).save_checkpoint  # and not the method of the object, which leads here
-    with parameter_layout(engine.module):
+    with writer.of_step(step), parameter_layout(engine.module):
+        if rank_file is not None:
+            writer.save(dict(rank_file[1]), str(path / rank_file[0]))
         save(engine, str(path.parent), tag=path.name, client_state=state, save_latest=False)
     facts = succeed_together(lambda: writer.take_facts(path))
     return [entry for each in gather(facts) for entry in each]
 
 
-def verify_together(path: Path, *, remedy: str) -> None:
+def verify_together(path: Path, *, remedy: str, step: int | None = None) -> None:
     """Compare a checkpoint's files with manifest and layout; the ranks share the reading.
+
+    Args:
+        path: of the checkpoint.
+        remedy: what the user can do, closes the messages.
+        step: that it should be of; `None`: of any.
 
     Raises:
         UserError: a file is missing or damaged; all ranks raise it.
     """
     rank, size = process_group.rank(), process_group.world_size()
     succeed_together(lambda: verify_folder(path, remedy=remedy, share=rank, shares=size))
-    succeed_together(lambda: check_files(path, remedy=remedy))
+    succeed_together(lambda: check_files(path, remedy=remedy, step=step))
 
 
 def load_together(
@@ -193,7 +199,7 @@ def load_together(
     from megalowbit.engine.reshape import check_fits, load_reshaped
     from megalowbit.engine.run_checks import check_scaler
 
-    contents = succeed_together(lambda: CheckpointContents(path))
+    contents = succeed_together(lambda: _read_contents(path))
     own = contents.header.get(ENGINE_KEY)
     if not isinstance(own, dict):
         raise UserError(f"checkpoint {path} is of another program: start from its weights instead")
@@ -207,7 +213,8 @@ def load_together(
             lambda: check_fits(contents, present, recipes=(own.get("recipe"), recipes_of(engine)))
         )
     if contents.layout is None or contents.layout == present:
-        state = _load_as_saved(engine, path, options)
+        with engine.checkpoint_engine.of_step(own.get("step")):
+            state = _load_as_saved(engine, path, options)
     else:
         assert present is not None
         how = f"checkpoint of {contents.layout.describe()} continued on {present.describe()}"
@@ -217,9 +224,19 @@ def load_together(
             logger.warning("%s", how)
         load_reshaped(engine, contents, present)
     if takes_states:
-        succeed_together(lambda: restore_scaler(engine, own))
+        succeed_together(lambda: _restore_scaler(path, engine, own))
     succeed_together(lambda: check_scaler(engine))
     return own, state
+
+
+def _read_contents(path: Path) -> CheckpointContents:
+    with reading(f"checkpoint {path}"):
+        return CheckpointContents(path)
+
+
+def _restore_scaler(path: Path, engine: Any, own: Mapping[str, Any]) -> None:
+    with reading(f"the loss scaler's state in checkpoint {path}"):
+        restore_scaler(engine, own)
 
 
 def restore_scaler(engine: Any, own: Mapping[str, Any]) -> None:
@@ -276,7 +293,9 @@ def _load_as_saved(engine: Any, path: Path, options: Mapping[str, Any]) -> dict[
         try:  # the class's, and not the method of the object, which leads here
             with parameter_layout(engine.module):
                 _, state = type(engine).load_checkpoint(engine, parent, tag=tag, **options)
-        except (RuntimeError, KeyError, AssertionError) as error:
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # of many kinds: DeepSpeed takes files to be as it has written them
             reason = " ".join(str(error).split())[:300]
             raise UserError(
                 f"checkpoint {path} does not fit the model: {reason}; use the model it was saved with"
@@ -315,7 +334,9 @@ def _check_update_rule(path: Path, own: Mapping[str, Any], engine: Any) -> None:
         )
 
 
-def _engine_state(engine: Any, step: int, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def _engine_state(
+    engine: Any, step: int, client_state: Mapping[str, Any], rank_file: tuple[str, Any] | None
+) -> dict[str, Any]:
     from megalowbit.engine.checkpoint_layout import describe_layout
 
     def of_this_rank() -> dict[str, Any]:
@@ -332,4 +353,10 @@ def _engine_state(engine: Any, step: int, client_state: Mapping[str, Any]) -> di
 
     own = succeed_together(of_this_rank)  # before any rank waits for the others' generators
     states = gather_bytes(own["random_states"])
-    return {**own, "random_states": states, LAYOUT_KEY: describe_layout(engine).to_dict()}
+    rank_files = [name for name in gather(None if rank_file is None else rank_file[0]) if name is not None]
+    return {
+        **own,
+        "random_states": states,
+        RANK_FILES_KEY: rank_files,
+        LAYOUT_KEY: describe_layout(engine).to_dict(),
+    }

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megalowbit.checkpoints.contents import FIRST_FILES, CheckpointContents, StateDict
-from megalowbit.checkpoints.shards import model_file
+from megalowbit.checkpoints.shards import model_file, reading
 from megalowbit.durable import (
     LATEST,
     complete_steps,
@@ -96,6 +96,11 @@ def read_checkpoint(folder: Path) -> TrainingCheckpoint:
     """
     step = find_checkpoint(folder)
     verify_folder(step, remedy="use an older checkpoint")
+    with reading(f"checkpoint {step}"):
+        return _read_contents(step)
+
+
+def _read_contents(step: Path) -> TrainingCheckpoint:
     contents = CheckpointContents(step)
     ours = contents.header.get(OUR_KEY)
     if not isinstance(ours, dict):

@@ -86,7 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--resume",
         choices=("no", "auto"),
         default="no",
-        help="auto: continue from the newest complete checkpoint, or start if there is none (default: no)",
+        help="auto: continue from the newest complete checkpoint, or start if there never was one "
+        "(default: no)",
     )
     parser.add_argument(
         "--restart",

@@ -2,7 +2,15 @@ import pytest
 import torch
 
 from megalowbit.checkpoints.contents import CheckpointContents
-from megalowbit.checkpoints.shards import Shards, load_file, model_file, optimizer_file
+from megalowbit.checkpoints.shards import (
+    ORIGIN_KEY,
+    Shards,
+    check_origin,
+    load_file,
+    model_file,
+    optimizer_file,
+    origin_of,
+)
 from megalowbit.errors import UserError
 
 RANK_ONE = optimizer_file(0, 1)
@@ -43,3 +51,24 @@ def test_code_in_a_file_is_not_run(tmp_path, capsys):
         load_file(tmp_path / "x.pt")
     assert "weights_only" not in str(caught.value)
     assert capsys.readouterr().out == ""
+
+
+def test_a_file_says_where_it_is_from_and_what_it_holds(tmp_path):
+    path = tmp_path / "rank_00001.pt"
+    content = {"a": [1, 2.0, (None, {"b"})], 3: torch.ones(2, 3), "t": {"x": torch.Size([1])}}
+    written = {**content, ORIGIN_KEY: origin_of(content, path, 4)}
+    torch.save(written, path)
+    read = load_file(path)
+    check_origin(read, path, 4)
+    check_origin(content, path, 5)  # of an earlier version
+    lies = [
+        (read, path, 5, "written as .*'step': 4.*, not of step 5"),
+        (read, tmp_path / "rank_00000.pt", 4, "written as .*rank_00001"),
+        ({**read, "a": [1, 2, (None, {"b"})]}, path, 4, "was changed after it was written"),
+        ({**read, 3: torch.ones(3, 2)}, path, 4, "was changed"),
+        ({**read, "c": None}, path, 4, "was changed"),
+        ({**read, ORIGIN_KEY: []}, path, 4, r"written as \[\]"),
+    ]
+    for changed, place, step, message in lies:
+        with pytest.raises(UserError, match=message):
+            check_origin(changed, place, step)

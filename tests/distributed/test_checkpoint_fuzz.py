@@ -1,0 +1,23 @@
+"""Damaged checkpoints on two ranks: all of them load the same, or say the same; and a long run of it."""
+
+import pytest
+
+CASES = 60
+LONG = "300s"
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_every_damage_ends_alike_on_both_ranks(launch_ranks, tmp_path, stage):
+    results = launch_ranks("ranks_checkpoint_fuzz.py", tmp_path, stage, 5000 + stage, CASES).wait(timeout=240)
+    for result in results:
+        assert not result["failures"], "\n\n".join(result["failures"])
+        assert sum(result["counts"].values()) == CASES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_five_minutes_of_damage(launch_ranks, tmp_path, stage):
+    results = launch_ranks("ranks_checkpoint_fuzz.py", tmp_path, stage, 10**6, LONG).wait(timeout=600)
+    for result in results:
+        assert not result["failures"], "\n\n".join(result["failures"])
+        assert sum(result["counts"].values()) > CASES

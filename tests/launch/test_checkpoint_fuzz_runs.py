@@ -1,0 +1,21 @@
+"""Two damaged runs by the real command in every suite, and ten minutes of them in the long one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_fuzz_runs import Runs
+
+
+def test_damaged_runs_go_on_as_if_nothing_had_been_or_say_one_line(tmp_path):
+    runs = Runs(tmp_path)
+    found = [runs.case(seed) for seed in (1, 3)]
+    assert [failure for failure, _ in found] == [None, None]
+
+
+@pytest.mark.slow
+def test_ten_minutes_of_damaged_runs():
+    script = Path(__file__).with_name("checkpoint_fuzz_runs.py")
+    done = subprocess.run([sys.executable, script, "--seconds", "600", "--seed", "1000"], timeout=1200)
+    assert done.returncode == 0
