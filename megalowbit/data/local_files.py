@@ -1,9 +1,9 @@
 """Local text: `.txt`, `.jsonl` and `.parquet` files, or a folder of them.
 
 A `.txt` file is one document, a line of `.jsonl` or a row of `.parquet` is one. A `.txt` file beyond 16 MiB
-is cut at line ends into documents of about that size; a line or a text that is longer still is cut at a space,
-or where there is none in 1 MiB between two characters. So no `.txt` file has to fit into memory; a line of
-`.jsonl` has to, about five times, and 1,024 rows of `.parquet`. Text is UTF-8,
+is cut at line ends into documents of about that size; a line or a text that is longer still is cut at a
+space, or where there is none in 1 MiB between two characters. So no `.txt` file has to fit into memory; a
+line of `.jsonl` has to, about five times, and 1,024 rows of `.parquet`. Text is UTF-8,
 strictly: the first byte, line or field that is wrong stops the run with its file and line, because text that
 was skipped in silence is never missed. Blank lines and empty texts within a file are no documents.
 """
