@@ -1,13 +1,16 @@
 """Local text: `.txt`, `.jsonl` and `.parquet` files, or a folder of them.
 
-A `.txt` file is one document, a line of `.jsonl` or a row of `.parquet` is one; a `.txt` file beyond 16 MiB
-is cut at line ends into documents of about that size, so that no file has to fit into memory. Text is UTF-8,
+A `.txt` file is one document, a line of `.jsonl` or a row of `.parquet` is one. A `.txt` file beyond 16 MiB
+is cut at line ends into documents of about that size; a line or a text that is longer still is cut at a
+space, or where there is none in 1 MiB between two characters. So no `.txt` file has to fit into memory; a
+line of `.jsonl` has to, about five times, and 1,024 rows of `.parquet`. Text is UTF-8,
 strictly: the first byte, line or field that is wrong stops the run with its file and line, because text that
 was skipped in silence is never missed. Blank lines and empty texts within a file are no documents.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 from collections.abc import Iterator
@@ -19,7 +22,9 @@ from megalowbit.data.corpus import LOCAL_SUFFIXES, Corpus
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.json_text import parse_json
 
-LARGEST_DOCUMENT = 16 * 2**20  # bytes
+LARGEST_DOCUMENT = 16 * 2**20  # characters, but for the end of a line
+READ_SIZE = 2**20  # bytes; of a line that is longer, pieces are read
+SPACES = " \t\n"  # where a long text is cut; the space begins the next document, as it begins a word's token
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -129,23 +134,63 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
             try:
                 yield number, line.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise UserError(
-                    f"corpus file {file}, line {number}: byte {error.object[error.start]:#04x} is not UTF-8: "
-                    "convert the file"
-                ) from error
+                raise _not_utf8(file, number, error) from error
 
 
 def _text_documents(file: Path, _text_field: str) -> Iterator[str]:
-    lines: list[str] = []
-    size = 0
-    for _, line in _lines(file):
-        lines.append(line)
-        size += len(line)
-        if size >= LARGEST_DOCUMENT:
-            yield "".join(lines)
-            lines, size = [], 0
+    pieces: list[str] = []
+    size = line_size = 0
+    for piece, is_line_end in _pieces(file):
+        pieces.append(piece)
+        size += len(piece)
+        line_size += len(piece)
+        if not is_line_end and line_size >= LARGEST_DOCUMENT:
+            *documents, rest = _cut("".join(pieces))
+            yield from documents
+            pieces, size, line_size = [rest], len(rest), len(rest)
+        elif is_line_end:
+            line_size = 0
+            if size >= LARGEST_DOCUMENT:
+                yield "".join(pieces)
+                pieces, size = [], 0
     if size:
-        yield "".join(lines)
+        yield "".join(pieces)
+
+
+def _pieces(file: Path) -> Iterator[tuple[str, bool]]:
+    """A text in pieces, and whether each ends a line; together they are the text."""
+    decoder, number = codecs.getincrementaldecoder("utf-8")(), 1
+    with file.open("rb") as opened:
+        if opened.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
+            opened.seek(0)
+        while piece := opened.readline(READ_SIZE):
+            is_line_end = piece.endswith(b"\n")
+            try:
+                yield decoder.decode(piece, final=is_line_end), is_line_end
+            except UnicodeDecodeError as error:
+                raise _not_utf8(file, number, error) from error
+            number += is_line_end
+        try:
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(file, number, error) from error
+
+
+def _cut(text: str) -> Iterator[str]:
+    """A text beyond the largest document as several, the last one perhaps short; any other as it is."""
+    start = 0
+    while len(text) - start > LARGEST_DOCUMENT:
+        end = start + LARGEST_DOCUMENT
+        place = max(text.rfind(space, end - READ_SIZE, end) for space in SPACES)
+        place = end if place <= start else place
+        yield text[start:place]
+        start = place
+    yield text[start:]
+
+
+def _not_utf8(file: Path, number: int, error: UnicodeDecodeError) -> UserError:
+    byte = error.object[error.start]
+    return UserError(f"corpus file {file}, line {number}: byte {byte:#04x} is not UTF-8: convert the file")
 
 
 def _jsonl_documents(file: Path, text_field: str) -> Iterator[str]:
@@ -164,7 +209,7 @@ def _jsonl_documents(file: Path, text_field: str) -> Iterator[str]:
         if not isinstance(text, str):
             raise UserError(f"{where}: {text_field!r} is a {type(text).__name__}, not text: set text_field")
         if text:
-            yield _storable(text, where)
+            yield from _cut(_storable(text, where))
 
 
 def _parquet_documents(file: Path, text_field: str) -> Iterator[str]:
@@ -189,7 +234,7 @@ def _parquet_documents(file: Path, text_field: str) -> Iterator[str]:
                 if text is None:
                     raise _null(f"corpus file {file}, row {row}", text_field)
                 if text:
-                    yield text
+                    yield from _cut(text)
     except (pyarrow.ArrowException, OSError) as error:  # damage inside the file is an OSError
         reason = str(error).strip().split("\n")[0]
         raise UserError(
@@ -206,7 +251,8 @@ def _null(where: str, text_field: str) -> UserError:
 def _storable(text: str, where: str) -> str:
     # JSON can spell halves of surrogate pairs, which no encoding of text can hold.
     try:
-        text.encode("utf-8")
+        if not text.isascii():
+            text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
             f"{where}: lone surrogate {text[error.start]!r} is not text: mend the line"

@@ -106,10 +106,12 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> None:
 
 def _write_batch(file: BinaryIO, tokenizer: Tokenizer, texts: list[str]) -> int:
     end = np.array([tokenizer.eos_token_id], dtype=tokenizer.dtype)
-    pieces = [piece for ids in tokenizer.encode_batch(texts) for piece in (ids, end)]
-    tokens = np.concatenate(pieces)
-    file.write(tokens.tobytes())
-    return len(tokens)
+    count = 0
+    for ids in tokenizer.encode_batch(texts):
+        for piece in (ids, end):
+            file.write(piece.data)  # of a long document no second copy is made
+            count += len(piece)
+    return count
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -125,8 +125,9 @@ def program() -> int:
         traceback.print_exc()
         code = 1
     if code:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)  # taking down groups whose ranks are gone can hang, or abort with another code
     return code
 
@@ -145,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         if identity.is_main:
-            print("interrupted: continue from the last checkpoint with --resume auto", file=sys.stderr)
+            _say("interrupted: continue from the last checkpoint with --resume auto")
         return EXIT_INTERRUPTED
     return 0
 
@@ -258,11 +259,16 @@ def _report(error: UserError, identity: ProcessIdentity) -> None:
     if error.is_told or (error.is_on_all_ranks and not identity.is_main):
         return
     if identity.is_main or is_transient:
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        _say(f"error: {line}")
     else:
         if threading.current_thread() is threading.main_thread():  # a watchdog's is here to end us now
             time.sleep(SECONDS_FOR_THE_MAIN_RANK)
-        print(f"error on rank {identity.rank}: {line}", file=sys.stderr, flush=True)
+        _say(f"error on rank {identity.rank}: {line}")
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # whoever read it may have ended; the exit code counts
+        print(line, file=sys.stderr, flush=True)
 
 
 def _write_refusal(path: Path, line: str) -> None:

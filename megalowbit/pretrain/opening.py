@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from megalowbit.engine.whole_weights import whole_numel
+from megalowbit.optim.optimizer_step import learning_rate
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.kernels import describe_kernels
 from megalowbit.pretrain.speculation import describe_speculation
 from megalowbit.process_group import ProcessIdentity
+
+# What makes the rates of a scheduler's first steps more than 0. DeepSpeed's warm-ups take their beginning
+# twice, for step 1 before they are stepped; for WarmupCosineLR that is 0 whatever its settings.
+REMEDIES = MappingProxyType(
+    {
+        "WarmupLR": "set scheduler.params.warmup_min_lr above 0",
+        "WarmupDecayLR": "set scheduler.params.warmup_min_lr above 0",
+        "WarmupCosineLR": "scheduler.params.warmup_min_ratio above 0 saves step 2, WarmupDecayLR with "
+        "warmup_min_lr above 0 both",
+        "OneCycle": "set scheduler.params.cycle_min_lr above 0",
+        "LRRangeTest": "set scheduler.params.lr_range_test_min_lr above 0",
+    }
+)
+WARM_UPS = {
+    "WarmupLR": "warmup_min_lr",
+    "WarmupDecayLR": "warmup_min_lr",
+    "WarmupCosineLR": "warmup_min_ratio",
+}
 
 
 def products_line(counts: dict[str, dict[str, int]]) -> str:
@@ -27,6 +48,19 @@ def cut(job: Job) -> str:
     return f" ({grid}" + (f", ZeRO {stage})" if stage else ")")
 
 
+def wasted_step(job: Job) -> str | None:
+    """A line where the schedule gives the first step a learning rate of 0; None where it does not."""
+    scheduler = job.config.parts.deepspeed.get("scheduler")
+    rates = [learning_rate(group) for group in job.engine.optimizer.param_groups]
+    if job.step or scheduler is None or any(rates):
+        return None
+    kind = scheduler["type"]
+    is_warm_up = kind in WARM_UPS and not (scheduler.get("params") or {}).get(WARM_UPS[kind])
+    steps, verb = ("steps 1 and 2", "train") if is_warm_up else ("step 1", "trains")
+    remedy = REMEDIES.get(kind, "let the schedule begin above 0")
+    return f"the learning rate of {steps} is 0 ({kind}), which {verb} nothing: {remedy}"
+
+
 def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
     """What a run says before its first step; `changes` are settings that a resumed run changed."""
     count = sum(map(whole_numel, job.engine.module.parameters()))
@@ -45,6 +79,7 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: l
             f"process{'es' if identity.world_size > 1 else ''}" + cut(job),
             *([f"switch    {job.late_switch}"] if job.late_switch is not None else []),
             *([f"ladder    {describe_speculation(settings.speculation)}"] if settings.speculation else []),
+            *([f"rate      {wasted}"] if (wasted := wasted_step(job)) is not None else []),
             *(f"changed   {change}" for change in changes),
             "",
         ]

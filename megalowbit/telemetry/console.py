@@ -33,6 +33,15 @@ REDRAW_SECONDS = 0.1
 LOG_WIDTH = 120
 
 
+class _Output(RichConsole):
+    """Falls silent where whoever read the log has ended (`| tee`, a launcher): the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        if self.file is sys.stdout:  # what is left in its buffer would fail once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Console:
     """Shows progress; silent on other processes than the main one.
 
@@ -67,7 +76,7 @@ class Console:
         self._lines = 0
         file = file or sys.stdout
         is_live = is_main and file.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-        self._rich = RichConsole(
+        self._rich = _Output(
             file=file,
             force_terminal=is_live,
             force_jupyter=False,

@@ -1,5 +1,7 @@
+import itertools
 import json
 import os
+import tracemalloc
 
 import pyarrow
 import pyarrow.parquet
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from unprivileged import said_without_privileges
 
 from megalowbit.data import local_files
-from megalowbit.data.local_files import LocalCorpus
+from megalowbit.data.local_files import BYTE_ORDER_MARK, LocalCorpus
 from megalowbit.data.packing import pack
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
@@ -41,6 +43,57 @@ def test_a_large_text_file_is_cut_at_line_ends(tmp_path, monkeypatch):
     assert "".join(pieces) == text
     assert all(piece.endswith("\n") for piece in pieces)
     assert all(len(piece) < 110 for piece in pieces)
+
+
+@given(st.text(alphabet="ab é\n\t𝄞", max_size=200), st.booleans())
+def test_long_lines_are_cut_at_spaces_and_nothing_is_lost(tmp_path_factory, text, has_mark):
+    path = tmp_path_factory.mktemp("long") / "a.txt"
+    text = "x" + text
+    path.write_bytes((BYTE_ORDER_MARK if has_mark else b"") + text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_files, "LARGEST_DOCUMENT", 20)
+        patch.setattr(local_files, "READ_SIZE", 6)
+        found = documents(path)
+        cut = list(local_files._cut(text))
+    assert "".join(found) == "".join(cut) == text
+    assert all(len(piece) <= 20 for piece in cut)
+    for before, after in itertools.pairwise(cut):  # at a space, unless there is none
+        assert after[0] in " \t\n" or not set(before[14 - 20 :]) & set(" \t\n")
+    if max(map(len, text.splitlines())) < 20:  # as files without long lines always were
+        lines, expected = text.splitlines(keepends=True), [""]
+        for line in lines:
+            expected[-1] += line
+            if len(expected[-1]) >= 20:
+                expected.append("")
+        assert found == [document for document in expected if document]
+
+
+@pytest.mark.parametrize(
+    ("content", "line"), [(b"ab\ncd\xc3", 2), (b"ab\n" + b"c" * 99 + b"\xff" + b"d" * 99, 2)]
+)
+def test_a_byte_that_is_wrong_is_found_in_long_lines_too(tmp_path, monkeypatch, content, line):
+    monkeypatch.setattr(local_files, "READ_SIZE", 8)
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UserError, match=rf"a\.txt, line {line}: byte 0x(c3|ff) is not UTF-8"):
+        documents(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("text", ["word " * 2**22, "x" * 2**24, "é " * 2**23])
+def test_a_long_line_is_tokenised_in_a_memory_that_does_not_grow_with_it(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(local_files, "LARGEST_DOCUMENT", 2**18)
+    monkeypatch.setattr(local_files, "READ_SIZE", 2**16)
+    path, size = tmp_path / "a.txt", len(text.encode())
+    path.write_text(text, encoding="utf-8")
+    del text
+    corpus, tokenizer = LocalCorpus(path), ByteTokenizer()
+    tracemalloc.start()
+    try:
+        packed = pack(corpus, tokenizer, 128, tmp_path / "cache")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert packed.num_tokens >= size
+    assert peak < size / 2  # it was 7 times the size; the batch of a MiB characters decides
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=5))

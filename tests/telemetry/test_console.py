@@ -205,3 +205,27 @@ def test_a_stopped_run_says_where():
     console.write(7, facts(7))
     console.close(exit_code=1)
     assert file.getvalue().splitlines()[-1] == "stopped: step 7/100 after 0:00:00"
+
+
+SILENCED = """
+import sys
+from megalowbit.telemetry.console import Console
+console = Console(3, log_every=1)
+sys.stdin.readline()
+for step in (1, 2, 3):
+    console.write(step, {"loss": 1.0})
+console.close()
+print("went on", file=sys.stderr)
+"""
+
+
+def test_a_run_goes_on_where_whoever_read_its_log_has_ended():
+    process = subprocess.Popen(
+        [sys.executable, "-c", SILENCED], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    process.stdout.close()
+    process.stdin.write("\n")
+    process.stdin.close()
+    assert process.stderr.read() == "went on\n"
+    assert process.wait(60) == 0
