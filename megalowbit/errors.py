@@ -24,7 +24,6 @@ EXIT_USER_ERROR = 2  # trying again is useless
 EXIT_TRANSIENT = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN, errno.ENOTCONN}
 LONGEST_REASON = 400  # characters of another library's message
-LONGEST_REASON = 400  # characters of another library's message
 LONGEST_VALUE = 80  # characters of a value that a message repeats
 NEXT = "\n  - "  # before each of several mistakes in one message
 LONG_LIST = 30  # names beyond which the nearest one is told without the others

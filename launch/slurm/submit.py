@@ -167,7 +167,12 @@ def check_runs(settings: ClusterSettings, request: JobRequest) -> None:
         for nodes in settings.node_counts:
             try:
                 world_size = nodes * settings.ranks_per_node
-                config = load_config(request.ds_config, [*overrides, *more], world_size=world_size)
+                config = load_config(
+                    request.ds_config,
+                    [*overrides, *more],
+                    world_size=world_size,
+                    has_model=settings.container is None,
+                )
                 if nodes == settings.node_counts[0]:  # nothing in there depends on their number
                     check_fully(config, is_in_image=settings.container is not None)
             except UserError as error:

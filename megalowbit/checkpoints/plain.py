@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalowbit.durable import LATEST, MANIFEST
+from megalowbit.durable import LATEST, MANIFEST, is_file
+from megalowbit.json_text import read_text
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 MODEL_FILES = (MODEL_FILE, "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -20,13 +21,16 @@ def plain_checkpoint(path: Path) -> Path | None:
 
     Args:
         path: that folder, or the one above it, with DeepSpeed's file `latest`.
+
+    Raises:
+        UserError: nobody can know, for the file system is away or a name is none.
     """
     try:
-        tag = (path / LATEST).read_text(encoding="utf-8").strip()
+        tag = read_text(path / LATEST).strip()
     except (OSError, ValueError):
         tag = ""
     for folder in (path, path / Path(tag).name) if tag else (path,):
-        if any((folder / name).is_file() for name in MODEL_FILES) and not (folder / MANIFEST).exists():
+        if any(is_file(folder / name) for name in MODEL_FILES) and not is_file(folder / MANIFEST):
             return folder
     return None
 

@@ -4,8 +4,8 @@ Everything DeepSpeed understands stays where DeepSpeed documents it; `engine.con
 section of our block is a frozen model that lives beside its owner (data, hf, speculation, telemetry); here
 they are put together, `--set key=value` is applied and relative paths are made absolute: those written in the
 file against the file's folder, those given with `--set` against the working directory.
-A typing mistake is answered in a second, before heavy imports. Not covered: what takes torch or DeepSpeed to
-know, which is `validation.py`'s.
+A typing mistake is answered in a second, before heavy imports, unless a recipe is named whose mistakes are
+to be reported with it. Not covered: what takes torch or DeepSpeed to know, which is `validation.py`'s.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ class PretrainConfig:
         return {**self.parts.deepspeed, **monitors, BLOCK: block}
 
 
-def load_config(path: Path, overrides: list[str], *, world_size: int | None) -> PretrainConfig:
+def load_config(
+    path: Path, overrides: list[str], *, world_size: int | None, has_model: bool = True
+) -> PretrainConfig:
     """Read, override, validate and resolve a configuration.
 
     Args:
@@ -133,6 +135,7 @@ def load_config(path: Path, overrides: list[str], *, world_size: int | None) -> 
         overrides: `"dotted.key=value"`; values are JSON, or else plain strings.
         world_size: number of processes; those that a model is cut over count as one in batch sizes. None: not
             known yet, as where a run is prepared; the smallest number that fits.
+        has_model: the files of the model can be read here; if not, sizes that follow from it stay 1.
 
     Raises:
         UserError: anything wrong with file, keys, values or their combination, a line for each mistake.
@@ -154,7 +157,7 @@ def load_config(path: Path, overrides: list[str], *, world_size: int | None) -> 
         else:
             grid = ProcessGrid.from_config(raw, 0, world_size)
     with problems.collect():
-        hidden_size = _hidden_size(raw, settings)
+        hidden_size = _hidden_size(raw, settings) if has_model else 1
     with problems.collect():
         parts = read_deepspeed_config(
             raw,
@@ -228,8 +231,12 @@ def _hidden_size(raw: Mapping[str, Any], settings: PretrainSettings | None) -> i
 
 def _add_mistakes_in_recipe(recipe: object, problems: Problems) -> None:
     """Report a recipe's mistakes with others; without others they are found when torch is imported anyway."""
-    from megalowbit.layers.recipe import recipe as recipe_of
-
+    if recipe == DEFAULT_RECIPE:
+        return
+    try:
+        from megalowbit.layers.recipe import recipe as recipe_of
+    except ModuleNotFoundError:  # where jobs are submitted, only their image may have torch
+        return
     if isinstance(recipe, str | Mapping):  # other types have been reported
         with problems.collect():
             recipe_of(recipe)

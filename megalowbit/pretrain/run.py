@@ -156,16 +156,21 @@ def _checked_folder(
     config: PretrainConfig, *, run_dir: Path | None, is_resume: bool, is_restart: bool
 ) -> RunFolder:
     """The run's folder, once everything that needs no model has been found to be right."""
-    if is_restart and (is_resume or run_dir is None):
-        reason = "exclude each other" if is_resume else "needs the run's folder: name it with --run-dir"
-        raise raised_on_all_ranks(f"--restart {'and --resume auto ' if is_resume else ''}{reason}")
     check_ranks_agree(start_facts(config, is_resume=is_resume, is_restart=is_restart))
+    if is_restart:
+        agree(lambda: _check_restart(run_dir, is_resume=is_resume))
     agree(lambda: check_config(config))
     agree(lambda: check_kernels(recipe_of(config.recipe)))
     stem = config.settings.run.name or config.source.stem
-    if is_restart and run_dir is not None:
-        agree(lambda: check_restart(run_dir))
     return agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart))
+
+
+def _check_restart(run_dir: Path | None, *, is_resume: bool) -> None:
+    if is_resume:
+        raise UserError("--restart and --resume auto exclude each other: leave one of them out")
+    if run_dir is None:
+        raise UserError("--restart needs the run's folder: name it with --run-dir")
+    check_restart(run_dir)
 
 
 @contextmanager

@@ -1,5 +1,10 @@
+import os
+
+import pytest
+
 from megalowbit.checkpoints.plain import plain_checkpoint, way_in
 from megalowbit.durable import MANIFEST
+from megalowbit.errors import UserError
 
 
 def make(folder, *names):
@@ -32,3 +37,12 @@ def test_the_way_in_follows_the_stage(tmp_path):
     make(tmp_path / "b", "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     assert "torch.load(" in way_in(tmp_path / "a")
     assert "get_fp32_state_dict_from_zero_checkpoint(" in way_in(tmp_path / "b")
+
+
+def test_a_latest_that_is_no_file_is_not_waited_for_and_a_name_too_long_is_told(tmp_path):
+    os.mkfifo(tmp_path / "latest")
+    assert plain_checkpoint(tmp_path) is None
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").write_text("x" * 5000)
+    with pytest.raises(UserError, match="cannot be looked at"):
+        plain_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""The command line of pretraining with another seed on each rank; see test_run_checks.py."""
+"""The command line of pretraining with other options on each rank; see test_run_checks.py."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from megalowbit.engine.process_start import stop_process_group
 from megalowbit.pretrain.command_line import main
 
 rank = int(os.environ["RANK"])
-code = main(["--ds-config", sys.argv[1], "--run-dir", "run", "--set", f"megalowbit.run.seed={rank}"])
+code = main(["--ds-config", sys.argv[1], *sys.argv[2 + rank].split()])
 print("left the group:", not dist.is_initialized())
 # another group, which rank 1 does not leave: rank 0 must not wait for it
 dist.init_process_group("gloo", init_method=f"file://{Path.cwd()}/store", rank=rank, world_size=2)

@@ -88,14 +88,24 @@ def test_ranks_that_agree_train_after_all_that(seen):
         assert (rank["agreed"]["grid"], rank["agreed"]["data_rank"]) == ("data 2", index)
 
 
-def test_the_command_line_ends_all_ranks_with_one_line_of_the_main_one(launch_ranks):
-    ranks = launch_ranks("ranks_disagreeing_command.py", CONFIG)
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (
+            ("--run-dir run --set megalowbit.run.seed=0", "--run-dir run --set megalowbit.run.seed=1"),
+            "configuration key megalowbit.",
+        ),
+        (("--restart", "--run-dir run"), "restart"),
+    ],
+)
+def test_the_command_line_ends_all_ranks_with_one_line_of_the_main_one(launch_ranks, options, what):
+    ranks = launch_ranks("ranks_disagreeing_command.py", CONFIG, *options)
     codes = [process.wait(timeout=90) for process in ranks.processes]
     logs = [log.read_text() for log in ranks.logs]
     assert codes == [2, 2], logs
     said = [line for line in logs[0].splitlines() if "error" in line]
     assert len(said) == 1, logs[0]
-    assert said[0].startswith("error: ranks disagree on configuration key megalowbit.")
+    assert said[0].startswith(f"error: ranks disagree on {what}")
     assert "error" not in logs[1]
     assert "Traceback" not in logs[0] + logs[1]
     for log in logs:

@@ -128,6 +128,35 @@ def test_mistakes_are_told_before_anything_is_queued(
     assert not (tmp_path / "run").exists()
 
 
+WITHOUT_TORCH = """
+import importlib.util, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "deepspeed", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+spec = importlib.util.spec_from_file_location("submit", sys.argv.pop(1))
+submit = sys.modules["submit"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(submit)
+sys.exit(submit.main(sys.argv[1:]))
+"""
+
+
+def test_where_only_the_image_has_torch_mistakes_are_told_and_sizes_of_the_model_left_to_the_job(files):
+    image = ["--slurm", 'container={"kind": "apptainer", "image": "/i.sif"}', "--dry-run"]
+    start = [sys.executable, "-c", WITHOUT_TORCH, str(SUBMIT), *files, *image]
+    sizes = ["--set", "zero_optimization.stage=3", "--set", "zero_optimization.reduce_bucket_size=auto"]
+    done = subprocess.run([*start, *sizes], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    for recipe in ("nvfp4", "mxfp4"):
+        wrong = ["--set", "megalowbit.run.stps=3", "--set", f"megalowbit.recipe={recipe}"]
+        done = subprocess.run([*start, *wrong], capture_output=True, text=True)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith("error: unknown key 'megalowbit.run.stps': did you mean")
+
+
 def only_bash(folder):
     made = folder / "only-bash"
     made.mkdir()
