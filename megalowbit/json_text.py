@@ -102,6 +102,30 @@ def read_text(path: Path, *, largest: int = LARGEST_TEXT) -> str:
         raise UserError(f"{path} is not UTF-8 text: save it as UTF-8") from None
 
 
+def refuse_irregular_files(what: str, folder: Path, *below: str) -> None:
+    """For folders whose files others open, and might wait for or read without an end; nothing is opened here.
+
+    Args:
+        what: the folder's files are, opens the messages.
+        folder: to be looked into, not what lies below it.
+        below: names of folders in it to be looked into as well, where they are there.
+
+    Raises:
+        UserError: a FIFO, a socket, a device or a link to one lies there; or a folder cannot be listed.
+    """
+    for place in (folder, *(folder / name for name in below if (folder / name).is_dir())):
+        try:
+            kinds = {path: stat.S_IFMT(path.stat().st_mode) for path in place.iterdir() if path.exists()}
+        except OSError as error:
+            message = f"{what} folder {place} cannot be read ({error.strerror}): name another"
+            raise from_system(message, error) from error
+        for path, kind in sorted(kinds.items()):
+            if kind in KINDS:
+                raise UserError(
+                    f"{what} file {path} is {KINDS[kind]}: remove it, or put a regular file there"
+                )
+
+
 def read_json_object(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
     """The object in a JSON file.
 

@@ -25,11 +25,13 @@ from megalowbit.data.cache import cached_file
 from megalowbit.data.corpus import Corpus, open_corpus
 from megalowbit.data.settings import BPE_TOKENIZER, BYTE_TOKENIZER, SMALLEST_BPE, DataSettings
 from megalowbit.errors import UserError
+from megalowbit.json_text import refuse_irregular_files
 
 logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = [END_OF_TEXT]  # they get the first ids
+TEMPLATES = "additional_chat_templates"
 END_OF_DOCUMENT_BYTE = "\0"
 # More text no longer changes which merges are frequent, only the time they take to count.
 BPE_TRAINING_CHARACTERS = 256 * 2**20
@@ -143,7 +145,7 @@ class FolderTokenizer(Tokenizer):
         from transformers import AutoTokenizer  # slow to import, and only this kind needs it
 
         self.name = str(folder)
-        _refuse_strange_files(folder)
+        refuse_irregular_files("tokenizer", folder, TEMPLATES)  # transformers would wait for a FIFO
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(
                 folder,
@@ -247,20 +249,6 @@ def _limited(texts: Iterator[str]) -> Iterator[str]:
         room -= len(text)
         if room <= 0:
             return
-
-
-def _refuse_strange_files(folder: Path) -> None:
-    """Reading a FIFO or a device may take for ever."""
-    try:
-        strange = [
-            path for path in folder.iterdir() if path.exists() and not (path.is_file() or path.is_dir())
-        ]
-    except OSError as error:
-        raise UserError(
-            f"tokenizer folder {folder} cannot be read ({error.strerror}): name another"
-        ) from error
-    if strange:
-        raise UserError(f"tokenizer file {strange[0]} is a FIFO, a socket or a device: remove it")
 
 
 def _letters_of_bytes() -> dict[int, str]:

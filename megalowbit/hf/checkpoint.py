@@ -28,6 +28,7 @@ from megalowbit.hf.model import (
 from megalowbit.hf.new_folder import refuse_existing
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.hf.tokenizer_files import FOLDER as TOKENIZER_FOLDER
+from megalowbit.hf.tokenizer_files import TEMPLATES
 from megalowbit.hf.training_checkpoint import (
     TrainingCheckpoint,
     find_checkpoint,
@@ -35,7 +36,7 @@ from megalowbit.hf.training_checkpoint import (
     read_checkpoint,
     write_start_checkpoint,
 )
-from megalowbit.json_text import read_json_object
+from megalowbit.json_text import read_json_object, refuse_irregular_files
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.surgery import convert, restore
 
@@ -168,6 +169,7 @@ def _config_file(folder: Path) -> Path:
         raise UserError(
             f"checkpoint {folder} is no folder: name a Hugging Face folder or one of our checkpoints"
         )
+    refuse_irregular_files("checkpoint", folder, TEMPLATES)
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(
             f"checkpoint {folder} has no {CONFIG_FILE} and no training checkpoint in it: name another"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from megalowbit.json_text import refuse_irregular_files
+
 FOLDER = "tokenizer"  # in a run's folder, and in one of a checkpoint to start from
 MAIN_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
 FURTHER_FILES = (
@@ -38,9 +40,11 @@ def copy_tokenizer(source: Path, target: Path, *, with_config: bool) -> None:
 
     Raises:
         OSError: a file cannot be read or written.
+        UserError: a FIFO, a socket or a device lies among them.
     """
     if not has_tokenizer(source):
         return
+    refuse_irregular_files("tokenizer", source, TEMPLATES)
     patterns = (*MAIN_FILES, *FURTHER_FILES, *((CONFIG,) if with_config else ()))
     target.mkdir(exist_ok=True)
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from megalowbit.errors import UserError, shown
-from megalowbit.json_text import read_json_object
+from megalowbit.json_text import read_json_object, refuse_irregular_files
 
 INDEX = ".index.json"
 SAFETENSORS = ".safetensors"
@@ -74,8 +74,9 @@ def find_weight_files(folder: Path) -> WeightFiles:
 
     Raises:
         UserError: there are none of a kind that is read here; an index is damaged, or names a file that is
-            missing or lies elsewhere; the folder holds an adapter or a distributed checkpoint.
+            missing or lies elsewhere; the folder holds an adapter, a distributed checkpoint, a FIFO.
     """
+    refuse_irregular_files("checkpoint", folder)
     if (folder / ADAPTER).exists():
         raise UserError(
             f"{folder} holds an adapter ({ADAPTER}), not a whole model: save its base with it merged in"

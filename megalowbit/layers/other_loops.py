@@ -23,6 +23,7 @@ from megalowbit.json_text import parse_json
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.split_parameters import has_split_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ def check_training(
     Raises:
         UserError: the model has no low-bit layers or lost them, the block asks for what nobody does, layers
             and block name different recipes, the optimizer expects a loss scale or gradients that the loop
-            does not give, or the random stream is another rank's. All that is wrong, in one line.
+            does not give, the random stream is another rank's, or stock DeepSpeed's stage 3 would export
+            weights otherwise than transformers reads them. All that is wrong, in one line.
     """
     inner, engine = _unwrapped(model)
     if engine is not None and hasattr(engine, "process_grid"):
@@ -138,6 +140,7 @@ def _problems(
         *_block_problems(block, engine),
         *_optimizer_problems(optimizers, engine),
         *_stream_problems(layers),
+        *_export_problems(layers, engine),
     ]
 
 
@@ -229,6 +232,21 @@ def _stream_problems(layers: Mapping[str, BitLinear]) -> list[str]:
         f"the random stream is that of rank {wrong.rank} and this is rank {rank}, whose numbers must be its "
         f"own: convert the model with rank={rank}, or once the process group is started"
     ]
+
+
+def _export_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> list[str]:
+    """At stage 3 DeepSpeed, Trainer and Accelerate export parameters as they lie, and no state dict."""
+    if engine is None or not engine.zero_optimization_partition_weights():
+        return []
+    for name, layer in layers.items():
+        if not layer.is_transposed and not has_split_parameters(layer):
+            continue
+        fault = "transposed (square ones in silence)" if layer.is_transposed else "without its split parts"
+        return [
+            f"at ZeRO stage 3 this engine and DeepSpeed's tools export the weight of {name} {fault}: use "
+            "stage 2 or less, or make the engine with megalowbit.initialize"
+        ]
+    return []
 
 
 def _rank() -> int:

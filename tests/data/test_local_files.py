@@ -6,7 +6,7 @@ import tracemalloc
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from unprivileged import said_without_privileges
 
@@ -97,6 +97,7 @@ def test_a_long_line_is_tokenised_in_a_memory_that_does_not_grow_with_it(tmp_pat
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=5))
+@example(["\ufeff", "\0", "\r\n", "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029", "\ufffe\uffff\U0010ffff"])
 def test_jsonl_and_parquet_give_back_any_text(tmp_path_factory, texts):
     folder = tmp_path_factory.mktemp("files")
     write_jsonl(folder / "a.jsonl", [{"text": text, "other": 1} for text in texts])

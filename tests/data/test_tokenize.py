@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,17 @@ def test_an_unusable_folder_is_named_in_one_line(tmp_path, bpe, damage, message)
         FolderTokenizer(tmp_path)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "additional_chat_templates/a.jinja"])
+def test_a_folder_with_a_fifo_is_refused_and_not_waited_for(tmp_path, bpe, name):
+    bpe.save_pretrained(tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=f"tokenizer file .*{path.name} is a FIFO: remove it"):
+        FolderTokenizer(tmp_path)
 
 
 def test_a_tokenizer_that_is_neither_a_name_nor_a_folder_is_refused():

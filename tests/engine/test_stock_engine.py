@@ -7,7 +7,9 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import megalowbit as mlb
 from megalowbit.engine.process_start import start_process_group
@@ -146,3 +148,56 @@ def test_stock_fp16_at_stage_zero_never_scales_the_loss():
     engine.backward(engine(torch.ones(1, 2).half()).sum())
     engine.step()
     assert (model.weight - before).tolist() == [[-1 / 16, -1 / 16]]
+
+
+def gpt2(recipe="nvfp4"):
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    mlb.convert(model, recipe)
+    return model
+
+
+def step_gpt2(engine):
+    ids = torch.arange(32).view(2, 16)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_gpt2_at_stage_three_is_refused_before_it_is_exported_transposed(gathers):
+    key = "stage3_gather_16bit_weights_on_model_save"
+    engine = make(gpt2(), stage=3, bf16={"enabled": True}, zero_optimization={"stage": 3, key: gathers})
+    for ask in (step_gpt2, check_training):
+        with pytest.raises(UserError) as seen:
+            ask(engine)
+        assert str(seen.value) == (
+            "at ZeRO stage 3 this engine and DeepSpeed's tools export the weight of "
+            "transformer.h.0.attn.c_attn transposed (square ones in silence): use stage 2 or less, or make "
+            "the engine with megalowbit.initialize"
+        )
+
+
+def test_split_weights_at_stage_three_are_refused_and_plain_ones_train():
+    engine = make(net({"base": "nvfp4", "parameter_split": {"rank": 2}}), stage=3, bf16={"enabled": True})
+    with pytest.raises(UserError, match="export the weight of 0 without its split parts: use stage 2"):
+        step(engine)
+    step(make(net(), stage=3, bf16={"enabled": True}))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_exports_of_lower_stages_are_in_the_layout_of_transformers(stage, tmp_path):
+    model = gpt2()
+    engine = make(model, stage=stage, bf16={"enabled": True})
+    step_gpt2(engine)
+    assert engine.save_16bit_model(str(tmp_path))
+    stored = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    weight = "transformer.h.0.attn.c_proj.weight"
+    assert torch.equal(stored[weight], model.transformer.h[0].attn.c_proj.weight.t())
+    # what Accelerate and Trainer do
+    model.save_pretrained(tmp_path / "hf", state_dict=clone_tensors_for_torch_save(model.state_dict()))
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "hf", dtype="auto").state_dict()
+    mlb.restore(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded[name], value), name
+        assert torch.equal(stored[name], value), name

@@ -252,6 +252,28 @@ def test_weights_under_names_that_are_not_read_are_named(tmp_path, file):
     check_refused(tmp_path / "hf", rf"has no weights: add model\.safetensors or .*; {file} is not read")
 
 
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin",
+        "model.safetensors.index.json", "shard-00001.safetensors", "additional_chat_templates/a.jinja",
+    ],
+)  # fmt: skip
+def test_what_is_no_file_is_refused_before_anything_is_read(tmp_path, name, kind):
+    path = gpt2_folder(tmp_path / "hf") / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    check_refused(tmp_path / "hf", rf"checkpoint file .*{path.name} is a {kind}: remove it, or put a regular")
+    if "template" not in name:
+        with pytest.raises(UserError, match=rf"checkpoint file .*{path.name} is a {kind}"):
+            load_weights(GPT2, tmp_path / "hf", dtype="auto")
+
+
 class Surprise:
     def __reduce__(self):
         return os.mkdir, ("executed",)

@@ -1,0 +1,17 @@
+"""Properties hold on a machine that is busy, too: no test has a time limit that it has not set itself."""
+
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@given(st.just(0))
+def test_an_example_may_take_longer_than_hypothesis_would_allow(number):
+    time.sleep(0.25 + number)
+
+
+@settings(max_examples=1)
+@given(st.just(0))
+def test_settings_of_a_test_keep_that(number):
+    time.sleep(0.25 + number)
