@@ -49,7 +49,6 @@ IMPORTS = {
     "deepspeed.runtime.base_optimizer.ZeROOptimizer": "the engine scales the loss through our optimizer",
     "deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine": "atomic checkpoints",
     "deepspeed.runtime.config.DeepSpeedConfig": "nested blocks are checked before a model is built",
-    "deepspeed.runtime.config.DeepSpeedConfigError": "its findings end as one line",
     "deepspeed.runtime.utils.maybe_loss_for_backward": "what is scaled is the loss alone",
     # ZeRO
     "deepspeed.accelerator.get_accelerator": "streams whose gradients a bucket holds",

@@ -6,6 +6,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from launchers import write_config
+from megalowbit.checkpoints.shards import ORIGIN_KEY
 
 # measured with a clock, and so of the process that measured it
 TIMES = {"tokens_per_second", "seconds"}
@@ -85,7 +86,10 @@ def curves(folder):
 
 def tensors_and_numbers(folder):
     """Everything in the files of a checkpoint: generators, moments, scaler, totals."""
-    return {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
+    contents = {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
+    for content in contents.values():
+        content[ORIGIN_KEY].pop("digest")  # of times as well
+    return contents
 
 
 def differences(mine, theirs, where=""):

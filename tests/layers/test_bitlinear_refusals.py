@@ -31,7 +31,7 @@ def test_an_input_that_does_not_fit_is_refused_by_name_or_by_sizes(input, messag
 @pytest.mark.parametrize("size", [-1, 1.5, None, "4"])
 @pytest.mark.parametrize("name", ["in_features", "out_features"])
 def test_a_size_that_is_none_is_refused(name, size):
-    with pytest.raises(UserError, match=f"BitLinear {name} = {size!r}: expected a whole number"):
+    with pytest.raises(UserError, match=f"{name} of BitLinear must be a whole number ≥ 0, not {size!r}"):
         BitLinear(**{"in_features": 4, "out_features": 4, name: size})
 
 

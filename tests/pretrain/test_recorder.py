@@ -109,16 +109,18 @@ def test_records_are_closed_as_failed_when_training_raises(build_job, tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_full_disk_is_one_line_that_says_how_to_go_on(build_job, tmp_path):
+def test_a_record_that_finds_no_room_is_one_line_that_says_how_to_go_on(build_job):
     job = build_job()
-    for name in ("metrics.jsonl", "overflow_layers.jsonl"):
-        (tmp_path / "run" / name).symlink_to("/dev/full")  # whatever is written there finds no room
-    message = r"cannot be recorded in .*/run \(No space left on device\): free space .* from the start with"
-    with (
-        pytest.raises(UserError, match=message),
-        Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder,
-    ):
-        recorder.step(train_step(job)[0])
+    row = train_step(job)[0]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = r"cannot be recorded in .*/run \(File too large\): free space .* from the start with"
+    with Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            with pytest.raises(UserError, match=message):
+                recorder.step(row)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_summary_that_finds_no_room_names_the_checkpoint_to_go_on_from(build_job, tmp_path):

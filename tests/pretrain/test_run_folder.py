@@ -208,7 +208,7 @@ def test_a_folder_of_somebody_else_is_one_line(tmp_path):
             _hold(stack, claim("x", run_dir=run, is_resume=True))
 
     line = said_without_privileges(run, start)
-    assert line.startswith(f"run folder {run} cannot be written to (Permission denied): use another")
+    assert line.startswith(f"{run / '.lock'} cannot be opened (Permission denied): make the folder yours")
     (run / "config.json").unlink()
     run.chmod(0o700)
     line = said_without_privileges(tmp_path, start)
