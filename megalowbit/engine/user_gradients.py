@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import types
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,6 +64,13 @@ def check_shape(name: str, gradient: Tensor, parameter: torch.nn.Parameter) -> N
             f"{name}.grad has shape {tuple(gradient.shape)} on {gradient.device}, the parameter "
             f"{tuple(shape)} on {parameter.device}: set a gradient of that shape and device"
         )
+
+
+def drop_from_host(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Drop `.grad`s that lie on the host, for which stage 3's `zero_grad` asks in vain for a stream."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.device.type == "cpu":
+            parameter.grad = None
 
 
 def piece_of(values: Tensor, *, size: int, rank: int) -> Tensor:

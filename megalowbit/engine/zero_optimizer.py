@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
 from torch import Tensor
 
-from megalowbit.engine.user_gradients import NO_GRADIENTS, check_shape, piece_of
+from megalowbit.engine.user_gradients import NO_GRADIENTS, check_shape, drop_from_host, piece_of
 from megalowbit.engine.zero_measure import BeforeMeasure, GradientPieces, Piece
 from megalowbit.engine.zero_phases import PhaseTimers, scaled_learning_rates
 from megalowbit.engine.zero_scaler import ZeroLossScaler
@@ -335,6 +335,7 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
         """Forget all gradients since the last step."""
+        drop_from_host(parameter for group in self.fp16_groups for parameter in group)
         self._clear_grads(lambda: DeepSpeedZeroOptimizer_Stage3.zero_grad(self, set_to_none=True))
 
     def independent_gradient_partition_epilogue(self) -> None:

@@ -152,6 +152,18 @@ def test_a_gradient_set_by_hand_replaces_that_of_its_parameter_alone(stage):
 
 
 @every_stage
+def test_gradients_set_by_hand_are_cleared_as_well(stage):
+    engine, twin = make(stage), make(stage)
+    backward(engine, 5.0)
+    set_by_hand(engine, some_gradients(engine))
+    engine.optimizer.zero_grad()
+    for one in (engine, twin):
+        backward(one)
+        one.step()
+    assert same(engine, twin)
+
+
+@every_stage
 def test_a_gradient_of_another_shape_is_an_error_that_names_its_parameter(stage):
     engine = make(stage)
     backward(engine)
