@@ -158,6 +158,7 @@ PIPELINE = (
 # owner → name → (ZeRO stages whose objects have it, what of megalowbit breaks without it)
 INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
     "optimizer": {
+        "_use_compact_grad_partition_buffer": (LOW, "a second backward adds to the first in fp32 too"),
         "_build_compact_grad_partition_buffer": (LOW, "gradients set by hand are where the step reads"),
         "_clear_fp32_optimizer_param_groups": (THREE, LOADED),
         "_get_param_partition_rank": (THREE, MEASURED),
@@ -180,6 +181,7 @@ INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "fp16_partitioned_groups": (THREE, LOADED),
         "fp16_partitioned_groups_flat": (THREE, LOADED),
         "fp32_partitioned_groups_flat": (THREE, LOADED),
+        "gradient_accumulation_dtype": (LOW, "a second backward adds to the first in fp32 too"),
         "get_gradient_for_reduction": (LOW, "both copies of a tied weight get the sum of its gradients"),
         "get_param_id": (ALL, MEASURED),
         "grad_partitions_flat_buffer": (THREE, "gradients of parameters that a step left out are cleared"),

@@ -8,6 +8,7 @@ ranks hold alike, which are counted once. So squares just add up over all ranks,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from megalowbit import process_group
 from megalowbit.engine.agreement import gather
+from megalowbit.engine.zero_scaler import ZeroLossScaler
 from megalowbit.optim.grad_norm import GradientNorm, is_counted_once, measure_gradients
+from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.step_report import Overflow
 
 
@@ -161,3 +164,20 @@ def _is_counted(parameter: torch.nn.Parameter, copies: dist.ProcessGroup | None)
 def _is_copy(parameter: torch.nn.Parameter) -> bool:
     """Pipeline stages mark what another stage has as well; both have the sum of their gradients."""
     return getattr(parameter, "ds_pipe_replicated", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroParts:
+    """What an adopted optimizer works with.
+
+    Attributes:
+        loss_scaler: over the run's grad scaler.
+        gradients: measures this rank's pieces.
+        instruments: hooks of scale strategies.
+        before_measure: of the regulariser; None: nothing is added.
+    """
+
+    loss_scaler: ZeroLossScaler
+    gradients: GradientPieces
+    instruments: Instruments
+    before_measure: BeforeMeasure | None = None

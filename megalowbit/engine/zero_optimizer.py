@@ -14,7 +14,6 @@ What is used of DeepSpeed is listed, with what breaks without it, in engine/deep
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
 from torch import Tensor
 
 from megalowbit.engine.user_gradients import NO_GRADIENTS, check_shape, drop_from_host, piece_of
-from megalowbit.engine.zero_measure import BeforeMeasure, GradientPieces, Piece
+from megalowbit.engine.zero_measure import GradientPieces, Piece, ZeroParts
 from megalowbit.engine.zero_phases import PhaseTimers, scaled_learning_rates
 from megalowbit.engine.zero_scaler import ZeroLossScaler
 from megalowbit.errors import UserError
@@ -34,23 +33,6 @@ from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.layer_scaling import LayerScaling
 from megalowbit.optim.step_report import LastStep, StepReport
 from megalowbit.optim.timers import StepTimers, timed
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroParts:
-    """What an adopted optimizer works with.
-
-    Attributes:
-        loss_scaler: over the run's grad scaler.
-        gradients: measures this rank's pieces.
-        instruments: hooks of scale strategies.
-        before_measure: of the regulariser; None: nothing is added.
-    """
-
-    loss_scaler: ZeroLossScaler
-    gradients: GradientPieces
-    instruments: Instruments
-    before_measure: BeforeMeasure | None = None
 
 
 class ZeroSurface(LastStep):
@@ -257,6 +239,10 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
         """Called by DeepSpeed where gradients have been reduced."""
         DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue(self)
         self._after_reduction()
+
+    def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:  # noqa: ARG002
+        """Add up in DeepSpeed's fp32 buffer in fp32 too, where a second backward would replace the first."""
+        return bool(self.gradient_accumulation_dtype == torch.float32)
 
     def scaled_global_norm(self, norm_type: float = 2) -> Tensor:  # noqa: ARG002
         """Called by DeepSpeed's step, which skips where it is infinite and clips by it otherwise."""

@@ -100,12 +100,12 @@ class ZeroStart:
     def finish(self, engine: Any) -> None:
         """To be called once the engine stands; collective over all ranks."""
         from megalowbit.engine import zero_optimizer
-        from megalowbit.engine.zero_measure import GradientPieces
+        from megalowbit.engine.zero_measure import GradientPieces, ZeroParts
         from megalowbit.engine.zero_scaler import ZeroLossScaler
 
         assert self._instruments is not None
         trained = _all_parameters(engine.optimizer)
-        parts = zero_optimizer.ZeroParts(
+        parts = ZeroParts(
             loss_scaler=ZeroLossScaler(self._grad_scaler),
             gradients=GradientPieces(
                 trained,

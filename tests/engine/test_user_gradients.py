@@ -196,3 +196,19 @@ def test_a_part_of_a_model_of_stage_0_is_pickled_without_its_engine():
     assert torch.equal(loaded, engine.module[0].weight)
     engine.step()
     assert engine.was_step_applied()
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_backwards_before_a_step_add_up(stage, precision):
+    engine, plain = make(stage, precision, clip=0.0), make("0", precision, clip=0.0)
+    reference = copy.deepcopy(plain.module).double()
+    for seed in (1, 2):
+        backward(engine, seed=seed)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to(DTYPES[precision])
+        reference(x.double()).square().sum().backward()
+    engine.step()
+    squares = sum(each.grad.square().sum() for each in reference.parameters())
+    assert engine.get_global_grad_norm() == pytest.approx(
+        squares.sqrt().item(), rel=1e-5 if precision == "fp32" else 2e-2
+    )
