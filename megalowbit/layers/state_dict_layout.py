@@ -1,9 +1,10 @@
 """State dicts in transformers' layout: of a layer that stands for a `Conv1D`, the weight is (in, out).
 
 Such a layer keeps its parameter as (out, in), like every other. What it writes into a state dict is a
-transposed view of the parameter, and what it reads is expected the same way, so `save_pretrained`,
-`load_state_dict` and their callers find the names and shapes of the unconverted model. The files of our own
-checkpoints hold parameters as they are; whoever writes or reads those does it inside `parameter_layout`.
+transposed view of the parameter (a copy where the parameter is part of a flat buffer), and what it reads is
+expected the same way, so `save_pretrained`, `load_state_dict` and their callers find the names and shapes of
+the unconverted model. The files of our own checkpoints hold parameters as they are; whoever writes or reads
+those does it inside `parameter_layout`.
 Not covered: `torch.func.functional_call`, which takes parameters and not state dicts.
 """
 
@@ -20,6 +21,16 @@ OUT_BY_IN = (
     " (it is stored as (out, in), as state dicts of converted models once were: transpose it, and square "
     "weights such as attn.c_proj too)"
 )
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    """A view, or a copy of a parameter in a flat buffer of ZeRO 1 or 2.
+
+    transformers' `save_pretrained` looks for overlaps of tensors that share a buffer, and fails on a
+    transposed view there.
+    """
+    is_in_buffer = weight.untyped_storage().nbytes() > weight.nbytes
+    return weight.t().contiguous() if is_in_buffer else weight.t()
 
 
 class HFStateDict(nn.Linear):
@@ -41,7 +52,7 @@ class HFStateDict(nn.Linear):
         """
         weight = state.get(f"{prefix}weight")
         if self.is_transposed and isinstance(weight, Tensor) and weight.dim() == 2:
-            state[f"{prefix}weight"] = weight.t()
+            state[f"{prefix}weight"] = _transposed(weight)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

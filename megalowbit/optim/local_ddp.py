@@ -8,6 +8,7 @@ Not covered: overlap of communication with backward, and sharding of gradients.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megalowbit import process_group
+from megalowbit.errors import UserError
 from megalowbit.optim.grad_buffer import GradBuffer
 from megalowbit.optim.instruments import Instruments
 
@@ -22,6 +24,16 @@ from megalowbit.optim.instruments import Instruments
 def is_expert(parameter: torch.Tensor) -> bool:
     """Whether a parameter is marked `allreduce = False`: an expert's, which other ranks do not hold."""
     return not getattr(parameter, "allreduce", True)
+
+
+def _refuse_ranks_without_group() -> None:
+    """Each rank would take itself for the only one, and train a model of its own in silence."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks.isdecimal() and int(ranks) > 1 and not process_group.is_initialized():
+        raise UserError(
+            f"LocalDDP: WORLD_SIZE is {ranks}, but this process is in no process group and would train "
+            "alone: call torch.distributed.init_process_group() first"
+        )
 
 
 class LocalDDP(torch.nn.Module):
@@ -49,7 +61,8 @@ class LocalDDP(torch.nn.Module):
         module: the inner module.
 
     Raises:
-        UserError: parameters lie on several devices, or two ranks would draw the same random numbers.
+        UserError: parameters lie on several devices, two ranks would draw the same random numbers, or a
+            launcher has started several ranks and torch.distributed is not initialised.
     """
 
     def __init__(
@@ -62,6 +75,7 @@ class LocalDDP(torch.nn.Module):
         super().__init__()
         self.module = module
         self.data_parallel_group = data_parallel_group
+        _refuse_ranks_without_group()
         self._world_size = process_group.world_size(data_parallel_group)
         self._draw_own_numbers()
         if self._world_size > 1:

@@ -17,8 +17,7 @@ REMEDIES = MappingProxyType(
     {
         "WarmupLR": "set scheduler.params.warmup_min_lr above 0",
         "WarmupDecayLR": "set scheduler.params.warmup_min_lr above 0",
-        "WarmupCosineLR": "scheduler.params.warmup_min_ratio above 0 saves step 2, WarmupDecayLR with "
-        "warmup_min_lr above 0 both",
+        "WarmupCosineLR": "set scheduler.params.warmup_min_ratio above 0 to lose step 1 only",
         "OneCycle": "set scheduler.params.cycle_min_lr above 0",
         "LRRangeTest": "set scheduler.params.lr_range_test_min_lr above 0",
     }
@@ -56,9 +55,14 @@ def wasted_step(job: Job) -> str | None:
         return None
     kind = scheduler["type"]
     is_warm_up = kind in WARM_UPS and not (scheduler.get("params") or {}).get(WARM_UPS[kind])
-    steps, verb = ("steps 1 and 2", "train") if is_warm_up else ("step 1", "trains")
+    if kind == "WarmupCosineLR" and not is_warm_up:
+        return (
+            f"step 1 trains nothing: {kind} always gives it a learning rate of 0; WarmupDecayLR does not, "
+            "with warmup_min_lr above 0"
+        )
+    first = "steps 1 and 2 train nothing" if is_warm_up else "step 1 trains nothing"
     remedy = REMEDIES.get(kind, "let the schedule begin above 0")
-    return f"the learning rate of {steps} is 0 ({kind}), which {verb} nothing: {remedy}"
+    return f"{first}: {kind} gives a learning rate of 0; {remedy}"
 
 
 def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:

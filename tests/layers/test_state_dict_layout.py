@@ -224,3 +224,11 @@ def test_the_order_of_parameters_is_that_of_the_plain_model():
     other = converted(seed=1)
     nn.utils.vector_to_parameters(vector, other.parameters())
     assert_same(other.state_dict(), plain.state_dict())
+
+
+def test_parameters_in_one_flat_buffer_as_in_zero_are_saved_by_save_pretrained(tmp_path):
+    model, plain = converted(), gpt2()
+    buffer = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(buffer, model.parameters())  # views of the buffer
+    model.save_pretrained(tmp_path)
+    assert_same(GPT2LMHeadModel.from_pretrained(tmp_path).state_dict(), plain.state_dict())

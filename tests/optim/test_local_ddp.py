@@ -29,6 +29,14 @@ def test_it_computes_what_the_module_computes():
     assert torch.equal(LocalDDP(model)(x, factor=2.0), model(x, factor=2.0))
 
 
+def test_a_rank_without_a_process_group_is_refused_instead_of_trained_alone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"WORLD_SIZE is 2.*: call torch.distributed.init_process_g"):
+        LocalDDP(Model())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert LocalDDP(Model())(torch.ones(1, 5)).shape == (1, 2)
+
+
 def test_gradients_of_micro_batches_add_up_in_fp32():
     model, twin = LocalDDP(Model().half()), Model().double()
     twin.load_state_dict(model.state_dict())

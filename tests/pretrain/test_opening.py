@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch
@@ -51,13 +52,13 @@ def test_a_resumed_run_says_after_which_step(build_job):
             "WarmupCosineLR",
             {"total_num_steps": 9},
             "steps 1 and 2",
-            "scheduler.params.warmup_min_ratio above 0",
+            "set scheduler.params.warmup_min_ratio above 0 to lose step 1 only",
         ),
         (
             "WarmupCosineLR",
             {"total_num_steps": 9, "warmup_min_ratio": 0.1},
             "step 1",
-            "scheduler.params.warmup_min",
+            "always gives it a learning rate of 0; WarmupDecayLR does not, with warmup_min_lr above 0",
         ),
     ],
 )
@@ -71,8 +72,8 @@ def test_first_steps_without_a_learning_rate_are_reported_with_a_remedy(
         assert line is None
         assert "rate " not in text
     else:
-        assert line.startswith(f"the learning rate of {steps} is 0 ({kind}), which train")
-        assert f" nothing: {remedy}" in line
+        assert re.match(rf"{steps} trains? nothing: {kind} ", line)
+        assert line.endswith(remedy)
         assert f"rate      {line}" in text
     unchanged = []
     for _ in range(3):  # what the steps do, as the line says
