@@ -232,7 +232,7 @@ def _stream_problems(layers: Mapping[str, BitLinear]) -> list[str]:
         return []
     return [
         f"the random stream is that of rank {wrong.rank} and this is rank {rank}, whose numbers must be its "
-        f"own: convert the model with rank={rank}, or once the process group is started"
+        "own: leave rank= out of megalowbit.convert"
     ]
 
 
