@@ -83,7 +83,7 @@ def check_engine(model: nn.Module, names: tuple[str, ...]) -> None:
         return
     if engine is None:  # single layers may have been put back by hand
         layers = [each for name, each in model.named_modules() if name in names]
-        if layers and not any(isinstance(each, BitLinear) for each in layers):
+        if layers and not any(_holds_low_bit(each) for each in layers):
             raise UserError(_replaced(names, names[0], layers[0]))
         return
     problems = _problems(model, engine, None, None, names)
@@ -149,7 +149,7 @@ def _layer_problems(
 ) -> list[str]:
     asked = _recipe(block)
     modules = dict(model.named_modules())
-    replaced = [name for name in names if name in modules and name not in layers]
+    replaced = [name for name in names if name in modules and not _holds_low_bit(modules[name])]
     if replaced:
         return [_replaced(names, replaced[0], modules[replaced[0]], len(replaced))]
     if not layers:
@@ -166,6 +166,11 @@ def _layer_problems(
             f"{shown(layers[other].recipe.name)}: convert the model with the block's recipe, or correct it"
         ]
     return []
+
+
+def _holds_low_bit(module: nn.Module) -> bool:
+    """Whether a module is a BitLinear or wraps one: adapters, checkpointing and FSDP do."""
+    return any(isinstance(each, BitLinear) for each in module.modules())
 
 
 def _replaced(names: tuple[str, ...], name: str, layer: nn.Module, count: int | None = None) -> str:
@@ -230,7 +235,7 @@ def _stream_problems(layers: Mapping[str, BitLinear]) -> list[str]:
         return []
     return [
         f"the random stream is that of rank {wrong.rank} and this is rank {rank}, whose numbers must be its "
-        f"own: convert the model with rank={rank}, or once the process group is started"
+        "own: leave rank= out of megalowbit.convert"
     ]
 
 

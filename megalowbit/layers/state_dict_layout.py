@@ -5,7 +5,10 @@ transposed view of the parameter (a copy where the parameter is part of a flat b
 expected the same way, so `save_pretrained`, `load_state_dict` and their callers find the names and shapes of
 the unconverted model. The files of our own checkpoints hold parameters as they are; whoever writes or reads
 those does it inside `parameter_layout`.
-Not covered: `torch.func.functional_call`, which takes parameters and not state dicts.
+Not covered: `torch.func.functional_call`, which takes parameters and not state dicts. Of a converted GPT-2,
+torch refuses FSDP 1's sharded state dicts, which must be contiguous, and `broadcast_from_rank0` of
+`torch.distributed.checkpoint.state_dict` with FSDP 2, which takes shapes from parameters; full state dicts
+work.
 """
 
 from __future__ import annotations

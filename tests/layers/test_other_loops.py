@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
@@ -93,7 +94,9 @@ def test_an_optimizer_of_ours_that_takes_gradients_away_is_refused_and_another_i
 
 
 def test_the_stream_of_another_rank_is_refused():
-    assert "random stream is that of rank 3 and this is rank 0" in refusal(net(rank=3))
+    line = refusal(net(rank=3))
+    assert "random stream is that of rank 3 and this is rank 0" in line
+    assert line.endswith("leave rank= out of megalowbit.convert")
 
 
 def test_copies_on_many_devices_are_refused():
@@ -121,6 +124,25 @@ def test_layers_that_were_all_replaced_are_missed_at_the_next_training_forward()
     model(torch.ones(2, 16))
     with pytest.raises(UserError, match=r"2 of 2 low-bit layers were replaced .*\(0 is Linear\)"):
         model.train()(torch.ones(2, 16))
+
+
+class Adapter(nn.Module):
+    """As adapters of low rank do: the layer stays, and something is added to its output."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.added = base_layer, nn.Linear(16, 16)
+
+    def forward(self, input):
+        return self.base_layer(input) + self.added(input)
+
+
+@pytest.mark.parametrize("wrapper", [Adapter, checkpoint_wrapper])
+def test_layers_inside_wrappers_are_not_replaced(wrapper):
+    model = net()
+    model[0], model[1] = wrapper(model[0]), wrapper(model[1])
+    model(torch.ones(2, 16)).sum().backward()
+    check_training(model, config={"megalowbit": {"recipe": "nvfp4"}})
 
 
 def test_a_single_layer_put_back_by_hand_and_a_restored_model_are_left_alone():
