@@ -109,16 +109,30 @@ def test_records_are_closed_as_failed_when_training_raises(build_job, tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+def test_a_damaged_record_leaves_the_others_as_they_are(build_job, tmp_path):
+    job = build_job()
+    record(job, 3)
+    table = tmp_path / "run" / "overflow_layers.jsonl"
+    table.write_text("[\n")
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    job.totals.steps = 2
+    with pytest.raises(UserError, match=r"overflow_layers\.jsonl line 1 is damaged"):
+        Recorder(job, Console(3, is_main=False), is_main=True, is_resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
 def test_a_full_disk_is_one_line_that_says_how_to_go_on(build_job, tmp_path):
     job = build_job()
-    for name in ("metrics.jsonl", "overflow_layers.jsonl"):
-        (tmp_path / "run" / name).symlink_to("/dev/full")  # whatever is written there finds no room
-    message = r"cannot be recorded in .*/run \(No space left on device\): free space .* from the start with"
-    with (
-        pytest.raises(UserError, match=message),
-        Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder,
-    ):
-        recorder.step(train_step(job)[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder:
+        facts = train_step(job)[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # less than a line
+        try:
+            message = r"cannot be recorded in .*/run \(File too large\): free space .* from the start with"
+            with pytest.raises(UserError, match=message):
+                recorder.step(facts)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_summary_that_finds_no_room_names_the_checkpoint_to_go_on_from(build_job, tmp_path):
