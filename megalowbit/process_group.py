@@ -124,9 +124,10 @@ def _slurm_head(environ: MutableMapping[str, str]) -> str:
 def _slurm_places(environ: MutableMapping[str, str]) -> dict[str, int]:
     """Processes of this node, number of nodes, and which of them this is, as far as SLURM says so."""
     places = {}
-    nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
-    if nodes is not None and "SLURM_NODEID" in environ:
-        places = {"CROSS_RANK": _whole_number("SLURM_NODEID", environ), "CROSS_SIZE": int(nodes)}
+    nodes = "SLURM_STEP_NUM_NODES" if environ.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
+    if nodes in environ and "SLURM_NODEID" in environ:
+        names = {"CROSS_RANK": "SLURM_NODEID", "CROSS_SIZE": nodes}
+        places = {ours: _whole_number(theirs, environ) for ours, theirs in names.items()}
     local_size = _slurm_local_size(environ)
     if local_size is not None:
         places |= {"LOCAL_WORLD_SIZE": local_size, "LOCAL_SIZE": local_size}

@@ -109,6 +109,12 @@ def test_counts_of_tasks_that_are_not_understood_are_refused(counts):
         export(ProcessIdentity(world_size=2, launcher="slurm"), environ)
 
 
+def test_a_number_of_nodes_that_is_none_is_refused():
+    environ = {"SLURM_NNODES": "two", "SLURM_NODEID": "1"}
+    with pytest.raises(UserError, match="SLURM_NNODES must be a whole number ≥ 0, not 'two'"):
+        export(ProcessIdentity(world_size=2, launcher="slurm"), environ)
+
+
 def test_a_launcher_inside_srun_wins_over_the_task_it_runs_in():
     environ = {
         "RANK": "5",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown, unknown_name
 from megalowbit.hf.new_folder import refuse_existing
-from megalowbit.pretrain.command_line import OneLineParser
+from megalowbit.pretrain.command_line import OneLineParser, print_what_can_be_printed
 
 if TYPE_CHECKING:
     from megalowbit.data.tokenize import Tokenizer
@@ -56,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    print_what_can_be_printed()
     try:
         options = build_parser().parse_args(arguments)
         _check_places(options.source, options.folder)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.pretrain.command_line import OneLineParser
+from megalowbit.pretrain.command_line import OneLineParser, print_what_can_be_printed
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,6 +37,7 @@ def check_picture(path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    print_what_can_be_printed()
     try:
         options = build_parser().parse_args(arguments)
         if options.picture is not None:

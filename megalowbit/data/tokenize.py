@@ -152,7 +152,7 @@ class FolderTokenizer(Tokenizer):
                 local_files_only=True,
                 trust_remote_code=False,  # left out, transformers asks on the standard input
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = str(error).strip().split("\n")[0]
             if "trust_remote_code" in str(error):
                 reason = "it brings code of its own, which is never run: save it as a tokenizer.json"

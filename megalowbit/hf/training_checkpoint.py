@@ -10,6 +10,7 @@ shards of tensor-parallel ranks saved before layouts were written.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +20,10 @@ import torch
 from megalowbit.checkpoints.contents import FIRST_FILES, CheckpointContents, StateDict
 from megalowbit.checkpoints.shards import model_file, reading
 from megalowbit.durable import (
+    DAMAGED,
     LATEST,
     complete_steps,
+    damaged_in,
     is_step_name,
     step_name,
     steps_in,
@@ -38,6 +41,8 @@ from megalowbit.layers.surgery import convert
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 WEIGHTS_FILE = model_file(0, 0)
@@ -95,9 +100,21 @@ def read_checkpoint(folder: Path) -> TrainingCheckpoint:
         UserError: none there, a file missing or damaged, another format.
     """
     step = find_checkpoint(folder)
+    if not _is_step_folder(folder) and (passed := _passed_over(step)):
+        logger.warning("%s is read, for %s is incomplete or damaged", step, ", ".join(passed))
     verify_folder(step, remedy="use an older checkpoint")
     with reading(f"checkpoint {step}"):
         return _read_contents(step)
+
+
+def _passed_over(step: Path) -> list[str]:
+    """Names of what lies beside the newest complete checkpoint, of later steps."""
+    names = [*map(step_name, steps_in(step.parent)), *damaged_in(step.parent)]
+    return [name for name in names if _number_of(name) > _number_of(step.name)]
+
+
+def _number_of(name: str) -> int:
+    return int(name.partition(DAMAGED)[0].removeprefix("step-"))
 
 
 def _read_contents(step: Path) -> TrainingCheckpoint:

@@ -10,6 +10,7 @@ is answered at once and nothing has been allocated, joined or written by then.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -35,6 +36,12 @@ REFUSAL = "MEGALOWBIT_REFUSAL"  # names a file for the line of a mistake, if the
 # Launchers stop all ranks when one fails: the main rank must get to print first.
 SECONDS_FOR_THE_MAIN_RANK = 5.0
 SECONDS_FOR_ALL_TO_LEAVE = 60.0
+
+
+def print_what_can_be_printed() -> None:
+    """Let standard output write an escape for a character that it lacks, as standard error does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -135,6 +142,7 @@ def program() -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     identity = ProcessIdentity()
+    print_what_can_be_printed()
     try:
         identity = identify()
         options = build_parser().parse_args(arguments)

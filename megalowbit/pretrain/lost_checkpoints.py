@@ -37,8 +37,9 @@ def check_checkpoints_are_there(folder: RunFolder, *, is_resume: bool) -> None:
         is_resume: whether a run in it may be continued; if not, there is none.
 
     Raises:
-        UserError: checkpoints were completed here and none is left, `checkpoints` is no folder, or an
-            interrupted `--restart` has moved only a part of the run.
+        UserError: checkpoints were completed here and none is left, `checkpoints` is no folder, an
+            interrupted `--restart` has moved only a part of the run, or the folder is no run's and has what
+            a run would overwrite.
     """
     place = folder.checkpoints
     if os.path.lexists(place) and not place.is_dir():
@@ -52,6 +53,11 @@ def check_checkpoints_are_there(folder: RunFolder, *, is_resume: bool) -> None:
         )
     if complete_steps(place) or damaged_in(place):
         return
+    if os.path.lexists(folder.tokenizer) and not _has_begun(folder):
+        raise UserError(
+            f"{folder.tokenizer} was not written by a run, which would write over it: move it away, or "
+            "choose another --run-dir"
+        )
     evidence = _evidence(folder)
     if evidence is not None:
         raise UserError(
@@ -59,6 +65,12 @@ def check_checkpoints_are_there(folder: RunFolder, *, is_resume: bool) -> None:
             f"back to go on, or begin at step 0 with --run-dir {folder.path} --restart, which moves what is "
             "there aside and removes nothing"
         )
+
+
+def _has_begun(folder: RunFolder) -> bool:
+    """Whether a run has written here; its records are the first that it opens."""
+    names = (folder.config, folder.saved, *folder.path.glob(f"{METRICS}*"))
+    return any(map(os.path.lexists, names))
 
 
 def _evidence(folder: RunFolder) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import compress
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +17,12 @@ from megalowbit.engine.agreement import agree
 from megalowbit.errors import from_system
 from megalowbit.layers.split_states import split_counts
 from megalowbit.pretrain.job import Job
+from megalowbit.pretrain.run_folder import RECORDS
 from megalowbit.pretrain.speculation import LookFile, change_lines, speculation_summary
 from megalowbit.speculation.report import SpeculationReport
 from megalowbit.telemetry.console import Console
 from megalowbit.telemetry.facts import Facts
+from megalowbit.telemetry.jsonl import last_step
 from megalowbit.telemetry.moving_rate import MovingRate
 from megalowbit.telemetry.sinks import SinkGroup, open_sinks
 from megalowbit.telemetry.summary import RunSummary
@@ -60,6 +63,7 @@ class Recorder:
             return
         job, telemetry = self._job, self._job.config.settings.telemetry
         try:
+            self._check_records(resume_step)
             files = open_sinks(
                 job.folder.path,
                 is_main=True,
@@ -85,6 +89,15 @@ class Recorder:
                 error,
             ) from error
         self._sinks = SinkGroup([*files.sinks, self._console])
+
+    def _check_records(self, resume_step: int | None) -> None:
+        """Read all records that are to be continued: one that is damaged must not leave the others cut."""
+        if resume_step is None:
+            return
+        job = self._job
+        written = (True, job.tracker is not None, job.speculation is not None)
+        for name in compress(RECORDS, written):
+            last_step(job.folder.path / name)
 
     def go_back(self) -> None:
         """Drop what was recorded after the job's step, which has become an earlier one. Every rank calls it.

@@ -37,10 +37,15 @@ def check_restart(folder: Path) -> None:
     """Refuse to move files out of a folder that no run has written; a folder without files is free.
 
     Raises:
-        UserError: see above.
+        UserError: see above, or it cannot be looked into.
     """
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    is_run = any(name in names for name in OF_A_RUN) or any(name.endswith(MOVING) for name in names)
+    try:
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    except OSError as error:
+        message = f"run folder {folder} cannot be looked into ({error.strerror}): choose another --run-dir"
+        raise from_system(message, error) from error
+    # a restart that was killed before its first record has left only what it had moved
+    is_run = any(name in OF_A_RUN or name.startswith(f"{ASIDE}-") for name in names)
     if names - {".lock"} and not is_run:
         raise UserError(f"{folder} holds no run that --restart could move aside: choose another --run-dir")
 

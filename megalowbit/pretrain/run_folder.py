@@ -247,6 +247,11 @@ def claim(
     Raises:
         UserError: `run_dir` holds something and the run is not resumed, or it cannot be created.
     """
+    name = str(run_dir or root / stem)
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # other bytes, which libraries that write there do not take
+        raise UserError(f"run folder {shown(name)} is not UTF-8: choose another --run-dir") from None
     try:
         if run_dir is not None:
             return _claim_named(run_dir, is_resume or is_restart)
@@ -276,9 +281,15 @@ def _claim_named(run_dir: Path, may_have_content: bool) -> RunFolder:
 def _claim_numbered(root: Path, stem: str, is_resume: bool) -> RunFolder:
     root.mkdir(parents=True, exist_ok=True)
     taken = _numbers_taken(root, stem)
-    started = [number for number in taken if RunFolder(_numbered(root, stem, number)).is_started]
-    if is_resume and started:
-        return RunFolder(_numbered(root, stem, max(started)))
+    begun = [number for number in taken if _holds_run(_numbered(root, stem, number))]
+    if is_resume and begun:
+        newest = _numbered(root, stem, max(begun))
+        if not newest.exists():
+            raise UserError(
+                f"{newest} is a link to {shown(str(newest.readlink()))}, which does not exist: put "
+                "it back to go on, or name a --run-dir"
+            )
+        return RunFolder(newest)
     number = max(taken, default=0) + 1
     while True:
         folder = _numbered(root, stem, number)
@@ -288,6 +299,12 @@ def _claim_numbered(root: Path, stem: str, is_resume: bool) -> RunFolder:
             number += 1  # another job took it between the look and the claim
         else:
             return RunFolder(folder, is_new=True)
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a run may be continued in a folder, or could be if what is away were there."""
+    names = (folder / "config.json", folder / "saved.json", folder / "checkpoints")
+    return any(map(os.path.lexists, names)) or (folder.is_symlink() and not folder.exists())
 
 
 def _numbered(root: Path, stem: str, number: int) -> Path:

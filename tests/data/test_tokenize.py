@@ -155,6 +155,10 @@ def break_json(folder: Path):
     (folder / "tokenizer.json").write_text("{")
 
 
+def nest_json(folder: Path):
+    (folder / "tokenizer.json").write_text('{"model":' + "[" * 5000)
+
+
 def lose_file(folder: Path):
     (folder / "tokenizer.json").unlink()
 
@@ -170,6 +174,7 @@ def lose_end_token(folder: Path):
     ("damage", "message"),
     [
         (break_json, "no usable tokenizer in folder"),
+        (nest_json, "no usable tokenizer in folder"),
         (lose_file, "no usable tokenizer in folder"),
         (lose_end_token, "has no end-of-sequence token"),
     ],

@@ -102,6 +102,20 @@ def test_a_place_without_a_complete_checkpoint_is_refused(folder):
         read_checkpoint(folder.parent)
 
 
+def test_an_older_checkpoint_than_the_newest_is_told(folder, caplog):
+    read_checkpoint(folder.parent)
+    assert not caplog.records
+    (folder / "step-00000007").mkdir()
+    (folder / "step-00000009.damaged").mkdir()
+    read_checkpoint(folder.parent)
+    (record,) = caplog.records
+    later = "step-00000007, step-00000009.damaged"
+    assert record.getMessage() == f"{folder / 'step-00000000'} is read, for {later} is incomplete or damaged"
+    caplog.clear()
+    read_checkpoint(folder / "step-00000000")  # named, and so meant
+    assert not caplog.records
+
+
 def test_tools_and_trainer_agree_on_the_newest_also_when_a_damaged_one_was_removed(folder):
     for step in (5, 40):
         shutil.copytree(folder / "step-00000000", folder / f"step-{step:08d}")

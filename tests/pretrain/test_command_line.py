@@ -1,4 +1,6 @@
+import io
 import os
+import sys
 
 import pytest
 
@@ -76,6 +78,16 @@ def test_data_can_be_prepared_in_advance(tmp_path, capsys):
     assert main(["--ds-config", config, "--prepare-data"]) == 0
     assert "sequences of 32 tokens are ready in" in capsys.readouterr().out
     assert list((tmp_path / "cache").rglob("*.npy"))
+
+
+def test_an_output_without_arrows_gets_escapes(tmp_path, monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")  # as of LC_ALL=en_US.ISO-8859-1, or so
+    monkeypatch.setattr(sys, "stdout", output)
+    config = write_config(tmp_path)
+    corpus = (tmp_path / "text.txt").rename(tmp_path / "größe.txt")
+    assert main(["--ds-config", str(config), "--dry-run", "--set", f"megalowbit.data.corpus={corpus}"]) == 0
+    output.flush()
+    assert b"gr\\xf6\\xdfe.txt" in output.buffer.getvalue()
 
 
 FOR_FOUR = ["--set", "tensor_parallel.autotp_size=4"]

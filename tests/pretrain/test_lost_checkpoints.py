@@ -8,7 +8,9 @@ from ended_runs import STEPS, Killed, contents, rows
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain import job as jobs
+from megalowbit.pretrain.lost_checkpoints import check_checkpoints_are_there
 from megalowbit.pretrain.run import pretrain
+from megalowbit.pretrain.run_folder import RunFolder
 from megalowbit.process_group import ProcessIdentity
 
 
@@ -157,3 +159,14 @@ def test_a_damaged_configuration_of_the_run_is_one_line(resolve, finished, text,
     (finished / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
         resume(resolve(*STEPS), finished)
+
+
+def test_a_tokenizer_that_no_run_has_written_is_not_overwritten(resolve, tmp_path):
+    run = tmp_path / "run"
+    (run / "tokenizer").mkdir(parents=True)
+    (run / "tokenizer" / "tokenizer.json").write_text("mine")
+    with pytest.raises(UserError, match=r"tokenizer was not written by a run, .*: move it away"):
+        pretrain(resolve(*STEPS), ProcessIdentity(), run_dir=run, is_resume=True)
+    assert contents(run) == {"tokenizer/tokenizer.json": b"mine"}
+    (run / "metrics.jsonl").touch()  # a run that was killed between its first files
+    check_checkpoints_are_there(RunFolder(run), is_resume=True)

@@ -109,16 +109,28 @@ def test_records_are_closed_as_failed_when_training_raises(build_job, tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_record_that_finds_no_room_is_one_line_that_says_how_to_go_on(build_job):
+def test_a_damaged_record_leaves_the_others_as_they_are(build_job, tmp_path):
     job = build_job()
-    row = train_step(job)[0]
+    record(job, 3)
+    table = tmp_path / "run" / "overflow_layers.jsonl"
+    table.write_text("[\n")
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    job.totals.steps = 2
+    with pytest.raises(UserError, match=r"overflow_layers\.jsonl line 1 is damaged"):
+        Recorder(job, Console(3, is_main=False), is_main=True, is_resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_full_disk_is_one_line_that_says_how_to_go_on(build_job, tmp_path):
+    job = build_job()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    message = r"cannot be recorded in .*/run \(File too large\): free space .* from the start with"
     with Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        facts = train_step(job)[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # less than a line
         try:
+            message = r"cannot be recorded in .*/run \(File too large\): free space .* from the start with"
             with pytest.raises(UserError, match=message):
-                recorder.step(row)
+                recorder.step(facts)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

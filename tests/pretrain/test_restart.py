@@ -5,8 +5,10 @@ import shutil
 
 import pytest
 from ended_runs import STEPS, Killed, contents, rows
+from unprivileged import said_without_privileges
 
 from megalowbit.errors import UserError
+from megalowbit.pretrain.restart import check_restart
 from megalowbit.pretrain.run import pretrain
 from megalowbit.process_group import ProcessIdentity
 
@@ -63,6 +65,21 @@ def test_a_restart_that_fails_or_is_killed_loses_nothing(resolve, finished, monk
     pretrain(resolve(*STEPS), ProcessIdentity(), **arguments)
     assert contents(finished / "before-restart-1") == before
     assert rows(finished) == [1, 2, 3, 4]
+
+
+def test_a_restart_that_was_killed_after_all_had_moved_is_begun_again(resolve, tmp_path):
+    (tmp_path / "run" / "before-restart-1").mkdir(parents=True)
+    pretrain(resolve(*STEPS), ProcessIdentity(), run_dir=tmp_path / "run", is_resume=False, is_restart=True)
+    assert rows(tmp_path / "run") == [1, 2, 3, 4]
+    assert not (tmp_path / "run" / "before-restart-2").exists()
+
+
+def test_a_folder_that_restart_cannot_look_into_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"cannot be looked into \(File name too long\): choose another"):
+        check_restart(tmp_path / ("a" * 300))
+    (tmp_path / "run").mkdir(mode=0)
+    said = said_without_privileges(tmp_path, lambda: check_restart(tmp_path / "run"))
+    assert said.endswith("run cannot be looked into (Permission denied): choose another --run-dir")
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,21 @@ def test_resume_continues_the_newest_or_starts_the_first(tmp_path):
     assert claim("gpt2", run_dir=None, is_resume=True, root=tmp_path).path.name == "gpt2-10"
 
 
+@pytest.mark.parametrize("left", ["saved.json", "checkpoints"])
+def test_resume_goes_to_a_run_that_has_lost_its_configuration(tmp_path, left):
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / left).mkdir()
+    assert claim("gpt2", run_dir=None, is_resume=True, root=tmp_path).path.name == "gpt2"
+
+
+def test_a_default_folder_that_is_away_is_not_begun_anew_beside_it(tmp_path):
+    (tmp_path / "gpt2").symlink_to(tmp_path / "scratch")
+    with pytest.raises(UserError, match=r"gpt2 is a link to .*scratch', which does not exist: put it back"):
+        claim("gpt2", run_dir=None, is_resume=True, root=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt2"]
+    assert claim("gpt2", run_dir=None, is_resume=False, root=tmp_path).path.name == "gpt2-2"
+
+
 def test_a_named_folder_with_content_is_refused_and_left_alone(tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -54,6 +69,13 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be created"):
         claim("gpt2", run_dir=tmp_path / "file" / "run", is_resume=False)
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused_before_anything_is_written(tmp_path):
+    folder = Path(os.fsdecode(bytes(tmp_path / "run") + b"\xff"))
+    with pytest.raises(UserError, match=r"run.udcff' is not UTF-8: choose another"):
+        claim("gpt2", run_dir=folder, is_resume=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_resolved_configuration_is_written_whole(tmp_path):
