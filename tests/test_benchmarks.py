@@ -57,6 +57,14 @@ def test_speculation_compares_looks_with_a_layer_of_no_controller():
     assert "64 tokens × 32→48, bf16, 3 layers\n" in chain
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository to take a revision from")
+def test_grad_buffer_compares_with_another_revision():
+    printed = run("grad_buffer.py", "--rounds", "2", "--width", "8", "--against", "HEAD")
+    for kind in ("list", "model", "hooks"):
+        table = printed.split(f"\n{kind}\n")[1].split("\n\n")[0].splitlines()
+        assert [line.split()[0] for line in table] == ["HEAD", "here", "ratio"]
+
+
 def test_causality_prints_what_logits_depend_on(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 

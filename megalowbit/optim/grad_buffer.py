@@ -194,7 +194,8 @@ class GradBuffer:
             return
         if gradient.is_sparse:
             raise UserError(SPARSE)
-        gradient = gradient.to(parameter.dtype)  # as torch rounds what a custom function returns in fp32
+        if gradient.dtype != parameter.dtype:  # as torch rounds what a custom function returns in fp32
+            gradient = gradient.to(parameter.dtype)
         self._arrivals.pop(id(parameter), None)
         self._arrivals[id(parameter)] = None
         main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
@@ -207,7 +208,8 @@ class GradBuffer:
 
     def _make_way(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
         """Take `.grad` away before autograd adds to it: `_accumulate` does that, and sees the half alone."""
-        if _is_accumulating():
+        # most often there is nothing, which is quicker to see than in which backward this is
+        if (parameter.grad is not None or id(parameter) in self._shown) and _is_accumulating():
             self._take_in(parameter)
             parameter.grad = None
 

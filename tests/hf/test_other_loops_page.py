@@ -121,34 +121,6 @@ def test_a_trainer_whose_block_names_another_recipe_ends_with_a_line_on_each_ran
         assert "UserError: megalowbit.recipe is 'nvfp4', and layer model.layers.0.self_attn.q_proj has" in log
 
 
-GPT2 = """
-from transformers import GPT2Config, GPT2LMHeadModel
-sizes = dict(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
-model = converted = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-first = model.lm_head.weight.detach().float().clone()
-"""
-SAVED = """
-saved = GPT2LMHeadModel.from_pretrained("out/checkpoint-4", dtype="auto").state_dict()
-exported = trainer.accelerator.get_state_dict(trainer.deepspeed)
-mlb.restore(converted)
-for name, value in converted.state_dict().items():
-    assert torch.equal(saved[name], value) and torch.equal(exported[name], value), name
-mlb.convert(converted, "nvfp4")
-"""
-
-
-def test_checkpoints_of_trainer_hold_a_gpt2_as_transformers_has_it(tmp_path):
-    run_program(tmp_path, GPT2 + on_cpu(BLOCKS[NAMES.index("trainer_deepspeed")]) + SAVED, 2)
-
-
-def test_trainer_at_stage_three_refuses_a_gpt2_before_the_first_step(tmp_path):
-    text = GPT2 + on_cpu(BLOCKS[NAMES.index("trainer_deepspeed")])
-    codes, logs = run_ranks(tmp_path, text.replace('{"stage": 2}', '{"stage": 3}'), 2)
-    assert codes == [1, 1]
-    for log in logs:
-        assert "UserError: at ZeRO stage 3 this engine and DeepSpeed's tools export the weight of" in log
-
-
 def test_layers_that_stock_tensor_parallelism_replaces_end_the_first_forward(tmp_path):
     text = BLOCKS[NAMES.index("deepspeed")]
     text = text.replace('"zero_optimization": {"stage": 2}', '"tensor_parallel": {"autotp_size": 2}')
