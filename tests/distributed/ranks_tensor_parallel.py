@@ -61,7 +61,7 @@ def value(tensor):
 def train(case, tensor_size, *, spoiled_step=None):
     settings = config_of(case, tensor_size)
     engine, optimizer, _, _ = make(make_model(case), settings)
-    seen = {"losses": [], "norms": [], "is_applied": [], "zeros": [], "scales": []}
+    seen = {"losses": [], "norms": [], "is_applied": [], "zeros": [], "counted": [], "scales": []}
     if case.get("checkpointing"):
         engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     data_rank = engine.process_grid.data_rank if tensor_size > 1 else rank // size
@@ -77,6 +77,8 @@ def train(case, tensor_size, *, spoiled_step=None):
             hook = weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
         loss = engine(**batch(step, data_rank)).loss
         engine.backward(loss)
+        if case.get("counts_zeros"):
+            seen["counted"].append(count_zeros(engine))
         engine.step()
         if hook is not None:
             hook.remove()
@@ -107,6 +109,17 @@ def train(case, tensor_size, *, spoiled_step=None):
         seen["exported"] = {name: list(value.shape) for name, value in exported.items()}
         seen["sums"] = {name: value.double().abs().sum().item() for name, value in exported.items()}
     return engine, seen
+
+
+def count_zeros(engine):
+    """Exact zeros in the gradients of whole parameters: those of all shards, and of copies once."""
+    zeros = torch.zeros(2, dtype=torch.int64)
+    for parameter in engine.module.parameters():
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        zeros[int(is_cut)] += (parameter.grad == 0).sum()
+    if engine.process_grid.tensor_size > 1:
+        dist.all_reduce(zeros[1], group=engine.mpu.get_tensor_model_parallel_group())
+    return zeros.sum().item()
 
 
 def do_copies_agree(engine):

@@ -34,6 +34,7 @@ CASES = {
         "family": "gpt2",
         "recipe": "bf16",
         "block": {"gradient_norm": "sum_of_norms", "log_num_zeros_in_grad": True},
+        "counts_zeros": True,
     },
     "llama fp32 norms": {
         "family": "llama",

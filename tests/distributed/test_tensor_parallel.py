@@ -1,7 +1,7 @@
 """Models cut over two tensor-parallel ranks train as whole ones do, with all kinds of recipes and stages."""
 
 import pytest
-from tensor_parallel_cases import CASES, SCALERS, STEPS
+from tensor_parallel_cases import CASES, SCALERS, STEPS, batch
 
 WORLD = 2
 # where every operation but the order of sums is the same; what rounds at random or to bf16 differs more
@@ -172,11 +172,22 @@ def test_ranks_round_shards_with_numbers_of_their_own_and_whole_operands_alike(s
         assert is_equal == (role in whole), role
 
 
+def zeros_by_structure(step):
+    """Gradients in "gpt2 norms and zeros" of tokens and positions that the loss does not depend on."""
+    tokens = batch(step, 0)["input_ids"][:, :-1]  # the last one predicts nothing
+    unused_tokens, unused_positions = 128 - len(tokens.unique()), 32 - tokens.shape[1]
+    return 64 * (unused_tokens + unused_positions)
+
+
 def test_zeros_of_whole_gradients_are_counted(seen):
     for rank in seen:
-        found, expected = (rank[key]["gpt2 norms and zeros"]["zeros"] for key in ("cut", "whole"))
-        assert found == expected
-        assert min(found) > 16 * 64  # positions that no sequence reaches
+        for key in ("whole", "cut"):
+            run = rank[key]["gpt2 norms and zeros"]
+            assert run["zeros"] == run["counted"], key
+            # softmax does not feel the bias of keys: its gradients, 64 in each of 2 blocks, are zero but for
+            # rounding, and now and then exactly so; how often depends on the order of sums, and so on the CPU
+            for step, found in enumerate(run["zeros"]):
+                assert 0 <= found - zeros_by_structure(step) <= 2 * 64, (key, step)
 
 
 def test_the_sum_of_norms_is_not_the_norm(seen):
