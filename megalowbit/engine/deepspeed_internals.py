@@ -158,7 +158,6 @@ PIPELINE = (
 # owner → name → (ZeRO stages whose objects have it, what of megalowbit breaks without it)
 INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
     "optimizer": {
-        "_use_compact_grad_partition_buffer": (LOW, "a second backward adds to the first in fp32 too"),
         "_build_compact_grad_partition_buffer": (LOW, "gradients set by hand are where the step reads"),
         "_clear_fp32_optimizer_param_groups": (THREE, LOADED),
         "_get_param_partition_rank": (THREE, MEASURED),
@@ -251,18 +250,21 @@ METHODS = {
         "checkpoints are written atomically",
     ),
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": (
-        ("check_overflow", "step", "scaled_global_norm", "average_tensor", "load_state_dict"),
+        (
+            "check_overflow", "step", "zero_grad", "scaled_global_norm", "average_tensor", "load_state_dict",
+            "independent_gradient_partition_epilogue", "_use_compact_grad_partition_buffer",
+        ),
         "ZeRO stages 1 and 2 measure, skip and reduce as stage 0 does",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (
-        ("check_overflow", "step", "_get_norm_groups"),
+        ("check_overflow", "step", "zero_grad", "_get_norm_groups", "independent_gradient_partition_epilogue"),
         "ZeRO stage 3 measures and skips as stage 0 does",
     ),
     "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator": (
         ("set_device", "communication_backend_name", "device_name", "device_count", "current_stream"),
         "a process starts on its device",
     ),
-}
+}  # fmt: skip
 
 
 def deepspeed_object(path: str) -> Any:
