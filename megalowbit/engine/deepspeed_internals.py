@@ -257,7 +257,10 @@ METHODS = {
         "ZeRO stages 1 and 2 measure, skip and reduce as stage 0 does",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (
-        ("check_overflow", "step", "zero_grad", "_get_norm_groups", "independent_gradient_partition_epilogue"),
+        (
+            "check_overflow", "step", "zero_grad", "_get_norm_groups",
+            "independent_gradient_partition_epilogue",
+        ),
         "ZeRO stage 3 measures and skips as stage 0 does",
     ),
     "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator": (
