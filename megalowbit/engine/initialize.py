@@ -131,7 +131,7 @@ def initialize(
     _check_ranks_agree(parts, grid, model, optimizer, seed, unit)
     if unit is None:  # on all ranks alike from here on
         succeed_together(lambda: check_stages(model, parts, grid))
-    check_parts(parts)
+    succeed_together(lambda: check_parts(parts))
     succeed_together(
         lambda: check_arguments(model, parts.settings, optimizer, model_parameters, lr_scheduler)
     )
