@@ -365,8 +365,9 @@ def remove_drafts(folder: Path, names: Iterable[str] = ("*",)) -> None:
 
 def sync(path: Path) -> None:
     """Make what was written to a file, or renamed in a folder, survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for a writer
     try:
-        os.fsync(descriptor)
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalowbit import durable
 from megalowbit.durable import (
     MANIFEST,
     atomic_file,
@@ -245,3 +246,11 @@ def test_other_names_are_no_steps(tmp_path, name):
 def test_files_are_handled_without_torch():
     code = "import sys, megalowbit.durable; sys.exit(bool({'torch', 'deepspeed'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "records.jsonl")
+    thread = threading.Thread(target=durable.sync, args=(tmp_path / "records.jsonl",), daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive()

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from megalowbit.engine.auto_values import guessed_values
 from megalowbit.engine.batch_size import MICRO, STEPS, TRAIN, fill_batch_sizes
 from megalowbit.engine.deepspeed_keys import check_keys, check_no_auto_left
 from megalowbit.engine.deepspeed_values import check_parameter_split, check_values, is_finite_number
@@ -136,11 +137,13 @@ class DeepSpeedConfigParts:
         deepspeed: complete and without our block, to be handed to DeepSpeed.
         megalowbit: our block as it was written, with what stock blocks added.
         settings: the engine's part of it, validated.
+        guesses: `key = value` of each `"auto"` for which nobody gave a value.
     """
 
     deepspeed: dict[str, Any]
     megalowbit: dict[str, Any]
     settings: EngineSettings
+    guesses: tuple[str, ...] = ()
 
 
 def load_json(path: str | Path) -> dict[str, Any]:
@@ -176,6 +179,7 @@ def read_deepspeed_config(
     block = raw.pop(BLOCK, {})
     if not isinstance(block, dict):
         raise UserError(f'"{BLOCK}" = {shown(block)} must be an object {{…}}')
+    written, given_precision = _copy(raw), block.get("precision")
     problems = Problems()
     steps: tuple[Callable[[], object], ...] = (
         lambda: _check_block_keys(block),
@@ -199,7 +203,8 @@ def read_deepspeed_config(
     with problems.collect():  # what was not filled in because it is wrong has been reported
         check_no_auto_left({key: raw[key] for key in raw if not problems or key not in FILLED_KEYS})
     problems.raise_any()
-    return DeepSpeedConfigParts(deepspeed=raw, megalowbit=block, settings=settings)
+    guesses = guessed_values(written, raw, given_precision=given_precision, precision=settings.precision)
+    return DeepSpeedConfigParts(deepspeed=raw, megalowbit=block, settings=settings, guesses=guesses)
 
 
 def _copy(config: dict[str, Any]) -> dict[str, Any]:

@@ -131,13 +131,14 @@ def initialize(
     _check_ranks_agree(parts, grid, model, optimizer, seed, unit)
     if unit is None:  # on all ranks alike from here on
         succeed_together(lambda: check_stages(model, parts, grid))
-    check_parts(parts)
+    succeed_together(lambda: check_parts(parts))
     succeed_together(
         lambda: check_arguments(model, parts.settings, optimizer, model_parameters, lr_scheduler)
     )
     succeed_together(lambda: lay_out_parameters(model, stage=zero_stage(parts.deepspeed)))
     prepared = prepare_model(model, parts, grid, mpu=unit, seed=seed)
     if parts is not config:  # the pretraining loop, which keeps to schedules, has read it already
+        _warn_of_guesses(parts)
         _warn_of_schedules(parts, prepared.recipe)
     start = OptimizerStart(
         model, parts, groups=prepared.groups, optimizer=optimizer, model_parameters=model_parameters
@@ -231,6 +232,14 @@ def _check_ranks_agree(
         "argument model": type(model).__name__,
     }
     check_ranks_agree(everywhere, of_this_part=model_facts(model), grid=grid)
+
+
+def _warn_of_guesses(parts: DeepSpeedConfigParts) -> None:
+    if parts.guesses and process_group.rank() == 0:
+        logger.warning(
+            '"auto" is filled in where no TrainingArguments say more: %s; write the values that you mean',
+            ", ".join(parts.guesses),
+        )
 
 
 def _warn_of_schedules(parts: DeepSpeedConfigParts, recipe: Recipe | None) -> None:

@@ -7,7 +7,7 @@ which there is AdamW unless `adam_w_mode` is false. Not covered: Lamb, Lion, Muo
 `"auto"` stands for: `lr` 3e-4, `betas` [0.9, 0.95], `eps` 1e-8, `weight_decay` 0.1, `momentum` 0;
 schedulers: `warmup_min_lr` and `warmup_min_ratio` 0, `warmup_max_lr` (and `max_lr`) the optimizer's `lr`,
 `warmup_num_steps` one hundredth of all steps, `cos_min_ratio` 0.1, `total_num_steps` (and torch's
-`total_steps`, `total_iters`, `T_max`) all steps.
+`total_steps`, `total_iters`, `T_max`) all steps. `mlb.initialize` names those that were guessed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ DeepSpeed's `zero_grad`s drop `.grad`, in which stages 1 to 3 keep nothing once 
 have reduced stays and is added to. Here `engine.zero_grad()` and `engine.module.zero_grad()` ask the
 optimizer to forget. And a `.grad` that someone sets after the backward, which those stages never read, is
 written to where they keep their pieces. Not covered there: `zero_grad` of a part of the model, and
-`.grad = None` of one parameter, both of which leave no trace.
+`.grad = None` of one parameter, both of which leave no trace; and a `.grad` that is set before a further
+backward of the same step, which is added to the sums where stage 0 replaces them.
 """
 
 from __future__ import annotations

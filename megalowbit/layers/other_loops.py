@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megalowbit.errors import UserError, shown
-from megalowbit.json_text import parse_json
+from megalowbit.json_text import read_json_object
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.split_parameters import has_split_parameters
+from megalowbit.quantize.random_stream import own_rank
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def check_engine(model: nn.Module, names: tuple[str, ...]) -> None:
     if problems:
         raise UserError("; ".join(problems))
     precision = _precision(engine)
-    if precision != "fp32" and _rank() == 0:
+    if precision != "fp32" and own_rank() == 0:
         scale = "its own loss scale" if precision == "fp16" else "its own search for inf and NaN"
         logger.warning(
             "low-bit layers train in an engine of stock DeepSpeed, with %s and its own optimizer: for "
@@ -139,7 +140,7 @@ def _problems(
         *_layer_problems(model, layers, names, block),
         *_block_problems(block, engine),
         *_optimizer_problems(optimizers, engine),
-        *_stream_problems(layers),
+        *_stream_problems(layers, engine),
         *_export_problems(layers, engine),
     ]
 
@@ -227,15 +228,23 @@ def _optimizer_problems(optimizers: list[object], engine: Any | None) -> list[st
     return []
 
 
-def _stream_problems(layers: Mapping[str, BitLinear]) -> list[str]:
-    rank = _rank()
+def _stream_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> list[str]:
+    rank = own_rank()
+    # tensor-parallel ranks hold the same data, and share the numbers of their data-parallel rank
+    data_rank = getattr(getattr(engine, "mpu", None), "get_data_parallel_rank", lambda: rank)()
     streams = (each.random_stream for each in layers.values())
-    wrong = next((each for each in streams if each is not None and each.rank != rank), None)
+    wrong = next((each for each in streams if each is not None and each.rank not in (rank, data_rank)), None)
     if wrong is None:
         return []
+    remedy = "leave rank= out of megalowbit.convert"
+    if not (dist.is_available() and dist.is_initialized()):
+        remedy = (
+            "this loop takes each process for the only one, so start all with its launcher (Accelerate on "
+            "CPUs needs ACCELERATE_USE_CPU=1 too), or, if there is one process, leave out rank="
+        )
     return [
         f"the random stream is that of rank {wrong.rank} and this is rank {rank}, whose numbers must be its "
-        "own: leave rank= out of megalowbit.convert"
+        f"own: {remedy}"
     ]
 
 
@@ -254,10 +263,6 @@ def _export_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> lis
     return []
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def _precision(engine: Any) -> str:
     if engine.fp16_enabled():
         return "fp16"
@@ -270,9 +275,9 @@ def _recipe(block: Mapping[str, Any]) -> Recipe | None:
 
 def _block_of(config: object) -> Mapping[str, Any]:
     if isinstance(config, (str, Path)):
-        if not Path(config).is_file():
+        if not Path(config).exists():
             return {}  # DeepSpeed takes encoded text too, and has read it
-        config = parse_json(Path(config).read_text(encoding="utf-8"), str(config))
+        config = read_json_object(Path(config))
     block = config.get(BLOCK) if isinstance(config, Mapping) else None
     if block is None:
         return {}

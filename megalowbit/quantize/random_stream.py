@@ -76,7 +76,7 @@ class RandomStream:
     @property
     def rank(self) -> int:
         """The data-parallel rank, part of the keys of what each rank has for itself; may be set."""
-        return _own_rank() if self.given_rank is None else self.given_rank
+        return own_rank() if self.given_rank is None else self.given_rank
 
     @rank.setter
     def rank(self, rank: int) -> None:
@@ -130,7 +130,7 @@ class RandomStream:
         if is_shared:
             rank = None
         elif rank is None:
-            rank = _own_rank()
+            rank = own_rank()
         address: tuple[object, ...] = (self.seed, layer, role, use, rank)
         if shard is not None:  # whole tensors keep the numbers they have always had
             address = (*address, "shard", shard)
@@ -206,7 +206,7 @@ def check_advance(step: int) -> None:
         )
 
 
-def _own_rank() -> int:
+def own_rank() -> int:
     """This process's, in the default group; 0 where there is none."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 

@@ -319,3 +319,19 @@ def test_the_configured_norm_is_the_one_that_is_reported(precision):
         norms[name] = (engine.get_global_grad_norm(), each)
     assert norms["sum_of_norms"][0] == pytest.approx(sum(norms["sum_of_norms"][1]), rel=1e-6)
     assert norms["global"][0] == pytest.approx(sum(n**2 for n in norms["global"][1]) ** 0.5, rel=1e-6)
+
+
+def test_deepspeeds_own_reading_of_the_configuration_fails_on_all_ranks_together(monkeypatch):
+    depth, seen = [], []
+
+    def together(work):
+        depth.append(work)
+        try:
+            return work()
+        finally:
+            depth.pop()
+
+    monkeypatch.setattr("megalowbit.engine.initialize.succeed_together", together)
+    monkeypatch.setattr("megalowbit.engine.initialize.check_parts", lambda parts: seen.append(len(depth)))
+    initialize(model=model(), config=config())
+    assert seen == [1]

@@ -1,6 +1,8 @@
 """Checks of a converted model in a loop of others; in stock engines: tests/engine/test_stock_engine.py."""
 
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
-from megalowbit.layers.other_loops import check_training, find_engine
+from megalowbit.layers.other_loops import _stream_problems, check_training, find_engine
+from megalowbit.layers.surgery import bit_layers
 
 
 def net(recipe="nvfp4", **arguments):
@@ -93,10 +96,28 @@ def test_an_optimizer_of_ours_that_takes_gradients_away_is_refused_and_another_i
     check_training(model, optimizer=ours(model, bf16=True, params_have_main_grad=False))
 
 
-def test_the_stream_of_another_rank_is_refused():
+def test_the_stream_of_another_rank_is_refused(monkeypatch):
     line = refusal(net(rank=3))
     assert "random stream is that of rank 3 and this is rank 0" in line
-    assert line.endswith("leave rank= out of megalowbit.convert")
+    assert "takes each process for the only one" in line
+    assert "ACCELERATE_USE_CPU=1" in line
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    assert refusal(net(rank=3)).endswith("its own: leave rank= out of megalowbit.convert")
+
+
+def test_the_data_parallel_rank_of_an_engine_with_tensor_parallel_ranks_is_right(monkeypatch):
+    monkeypatch.setattr("megalowbit.layers.other_loops.own_rank", lambda: 5)
+    layers = bit_layers(net(rank=2))
+    engine = SimpleNamespace(mpu=SimpleNamespace(get_data_parallel_rank=lambda: 2))
+    assert _stream_problems(layers, engine) == []
+    assert len(_stream_problems(layers, SimpleNamespace(mpu=None))) == 1
+    assert len(_stream_problems(bit_layers(net(rank=3)), engine)) == 1
+
+
+def test_a_pipe_in_place_of_the_configuration_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "ds.json")
+    assert "is a FIFO" in refusal(net(), config=tmp_path / "ds.json")
 
 
 def test_copies_on_many_devices_are_refused():
