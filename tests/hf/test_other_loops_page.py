@@ -1,4 +1,7 @@
-"""docs/other-loops.md: each of its programs runs as it stands, with a tiny LLaMA, on one rank and on two."""
+"""docs/other-loops.md: each of its programs runs as it stands, with a tiny LLaMA, on one rank and on two.
+
+Those with DeepSpeed start with the page's lines for CPUs, and their facts say what engine was in play.
+"""
 
 import json
 import os
@@ -10,7 +13,7 @@ from forks import Forked
 from launchers import ROOT, free_port
 
 PAGE = (ROOT / "docs" / "other-loops.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+ENGINE_ON_CPU, *BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 NAMES = ("trainer", "trainer_deepspeed", "accelerate", "accelerate_deepspeed", "deepspeed", "ddp")
 # what the page calls model, dataset and loader
 BEFORE = """
@@ -29,12 +32,20 @@ import deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 """
 AFTER = """
+import hashlib
 import megalowbit as mlb
+from megalowbit.layers.other_loops import find_engine
+engine = find_engine(converted)
+if "trainer" in globals():
+    assert engine is getattr(trainer, "deepspeed", None)
+with deepspeed.zero.GatheredParameters(list(converted.parameters())):
+    values = [each.detach().float() for each in converted.parameters()]
+    moved = not torch.equal(converted.lm_head.weight.detach().float(), first)
+    digest = hashlib.sha256(b"".join(each.numpy().tobytes() for each in values)).hexdigest()
 facts = {
     "products": mlb.product_counts(converted), "step": mlb.random_stream(converted).step,
-    "rank": mlb.random_stream(converted).rank,
-    "is_moved": not torch.equal(converted.lm_head.weight.detach().float(), first),
-    "weights": converted.lm_head.weight.detach().double().abs().sum().item(),
+    "rank": mlb.random_stream(converted).rank, "is_moved": moved, "weights": digest,
+    "stage": None if engine is None else engine.zero_optimization_stage(),
 }
 print("facts " + json.dumps(facts), flush=True)
 if torch.distributed.is_initialized():
@@ -51,9 +62,11 @@ def run_ranks(folder, text, world_size):
     ranks = []
     for rank in range(world_size):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         env = {**os.environ, **{name: str(value) for name, value in {**place, **address}.items()}}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        if ENGINE_ON_CPU not in text:
+            env["ACCELERATE_USE_CPU"] = "true"
         ranks.append(Forked(script, output=folder / f"{rank}.log", env=env, cwd=folder))
     codes = [rank.wait() for rank in ranks]
     logs = [(folder / f"{rank}.log").read_text() for rank in range(world_size)]
@@ -67,10 +80,14 @@ def run_program(folder, text, world_size):
     return [json.loads(re.search(r"^facts (.*)$", log, re.MULTILINE)[1]) for log in logs], logs
 
 
-def on_cpu(text):
-    return text.replace('TrainingArguments(\n    "out"', 'TrainingArguments("out"').replace(
-        'TrainingArguments("out"', 'TrainingArguments("out", use_cpu=True, report_to=[]'
-    )
+def program(name, stage=2):
+    """As the page has it, with what it says about CPUs."""
+    text = BLOCKS[NAMES.index(name)].replace('TrainingArguments(\n    "out"', 'TrainingArguments("out"')
+    cpu = "use_cpu=True, report_to=[]"
+    if name in ("trainer_deepspeed", "accelerate_deepspeed"):
+        text, cpu = ENGINE_ON_CPU + text, cpu + ', accelerator_config={"use_configured_state": True}'
+    text = text.replace('TrainingArguments("out"', f'TrainingArguments("out", {cpu}')
+    return text.replace('{"stage": 2}', json.dumps({"stage": stage}))
 
 
 def test_the_page_has_these_programs():
@@ -80,10 +97,11 @@ def test_the_page_has_these_programs():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_of_the_page_trains_in_low_precision(tmp_path, name):
     world_size = 2
-    facts, _ = run_program(tmp_path, on_cpu(BLOCKS[NAMES.index(name)]), world_size)
+    facts, _ = run_program(tmp_path, program(name), world_size)
     for rank, fact in enumerate(facts):
         assert fact["is_moved"]
         assert fact["rank"] == rank
+        assert fact["stage"] == (2 if "deepspeed" in name else None)
         is_split = name.startswith("accelerate")  # prepare() deals the loader's batches to ranks
         expected = MICRO_BATCHES.get(name, 8 // world_size if is_split else 8)
         assert fact["step"] == expected
@@ -96,13 +114,21 @@ def test_a_program_of_the_page_trains_in_low_precision(tmp_path, name):
     [("trainer_deepspeed", 0), ("trainer_deepspeed", 3), ("deepspeed", 0), ("deepspeed", 1)],
 )
 def test_other_stages_of_zero_train_alike(tmp_path, name, stage):
-    text = on_cpu(BLOCKS[NAMES.index(name)]).replace('{"stage": 2}', json.dumps({"stage": stage}))
-    if stage == 3:  # weights lie in pieces
-        text += "\nwith deepspeed.zero.GatheredParameters([converted.lm_head.weight]):\n    moved = 1\n"
-        text += "deepspeed.zero.GatheredParameters([converted.lm_head.weight]).__enter__()\n"
-    facts, _ = run_program(tmp_path, text, 1)
-    assert facts[0]["is_moved"]
-    assert facts[0]["step"] == 8
+    facts, _ = run_program(tmp_path, program(name, stage), 2)
+    assert [fact["stage"] for fact in facts] == [stage, stage]
+    assert all(fact["is_moved"] and fact["step"] == 8 for fact in facts)
+    assert facts[0]["weights"] == facts[1]["weights"], "ranks have trained apart"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_trainer_with_an_engine_resumes_with_the_same_weights(tmp_path, stage):
+    text = program("trainer_deepspeed", stage).replace("max_steps=4", "max_steps=4, save_steps=2")
+    whole, _ = run_program(tmp_path, text, 2)
+    resumed = text.replace("trainer.train()", 'trainer.train(resume_from_checkpoint="out/checkpoint-2")')
+    assert resumed != text
+    facts, _ = run_program(tmp_path, resumed, 2)
+    for fact, expected in zip(facts, whole, strict=True):
+        assert (fact["weights"], fact["step"]) == (expected["weights"], 8)
 
 
 def test_a_stock_engine_in_half_precision_is_told_once(tmp_path):
@@ -113,12 +139,44 @@ def test_a_stock_engine_in_half_precision_is_told_once(tmp_path):
 
 
 def test_a_trainer_whose_block_names_another_recipe_ends_with_a_line_on_each_rank(tmp_path):
-    text = on_cpu(BLOCKS[NAMES.index("trainer_deepspeed")])
+    text = program("trainer_deepspeed")
     text = text.replace('settings["megalowbit"]["recipe"]', '"mxfp4"')
     codes, logs = run_ranks(tmp_path, text, 2)
     assert codes == [1, 1]
     for log in logs:
         assert "UserError: megalowbit.recipe is 'nvfp4', and layer model.layers.0.self_attn.q_proj has" in log
+
+
+GPT2 = """
+from transformers import GPT2Config, GPT2LMHeadModel
+sizes = dict(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
+model = converted = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+first = model.lm_head.weight.detach().float().clone()
+"""
+SAVED = """
+exported = trainer.accelerator.get_state_dict(trainer.deepspeed)
+converted.save_pretrained("own")  # which rank 0 writes
+torch.distributed.barrier()  # rank 0 has written both
+folders = ("out/checkpoint-4", "own")
+read = [GPT2LMHeadModel.from_pretrained(each, dtype="auto").state_dict() for each in folders]
+mlb.restore(converted)
+for name, value in converted.state_dict().items():
+    assert all(torch.equal(each[name], value) for each in (*read, exported)), name
+mlb.convert(converted, "nvfp4")
+"""
+
+
+def test_checkpoints_of_trainer_hold_a_gpt2_as_transformers_has_it(tmp_path):
+    facts, _ = run_program(tmp_path, GPT2 + program("trainer_deepspeed") + SAVED, 2)
+    assert [(fact["stage"], fact["is_moved"]) for fact in facts] == [(2, True), (2, True)]
+
+
+def test_trainer_at_stage_three_refuses_a_gpt2_before_the_first_step(tmp_path):
+    codes, logs = run_ranks(tmp_path, GPT2 + program("trainer_deepspeed", 3), 2)
+    assert codes == [1, 1]
+    for log in logs:
+        assert "UserError: at ZeRO stage 3 this engine and DeepSpeed's tools export the weight of" in log
+        assert "on_train_begin" in log
 
 
 def test_layers_that_stock_tensor_parallelism_replaces_end_the_first_forward(tmp_path):
