@@ -293,7 +293,7 @@ def _load_as_saved(engine: Any, path: Path, options: Mapping[str, Any]) -> dict[
         try:  # the class's, and not the method of the object, which leads here
             with parameter_layout(engine.module):
                 _, state = type(engine).load_checkpoint(engine, parent, tag=tag, **options)
-        except (UserError, OSError):
+        except (UserError, OSError, MemoryError):
             raise
         except Exception as error:  # of many kinds: DeepSpeed takes files to be as it has written them
             reason = " ".join(str(error).split())[:300]

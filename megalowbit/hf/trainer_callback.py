@@ -16,7 +16,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from megalowbit.errors import UserError
-from megalowbit.layers.other_loops import check_training
+from megalowbit.layers.other_loops import check_training, find_engine
 from megalowbit.layers.surgery import random_stream
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,11 @@ class MegalowbitCallback(TrainerCallback, ExportableState):
                 "random stream: start one process a GPU with torchrun or deepspeed"
             )
         settings = getattr(args, "hf_deepspeed_config", None)
+        if settings is not None and find_engine(model) is None:
+            raise UserError(
+                "Trainer was given a DeepSpeed configuration and made no engine: Accelerate ignores it on "
+                "CPUs (use_cpu, ACCELERATE_USE_CPU); see docs/other-loops.md, or leave out deepspeed="
+            )
         check_training(model, optimizer=optimizer, config=None if settings is None else settings.config)
         self._model = model
         name = type(self).__name__

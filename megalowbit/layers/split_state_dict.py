@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from megalowbit.layers.bitlinear import BitLinear
 
 RESIDUAL = "split_residual"
-# Parts may have been rounded to another dtype since, each once; so many of its roundings are no difference.
-MAX_ROUNDINGS = 16
+# The whole weight and its four parts may have been rounded to another dtype since, each once and by half an
+# epsilon at most: 2.5 epsilons of the largest of them, if all err alike, and then the sum's own rounding.
+MAX_ROUNDINGS = 4
 
 
 def put_whole_weight(state: MutableMapping[str, Any], prefix: str) -> None:
@@ -103,7 +104,8 @@ def _check_sum(layer: BitLinear, state_dict: Mapping[str, Any], prefix: str) -> 
         return
     whole = _whole(*parts)
     eps = max(torch.finfo(each.dtype).eps for each in (given, *parts))
-    largest = max(float(torch.linalg.vector_norm(each.double())) for each in (given, parts[0]))
+    terms = (given.double(), parts[0].double(), whole.double() - parts[0].double())
+    largest = max(float(torch.linalg.vector_norm(each)) for each in terms)
     difference = float(torch.linalg.vector_norm(whole.double() - given.double()))
     if difference > MAX_ROUNDINGS * eps * largest:
         raise UserError(

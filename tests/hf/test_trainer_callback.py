@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
@@ -169,3 +170,11 @@ def test_an_optimizer_of_ours_on_plain_gradients_trains_on_fp32_masters(tmp_path
     for model, master in zip(optimizer.float16_groups[0], optimizer.fp32_from_float16_groups[0], strict=True):
         assert master.dtype == torch.float32
         assert torch.equal(master.bfloat16(), model)
+
+
+def test_a_deepspeed_configuration_without_an_engine_is_refused(tmp_path):
+    trainer = make(tmp_path)
+    # as `deepspeed=` leaves it; with use_cpu=True Accelerate takes no notice of it
+    trainer.args.hf_deepspeed_config = HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2}})
+    with pytest.raises(UserError, match=r"made no engine: Accelerate ignores it on CPUs .* out deepspeed="):
+        trainer.train()

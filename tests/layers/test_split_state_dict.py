@@ -109,6 +109,16 @@ def test_parts_that_were_rounded_on_the_way_still_fit(kind):
     assert other[0].is_split
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@KINDS
+def test_an_edit_of_a_twentieth_is_no_rounding(kind, dtype):
+    state = make(kind).to(dtype).state_dict()
+    make(kind).load_state_dict(state)
+    state["0.weight"] = state["0.weight"] * 1.05
+    with pytest.raises(RuntimeError, match=r"are different weights"):
+        make(kind).load_state_dict(state)
+
+
 def test_weights_that_are_not_finite_are_not_mistaken_for_others():
     model = make()
     with torch.no_grad():
