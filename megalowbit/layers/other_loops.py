@@ -239,8 +239,8 @@ def _stream_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> lis
     remedy = "leave rank= out of megalowbit.convert"
     if not (dist.is_available() and dist.is_initialized()):
         remedy = (
-            "this loop takes each process for the only one, so start all with its launcher (Accelerate on "
-            "CPUs needs ACCELERATE_USE_CPU=1 too), or, if there is one process, leave out rank="
+            "this loop takes each process for the only one, so start all with its launcher (with Accelerate "
+            "on CPUs as docs/other-loops.md says), or, if there is one process, leave out rank="
         )
     return [
         f"the random stream is that of rank {wrong.rank} and this is rank {rank}, whose numbers must be its "

@@ -97,10 +97,12 @@ def test_an_optimizer_of_ours_that_takes_gradients_away_is_refused_and_another_i
 
 
 def test_the_stream_of_another_rank_is_refused(monkeypatch):
+    # another test may have left a process group
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     line = refusal(net(rank=3))
     assert "random stream is that of rank 3 and this is rank 0" in line
     assert "takes each process for the only one" in line
-    assert "ACCELERATE_USE_CPU=1" in line
+    assert "docs/other-loops.md" in line
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     assert refusal(net(rank=3)).endswith("its own: leave rank= out of megalowbit.convert")
