@@ -13,7 +13,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megalowbit", "megalowbit.*"]),
-    package_data={"megalowbit": ["py.typed", "quantize/*.c", "quantize/*.h", "optim/*.c"]},
+    package_data={"megalowbit": ["py.typed", "quantize/cpu/*.c", "quantize/cpu/*.h", "optim/kernels/*.c"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
         "torch==2.13.0",

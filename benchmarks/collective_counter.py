@@ -50,7 +50,7 @@ GIVEN_AT = {
     ),
 }
 PACKAGES = ("megalowbit", "deepspeed")
-PLUMBING = ("deepspeed/comm/", "deepspeed/utils/", "megalowbit/engine/agreement.py")
+PLUMBING = ("deepspeed/comm/", "deepspeed/utils/", "megalowbit/distributed/agreement.py")
 PHASES = {
     "train_step": "step",
     "plain_step": "step",

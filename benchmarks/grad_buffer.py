@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from timing import keep_freed_memory, parser, positive, print_table, seconds
 
-from megalowbit.optim import grad_buffer
+from megalowbit.optim.gradients import buffer as grad_buffer
 
-MODULE = "megalowbit/optim/grad_buffer.py"
+MODULE = "megalowbit/optim/gradients/buffer.py"
 MICRO_BATCHES = {"list": 2, "model": 8, "hooks": 8}
 
 

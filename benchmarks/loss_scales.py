@@ -17,8 +17,13 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 
-from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradientStatistics, GradScaler
-from megalowbit.optim.scale_strategies import ControllerGradScaler, MaxValueGradScaler
+from megalowbit.optim.loss_scale.base import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    GradientStatistics,
+    GradScaler,
+)
+from megalowbit.optim.loss_scale.strategies import ControllerGradScaler, MaxValueGradScaler
 
 LIMIT = 65520.0  # rounds to infinity in fp16
 TYPICAL = 2.0**-6  # where the largest gradients lie

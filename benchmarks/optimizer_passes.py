@@ -11,8 +11,8 @@ import torch
 from optimizer_peers import ADAMW, SCALE
 from timing import interleaved, print_table
 
-from megalowbit.optim import cpu_kernels
-from megalowbit.optim.cpu_kernels import AdamSettings, AdamTensors
+from megalowbit.optim.kernels import cpu as cpu_kernels
+from megalowbit.optim.kernels.cpu import AdamSettings, AdamTensors
 
 Candidates = dict[str, Callable[[], object]]
 

@@ -27,7 +27,7 @@ from timing import positive
 
 import megalowbit as mlb
 from megalowbit.data.loader import count_samples
-from megalowbit.pretrain.sweep import LEAN, Gap, Losses, Run, execute, folder_name, make_folder
+from megalowbit.pretrain.sweep.runs import LEAN, Gap, Losses, Run, execute, folder_name, make_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "launch" / "pretrain.py"

@@ -35,9 +35,9 @@ PARTS = (
     ("megalowbit.pretrain.job", "build_model", "model"),
     ("megalowbit.pretrain.job", "convert", "conversion"),
     ("megalowbit.pretrain.job", "initialize", "engine"),
-    ("megalowbit.engine.checkpoint.CheckpointStore", "latest", "verification"),
-    ("megalowbit.engine.checkpoint.CheckpointStore", "load", "load"),
-    ("megalowbit.engine.checkpoint.CheckpointStore", "save", "save"),
+    ("megalowbit.engine.checkpoints.store.CheckpointStore", "latest", "verification"),
+    ("megalowbit.engine.checkpoints.store.CheckpointStore", "load", "load"),
+    ("megalowbit.engine.checkpoints.store.CheckpointStore", "save", "save"),
     ("megalowbit.pretrain.loop", "train_step", "steps"),
     ("megalowbit.pretrain.run", "export", "export"),
 )

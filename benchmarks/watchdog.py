@@ -17,12 +17,12 @@ from collections.abc import Callable
 
 from timing import interleaved, parser, positive, ratio
 
-from megalowbit.engine.notice_board import NoticeBoard
+from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.process_start import start_process_group
-from megalowbit.engine.verdict import Beat
-from megalowbit.engine.watchdog import Watchdog
-from megalowbit.engine.watchdog_settings import WatchdogSettings
-from megalowbit.process_group import ProcessIdentity
+from megalowbit.supervision.diagnosis import Beat
+from megalowbit.supervision.heartbeat_store import NoticeBoard
+from megalowbit.supervision.settings import WatchdogSettings
+from megalowbit.supervision.watchdog import Watchdog
 
 MARKS, BEATS = 20_000, 200  # calls a round
 

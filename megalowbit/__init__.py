@@ -10,19 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megalowbit.engine.checkpoint import CheckpointStore
+    from megalowbit.engine.checkpoints.store import CheckpointStore
     from megalowbit.engine.initialize import initialize
-    from megalowbit.engine.parameter_split import split_weights
-    from megalowbit.engine.pipeline import pipeline_module
+    from megalowbit.engine.parameters.split import split_weights
+    from megalowbit.engine.pipeline.setup import pipeline_module
     from megalowbit.errors import UserError
     from megalowbit.hf.trainer_callback import MegalowbitCallback
     from megalowbit.layers.bitlinear import BitLinear
-    from megalowbit.layers.other_loops import check_training
-    from megalowbit.layers.precision_switch import switch_precision
-    from megalowbit.layers.recipe import Recipe, recipe, recipes
-    from megalowbit.layers.regularizer import DualRangeRegularizer
-    from megalowbit.layers.settings import RegularizerSettings
-    from megalowbit.layers.surgery import (
+    from megalowbit.layers.conversion.convert import (
         bit_layers,
         cache_weights,
         convert,
@@ -31,74 +26,79 @@ if TYPE_CHECKING:
         restore,
         set_observer,
     )
-    from megalowbit.optim.autocast import attach_autocast, autocast
-    from megalowbit.optim.chained import ChainedOptimizer
-    from megalowbit.optim.fp32_modules import keep_fp32
-    from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
+    from megalowbit.layers.conversion.other_loops import check_training
+    from megalowbit.layers.precision_switch import switch_precision
+    from megalowbit.layers.recipe import Recipe, recipe, recipes
+    from megalowbit.layers.regularizer import DualRangeRegularizer
+    from megalowbit.layers.settings import RegularizerSettings
     from megalowbit.optim.instruments import Instruments
-    from megalowbit.optim.layer_scaling_settings import LayerScalingSettings
     from megalowbit.optim.local_ddp import LocalDDP
-    from megalowbit.optim.megatron import OptimizerConfig, get_megatron_optimizer
-    from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
-    from megalowbit.optim.op_classes import OpClasses
-    from megalowbit.optim.scale_strategies import (
+    from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
+    from megalowbit.optim.loss_scale.strategies import (
         ControllerGradScaler,
         MaxNormGradScaler,
         MaxValueGradScaler,
         NormRatioGradScaler,
     )
+    from megalowbit.optim.optimizers.chained import ChainedOptimizer
+    from megalowbit.optim.optimizers.megatron import OptimizerConfig, get_megatron_optimizer
+    from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+    from megalowbit.optim.precision.autocast import attach_autocast, autocast
+    from megalowbit.optim.precision.fp32_modules import keep_fp32
+    from megalowbit.optim.precision.op_classes import OpClasses
+    from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings
     from megalowbit.quantize.names import quantizer, quantizer_names
     from megalowbit.quantize.packed_file import load_quantized, save_quantized
     from megalowbit.speculation.controller import PrecisionController
-    from megalowbit.telemetry.overflow import GradientOverflowTracker
+    from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "BitLinear": "layers.bitlinear",
-    "ChainedOptimizer": "optim.chained",
-    "CheckpointStore": "engine.checkpoint",
-    "ConstantGradScaler": "optim.grad_scaler",
-    "ControllerGradScaler": "optim.scale_strategies",
+    "ChainedOptimizer": "optim.optimizers.chained",
+    "CheckpointStore": "engine.checkpoints.store",
+    "ConstantGradScaler": "optim.loss_scale.base",
+    "ControllerGradScaler": "optim.loss_scale.strategies",
     "DualRangeRegularizer": "layers.regularizer",
-    "DynamicGradScaler": "optim.grad_scaler",
-    "FP32Optimizer": "optim.mixed_precision",
-    "Float16OptimizerWithFloat16Params": "optim.mixed_precision",
-    "GradientOverflowTracker": "telemetry.overflow",
+    "DynamicGradScaler": "optim.loss_scale.base",
+    "FP32Optimizer": "optim.optimizers.mixed_precision",
+    "Float16OptimizerWithFloat16Params": "optim.optimizers.mixed_precision",
+    "GradientOverflowTracker": "telemetry.overflow.tracker",
     "Instruments": "optim.instruments",
-    "LayerScalingSettings": "optim.layer_scaling_settings",
+    "LayerScalingSettings": "optim.statistics.layer_scaling_settings",
     "LocalDDP": "optim.local_ddp",
-    "MaxNormGradScaler": "optim.scale_strategies",
-    "MaxValueGradScaler": "optim.scale_strategies",
+    "MaxNormGradScaler": "optim.loss_scale.strategies",
+    "MaxValueGradScaler": "optim.loss_scale.strategies",
     "MegalowbitCallback": "hf.trainer_callback",
-    "NormRatioGradScaler": "optim.scale_strategies",
-    "OpClasses": "optim.op_classes",
-    "OptimizerConfig": "optim.megatron",
+    "NormRatioGradScaler": "optim.loss_scale.strategies",
+    "OpClasses": "optim.precision.op_classes",
+    "OptimizerConfig": "optim.optimizers.megatron",
     "PrecisionController": "speculation.controller",
     "Recipe": "layers.recipe",
     "RegularizerSettings": "layers.settings",
     "UserError": "errors",
-    "attach_autocast": "optim.autocast",
-    "autocast": "optim.autocast",
-    "bit_layers": "layers.surgery",
-    "cache_weights": "layers.surgery",
-    "check_training": "layers.other_loops",
-    "convert": "layers.surgery",
-    "get_megatron_optimizer": "optim.megatron",
+    "attach_autocast": "optim.precision.autocast",
+    "autocast": "optim.precision.autocast",
+    "bit_layers": "layers.conversion.convert",
+    "cache_weights": "layers.conversion.convert",
+    "check_training": "layers.conversion.other_loops",
+    "convert": "layers.conversion.convert",
+    "get_megatron_optimizer": "optim.optimizers.megatron",
     "initialize": "engine.initialize",
-    "keep_fp32": "optim.fp32_modules",
+    "keep_fp32": "optim.precision.fp32_modules",
     "load_quantized": "quantize.packed_file",
-    "pipeline_module": "engine.pipeline",
-    "product_counts": "layers.surgery",
+    "pipeline_module": "engine.pipeline.setup",
+    "product_counts": "layers.conversion.convert",
     "quantizer": "quantize.names",
     "quantizer_names": "quantize.names",
-    "random_stream": "layers.surgery",
+    "random_stream": "layers.conversion.convert",
     "recipe": "layers.recipe",
     "recipes": "layers.recipe",
-    "restore": "layers.surgery",
+    "restore": "layers.conversion.convert",
     "save_quantized": "quantize.packed_file",
-    "set_observer": "layers.surgery",
-    "split_weights": "engine.parameter_split",
+    "set_observer": "layers.conversion.convert",
+    "split_weights": "engine.parameters.split",
     "switch_precision": "layers.precision_switch",
 }
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megalowbit import c_library
-from megalowbit.quantize import backends, kernels_cpu
+from megalowbit.quantize import backends
+from megalowbit.quantize.cpu import fp4 as kernels_cpu
 
 pytestmark = pytest.mark.skipif(
     not kernels_cpu.is_available(), reason=f"no CPU kernel: {kernels_cpu.why_unavailable()}"
@@ -83,20 +84,20 @@ def test_a_library_without_threads_is_used_and_said_to_be_slow(load, monkeypatch
     monkeypatch.setattr(c_library, "EXTRA_FLAGS", (("-O0",),))
     reason, warnings = load()
     assert reason is None
-    assert warnings == ["kernels_cpu.c was compiled without OpenMP and uses one thread: install libgomp"]
+    assert warnings == ["fp4.c was compiled without OpenMP and uses one thread: install libgomp"]
 
 
 # Where a compiler might go wrong: what is changed, and the check that notices.
 FAULTS = [
-    ("kernels_cpu_codes.h", "y * 0.5f + 4.0f", "y * 0.5f + 4.001f", "stochastic"),
-    ("kernels_cpu.c", "v[j] = v[j] + bias[col + j]", "v[j] = v[j] - bias[col + j]", "scaling"),
-    ("kernels_cpu.c", "sums[col + j] += v[j]", "sums[col + j] = v[j]", "column sums"),
-    ("kernels_cpu.c", "from[j * PITCH]) >> 16", "from[j * PITCH]) >> 17", "decoding .* transposed"),
-    ("kernels_cpu.c", "bits_of(from[j]) >> 16", "bits_of(from[j]) >> 17", "decoding"),
-    ("kernels_cpu_codes.h", "(uint32_t)half[i] << 16", "(uint32_t)(half[i] | 1) << 16", "bfloat16 by rows"),
-    ("kernels_cpu_lanes.h", "bits) * 0x1p112f", "bits) * 0x1p111f", "float16 by"),
-    ("kernels_cpu_lanes.h", "out + i * out_pitch, a + i,", "out + i * out_pitch, a + (i ^ 1),", "by columns"),
-    ("kernels_cpu_codes.h", "memcpy(out, from, (size_t)count * 4)", "memset(out, 0, 4)", "float32 by rows"),
+    ("codes.h", "y * 0.5f + 4.0f", "y * 0.5f + 4.001f", "stochastic"),
+    ("fp4.c", "v[j] = v[j] + bias[col + j]", "v[j] = v[j] - bias[col + j]", "scaling"),
+    ("fp4.c", "sums[col + j] += v[j]", "sums[col + j] = v[j]", "column sums"),
+    ("fp4.c", "from[j * PITCH]) >> 16", "from[j * PITCH]) >> 17", "decoding .* transposed"),
+    ("fp4.c", "bits_of(from[j]) >> 16", "bits_of(from[j]) >> 17", "decoding"),
+    ("codes.h", "(uint32_t)half[i] << 16", "(uint32_t)(half[i] | 1) << 16", "bfloat16 by rows"),
+    ("lanes.h", "bits) * 0x1p112f", "bits) * 0x1p111f", "float16 by"),
+    ("lanes.h", "out + i * out_pitch, a + i,", "out + i * out_pitch, a + (i ^ 1),", "by columns"),
+    ("codes.h", "memcpy(out, from, (size_t)count * 4)", "memset(out, 0, 4)", "float32 by rows"),
 ]
 
 
@@ -161,7 +162,7 @@ def test_a_cache_folder_that_cannot_be_had_or_trusted_is_passed_over(load, monke
 
 def test_processes_that_compile_at_once_all_get_the_library_on_one_openmp(tmp_path):
     code = (
-        "from megalowbit.quantize import kernels_cpu as k; assert k.is_available(), k.why_unavailable(); "
+        "from megalowbit.quantize.cpu import fp4 as k; assert k.is_available(), k.why_unavailable(); "
         "maps = open('/proc/self/maps').read().split(); "
         "print(len({m for m in maps if 'libgomp' in m or 'libomp' in m}))"
     )

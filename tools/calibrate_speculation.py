@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     print_what_can_be_printed()
     try:
         options = build_parser().parse_args(arguments)
-        from megalowbit.pretrain.calibration import Plan, calibrate
+        from megalowbit.pretrain.sweep.calibration import Plan, calibrate
 
         plan = Plan(
             config=options.ds_config.resolve(),

@@ -42,12 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
         options = build_parser().parse_args(arguments)
         if options.picture is not None:
             check_picture(options.picture)
-        from megalowbit.speculation.history import read_history, table
+        from megalowbit.speculation.reports.history import read_history, table
 
         history = read_history(options.run_dir)
         print(table(history))
         if options.picture is not None:
-            from megalowbit.speculation.picture import draw_history
+            from megalowbit.speculation.reports.picture import draw_history
 
             draw_history(history, options.picture)
             print(f"picture: {options.picture}")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megalowbit.cluster.script import STATE, JobRequest, all_overrides, render, template_names
 from megalowbit.cluster.settings import ClusterSettings, load_cluster
-from megalowbit.durable import atomic_file
+from megalowbit.durable_files import atomic_file
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
 from megalowbit.json_text import read_text
 from megalowbit.pretrain.command_line import OneLineParser

@@ -23,7 +23,7 @@ from megalowbit.checkpoints.layout import (
     StoredParameter,
 )
 from megalowbit.checkpoints.shards import Shards, check_origin, files_of, load_file, model_file, reading
-from megalowbit.durable import MANIFEST, read_manifest
+from megalowbit.durable_files import MANIFEST, read_manifest
 from megalowbit.errors import UserError, shown
 
 FIRST_FILES = (model_file(0, 0), model_file(3, 0))  # stages 0 to 2, and 3
@@ -283,7 +283,7 @@ def _join(places: list[tuple[int, StoredParameter]], shards: list[torch.Tensor])
     """Shards become the whole, in the plain module's orientation."""
     first, whole = places[0][1], shards[0]
     if first.cut is not None:
-        from megalowbit.layers.tensor_parallel import Cut
+        from megalowbit.layers.tensor_parallel.linear import Cut
 
         whole = Cut(dim=first.cut["dim"], parts=tuple(first.cut["parts"])).join(shards)
     return whole.t().contiguous() if first.is_transposed else whole

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalowbit.durable import LATEST, MANIFEST, is_file
+from megalowbit.durable_files import LATEST, MANIFEST, is_file
 from megalowbit.json_text import read_text
 
 MODEL_FILE = "mp_rank_00_model_states.pt"

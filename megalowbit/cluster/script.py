@@ -15,8 +15,8 @@ from pathlib import Path
 
 from megalowbit.cluster.settings import ClusterSettings, ContainerSettings
 from megalowbit.cluster.template import Value, fill
+from megalowbit.distributed.process_group import FIRST_SLURM_PORT, SLURM_PORTS
 from megalowbit.errors import UserError, shown
-from megalowbit.process_group import FIRST_SLURM_PORT, SLURM_PORTS
 
 TEMPLATE = "pretrain.sbatch"
 STATE = "slurm"  # folder below a run's or sweep's folder: script, logs, what the script remembers

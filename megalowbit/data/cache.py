@@ -20,10 +20,10 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megalowbit.durable import atomic_file
+from megalowbit.distributed.process_group import identify, is_initialized, is_true_anywhere, world_size
+from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
-from megalowbit.process_group import identify, is_initialized, is_true_anywhere, world_size
 
 logger = logging.getLogger(__name__)
 

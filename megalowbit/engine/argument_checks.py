@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megalowbit.engine.config import EngineSettings
+from megalowbit.config.deepspeed_json import EngineSettings
 from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
 from megalowbit.errors import UserError
-from megalowbit.layers.partitioned import refuse_partitioned
+from megalowbit.layers.conversion.partitioned import refuse_partitioned
 
 
 def check_arguments(

@@ -16,13 +16,13 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import maybe_loss_for_backward
 
-from megalowbit import process_group
-from megalowbit.engine.user_gradients import NO_GRADIENTS
-from megalowbit.engine.whole_values import link_values, unlink_values
+from megalowbit.distributed import process_group
+from megalowbit.engine.parameters.user_gradients import NO_GRADIENTS
+from megalowbit.engine.parameters.whole_values import link_values, unlink_values
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_scaler import ConstantGradScaler
-from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
-from megalowbit.optim.optimizer_step import MegatronOptimizer
+from megalowbit.optim.loss_scale.base import ConstantGradScaler
+from megalowbit.optim.optimizers.base import MegatronOptimizer
+from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 
 class EngineSurface(ZeROOptimizer, MegatronOptimizer):

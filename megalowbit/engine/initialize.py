@@ -16,11 +16,7 @@ from typing import Any
 
 import torch
 
-from megalowbit import process_group
-from megalowbit.engine.agreement import succeed_together
-from megalowbit.engine.argument_checks import check_arguments
-from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, load_json, read_deepspeed_config
-from megalowbit.engine.deepspeed_arguments import (
+from megalowbit.config.deepspeed_arguments import (
     Config,
     check_scalars,
     hidden_size_of,
@@ -29,16 +25,26 @@ from megalowbit.engine.deepspeed_arguments import (
     the_config,
     the_model,
 )
-from megalowbit.engine.group_timeouts import set_group_timeouts
+from megalowbit.config.deepspeed_json import (
+    DeepSpeedConfigParts,
+    EngineSettings,
+    load_json,
+    read_deepspeed_config,
+)
+from megalowbit.config.pipeline import set_by_user
+from megalowbit.config.zero import zero_stage
+from megalowbit.distributed import process_group
+from megalowbit.distributed.agreement import succeed_together
+from megalowbit.distributed.mpu import ModelParallelUnit, adapt_mpu, find_grid
+from megalowbit.distributed.process_grid import ProcessGrid
+from megalowbit.engine.argument_checks import check_arguments
+from megalowbit.engine.build_optimizer import OptimizerStart
 from megalowbit.engine.model_optimizer import ClientOptimizer, ModelParameters
-from megalowbit.engine.model_preparation import check_prepared, prepare_model
-from megalowbit.engine.mpu import ModelParallelUnit, adapt_mpu, find_grid
 from megalowbit.engine.nested_blocks import QUIET, check_parts
-from megalowbit.engine.optimizer_start import OptimizerStart
-from megalowbit.engine.parameter_layout import lay_out_parameters
-from megalowbit.engine.pipeline import attach_pipeline, check_block, check_stages, release_whole
-from megalowbit.engine.pipeline_values import set_by_user
-from megalowbit.engine.process_grid import ProcessGrid
+from megalowbit.engine.parameters.layout import lay_out_parameters
+from megalowbit.engine.parameters.user_gradients import attach_zero_grad
+from megalowbit.engine.pipeline.setup import attach_pipeline, check_block, check_stages, release_whole
+from megalowbit.engine.prepare_model import check_prepared, prepare_model
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.engine.run_checks import (
     check_ranks_agree,
@@ -46,12 +52,11 @@ from megalowbit.engine.run_checks import (
     installation_facts,
     model_facts,
 )
-from megalowbit.engine.tensor_batch import check_first_batch
-from megalowbit.engine.user_gradients import attach_zero_grad
-from megalowbit.engine.zero_values import zero_stage
+from megalowbit.engine.tensor_parallel.same_batch import check_first_batch
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.regularizer import DualRangeRegularizer
-from megalowbit.optim.autocast import attach_autocast
+from megalowbit.optim.precision.autocast import attach_autocast
+from megalowbit.supervision.timeouts import set_group_timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -175,8 +180,8 @@ def _finish(
     engine: Any, settings: EngineSettings, regularizer: DualRangeRegularizer | None, grid: ProcessGrid
 ) -> None:
     """Put into the engine what DeepSpeed has no argument for."""
-    from megalowbit.engine.checkpoint_engine import AtomicCheckpointEngine
-    from megalowbit.engine.checkpoint_methods import attach_checkpoint_methods
+    from megalowbit.engine.checkpoints.checkpoint_engine import AtomicCheckpointEngine
+    from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
 
     engine.clip_fp32_gradients = _leave_clipping_to_the_optimizer
     engine.checkpoint_engine = AtomicCheckpointEngine(engine)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalowbit.engine.config import DeepSpeedConfigParts
+from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer
-from megalowbit.optim.fp32_modules import is_kept_fp32
 from megalowbit.optim.instruments import Instruments
-from megalowbit.optim.param_groups import weight_decay_groups
-from megalowbit.optim.scaler_settings import build_grad_scaler
-from megalowbit.optim.step_options import StepOptions
+from megalowbit.optim.loss_scale.settings import build_grad_scaler
+from megalowbit.optim.optimizers.options import StepOptions
+from megalowbit.optim.optimizers.param_groups import weight_decay_groups
+from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ModelParameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]

@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from megalowbit.engine.batch_size import MICRO, STEPS, TRAIN
-from megalowbit.engine.config import DeepSpeedConfigParts
+from megalowbit.config.batch_size import MICRO, STEPS, TRAIN
+from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.engine.process_start import import_deepspeed
 from megalowbit.errors import Problems, UserError, shortened, shown
 from megalowbit.layers.recipe import recipe

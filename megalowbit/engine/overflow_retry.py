@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from megalowbit.engine.random_state import random_state, restore_random_state
+from megalowbit.distributed.generator_states import random_state, restore_random_state
 from megalowbit.errors import UserError
 from megalowbit.layers.layer_snapshot import restore_layers, take_layers
 from megalowbit.optim.step_retry import SaveAndRestore, StepSnapshot, retry_step

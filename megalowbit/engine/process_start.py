@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalowbit import process_group
-from megalowbit.engine.agreement import succeed_together
-from megalowbit.engine.installed_versions import check_installed
+from megalowbit.distributed import process_group
+from megalowbit.distributed.agreement import succeed_together
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.engine.versions.installed import check_installed
 from megalowbit.errors import TransientError, UserError
-from megalowbit.process_group import ProcessIdentity
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 import megalowbit
-from megalowbit import process_group
-from megalowbit.engine.agreement import gather, raised_on_all_ranks
-from megalowbit.engine.config import BLOCK, DeepSpeedConfigParts
-from megalowbit.engine.process_grid import ProcessGrid
+from megalowbit.config.deepspeed_json import BLOCK, DeepSpeedConfigParts
+from megalowbit.distributed import process_group
+from megalowbit.distributed.agreement import gather, raised_on_all_ranks
+from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.errors import UserError, shown
 
 Facts = Mapping[str, str]
@@ -85,7 +85,7 @@ def configuration_facts(parts: DeepSpeedConfigParts) -> dict[str, str]:
 
 def model_facts(model: torch.nn.Module) -> dict[str, str]:
     """Number, names, shapes and types of a model's parameters; the random numbers of one converted before."""
-    from megalowbit.layers.surgery import random_stream
+    from megalowbit.layers.conversion.convert import random_stream
 
     parameters = {name: (p, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
@@ -171,7 +171,7 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 def low_bit_names(model: torch.nn.Module) -> tuple[str, ...]:
     """Names of a model's low-bit layers."""
-    from megalowbit.layers.surgery import bit_layers
+    from megalowbit.layers.conversion.convert import bit_layers
 
     return tuple(bit_layers(model))
 
@@ -203,7 +203,7 @@ def check_scaler(engine: Any) -> None:
     Raises:
         UserError: the engine's optimizer has another scaler than the one it was made with.
     """
-    from megalowbit.optim.grad_scaler import GradScaler
+    from megalowbit.optim.loss_scale.base import GradScaler
 
     optimizer = engine.optimizer
     scaler = getattr(optimizer, "grad_scaler", None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalowbit.checkpoints.plain import plain_checkpoint, way_in
-from megalowbit.durable import MANIFEST
+from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError
 from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
 from megalowbit.hf.generation import give_back, prepare_for_training, remember
@@ -37,8 +37,8 @@ from megalowbit.hf.training_checkpoint import (
     write_start_checkpoint,
 )
 from megalowbit.json_text import read_json_object, refuse_irregular_files
+from megalowbit.layers.conversion.convert import convert, restore
 from megalowbit.layers.recipe import Recipe
-from megalowbit.layers.surgery import convert, restore
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

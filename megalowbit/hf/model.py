@@ -21,9 +21,9 @@ from megalowbit.hf.generation import give_back, remembered, save_model
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import copy_tokenizer
 from megalowbit.hf.weight_files import find_weight_files, stored_dtypes
-from megalowbit.layers.split_parameters import holds_split
+from megalowbit.layers.conversion.convert import bit_layers, plain_state_dict
+from megalowbit.layers.parameter_split.parameters import holds_split
 from megalowbit.layers.state_dict_layout import parameter_layout
-from megalowbit.layers.surgery import bit_layers, plain_state_dict
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -16,8 +16,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from megalowbit.errors import UserError
-from megalowbit.layers.other_loops import check_training, find_engine
-from megalowbit.layers.surgery import random_stream
+from megalowbit.layers.conversion.convert import random_stream
+from megalowbit.layers.conversion.other_loops import check_training, find_engine
 
 logger = logging.getLogger(__name__)
 

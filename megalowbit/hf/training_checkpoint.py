@@ -19,7 +19,7 @@ import torch
 
 from megalowbit.checkpoints.contents import FIRST_FILES, CheckpointContents, StateDict
 from megalowbit.checkpoints.shards import model_file, reading
-from megalowbit.durable import (
+from megalowbit.durable_files import (
     DAMAGED,
     LATEST,
     complete_steps,
@@ -35,9 +35,9 @@ from megalowbit.hf.generation import prepare_for_training, remembered
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megalowbit.hf.tokenizer_files import copy_tokenizer
+from megalowbit.layers.conversion.convert import convert
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.state_dict_layout import parameter_layout
-from megalowbit.layers.surgery import convert
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from megalowbit.errors import UserError
-from megalowbit.layers.call import WEIGHT_ROLES, Call
-from megalowbit.layers.chooser import Chooser, Probe
-from megalowbit.layers.lowbit_matmul import lowbit_linear
+from megalowbit.layers.compiled import opaque_linear, register
+from megalowbit.layers.matmul.chooser import Chooser, Probe
+from megalowbit.layers.matmul.context import WEIGHT_ROLES, Call
+from megalowbit.layers.matmul.function import lowbit_linear
+from megalowbit.layers.matmul.sharded_operands import ShardedOperands
+from megalowbit.layers.matmul.use_counter import Use, UseCounter, is_recomputing
+from megalowbit.layers.matmul.weight_cache import WeightSlot
+from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.observer import Observer
-from megalowbit.layers.opaque import opaque_linear, register
-from megalowbit.layers.recipe import Recipe
-from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.seed_sizes import check_sizes, needed_blocks
-from megalowbit.layers.sharded_operands import ShardedOperands
-from megalowbit.layers.split_parameters import (
+from megalowbit.layers.parameter_split.parameters import (
     DECAY_RULES,
     SPLIT_NAMES,
     add_split_parameters,
@@ -36,11 +36,11 @@ from megalowbit.layers.split_parameters import (
     has_split_parameters,
     holds_split,
 )
-from megalowbit.layers.split_state_dict import complete_split, put_whole_weight
+from megalowbit.layers.parameter_split.state_dict import complete_split, put_whole_weight
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.seed_sizes import check_sizes, needed_blocks
 from megalowbit.layers.state_dict_layout import HFStateDict
-from megalowbit.layers.use_counter import Use, UseCounter, is_recomputing
-from megalowbit.layers.weight_cache import WeightSlot
-from megalowbit.layers.weight_factors import WeightFactors
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.spectral.settings import OperandSplit

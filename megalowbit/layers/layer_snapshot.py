@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megalowbit.layers.surgery import bit_layers, random_stream
-from megalowbit.layers.use_counter import UseCounter
+from megalowbit.layers.conversion.convert import bit_layers, random_stream
+from megalowbit.layers.matmul.use_counter import UseCounter
 from megalowbit.spectral.state import SplitState
 
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.parameter_split.parameters import SPLIT_NAMES, has_split_parameters, parts_of
 from megalowbit.layers.settings import RegularizerSettings
-from megalowbit.layers.split_parameters import SPLIT_NAMES, has_split_parameters, parts_of
-from megalowbit.layers.surgery import bit_layers
-from megalowbit.layers.tensor_parallel import Cut, tensor_group_of
+from megalowbit.layers.tensor_parallel.linear import Cut, tensor_group_of
 from megalowbit.spectral.weight_split import WeightParts, first_moments, whole_weight
 
 CHUNK = 2**22  # elements in fp32 at a time: 16 MiB each for W, its square and its gradient; more where split

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from megalowbit.errors import UserError, shown
-from megalowbit.layers.surgery import bit_layers
+from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.spectral.state import SplitState
 
 OWN_ROLES = ("input", "grad_output")

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from megalowbit.errors import UserError, invalid_settings
-from megalowbit.optim.grad_buffer import FactorOf
-from megalowbit.optim.grad_scaler import GradientStatistics, GradScaler
-from megalowbit.optim.gradient_probe import GradientProbe
-from megalowbit.optim.gradient_watch import GradientWatch
-from megalowbit.optim.layer_scaling import LayerScaling
-from megalowbit.optim.layer_scaling_settings import LayerScalingSettings
+from megalowbit.optim.gradients.buffer import FactorOf
+from megalowbit.optim.loss_scale.base import GradientStatistics, GradScaler
+from megalowbit.optim.statistics.amax import GradientWatch
+from megalowbit.optim.statistics.layer_scaling import LayerScaling
+from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings
+from megalowbit.optim.statistics.probe import GradientProbe
 
 
 @dataclass(frozen=True, kw_only=True)

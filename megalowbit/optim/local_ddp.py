@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalowbit import process_group
+from megalowbit.distributed import process_group
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_buffer import GradBuffer
+from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.instruments import Instruments
 
 

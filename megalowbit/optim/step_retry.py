@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_scaler import GradScaler
-from megalowbit.optim.layer_scaling import LayerScaling
+from megalowbit.optim.loss_scale.base import GradScaler
+from megalowbit.optim.statistics.layer_scaling import LayerScaling
 
 SaveAndRestore = tuple[Callable[[], Any], Callable[[Any], object]]
 

@@ -22,11 +22,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megalowbit.durable import atomic_file
+from megalowbit.distributed.process_group import ProcessIdentity, identify
+from megalowbit.durable_files import atomic_file
 from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError, lines_of, printed
-from megalowbit.pretrain.launcher_watch import LauncherWatch, is_launched
-from megalowbit.pretrain.stop_signals import StartSignals, block_stop_signals, release_stop_signals
-from megalowbit.process_group import ProcessIdentity, identify
+from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
+from megalowbit.pretrain.stopping.signals import StartSignals, block_stop_signals, release_stop_signals
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.config import PretrainConfig

@@ -18,17 +18,22 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
+from megalowbit.config.batch_size import data_size_of
+from megalowbit.config.deepspeed_json import (
+    DeepSpeedConfigParts,
+    EngineSettings,
+    load_json,
+    read_deepspeed_config,
+)
+from megalowbit.config.pipeline import check_beside_stages, stages_of
+from megalowbit.config.zero import auto_sizes
 from megalowbit.data.settings import DataSettings
-from megalowbit.engine.batch_size import data_size_of
-from megalowbit.engine.config import DeepSpeedConfigParts, EngineSettings, load_json, read_deepspeed_config
-from megalowbit.engine.pipeline_values import check_beside_stages, stages_of
-from megalowbit.engine.process_grid import ProcessGrid
-from megalowbit.engine.zero_values import auto_sizes
+from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.errors import Problems, UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
-from megalowbit.pretrain.loss_guard_settings import LossGuardSettings
-from megalowbit.pretrain.switch_settings import LateSwitchSettings, check_late_switch
+from megalowbit.pretrain.components.late_switch_settings import LateSwitchSettings, check_late_switch
+from megalowbit.pretrain.components.loss_guard_settings import LossGuardSettings
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
 from megalowbit.values import SettingsModel

@@ -18,15 +18,15 @@ from megalowbit.data.tokenize import build_tokenizer
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.precision_switch import switched
 from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.surgery import bit_layers, convert
+from megalowbit.pretrain.components.speculation import describe_speculation, largest_forms
 from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.pretrain.estimate.memory import MemoryEstimate, ModelCut, ZeroSharing, estimate_memory
 from megalowbit.pretrain.job import check_nothing_missed
 from megalowbit.pretrain.kernels import this_device, why_not
-from megalowbit.pretrain.memory import MemoryEstimate, ModelCut, ZeroSharing, estimate_memory
-from megalowbit.pretrain.speculation import describe_speculation, largest_forms
 from megalowbit.pretrain.validation import check_config
 
 SIZED_TO_FIT = ", the fewest that fit this configuration: give --processes for another number"

@@ -13,22 +13,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megalowbit.config.pipeline import interval_of, partition_of
 from megalowbit.data.loader import ShardedLoader, build_loader
-from megalowbit.engine.agreement import agree, gather, succeed_together
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.distributed.agreement import agree, gather, succeed_together
+from megalowbit.distributed.generator_states import seed_generators
+from megalowbit.distributed.process_grid import ProcessGrid
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.parameter_split import WeightSplitReport, forget_lr_scales, split_weights
-from megalowbit.engine.pipeline import groups_of, pipeline_module
-from megalowbit.engine.pipeline_values import interval_of, partition_of
-from megalowbit.engine.process_grid import ProcessGrid
-from megalowbit.engine.random_state import seed_generators
-from megalowbit.engine.tensor_parallel import shard_model
+from megalowbit.engine.parameters.split import WeightSplitReport, forget_lr_scales, split_weights
+from megalowbit.engine.pipeline.setup import groups_of, pipeline_module
+from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError, from_system
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits, expected_projections
 from megalowbit.hf.generation import remembered
-from megalowbit.layers.conversion_report import refuse_missed
+from megalowbit.layers.conversion.convert import (
+    ConversionReport,
+    bit_layers,
+    cache_weights,
+    convert,
+    random_stream,
+    set_observer,
+)
+from megalowbit.layers.conversion.report import refuse_missed
 from megalowbit.layers.layer_snapshot import forget_uses
+from megalowbit.layers.matmul.weight_cache import WeightCache
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.split_states import (
@@ -38,25 +48,15 @@ from megalowbit.layers.split_states import (
     load_split_state_dict,
     split_state_dict,
 )
-from megalowbit.layers.surgery import (
-    ConversionReport,
-    bit_layers,
-    cache_weights,
-    convert,
-    random_stream,
-    set_observer,
-)
-from megalowbit.layers.weight_cache import WeightCache
 from megalowbit.optim.timers import StepTimers
+from megalowbit.pretrain.components.late_switch import LateSwitch
+from megalowbit.pretrain.components.late_switch_settings import check_resumed_switch
+from megalowbit.pretrain.components.loss_guard import LossGuard
 from megalowbit.pretrain.config import PretrainConfig
-from megalowbit.pretrain.late_switch import LateSwitch
-from megalowbit.pretrain.loss_guard import LossGuard
 from megalowbit.pretrain.resume import changed_settings, check_same_model
-from megalowbit.pretrain.run_folder import RunFolder
-from megalowbit.pretrain.switch_settings import check_resumed_switch
-from megalowbit.process_group import ProcessIdentity
+from megalowbit.pretrain.run_folder.folder import RunFolder
 from megalowbit.speculation.controller import PrecisionController
-from megalowbit.telemetry.overflow import GradientOverflowTracker
+from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
 from megalowbit.telemetry.summary import RunTotals
 
 logger = logging.getLogger(__name__)

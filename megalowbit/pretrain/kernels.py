@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.layers import fp8_product, native_fp4
+from megalowbit.layers.matmul import fp4 as native_fp4
+from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.backends import backend_of
 

@@ -12,21 +12,21 @@ import time
 from enum import Enum
 from typing import NamedTuple
 
-from megalowbit.engine.agreement import raised_on_all_ranks
-from megalowbit.engine.parameter_split import WeightSplitReport
-from megalowbit.engine.watchdog import Watchdog
-from megalowbit.engine.watchdog_settings import WatchdogSettings
+from megalowbit.distributed.agreement import raised_on_all_ranks
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.engine.parameters.split import WeightSplitReport
 from megalowbit.errors import UserError
-from megalowbit.optim.optimizer_step import learning_rate
+from megalowbit.optim.optimizers.base import learning_rate
+from megalowbit.pretrain.components.speculation import line_after_switch, look_facts
 from megalowbit.pretrain.job import Job
-from megalowbit.pretrain.optimizer_facts import optimizer_facts, skip_line
 from megalowbit.pretrain.overflow_retry import take_step
-from megalowbit.pretrain.recorder import Recorder
+from megalowbit.pretrain.records.optimizer_facts import optimizer_facts, skip_line
+from megalowbit.pretrain.records.recorder import Recorder
 from megalowbit.pretrain.roll_back import guard_loss
-from megalowbit.pretrain.speculation import line_after_switch, look_facts
-from megalowbit.pretrain.stop_signals import pending_stop_signal, uninterrupted
-from megalowbit.process_group import ProcessIdentity
+from megalowbit.pretrain.stopping.signals import pending_stop_signal, uninterrupted
 from megalowbit.speculation.report import SpeculationReport
+from megalowbit.supervision.settings import WatchdogSettings
+from megalowbit.supervision.watchdog import Watchdog
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.step_facts import reduce_step_facts
 

@@ -14,9 +14,9 @@ from itertools import pairwise
 import torch
 
 from megalowbit.engine.overflow_retry import retry_engine_step
-from megalowbit.optim.step_report import StepReport
+from megalowbit.optim.gradients.report import StepReport
 from megalowbit.pretrain.job import Job
-from megalowbit.pretrain.optimizer_facts import skip_line
+from megalowbit.pretrain.records.optimizer_facts import skip_line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megalowbit.engine.config import LOOP_SECTIONS, EngineSettings
+from megalowbit.config.deepspeed_json import LOOP_SECTIONS, EngineSettings
 from megalowbit.errors import UserError, shown
-from megalowbit.optim.scaler_settings import GradScalerSettings
-from megalowbit.pretrain.loss_guard_settings import LossGuardSettings
+from megalowbit.optim.loss_scale.settings import GradScalerSettings
+from megalowbit.pretrain.components.loss_guard_settings import LossGuardSettings
 
 MAY_CHANGE = (
     "train_batch_size",

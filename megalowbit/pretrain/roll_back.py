@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalowbit.engine.agreement import raised_on_all_ranks
+from megalowbit.distributed.agreement import raised_on_all_ranks
+from megalowbit.pretrain.components.loss_guard import Verdict
 from megalowbit.pretrain.job import Job
-from megalowbit.pretrain.loss_guard import Verdict
-from megalowbit.pretrain.recorder import Recorder
+from megalowbit.pretrain.records.recorder import Recorder
 
 
 def guard_loss(job: Job, recorder: Recorder, *, is_skipped: bool) -> bool:

@@ -11,32 +11,32 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megalowbit.engine.agreement import agree, gather, raised_on_all_ranks
-from megalowbit.engine.call_site import is_failed_collective, site_of_error
-from megalowbit.engine.config import load_json
-from megalowbit.engine.pipeline import gather_weights
+from megalowbit.config.deepspeed_json import load_json
+from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks
+from megalowbit.distributed.process_group import ProcessIdentity, is_true_anywhere
+from megalowbit.engine.parameters.whole_weights import whole_state_dict
+from megalowbit.engine.pipeline.setup import gather_weights
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts, installation_facts
-from megalowbit.engine.watchdog import Watchdog, print_error
-from megalowbit.engine.whole_weights import whole_state_dict
 from megalowbit.errors import TransientError, UserError, from_system
 from megalowbit.hf.generation import remember, remembered
 from megalowbit.hf.model import random_model, save_hf
+from megalowbit.layers.conversion.convert import product_counts
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.surgery import product_counts
 from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.kernels import check_kernels
 from megalowbit.pretrain.loop import Ending, train
-from megalowbit.pretrain.lost_checkpoints import check_checkpoints_are_there
-from megalowbit.pretrain.opening import opening, products_line
-from megalowbit.pretrain.recorder import Recorder
-from megalowbit.pretrain.restart import check_restart, move_aside
+from megalowbit.pretrain.records.opening import opening, products_line
+from megalowbit.pretrain.records.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings, check_is_configuration
-from megalowbit.pretrain.run_folder import RunFolder, claim
+from megalowbit.pretrain.run_folder.folder import RunFolder, claim
+from megalowbit.pretrain.run_folder.lost_checkpoints import check_checkpoints_are_there
+from megalowbit.pretrain.run_folder.restart import check_restart, move_aside
 from megalowbit.pretrain.validation import check_config
-from megalowbit.process_group import ProcessIdentity, is_true_anywhere
-from megalowbit.telemetry.console import Console
+from megalowbit.supervision.collective_trace import is_failed_collective, site_of_error
+from megalowbit.supervision.watchdog import Watchdog, print_error
+from megalowbit.telemetry.sinks.console import Console
 
 logger = logging.getLogger(__name__)
 

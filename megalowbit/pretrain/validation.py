@@ -14,9 +14,9 @@ from megalowbit.engine.nested_blocks import check_parts
 from megalowbit.errors import Problems
 from megalowbit.hf.checkpoint import read_config
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.pretrain.components.late_switch import check_switchable
+from megalowbit.pretrain.components.speculation import check_speculation
 from megalowbit.pretrain.config import PretrainConfig, load_config
-from megalowbit.pretrain.late_switch import check_switchable
-from megalowbit.pretrain.speculation import check_speculation
 
 
 def load_checked_config(path: Path, overrides: list[str], *, world_size: int | None) -> PretrainConfig:

@@ -20,9 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.formats.block_format import BlockFormat
-from megalowbit.quantize import kernels_cpu, kernels_cpu_8bit, launch_triton, launch_triton_8bit, reference
+from megalowbit.quantize import reference
+from megalowbit.quantize.cpu import fp4 as kernels_cpu
+from megalowbit.quantize.cpu import fp32_scales as kernels_cpu_8bit
 from megalowbit.quantize.encoding import Encoded, Encoding, check_parts
 from megalowbit.quantize.philox import NO_KEY, RandomKey
+from megalowbit.quantize.triton import launch_fp4 as launch_triton
+from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
 
 BACKEND_VARIABLE = "MEGALOWBIT_BACKEND"
 BACKENDS = ("torch", "c", "triton")

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from megalowbit.durable import atomic_file
+from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError, shown
 from megalowbit.formats.block_format import SCALE_DTYPES, BlockFormat, ScaleKind
 from megalowbit.formats.element import E2M1, ELEMENTS, INT8_E5M2

@@ -12,7 +12,7 @@ Python number it would be a constant of the graph.
 
 Known limit: a recomputed activation takes the current micro-batch, so it draws its first numbers again only
 if no other forward has begun since, or if whoever recomputes it sets the stream back with `at`, as pipelines
-do (`engine/pipelined_model.py`). `layers/use_counter.py` says what happens otherwise.
+do (`engine/pipeline/stage.py`). `layers/matmul/use_counter.py` says what happens otherwise.
 """
 
 from __future__ import annotations

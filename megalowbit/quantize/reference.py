@@ -17,12 +17,12 @@ from megalowbit.formats.block_scale import (
     tensor_encode_scale,
     two_level_scales,
 )
+from megalowbit.formats.mixed_blocks import largest_elements, mixed_scales_and_codes, mixed_values
 from megalowbit.formats.packing import pack_codes, unpack_codes
 from megalowbit.formats.rounding import code_values, nearest_codes, stochastic_codes
 from megalowbit.quantize.counts import count_errors
 from megalowbit.quantize.encoding import Encoded, Encoding
 from megalowbit.quantize.hadamard import hadamard
-from megalowbit.quantize.mixed_blocks import largest_elements, mixed_scales_and_codes, mixed_values
 from megalowbit.quantize.philox import NO_KEY, RandomKey, random_bytes, random_fractions
 
 FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room for 256 · 6/4 = 384 < 448

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megalowbit.errors import UserError
-from megalowbit.quantize import kernels_cpu_moments
 from megalowbit.quantize.backends import BACKEND_VARIABLE, backend_of
+from megalowbit.quantize.cpu import moments as kernels_cpu_moments
 
 CPU_PIECE = 2**16  # elements whose float64 copy stays in cache: 512 KiB
 PIECE = 2**22  # elements elsewhere: few launches, 32 MiB

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 
-from megalowbit import process_group
+from megalowbit.distributed import process_group
 from megalowbit.errors import UserError, invalid_settings
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.surgery import bit_layers, random_stream
+from megalowbit.layers.conversion.convert import bit_layers, random_stream
 from megalowbit.speculation.exchange import Exchange
 from megalowbit.speculation.precisions import PRODUCTS, check_base, recipe_with
 from megalowbit.speculation.settings import SpeculationSettings

@@ -31,22 +31,22 @@ import torch.distributed as dist
 from torch import nn
 
 from megalowbit.errors import UserError, shown, unknown_name
-from megalowbit.layers.chooser import Probe
+from megalowbit.layers.conversion.convert import bit_layers, set_chooser
+from megalowbit.layers.matmul.chooser import Probe
+from megalowbit.layers.matmul.use_counter import Use
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe_checks import operand_quantizers
-from megalowbit.layers.surgery import bit_layers, set_chooser
-from megalowbit.layers.use_counter import Use
 from megalowbit.quantize.names import quantizer
 from megalowbit.speculation.agreement import agreed
+from megalowbit.speculation.counters import Tally
 from megalowbit.speculation.exchange import Findings, Verification
-from megalowbit.speculation.noise import predict_snr_db
+from megalowbit.speculation.noise.product import predict_snr_db
 from megalowbit.speculation.policy import GemmState, Policy
 from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, quantizers_of, recipe_with
 from megalowbit.speculation.probe import Look, LookSheet, ProductProbe
 from megalowbit.speculation.report import Change, GemmRow, SpeculationReport, SpeculationTotals
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.speculation.statistics import OperandStatistics
-from megalowbit.speculation.tally import Tally
 
 Gemm = tuple[str, str]  # layer, product
 IDENTITY = "fp32"

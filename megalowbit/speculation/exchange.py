@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalowbit import process_group
+from megalowbit.distributed import process_group
 from megalowbit.errors import UserError, shown
 from megalowbit.speculation.precisions import PRODUCTS
 from megalowbit.speculation.probe import ENERGIES, ROLES, LookSheet

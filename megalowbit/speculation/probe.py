@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megalowbit.layers.factor import Factor
+from megalowbit.layers.matmul.operand import Factor
 from megalowbit.quantize.philox import RandomKey, random_words
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
 from megalowbit.speculation.estimator import estimate

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalowbit import process_group
-from megalowbit.telemetry.overflow import HEADLINE_NAMES, GradientOverflowTracker, StepOverflow
+from megalowbit.distributed import process_group
+from megalowbit.telemetry.overflow.tracker import HEADLINE_NAMES, GradientOverflowTracker, StepOverflow
 
 PACKET_LENGTH = 2 + len(HEADLINE_NAMES)  # float64: 64 bytes
 # Above any number of quantisations in a step; times 2^15 ranks it still is an exact float64.

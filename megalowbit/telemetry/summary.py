@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megalowbit.durable import atomic_file
+from megalowbit.durable_files import atomic_file
 from megalowbit.telemetry import columns
-from megalowbit.telemetry.counters import ROLES, LayerOverflow, OperandCounts
 from megalowbit.telemetry.facts import Fact
-from megalowbit.telemetry.jsonl import json_ready
-from megalowbit.telemetry.overflow import OverflowTotals
+from megalowbit.telemetry.overflow.counters import ROLES, LayerOverflow, OperandCounts
+from megalowbit.telemetry.overflow.tracker import OverflowTotals
+from megalowbit.telemetry.sinks.jsonl import json_ready
 
 WIDTH = 80
 _LAYER_WIDTH = 36

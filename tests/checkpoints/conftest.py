@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalowbit.checkpoints.layout import Layout, Slice, StoredParameter
-from megalowbit.durable import write_manifest
+from megalowbit.durable_files import write_manifest
 
 WHOLE = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(5.0) + 100}
 

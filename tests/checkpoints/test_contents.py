@@ -7,7 +7,7 @@ import torch
 
 from megalowbit.checkpoints.contents import CheckpointContents, StateDict, check_files
 from megalowbit.checkpoints.layout import Layout, Slice, StoredParameter
-from megalowbit.durable import verify_folder
+from megalowbit.durable_files import verify_folder
 from megalowbit.errors import UserError
 
 WHOLE = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(5.0) + 100}  # what `stage_two` holds

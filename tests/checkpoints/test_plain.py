@@ -3,7 +3,7 @@ import os
 import pytest
 
 from megalowbit.checkpoints.plain import plain_checkpoint, way_in
-from megalowbit.durable import MANIFEST
+from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError
 
 

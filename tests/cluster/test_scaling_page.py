@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megalowbit.engine.watchdog_settings import WatchdogSettings
 from megalowbit.pretrain.job import Job
+from megalowbit.supervision.settings import WatchdogSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
 RANKS = (8, 512, 16384)

@@ -10,10 +10,10 @@ from tensor_parallel_cases import NEAREST, make_model
 from tiny_training import rank_and_size
 
 import megalowbit as mlb
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.engine.checkpoints.store import CheckpointStore
+from megalowbit.layers.conversion.convert import random_stream
 from megalowbit.layers.recipe import recipe
 from megalowbit.layers.split_states import OWN_ROLES, SHARED_ROLES, load_split_state_dict, split_state_dict
-from megalowbit.layers.surgery import random_stream
 
 SAVED, STEPS, MICRO_BATCHES = 2, 4, 2
 MOMENTS = ("exp_avg", "exp_avg_sq")

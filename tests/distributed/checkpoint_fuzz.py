@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megalowbit.durable import MANIFEST, write_manifest
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.durable_files import MANIFEST, write_manifest
+from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.errors import UserError
 
 SECONDS = 60  # that a case may take, on a busy machine

@@ -5,7 +5,7 @@ import errno
 import torch
 import torch.distributed as dist
 
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.errors import UserError
 
 FAILING = {0: "mp_rank_00_model_states", 1: "zero_pp_rank_0", 3: "zero_pp_rank_0"}

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from tiny_training import BATCH, HIDDEN, WIDTH, TinyModel, config, data, rank_and_size, report
 
 from megalowbit.checkpoints.contents import CheckpointContents
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.distributed.mpu import adapt_mpu, find_grid
+from megalowbit.distributed.process_grid import ProcessGrid
+from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.mpu import adapt_mpu, find_grid
-from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
-from megalowbit.layers.tensor_parallel import Cut
+from megalowbit.layers.tensor_parallel.linear import Cut
 
 RANK, WORLD = rank_and_size()
 STEPS = 4

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_scaler import ConstantGradScaler
 from megalowbit.optim.instruments import Instruments
-from megalowbit.optim.layer_scaling_settings import LayerScalingSettings
 from megalowbit.optim.local_ddp import LocalDDP
-from megalowbit.optim.megatron import OptimizerConfig, get_megatron_optimizer
-from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params
-from megalowbit.optim.scale_strategies import ControllerGradScaler, MaxValueGradScaler
+from megalowbit.optim.loss_scale.base import ConstantGradScaler
+from megalowbit.optim.loss_scale.strategies import ControllerGradScaler, MaxValueGradScaler
+from megalowbit.optim.optimizers.megatron import OptimizerConfig, get_megatron_optimizer
+from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
+from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings
 
 WIDTH, STEPS, MICRO_BATCHES, SCALE, LR, CLIP = 6, 8, 2, 64.0, 0.05, 0.5
 BAD_STEP = 3  # rank 1 overflows then

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalowbit.engine.group_timeouts import set_group_timeouts
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
 from megalowbit.pretrain.run import naming_lost_ranks
+from megalowbit.supervision.timeouts import set_group_timeouts
 
 identity = start_process_group()
 set_group_timeouts(timedelta(seconds=2))

@@ -18,7 +18,7 @@ from matrix_cells import (
 )
 from tiny_training import make, rank_and_size, report
 
-from megalowbit.engine.whole_weights import whole_state_dict
+from megalowbit.engine.parameters.whole_weights import whole_state_dict
 
 tensor_size = int(sys.argv[1])
 rank, world_size = rank_and_size()

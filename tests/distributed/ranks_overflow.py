@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from tiny_training import TinyModel, config, data, make, rank_and_size, report, train_step
 
-from megalowbit.optim.chained import ChainedOptimizer
-from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.local_ddp import LocalDDP
-from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
-from megalowbit.optim.scale_strategies import MaxValueGradScaler, NormRatioGradScaler
+from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.loss_scale.strategies import MaxValueGradScaler, NormRatioGradScaler
+from megalowbit.optim.optimizers.chained import ChainedOptimizer
+from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 INF, NAN = torch.inf, torch.nan
 # parameter, value and ranks; then several of one step

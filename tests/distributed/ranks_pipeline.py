@@ -8,9 +8,9 @@ from tiny_training import report
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import megalowbit as mlb
-from megalowbit.engine.checkpoint import CheckpointStore
-from megalowbit.engine.pipeline import gather_weights
-from megalowbit.layers.surgery import random_stream
+from megalowbit.engine.checkpoints.store import CheckpointStore
+from megalowbit.engine.pipeline.setup import gather_weights
+from megalowbit.layers.conversion.convert import random_stream
 
 VOCABULARY, TOKENS, BATCH, MICRO_BATCHES = 40, 12, 2, 3
 STOCHASTIC = {"base": "nvfp4", "q_forward_input": "nvfp4e2m1b"}  # forward draws random numbers too

@@ -14,7 +14,7 @@ from checkpoint_cases import live_tensors, same
 from tiny_training import rank_and_size, report
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.initialize import initialize
 
 GLOBAL_BATCH, LENGTH, SAVED, STEPS = 6, 8, 3, 6

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from tiny_training import TinyModel, config, facts, make, rank_and_size, report, train_step, weights
 
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.errors import UserError
+from megalowbit.layers.conversion.convert import random_stream
 from megalowbit.layers.split_states import (
     OWN_ROLES,
     SHARED_ROLES,
@@ -19,7 +20,6 @@ from megalowbit.layers.split_states import (
     split_counts,
     split_state_dict,
 )
-from megalowbit.layers.surgery import random_stream
 
 STEPS, SAVED = 9, 5
 folder, mode = Path(sys.argv[1]), sys.argv[2]

@@ -10,9 +10,9 @@ import signal
 import sys
 from pathlib import Path
 
+from megalowbit.distributed.process_group import identify
 from megalowbit.pretrain import run
 from megalowbit.pretrain.config import load_config
-from megalowbit.process_group import identify
 
 BAD, KILLED_AT = {6, 7}, 6
 

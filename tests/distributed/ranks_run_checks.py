@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from tiny_training import TinyModel, config, facts, rank_and_size, report, train_step
 
-from megalowbit.engine.agreement import gather_bytes, share, succeed_together
+from megalowbit.distributed.agreement import gather_bytes, share, succeed_together
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks import check_ranks_agree, check_scaler, code_digest
 from megalowbit.errors import UserError
-from megalowbit.layers.surgery import bit_layers
-from megalowbit.optim.grad_scaler import DynamicGradScaler
+from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.optim.loss_scale.base import DynamicGradScaler
 
 RANK, WORLD = rank_and_size()
 QUANTISED = {**config("bf16"), "megalowbit": {"precision": "bf16", "recipe": "nvfp4"}}
@@ -116,7 +116,7 @@ def broken_mpu():
 
 def other_parts():
     """Ranks with different parts of a model may differ, those with the same may not."""
-    from megalowbit.engine.process_grid import ProcessGrid
+    from megalowbit.distributed.process_grid import ProcessGrid
 
     cut = ProcessGrid(RANK, WORLD, tensor_size=2)
     parts = {"parameter w": f"float32 ({RANK + 1},)"}

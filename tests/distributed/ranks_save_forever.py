@@ -5,7 +5,7 @@ import sys
 import torch
 from tiny_training import TinyModel, config, make, report
 
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.engine.checkpoints.store import CheckpointStore
 
 stage = int(sys.argv[3])
 store = CheckpointStore(sys.argv[1], keep=2)

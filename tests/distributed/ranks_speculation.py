@@ -9,7 +9,7 @@ from tiny_training import make, rank_and_size, report
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
-from megalowbit.layers.surgery import bit_layers
+from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.speculation.controller import PrecisionController
 
 STEPS, WIDE, ROWS = 7, 48, 64

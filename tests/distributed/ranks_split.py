@@ -5,10 +5,10 @@ import itertools
 import torch
 from tiny_training import config, facts, make, rank_and_size, report, train_step, weights
 
-import megalowbit.layers.split_masters as split_masters
-from megalowbit.engine.parameter_split import split_weights
-from megalowbit.layers.split_parameters import parts_of
-from megalowbit.layers.surgery import bit_layers
+import megalowbit.layers.parameter_split.masters as split_masters
+from megalowbit.engine.parameters.split import split_weights
+from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.parameter_split.parameters import parts_of
 from megalowbit.spectral.weight_split import WeightParts
 
 RANK, STEPS, SPLITS = 3, 6, (2, 4)

@@ -3,10 +3,10 @@
 import torch
 from tiny_training import TinyModel, config, facts, make, rank_and_size, report, train_step, weights
 
-from megalowbit.engine.agreement import agree
+from megalowbit.distributed.agreement import agree
 from megalowbit.errors import TransientError, UserError
-from megalowbit.optim.grad_norm import inspect_each_gradient, inspect_gradients
-from megalowbit.optim.mixed_precision import FP32Optimizer
+from megalowbit.optim.gradients.norm import inspect_each_gradient, inspect_gradients
+from megalowbit.optim.optimizers.mixed_precision import FP32Optimizer
 
 
 def overflow(precision):

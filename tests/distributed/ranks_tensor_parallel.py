@@ -12,11 +12,17 @@ from tensor_parallel_cases import CASES, CHOSEN, STEPS, STOCHASTIC, batch, confi
 from tiny_training import make, rank_and_size, report
 
 import megalowbit as mlb
-from megalowbit.engine.whole_weights import whole_numel, whole_state_dict
+from megalowbit.engine.parameters.whole_weights import whole_numel, whole_state_dict
 from megalowbit.errors import UserError
-from megalowbit.layers.call import Prepared
+from megalowbit.layers.conversion.convert import (
+    bit_layers,
+    cache_weights,
+    plain_state_dict,
+    restore,
+    set_chooser,
+)
+from megalowbit.layers.matmul.context import Prepared
 from megalowbit.layers.recipe import recipe
-from megalowbit.layers.surgery import bit_layers, cache_weights, plain_state_dict, restore, set_chooser
 
 rank, world_size = rank_and_size()
 names = sys.argv[2:] or list(CASES)

@@ -8,7 +8,7 @@ from tiny_training import config, data, make, rank_and_size, report
 
 from megalowbit.errors import UserError
 from megalowbit.optim.local_ddp import LocalDDP
-from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params
+from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 
 CELLS = [
     *((stage, precision) for stage in "0123" for precision in ("fp16", "bf16", "fp32")),

@@ -19,12 +19,12 @@ import torch
 from tiny_training import TinyModel, config, make, train_step
 
 from launchers import free_port
+from megalowbit.distributed.process_group import ProcessIdentity, is_true_anywhere
 from megalowbit.engine.process_start import stop_process_group
-from megalowbit.engine.watchdog import Watchdog
-from megalowbit.engine.watchdog_settings import WatchdogSettings
 from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError
 from megalowbit.pretrain.command_line import _report
-from megalowbit.process_group import ProcessIdentity, is_true_anywhere
+from megalowbit.supervision.settings import WatchdogSettings
+from megalowbit.supervision.watchdog import Watchdog
 
 PATIENCE = 3.0  # timeouts, after which the test ends what has not ended by itself
 

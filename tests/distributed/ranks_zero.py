@@ -10,11 +10,11 @@ from tiny_training import TinyModel, config, facts, make, rank_and_size, report,
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import megalowbit as mlb
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.overflow_retry import retry_engine_step
-from megalowbit.engine.whole_weights import whole_state_dict
+from megalowbit.engine.parameters.whole_weights import whole_state_dict
 from megalowbit.errors import UserError
-from megalowbit.layers.surgery import cache_weights
+from megalowbit.layers.conversion.convert import cache_weights
 
 STAGES = (0, 1, 2, 3)
 OFFLOADED = ("1 offload", "2 offload", "3 offload")

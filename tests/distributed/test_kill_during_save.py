@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from megalowbit.durable import verify_folder
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.durable_files import verify_folder
+from megalowbit.engine.checkpoints.store import CheckpointStore
 
 STAGES = (0, 1, 2, 3)
 

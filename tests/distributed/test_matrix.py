@@ -33,7 +33,7 @@ from matrix_cells import (
 import megalowbit as mlb
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.recipe import recipe
-from megalowbit.pretrain.memory import ModelCut, ZeroSharing, estimate_memory
+from megalowbit.pretrain.estimate.memory import ModelCut, ZeroSharing, estimate_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # relative, of losses and norms: sums in another order, and what half precision makes of that

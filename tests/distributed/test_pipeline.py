@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalowbit.layers.surgery import convert
+from megalowbit.layers.conversion.convert import convert
 
 HERE = Path(__file__).parent
 

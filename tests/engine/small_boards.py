@@ -3,9 +3,9 @@
 import itertools
 import os
 
-from megalowbit.engine.notice_board import NoticeBoard
 from megalowbit.engine.process_start import start_process_group
-from megalowbit.engine.verdict import Beat
+from megalowbit.supervision.diagnosis import Beat
+from megalowbit.supervision.heartbeat_store import NoticeBoard
 
 ATTEMPTS = itertools.count(1)
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from megalowbit.config.deepspeed_json import EngineSettings
 from megalowbit.engine.argument_checks import check_arguments
-from megalowbit.engine.config import EngineSettings
 from megalowbit.errors import UserError
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from megalowbit.durable import MANIFEST
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.durable_files import MANIFEST
+from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.initialize import initialize
 
 COUNT = 500

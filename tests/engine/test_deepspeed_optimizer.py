@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
-from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
 
 
 def make(scaler=None, *, bf16=True):

@@ -4,12 +4,12 @@ import logging
 import pytest
 import torch
 
-from megalowbit.engine.config import read_deepspeed_config
+from megalowbit.config.deepspeed_json import read_deepspeed_config
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
 from megalowbit.engine.initialize import _warn_of_schedules, initialize
 from megalowbit.errors import UserError
+from megalowbit.layers.conversion.convert import bit_layers, convert, random_stream
 from megalowbit.layers.recipe import recipe
-from megalowbit.layers.surgery import bit_layers, convert, random_stream
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megalowbit.engine.config import read_deepspeed_config
+from megalowbit.config.deepspeed_json import read_deepspeed_config
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
 from megalowbit.engine.model_optimizer import (
     client_optimizer,
@@ -10,8 +10,8 @@ from megalowbit.engine.model_optimizer import (
     wrap_optimizer,
 )
 from megalowbit.errors import UserError
-from megalowbit.optim.fp32_modules import keep_fp32
-from megalowbit.optim.scale_strategies import MaxNormGradScaler
+from megalowbit.optim.loss_scale.strategies import MaxNormGradScaler
+from megalowbit.optim.precision.fp32_modules import keep_fp32
 
 CONFIG = {"optimizer": {"params": {"weight_decay": 0.1}}}
 

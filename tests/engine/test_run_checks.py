@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from megalowbit.engine.config import read_deepspeed_config
+from megalowbit.config.deepspeed_json import read_deepspeed_config
 from megalowbit.engine.run_checks import (
     check_layers_kept,
     check_ranks_agree,
@@ -18,9 +18,9 @@ from megalowbit.engine.run_checks import (
     model_facts,
 )
 from megalowbit.errors import UserError
+from megalowbit.layers.conversion.convert import convert, restore
 from megalowbit.layers.recipe import recipe
-from megalowbit.layers.surgery import convert, restore
-from megalowbit.optim.grad_scaler import ConstantGradScaler
+from megalowbit.optim.loss_scale.base import ConstantGradScaler
 
 
 def parts(**block):

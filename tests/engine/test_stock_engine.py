@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import megalowbit as mlb
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
-from megalowbit.layers.other_loops import check_training, find_engine
+from megalowbit.layers.conversion.other_loops import check_training, find_engine
 
 TOLD = "low-bit layers train in an engine of stock DeepSpeed"
 

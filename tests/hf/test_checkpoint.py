@@ -9,7 +9,7 @@ from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model, export_checkpoint, import_checkpoint, read_config
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.hf.training_checkpoint import WEIGHTS_FILE
-from megalowbit.layers.surgery import bit_layers, convert, restore
+from megalowbit.layers.conversion.convert import bit_layers, convert, restore
 
 SIZES = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
 GPT2 = GPT2Config(n_positions=32, n_embd=32, n_layer=2, n_head=2, **SIZES)

@@ -5,12 +5,12 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from megalowbit.engine.pipeline import pipeline_module
+from megalowbit.engine.pipeline.setup import pipeline_module
 from megalowbit.hf.checkpoint import build_model, export_checkpoint, import_checkpoint
 from megalowbit.hf.generation import FILE, remembered
 from megalowbit.hf.model import save_hf
 from megalowbit.hf.settings import ModelSettings
-from megalowbit.layers.surgery import convert
+from megalowbit.layers.conversion.convert import convert
 
 SIZES = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
 OF_THE_FILE = ("transformers_version", "_from_model_config")

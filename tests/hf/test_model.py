@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
 from megalowbit.hf.model import fill_weights, load_weights, random_model, save_hf
-from megalowbit.layers.surgery import bit_layers, convert
+from megalowbit.layers.conversion.convert import bit_layers, convert
 
 GPT2 = GPT2Config(
     vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0

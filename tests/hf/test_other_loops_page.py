@@ -34,7 +34,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 AFTER = """
 import hashlib
 import megalowbit as mlb
-from megalowbit.layers.other_loops import find_engine
+from megalowbit.layers.conversion.other_loops import find_engine
 engine = find_engine(converted)
 if "trainer" in globals():
     assert engine is getattr(trainer, "deepspeed", None)

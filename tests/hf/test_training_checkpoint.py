@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from megalowbit.durable import MANIFEST, write_manifest
-from megalowbit.engine.checkpoint import CheckpointStore
+from megalowbit.durable_files import MANIFEST, write_manifest
+from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model
 from megalowbit.hf.training_checkpoint import (
@@ -17,8 +17,8 @@ from megalowbit.hf.training_checkpoint import (
     read_checkpoint,
     write_start_checkpoint,
 )
+from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.recipe import recipe
-from megalowbit.layers.surgery import bit_layers, convert
 
 GPT2 = GPT2Config(
     vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megalowbit.layers.conversion.convert import convert, set_chooser
 from megalowbit.layers.recipe import recipe
-from megalowbit.layers.surgery import convert, set_chooser
 from megalowbit.quantize.quantized_tensor import QuantizedTensor
 
 MIXED = recipe(

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalowbit.errors import UserError
-from megalowbit.layers.surgery import convert, random_stream
+from megalowbit.layers.conversion.convert import convert, random_stream
 
 
 @contextmanager

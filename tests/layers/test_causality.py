@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from megalowbit.layers.conversion.convert import convert
 from megalowbit.layers.recipe import recipe, recipes
-from megalowbit.layers.surgery import convert
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 LENGTH, WIDTH = 32, 64

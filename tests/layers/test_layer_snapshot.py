@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from megalowbit.layers.conversion.convert import bit_layers, cache_weights, convert, random_stream
 from megalowbit.layers.layer_snapshot import forget_uses, restore_layers, take_layers
 from megalowbit.layers.split_states import split_counts
-from megalowbit.layers.surgery import bit_layers, cache_weights, convert, random_stream
 
 SPLIT = {
     "base": "nvfp4",

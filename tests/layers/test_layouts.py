@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalowbit.layers.call import Call
-from megalowbit.layers.lowbit_matmul import lowbit_linear
+from megalowbit.layers.matmul.context import Call
+from megalowbit.layers.matmul.function import lowbit_linear
 from megalowbit.layers.recipe import recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream

@@ -6,12 +6,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.gemms import gemm_dtype, multiply
+from megalowbit.layers.conversion.convert import convert, set_observer
+from megalowbit.layers.matmul.gemms import gemm_dtype, multiply
 from megalowbit.layers.recipe import recipe
-from megalowbit.layers.surgery import convert, set_observer
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
-from megalowbit.telemetry.overflow import GradientOverflowTracker
+from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NEAREST = {"base": "speculative-int8", "name": "nearest", "q_backward_outputgrad": "int8e5m2b"}

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.convert import convert, set_observer
 from megalowbit.layers.observer import Observer
-from megalowbit.layers.surgery import convert, set_observer
 from megalowbit.quantize.counts import COUNT_NAMES
 
 

@@ -7,9 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.precision_switch import switch_precision, switched
-from megalowbit.layers.recipe import Recipe, recipe, recipes
-from megalowbit.layers.surgery import (
+from megalowbit.layers.conversion.convert import (
     bit_layers,
     cache_weights,
     convert,
@@ -17,6 +15,8 @@ from megalowbit.layers.surgery import (
     restore,
     set_observer,
 )
+from megalowbit.layers.precision_switch import switch_precision, switched
+from megalowbit.layers.recipe import Recipe, recipe, recipes
 
 NEAREST = {"base": "nvfp4", "name": "nearest", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
 RECIPES = {

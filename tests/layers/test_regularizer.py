@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 
-from megalowbit.engine.parameter_split import split_weights
+from megalowbit.engine.parameters.split import split_weights
 from megalowbit.errors import UserError
 from megalowbit.layers import regularizer as module
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.convert import bit_layers, convert
+from megalowbit.layers.parameter_split.parameters import parts_of
 from megalowbit.layers.regularizer import DualRangeRegularizer, build_regularizer
 from megalowbit.layers.settings import RegularizerSettings
-from megalowbit.layers.split_parameters import parts_of
-from megalowbit.layers.surgery import bit_layers, convert
-from megalowbit.optim.grad_scaler import ConstantGradScaler
-from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megalowbit.optim.loss_scale.base import ConstantGradScaler
+from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.spectral.weight_split import weight_parts
 
 SETTINGS = RegularizerSettings(strength=0.3, alpha1=0.7, alpha2=2e-5, epsilon=1e-3, max_gradient=1e9)

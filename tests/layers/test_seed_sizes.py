@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.convert import convert, restore
 from megalowbit.layers.recipe import Recipe, recipe
 from megalowbit.layers.seed_sizes import needed_blocks
-from megalowbit.layers.surgery import convert, restore
 
 SEED = "fp4e2m1b:seed_compat"
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from megalowbit.errors import UserError
+from megalowbit.layers.conversion.convert import bit_layers, cache_weights, convert, random_stream
 from megalowbit.layers.split_states import (
     OWN_ROLES,
     SHARED_ROLES,
@@ -13,7 +14,6 @@ from megalowbit.layers.split_states import (
     split_counts,
     split_state_dict,
 )
-from megalowbit.layers.surgery import bit_layers, cache_weights, convert, random_stream
 
 RECIPE = {
     "base": "nvfp4",

@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from megalowbit.layers.conversion.convert import bit_layers, convert, restore
 from megalowbit.layers.state_dict_layout import parameter_layout
-from megalowbit.layers.surgery import bit_layers, convert, restore
 
 IDS = torch.arange(32).view(2, 16)
 SQUARE = "transformer.h.0.attn.c_proj.weight"  # the one that another layout would fit in silence

@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_buffer import GradBuffer
+from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.local_ddp import LocalDDP
-from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_buffer import GradBuffer
-from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradientStatistics
+from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.instruments import Instruments, complete_instruments, joined_statistics
-from megalowbit.optim.layer_scaling import LayerScaling
-from megalowbit.optim.layer_scaling_settings import LayerScalingSettings
-from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params
-from megalowbit.optim.scale_strategies import (
+from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler, GradientStatistics
+from megalowbit.optim.loss_scale.strategies import (
     ControllerGradScaler,
     MaxNormGradScaler,
     MaxValueGradScaler,
     NormRatioGradScaler,
 )
+from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
+from megalowbit.optim.statistics.layer_scaling import LayerScaling
+from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings
 
 
 class Blocks(torch.nn.Module):

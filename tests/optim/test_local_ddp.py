@@ -3,11 +3,11 @@ import itertools
 import pytest
 import torch
 
-from megalowbit import process_group
+from megalowbit.distributed import process_group
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_scaler import ConstantGradScaler
 from megalowbit.optim.local_ddp import LocalDDP, is_expert
-from megalowbit.optim.mixed_precision import Float16OptimizerWithFloat16Params
+from megalowbit.optim.loss_scale.base import ConstantGradScaler
+from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 
 # Broadcast and averages over two ranks are in tests/distributed/test_local_ddp.py.
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.optim.grad_scaler import ConstantGradScaler, DynamicGradScaler
-from megalowbit.optim.layer_scaling import LayerScaling, find_blocks
+from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.statistics.layer_scaling import LayerScaling, find_blocks
 from megalowbit.optim.step_retry import StepSnapshot, retry_step
 
 

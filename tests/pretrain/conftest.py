@@ -8,13 +8,13 @@ import pytest
 from ended_runs import STEPS
 
 from launchers import write_config
+from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.job import assemble
 from megalowbit.pretrain.run import pretrain
-from megalowbit.pretrain.run_folder import RunFolder
-from megalowbit.pretrain.stop_signals import STOP_SIGNALS, block_stop_signals
-from megalowbit.process_group import ProcessIdentity
+from megalowbit.pretrain.run_folder.folder import RunFolder
+from megalowbit.pretrain.stopping.signals import STOP_SIGNALS, block_stop_signals
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

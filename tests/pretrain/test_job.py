@@ -6,9 +6,9 @@ import torch
 from megalowbit.checkpoints.shards import ORIGIN_KEY
 from megalowbit.errors import UserError
 from megalowbit.hf.training_checkpoint import read_checkpoint
-from megalowbit.layers.conversion_report import ConversionReport, MissedWeight
+from megalowbit.layers.conversion.convert import bit_layers, random_stream
+from megalowbit.layers.conversion.report import ConversionReport, MissedWeight
 from megalowbit.layers.split_states import split_counts
-from megalowbit.layers.surgery import bit_layers, random_stream
 from megalowbit.pretrain.job import check_nothing_missed
 from megalowbit.pretrain.loop import train_step
 
@@ -25,7 +25,7 @@ def test_a_job_is_quantised_observed_and_ready(build_job):
 
 
 def test_telemetry_off_leaves_layers_unobserved(build_job):
-    job = build_job("megalowbit.telemetry.overflow=false")
+    job = build_job("megalowbit.telemetry.overflow.tracker=false")
     assert job.tracker is None
     assert all(layer.observer is None for layer in bit_layers(job.engine.module).values())
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.layers.surgery import bit_layers
+from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.pretrain.loop import Ending, train, train_step
-from megalowbit.pretrain.recorder import Recorder
-from megalowbit.telemetry.console import Console
+from megalowbit.pretrain.records.recorder import Recorder
+from megalowbit.telemetry.sinks.console import Console
 
 
 def reference_loss(module, batches):

@@ -10,16 +10,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings
+from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.parameter_split.parameters import SPLIT_NAMES
 from megalowbit.layers.recipe import recipe
-from megalowbit.layers.split_parameters import SPLIT_NAMES
-from megalowbit.layers.surgery import bit_layers
 from megalowbit.pretrain.dry_run import describe
+from megalowbit.pretrain.estimate.memory import estimate_memory
 from megalowbit.pretrain.loop import train_step
-from megalowbit.pretrain.memory import estimate_memory
 from megalowbit.pretrain.run import pretrain
-from megalowbit.process_group import ProcessIdentity
 
 ROOT = Path(__file__).parents[2]
 STEPS, RANK = 7, 4

@@ -3,12 +3,12 @@ import math
 
 import pytest
 
+from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.layers.split_states import split_counts
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run import pretrain
-from megalowbit.process_group import ProcessIdentity
 
 STEPS = 4
 

@@ -2,10 +2,10 @@ import copy
 
 import pytest
 
-from megalowbit.engine.stock_precision import take_stock_precision
+from megalowbit.config.stock_precision import take_stock_precision
 from megalowbit.errors import UserError
 from megalowbit.layers.settings import RegularizerSettings
-from megalowbit.optim.scaler_settings import GradScalerSettings
+from megalowbit.optim.loss_scale.settings import GradScalerSettings
 from megalowbit.pretrain.resume import changed_settings, check_same_model
 from megalowbit.speculation.settings import SpeculationSettings
 

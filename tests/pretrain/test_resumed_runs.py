@@ -12,8 +12,8 @@ import pytest
 import torch
 from soak_runs import compare
 
+from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.pretrain.run import pretrain
-from megalowbit.process_group import ProcessIdentity
 
 STEPS, SAVED = 7, 4
 FP16 = "megalowbit.precision=fp16"

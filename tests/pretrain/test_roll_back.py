@@ -10,14 +10,14 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.pretrain.job import assemble
 from megalowbit.pretrain.loop import Ending, train
-from megalowbit.pretrain.recorder import Recorder
-from megalowbit.pretrain.run_folder import RunFolder
-from megalowbit.pretrain.stop_signals import STOP_SIGNALS
-from megalowbit.process_group import ProcessIdentity
-from megalowbit.telemetry.console import Console
+from megalowbit.pretrain.records.recorder import Recorder
+from megalowbit.pretrain.run_folder.folder import RunFolder
+from megalowbit.pretrain.stopping.signals import STOP_SIGNALS
+from megalowbit.telemetry.sinks.console import Console
 
 VARYING = {"tokens_per_second", "rollbacks"}
 AT_ONCE = 'megalowbit.loss_guard={"nonfinite": "rollback", "patience": 1}'

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.pretrain.run import pretrain
-from megalowbit.process_group import ProcessIdentity
 
 
 def test_a_run_ends_with_checkpoint_summary_and_model(resolve, tmp_path, capsys):

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, NVFP4_TILED, BlockFormat
 from megalowbit.formats.element import INT8, TERNARY
-from megalowbit.quantize import backends, kernels_cpu_8bit, reference
+from megalowbit.quantize import backends, reference
+from megalowbit.quantize.cpu import fp32_scales as kernels_cpu_8bit
 from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.philox import RandomKey
 

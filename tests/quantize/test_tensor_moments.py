@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalowbit.errors import UserError
-from megalowbit.quantize import backends, kernels_cpu_moments, tensor_moments
+from megalowbit.quantize import backends, tensor_moments
+from megalowbit.quantize.cpu import moments as kernels_cpu_moments
 from megalowbit.quantize.tensor_moments import CPU_PIECE, in_memory_order
 
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")

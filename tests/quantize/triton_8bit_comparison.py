@@ -18,9 +18,11 @@ from triton_comparison import bits
 
 from megalowbit.formats.block_format import MIXED_INT8, BlockFormat
 from megalowbit.formats.element import E2M1, E4M3, E5M2, INT4, INT8, INT8_E5M2
-from megalowbit.quantize import backends, launch_triton, launch_triton_8bit, reference
+from megalowbit.quantize import backends, reference
 from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.philox import RandomKey, random_bytes
+from megalowbit.quantize.triton import launch_fp4 as launch_triton
+from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
 
 KEY = RandomKey(2**63 + 0x12345678ABCD, 2**40 + 5)
 SIGNS = 0xA5C3

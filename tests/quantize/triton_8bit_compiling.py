@@ -13,8 +13,8 @@ from triton.compiler import ASTSource
 
 from megalowbit.formats.block_format import MIXED_INT8, BlockFormat
 from megalowbit.formats.element import E4M3, INT4, INT8
-from megalowbit.quantize import launch_triton_8bit
 from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INEXACT = re.compile(r"\.ftz|fma\.rn\.f32|\.approx|div\.full")

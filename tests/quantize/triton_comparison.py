@@ -13,9 +13,10 @@ import fp4_reference
 import torch
 
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED
-from megalowbit.quantize import launch_triton, reference
+from megalowbit.quantize import reference
 from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.philox import RandomKey
+from megalowbit.quantize.triton import launch_fp4 as launch_triton
 
 KEY = RandomKey(2**63 + 0x12345678ABCD, 2**40 + 5)
 ENCODINGS = {

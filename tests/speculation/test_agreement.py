@@ -6,7 +6,7 @@ from torch import nn
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
-from megalowbit.layers.surgery import bit_layers
+from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.speculation.agreement import agreed
 from megalowbit.speculation.settings import SpeculationSettings
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
-from megalowbit.layers.surgery import bit_layers
+from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.speculation.precisions import PRODUCTS, recipe_with
 from megalowbit.speculation.settings import SpeculationSettings
 

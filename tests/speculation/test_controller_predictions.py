@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import megalowbit as mlb
-from megalowbit.layers.surgery import set_chooser
+from megalowbit.layers.conversion.convert import set_chooser
 from megalowbit.speculation.precisions import PRODUCTS
 from megalowbit.speculation.settings import SpeculationSettings
 

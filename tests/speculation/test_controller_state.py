@@ -19,7 +19,7 @@ from controlled_training import (
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
-from megalowbit.layers.surgery import bit_layers
+from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.speculation.precisions import recipe_with
 
 

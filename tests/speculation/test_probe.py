@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalowbit.layers.chooser import Probe
-from megalowbit.layers.factor import Factor
+from megalowbit.layers.matmul.chooser import Probe
+from megalowbit.layers.matmul.operand import Factor
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.speculation.precisions import OPERANDS, PRODUCTS

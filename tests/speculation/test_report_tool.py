@@ -9,7 +9,7 @@ from forks import run_script
 from run_files import made_up_rows, write_run
 
 from launchers import check_refusal
-from megalowbit.speculation.history import read_history, table
+from megalowbit.speculation.reports.history import read_history, table
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megalowbit.telemetry.facts import check_facts
-from megalowbit.telemetry.overflow import OverflowTotals
+from megalowbit.telemetry.overflow.tracker import OverflowTotals
 from megalowbit.telemetry.step_facts import reduce_step_facts
 from megalowbit.telemetry.summary import RunSummary, RunTotals
 

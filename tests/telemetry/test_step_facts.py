@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megalowbit.telemetry.overflow import GradientOverflowTracker
+from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
 from megalowbit.telemetry.step_facts import PACKET_LENGTH, reduce_step_facts
 
 

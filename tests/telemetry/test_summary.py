@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalowbit.telemetry.counters import ROLES, LayerOverflow, OperandCounts
-from megalowbit.telemetry.overflow import OverflowTotals
+from megalowbit.telemetry.overflow.counters import ROLES, LayerOverflow, OperandCounts
+from megalowbit.telemetry.overflow.tracker import OverflowTotals
 from megalowbit.telemetry.summary import RunSummary, RunTotals, worst_layers
 
 

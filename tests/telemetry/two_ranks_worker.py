@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 
-from megalowbit.telemetry.overflow import GradientOverflowTracker
+from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
 from megalowbit.telemetry.step_facts import reduce_step_facts
 
 

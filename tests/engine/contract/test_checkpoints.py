@@ -4,7 +4,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
-from megalowbit.engine.checkpoint_layout import describe_layout
+from megalowbit.engine.checkpoints.layout import describe_layout
 from megalowbit.engine.initialize import initialize
 
 

@@ -7,7 +7,9 @@ from deepspeed.runtime.config import (
     DeepSpeedConfigError,
 )
 
-from megalowbit.engine import deepspeed_keys, deepspeed_values, installed_versions
+from megalowbit.config import keys as deepspeed_keys
+from megalowbit.config import values as deepspeed_values
+from megalowbit.engine.versions import installed as installed_versions
 
 
 def test_deepspeed_is_the_pinned_version():

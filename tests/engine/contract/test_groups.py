@@ -12,9 +12,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from deepspeed.utils import groups
 
+from megalowbit.distributed.mpu import GroupsOfRank, adapt_mpu, find_grid
+from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.mpu import GroupsOfRank, adapt_mpu, find_grid
-from megalowbit.engine.process_grid import ProcessGrid
 from megalowbit.engine.process_start import start_process_group
 
 # asked only where the mpu is DeepSpeed's own grid, of an expert or sequence parallel run, or has it (hasattr)

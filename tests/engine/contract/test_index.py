@@ -11,8 +11,8 @@ import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 from zero_internals import used
 
-from megalowbit.engine.deepspeed_contracts import contracts
-from megalowbit.engine.deepspeed_internals import (
+from megalowbit.engine.versions.contracts import contracts
+from megalowbit.engine.versions.internals import (
     ARGUMENTS,
     ENGINE,
     IMPORTS,

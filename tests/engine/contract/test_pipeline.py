@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.pipeline import pipeline_module
+from megalowbit.engine.pipeline.setup import pipeline_module
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,

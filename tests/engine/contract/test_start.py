@@ -5,9 +5,9 @@ import inspect
 import deepspeed
 from deepspeed.launcher import launch
 
+from megalowbit.distributed.process_group import SLURM_NAMES
 from megalowbit.engine.process_start import SHARED_MEMORY_OP, import_deepspeed
 from megalowbit.pretrain.command_line import build_parser
-from megalowbit.process_group import SLURM_NAMES
 
 
 def test_the_shared_memory_kernel_stays_off():

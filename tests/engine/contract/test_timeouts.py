@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megalowbit.engine.notice_board import ATTEMPT, IS_STORE_OF_LAUNCHER
 from megalowbit.engine.process_start import start_process_group
+from megalowbit.supervision.heartbeat_store import ATTEMPT, IS_STORE_OF_LAUNCHER
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from deepspeed.utils import (
     safe_set_local_grad,
 )
 
-from megalowbit.engine.deepspeed_internals import INTERNALS
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.zero_optimizer import ZeroOptimizer, ZeroOptimizerStage3
+from megalowbit.engine.versions.internals import INTERNALS
+from megalowbit.engine.zero.optimizer import ZeroOptimizer, ZeroOptimizerStage3
 
 STAGES = (1, 2, 3)
 KINDS = {1: ZeroOptimizer, 2: ZeroOptimizer, 3: ZeroOptimizerStage3}

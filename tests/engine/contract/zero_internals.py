@@ -11,7 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from megalowbit.engine.deepspeed_internals import DEFINING
+from megalowbit.engine.versions.internals import DEFINING
 
 ENGINE = Path(__file__).parents[3] / "megalowbit" / "engine"
 READ = (

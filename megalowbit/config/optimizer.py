@@ -1,0 +1,299 @@
+"""`optimizer` and `scheduler` of a DeepSpeed configuration: names, parameters and what `"auto"` stands for.
+
+The optimizer inside ours is always torch's fused one, on CPUs too: DeepSpeed's own CPU Adam compiles for
+minutes and gains nothing here. Its name in the file stays DeepSpeed's, and so does the meaning of `Adam`,
+which there is AdamW unless `adam_w_mode` is false. Not covered: Lamb, Lion, Muon and the 1-bit optimizers.
+
+`"auto"` stands for: `lr` 3e-4, `betas` [0.9, 0.95], `eps` 1e-8, `weight_decay` 0.1, `momentum` 0;
+schedulers: `warmup_min_lr` and `warmup_min_ratio` 0, `warmup_max_lr` (and `max_lr`) the optimizer's `lr`,
+`warmup_num_steps` one hundredth of all steps, `cos_min_ratio` 0.1, `total_num_steps` (and torch's
+`total_steps`, `total_iters`, `T_max`) all steps. `mlb.initialize` names those that were guessed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, ValidationError
+
+from megalowbit.config.values import is_count, is_finite_number
+from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
+from megalowbit.values import SettingsModel
+
+if TYPE_CHECKING:
+    import torch
+
+
+class AdamParams(SettingsModel):
+    """`optimizer.params` of AdamW and Adam."""
+
+    lr: float = Field(default=1e-3, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    amsgrad: bool = False
+    adam_w_mode: bool = True
+    bias_correction: bool = True
+    torch_adam: bool = True
+
+
+class SGDParams(SettingsModel):
+    """`optimizer.params` of SGD."""
+
+    lr: float = Field(default=1e-3, ge=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    dampening: float = Field(default=0.0, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    nesterov: bool = False
+
+
+OPTIMIZERS: dict[str, type[AdamParams] | type[SGDParams]] = {
+    "AdamW": AdamParams,
+    "Adam": AdamParams,
+    "SGD": SGDParams,
+}
+# other names of AdamW in DeepSpeed or among its users
+REPLACED_BY_ADAMW = (
+    "FusedAdam",
+    "CPUAdam",
+    "DeepSpeedCPUAdam",
+    "FusedAdamW",
+    "DecoupledAdamW",
+    "adamw_torch",
+)
+# known to DeepSpeed, torch or transformers; made by the user, if at all
+BROUGHT_BY_USER = (
+    "Muon", "Lion", "FusedLion", "DeepSpeedCPULion", "Lamb", "FusedLamb", "Adafactor", "Adagrad",
+    "DeepSpeedCPUAdagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "LBFGS",
+    "Shampoo", "SOAP", "Sophia", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD",
+    "Adam8bit", "AdamW8bit", "ScheduleFree", "GaLore",
+)  # fmt: skip
+OPTIMIZER_AUTO: dict[str, Any] = {
+    "lr": 3e-4,
+    "betas": [0.9, 0.95],
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "momentum": 0.0,
+}
+
+# name: (required, optional) parameters; the first five are DeepSpeed's, the others torch's
+SCHEDULERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "WarmupLR": ((), ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")),
+    "WarmupDecayLR": (
+        ("total_num_steps",),
+        ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
+    ),
+    "WarmupCosineLR": (
+        ("total_num_steps",),
+        ("warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"),
+    ),
+    "OneCycle": (
+        ("cycle_min_lr", "cycle_max_lr"),
+        (
+            "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count",
+            "cycle_second_stair_count", "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom",
+            "decay_mom_rate",
+        ),
+    ),
+    "LRRangeTest": (
+        (),
+        (
+            "lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate",
+            "lr_range_test_staircase",
+        ),
+    ),
+    "ConstantLR": ((), ("factor", "total_iters")),
+    "LinearLR": ((), ("start_factor", "end_factor", "total_iters")),
+    "PolynomialLR": ((), ("total_iters", "power")),
+    "StepLR": (("step_size",), ("gamma",)),
+    "MultiStepLR": (("milestones",), ("gamma",)),
+    "ExponentialLR": (("gamma",), ()),
+    "CosineAnnealingLR": (("T_max",), ("eta_min",)),
+    "CosineAnnealingWarmRestarts": (("T_0",), ("T_mult", "eta_min")),
+    "OneCycleLR": (
+        ("max_lr",),
+        ("total_steps", "pct_start", "anneal_strategy", "cycle_momentum", "div_factor", "final_div_factor"),
+    ),
+}  # fmt: skip
+SWITCHES = ("cycle_momentum", "lr_range_test_staircase")  # the only parameters that are true or false
+ALL_STEPS = ("total_num_steps", "total_steps", "total_iters", "T_max")
+COUNTS = ("warmup_num_steps", *ALL_STEPS, "step_size", "T_0", "T_mult", "lr_range_test_step_size")
+RATIOS = ("warmup_min_ratio", "cos_min_ratio")
+LISTS = ("cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr", "max_lr", "milestones")  # or numbers
+NULLABLE = ("warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count")
+NAMES = {"warmup_type": ("log", "linear"), "anneal_strategy": ("cos", "linear")}
+SCHEDULER_AUTO = {"warmup_min_lr": 0.0, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.1, "warmup_type": "log"}
+
+
+def fill_optimizer(config: dict[str, Any]) -> None:
+    """Validate `optimizer` and replace its `"auto"` values, in place.
+
+    Raises:
+        UserError: names the wrong key or value.
+    """
+    block = _block(config, "optimizer")
+    name = block.get("type", "AdamW")
+    lower = str(name).lower()
+    if lower in map(str.lower, REPLACED_BY_ADAMW):
+        raise UserError(
+            f'optimizer.type = {shown(name)} is not needed: use "AdamW", which is fused on CPU and GPU'
+        )
+    matches = [known for known in OPTIMIZERS if known.lower() == lower]
+    if not matches:
+        raise _unknown_optimizer(name)
+    model = OPTIMIZERS[matches[0]]
+    params = _params(block, "optimizer")
+    if "max_grad_norm" in params:
+        raise UserError(
+            "optimizer.params.max_grad_norm: clipping is set by the top-level gradient_clipping instead"
+        )
+    filled = {
+        key: OPTIMIZER_AUTO.get(key, value) if value == "auto" else value for key, value in params.items()
+    }
+    try:
+        settings = model.model_validate(filled)
+    except ValidationError as error:
+        raise invalid_settings(error, "optimizer.params", model) from None
+    if isinstance(settings, AdamParams):
+        if not all(0 <= beta < 1 for beta in settings.betas):
+            raise UserError(f"optimizer.params.betas = {list(settings.betas)} must both be in [0, 1)")
+        if not settings.bias_correction:
+            raise UserError("optimizer.params.bias_correction = false is not supported: remove it")
+    elif settings.nesterov and (settings.momentum == 0 or settings.dampening != 0):
+        raise UserError("optimizer.params.nesterov = true needs momentum > 0 and dampening 0")
+    config["optimizer"] = {"type": matches[0], "params": settings.model_dump(mode="json")}
+
+
+def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
+    """Validate `scheduler`, if there is one, and replace its `"auto"` values, in place.
+
+    Args:
+        config: with a filled `optimizer`, if it has one.
+        total_steps: optimizer steps of the run, if known.
+
+    Raises:
+        UserError: names the wrong key or value, or an `"auto"` that needs `total_steps`.
+    """
+    if config.get("scheduler") is None:
+        config.pop("scheduler", None)
+        return
+    block = _block(config, "scheduler")
+    name = block.get("type")
+    if not isinstance(name, str) or name not in SCHEDULERS:
+        raise unknown_name("scheduler.type", name, SCHEDULERS)
+    required, optional = SCHEDULERS[name]
+    params = _params(block, "scheduler")
+    problems = Problems()
+    known = [f"scheduler.params.{one}" for one in (*required, *optional)]
+    for key in params:
+        if key not in (*required, *optional):
+            problems.add(unknown_name("key", f"scheduler.params.{key}", known))
+    for key in required:
+        if key not in params:
+            problems.add(UserError(f'scheduler.params.{key} is missing: {name} needs it (or "auto")'))
+    lr = _lr_of(config)
+    filled: dict[str, Any] = {}
+    for key, value in params.items():
+        with problems.collect():
+            filled[key] = _auto(key, lr, total_steps) if value == "auto" else value
+            _check_scheduler_value(key, filled[key])
+    problems.raise_any()
+    config["scheduler"] = {"type": name, "params": filled}
+
+
+def _lr_of(config: dict[str, Any]) -> float | None:
+    """The learning rate of the optimizer's block, which may be none or wrong."""
+    node: Any = config.get("optimizer")
+    for key in ("params", "lr"):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node if is_finite_number(node) else None
+
+
+def _unknown_optimizer(name: object) -> UserError:
+    """The way in for an optimizer that we do not make, or the nearest name for one that nobody knows."""
+    remedy = (
+        "remove the block and pass a torch optimizer, or a callable from parameters to one, as optimizer= "
+        "to mlb.initialize"
+    )
+    if str(name).lower() in map(str.lower, BROUGHT_BY_USER):
+        return UserError(
+            f"optimizer.type = {shown(name)} is not among those that a configuration can name "
+            f"({', '.join(OPTIMIZERS)}): use one of them, or {remedy}"
+        )
+    return UserError(f"{unknown_name('optimizer.type', name, OPTIMIZERS)}; for another one, {remedy}")
+
+
+def build_optimizer(block: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Make the torch optimizer a filled `optimizer` block describes.
+
+    Args:
+        block: as `fill_optimizer` left it.
+        groups: parameter groups; a group's own `weight_decay` wins over the block's.
+    """
+    import torch
+
+    params = dict(block["params"])
+    if block["type"] == "SGD":
+        return torch.optim.SGD(groups, fused=True, **params)
+    is_decoupled = params.pop("adam_w_mode")
+    params.pop("bias_correction")
+    params.pop("torch_adam")
+    params["betas"] = tuple(params["betas"])
+    return (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(groups, fused=True, **params)
+
+
+def _auto(key: str, lr: float | None, total_steps: int | None) -> Any:
+    if key in SCHEDULER_AUTO:
+        return SCHEDULER_AUTO[key]
+    if key in ("warmup_max_lr", "max_lr") and lr is not None:
+        return lr
+    if key in (*ALL_STEPS, "warmup_num_steps"):
+        if total_steps is None:
+            raise UserError(
+                f"scheduler.params.{key} = 'auto' needs the number of steps of the run: write a number, or "
+                "pass total_steps= to mlb.initialize"
+            )
+        return max(1, round(total_steps / 100)) if key == "warmup_num_steps" else total_steps
+    raise UserError(f"scheduler.params.{key} = 'auto' cannot be filled in: write its value")
+
+
+def _block(config: dict[str, Any], name: str) -> dict[str, Any]:
+    block = config[name]
+    if not isinstance(block, dict):
+        raise UserError(f'{name} = {shown(block)} must be an object such as {{"type": …, "params": {{…}}}}')
+    for key in block:
+        if key not in ("type", "params"):
+            raise unknown_name("key", f"{name}.{key}", (f"{name}.type", f"{name}.params"))
+    return block
+
+
+def _params(block: dict[str, Any], name: str) -> dict[str, Any]:
+    params = {} if block.get("params") is None else block["params"]
+    if not isinstance(params, dict):
+        raise UserError(f"{name}.params = {shown(params)} must be an object")
+    return params
+
+
+def _has_truth_value(value: Any) -> bool:
+    return any(isinstance(one, bool) for one in (value if isinstance(value, (list, tuple)) else [value]))
+
+
+def _check_scheduler_value(key: str, value: Any) -> None:
+    what = f"scheduler.params.{key}"
+    values = value if key in LISTS and isinstance(value, list) else [value]
+    if key in NAMES:
+        if value not in NAMES[key]:
+            raise unknown_name(what, value, NAMES[key])
+    elif key in SWITCHES:
+        if not isinstance(value, bool):
+            raise UserError(f"{what} = {shown(value)} must be true or false")
+    elif value is None and key in NULLABLE:
+        return
+    elif _has_truth_value(value):
+        raise UserError(f"{what} = {shown(value)} is not valid: write a number")
+    elif not all(is_finite_number(one) and one >= 0 for one in values):
+        raise UserError(f"{what} = {shown(value)} must be a finite number ≥ 0")
+    elif key in COUNTS and not is_count(value):
+        raise UserError(f"{what} = {shown(value)} must be a whole number ≥ 1")
+    elif key in RATIOS and value > 1:
+        raise UserError(f"{what} = {shown(value)} must be a number in [0, 1]")

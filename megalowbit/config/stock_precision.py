@@ -1,0 +1,178 @@
+"""DeepSpeed's `fp16` and `bf16` blocks, read as our precision and grad scaler.
+
+A configuration written for plain DeepSpeed should run here unchanged, but DeepSpeed must not see these
+blocks: it would wrap our optimizer in its own. So they are translated and taken out. Where they say
+something that has no counterpart here, the message says so; where they say nothing, DeepSpeed's defaults
+hold (2**16, not 2**32). A block that is explicitly off, with none on, means fp32 unless our block says more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from megalowbit.config.values import is_finite_number
+from megalowbit.errors import UserError, shown, unknown_name
+
+logger = logging.getLogger(__name__)
+
+BLOCKS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+SCALER_KEYS = (
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "min_loss_scale",
+    "consecutive_hysteresis",
+)
+SCALER_DEFAULTS = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+    "consecutive_hysteresis": False,
+}
+# keys that must have this value, and why
+FIXED = {
+    "auto_cast": (False, "inputs keep their type; megalowbit.autocast casts by operation"),
+    "fp16_master_weights_and_grads": (False, "masters are fp32"),
+    "bf16_master_weights_and_grads": (False, "masters are fp32"),
+    "bf16_optimizer_states": (False, "optimizer states are fp32"),
+}
+# keys whose value makes no difference, and why
+IGNORED = {
+    "immediate_grad_update": "gradients are always added to fp32 as soon as they exist",
+    "check_grad_overflow": "non-finite gradients are always skipped",
+}
+KEYS = {
+    "fp16": ("enabled", *SCALER_KEYS, "auto_cast", "fp16_master_weights_and_grads"),
+    "bf16": ("enabled", *IGNORED, "bf16_master_weights_and_grads", "bf16_optimizer_states"),
+}
+
+
+def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the stock blocks from `config` and return what they add to our block.
+
+    Args:
+        config: DeepSpeed's part of the configuration; changed in place.
+        block: our `"megalowbit"` block, with which they must agree.
+
+    Returns:
+        `precision` and, for fp16, `grad_scaler`; empty if no stock block says anything about them.
+
+    Raises:
+        UserError: two blocks are enabled, a key is unknown or has no counterpart, or our block says
+        otherwise.
+    """
+    if "bf16" in config and "bfloat16" in config:
+        raise UserError("bf16 and bfloat16 are two names of one block: remove bfloat16")
+    enabled: dict[str, Mapping[str, Any]] = {}
+    is_switched_off = False
+    for name, precision in BLOCKS.items():
+        if name not in config:
+            continue
+        stock = config.pop(name)
+        _check_block(name, stock, KEYS[precision])
+        if _is_enabled(name, stock, precision, block.get("precision")):
+            enabled[name] = stock
+        elif stock.get("enabled") is False:
+            is_switched_off = True
+            if block.get("precision") == precision:
+                raise UserError(
+                    f"{name}.enabled = false contradicts megalowbit.precision = {shown(precision)}: "
+                    "remove one of them"
+                )
+    if not enabled:
+        return {"precision": "fp32"} if is_switched_off and "precision" not in block else {}
+    if len(enabled) > 1:
+        raise UserError(
+            f"{' and '.join(f'{name}.enabled' for name in enabled)} are both true: enable one of them"
+        )
+    (name, stock), *_ = enabled.items()
+    precision = BLOCKS[name]
+    if block.get("precision", precision) != precision:
+        raise UserError(
+            f"{name}.enabled = true contradicts megalowbit.precision = {shown(block['precision'])}: "
+            "remove one of them"
+        )
+    _check_counterparts(name, stock)
+    if precision == "bf16":
+        return {"precision": precision}
+    scaler = _scaler(stock)
+    given = [key for key in SCALER_KEYS if key in stock]
+    if given and block.get("grad_scaler") not in (None, scaler):
+        raise UserError(
+            f"fp16.{given[0]} = {shown(stock[given[0]])} contradicts megalowbit.grad_scaler = "
+            f"{block['grad_scaler']!r}: remove one of them"
+        )
+    if not given and block.get("grad_scaler") is not None:
+        return {"precision": precision}
+    return {"precision": precision, "grad_scaler": scaler}
+
+
+def _check_block(name: str, stock: object, keys: tuple[str, ...]) -> None:
+    if not isinstance(stock, Mapping):
+        raise UserError(f'{name} = {shown(stock)} must be an object such as {{"enabled": true}}')
+    for key in stock:
+        if key not in keys:
+            raise unknown_name("key", f"{name}.{key}", [f"{name}.{known}" for known in keys])
+        is_switch = key in FIXED or key in IGNORED
+        if is_switch and stock[key] != "auto" and not isinstance(stock[key], bool):
+            raise UserError(f"{name}.{key} = {shown(stock[key])} must be true or false")
+
+
+def _is_enabled(name: str, stock: Mapping[str, Any], precision: str, wanted: object) -> bool:
+    value = stock.get("enabled", False)
+    if value == "auto":
+        return wanted == precision
+    if not isinstance(value, bool):
+        raise UserError(f'{name}.enabled = {shown(value)} must be true, false or "auto"')
+    return value
+
+
+def _check_counterparts(name: str, stock: Mapping[str, Any]) -> None:
+    for key, (value, reason) in FIXED.items():
+        if stock.get(key, value) not in (value, "auto"):
+            raise UserError(f"{name}.{key} = {shown(stock[key])} cannot be used: {reason}; remove it")
+    for key, reason in IGNORED.items():
+        if key in stock:
+            logger.info("%s.%s is ignored: %s", name, key, reason)
+
+
+def _scaler(stock: Mapping[str, Any]) -> dict[str, Any]:
+    """The `grad_scaler` settings that an enabled `fp16` block describes."""
+    values = {}
+    for key, default in SCALER_DEFAULTS.items():
+        value = stock.get(key, default)
+        values[key] = default if value == "auto" else value
+        if isinstance(default, bool):
+            if not isinstance(values[key], bool):
+                raise UserError(f"fp16.{key} = {shown(value)} must be true or false")
+            continue
+        if not is_finite_number(values[key]) or values[key] < 0:
+            raise UserError(f"fp16.{key} = {shown(value)} must be a finite number ≥ 0")
+    if values["loss_scale"]:
+        return {"type": "constant", "scale": float(values["loss_scale"])}
+    power = values["initial_scale_power"]
+    if not isinstance(power, int) or power > 32:
+        raise UserError(f"fp16.initial_scale_power = {shown(power)} must be a whole number, 0 … 32")
+    initial = 2.0**power
+    for key in ("loss_scale_window", "hysteresis"):
+        if not isinstance(values[key], int) or values[key] < 1:
+            raise UserError(f"fp16.{key} = {shown(values[key])} must be a whole number ≥ 1")
+    if not 0 < values["min_loss_scale"] <= initial:
+        raise UserError(
+            f"fp16.min_loss_scale = {shown(values['min_loss_scale'])} must be > 0 and at most "
+            f"the initial scale {initial:g}"
+        )
+    return {
+        "type": "dynamic",
+        "mode": "deepspeed",
+        "initial_scale": initial,
+        "min_scale": float(values["min_loss_scale"]),
+        "growth_interval": values["loss_scale_window"],
+        "hysteresis": values["hysteresis"],
+        "consecutive_hysteresis": values["consecutive_hysteresis"],
+    }

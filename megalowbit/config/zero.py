@@ -1,0 +1,198 @@
+"""What of a configuration goes together with ZeRO stages 1 to 3, and what is refused there.
+
+Half of `zero_optimization` is there to save bytes in ways that change what is computed, or that this
+package's checkpoints and exact masters cannot follow; and some of ours needs gradients or weights that are
+whole on every rank. All of it is refused by name, since DeepSpeed would ignore some of it. What does not
+concern results (bucket sizes, prefetching, thresholds, overlap) is DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megalowbit.errors import Problems, UserError, shown
+
+if TYPE_CHECKING:
+    from megalowbit.config.deepspeed_json import EngineSettings
+
+BLOCK = "zero_optimization"
+STAGES = (0, 1, 2, 3)
+# They look at a parameter's shape, or DeepSpeed makes them anew without their groups: on flat pieces they
+# would be other optimizers.
+NOT_ELEMENTWISE = frozenset({"adafactor", "adagrad", "lamb", "lbfgs", "muon", "sparseadam"})
+
+# key of the block, values that are refused, what to do instead
+REFUSED_VALUES: tuple[tuple[str, Any, str], ...] = (
+    ("cpu_offload", True, 'it is an old name: write "offload_optimizer": {"device": "cpu"}'),
+    ("cpu_offload_param", True, 'it is an old name: write "offload_param": {"device": "cpu"}'),
+    ("zero_quantized_weights", True, "weights would be rounded a second time: remove it"),
+    ("zero_quantized_nontrainable_weights", True, "weights would be rounded a second time: remove it"),
+    ("zero_quantized_gradients", True, "gradients are reduced in fp32: remove it"),
+    ("elastic_checkpoint", True, "checkpoints have one layout, that of the run: remove it"),
+    ("legacy_stage1", True, "DeepSpeed has removed it: remove it"),
+    ("compute_grad_norm", False, "overflows are found by the norm: remove it"),
+    ("round_robin_gradients", True, "gradients are measured in the order of the parameters: remove it"),
+    ("load_from_fp32_weights", False, "masters would be loaded from rounded weights: remove it"),
+)
+# what DeepSpeed's reader takes for a truth value beside true and false
+TRUTH_WORDS = {True: ("1", "on", "t", "true", "y", "yes"), False: ("0", "off", "f", "false", "n", "no")}
+# in elements, by hidden size: as transformers 5.23 fills them (integrations/deepspeed.py)
+SIZES: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda size: size * size,
+    "stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
+    "stage3_param_persistence_threshold": lambda size: 10 * size,
+}
+OFFLOAD = ("offload_optimizer", "offload_param")
+
+
+def fill_zero(config: dict[str, Any], hidden_size: int | None = None) -> None:
+    """Write DeepSpeed's old way to choose stage 0 in the new one, and sizes for `"auto"`, in place.
+
+    Args:
+        config: the configuration without its `"megalowbit"` block.
+        hidden_size: of the model; None leaves `"auto"` as it is.
+    """
+    if config.get(BLOCK) is False:
+        config[BLOCK] = {"stage": 0}
+    if hidden_size is not None:
+        for key in auto_sizes(config):
+            config[BLOCK][key] = SIZES[key](hidden_size)
+
+
+def auto_sizes(config: Mapping[str, Any]) -> list[str]:
+    """Keys of the block that are to be filled in from the model's hidden size."""
+    block = config.get(BLOCK)
+    return [key for key in SIZES if block.get(key) == "auto"] if isinstance(block, Mapping) else []
+
+
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """The ZeRO stage that a configuration asks for, in either of DeepSpeed's ways; none is stage 0.
+
+    Raises:
+        UserError: it is no stage.
+    """
+    block = config.get(BLOCK)
+    stage = block.get("stage") if isinstance(block, Mapping) else int(block is True)
+    if stage is None:
+        return 0
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise UserError(f"{BLOCK}.stage = {shown(stage)} is no stage: use 0, 1, 2 or 3")
+    return int(stage)
+
+
+def check_zero(config: Mapping[str, Any], settings: EngineSettings) -> None:
+    """Refuse what does not work at the ZeRO stage that is asked for.
+
+    Args:
+        config: the configuration without its `"megalowbit"` block.
+        settings: that block, read.
+
+    Raises:
+        UserError: names the key, its value and what to write instead.
+    """
+    block = config.get(BLOCK)
+    if not isinstance(block, Mapping):
+        return
+    stage = zero_stage(config)
+    problems = Problems()
+    for key in OFFLOAD:
+        with problems.collect():
+            _check_offload(key, block.get(key), stage)
+    for key, refused, remedy in REFUSED_VALUES:
+        value = block.get(key)
+        if _is_switched(value, refused):
+            problems.add(UserError(f"{BLOCK}.{key} = {shown(value)} cannot be used: {remedy}"))
+    with problems.collect():
+        _check_block(block)
+    bucket = block.get("allgather_bucket_size")
+    if stage in (1, 2) and isinstance(bucket, int) and bucket % 2:
+        message = f"{BLOCK}.allgather_bucket_size = {shown(bucket)} must be even: use {shown(bucket + 1)}"
+        problems.add(UserError(message))
+    if stage:
+        with problems.collect():
+            _check_settings(stage, settings)
+        with problems.collect():
+            _check_config(config, stage)
+    problems.raise_any()
+
+
+def _is_switched(value: object, to: bool) -> bool:
+    """Whether DeepSpeed's reader takes a value for `to`."""
+    if isinstance(value, str):
+        return value.lower() in TRUTH_WORDS[to]
+    return isinstance(value, int | float) and value == to
+
+
+def _check_offload(key: str, offload: object, stage: int) -> None:
+    if offload in (None, False, {}):
+        return
+    if not isinstance(offload, Mapping):
+        raise UserError(f'{BLOCK}.{key} = {shown(offload)} must be an object such as {{"device": "cpu"}}')
+    device = "none" if offload.get("device") is None else offload["device"]
+    if device == "none":
+        return
+    if device != "cpu":
+        raise UserError(f'{BLOCK}.{key}.device = {shown(device)} is not supported: use "cpu" or "none"')
+    if key == "offload_param" and stage != 3:
+        raise UserError(f"{BLOCK}.{key} needs stage 3, not {stage}: remove it, or set stage to 3")
+    if stage == 0:
+        raise UserError(f"{BLOCK}.{key} needs stage 1, 2 or 3, not 0: remove it, or set stage")
+    ratio = offload.get("ratio", 1)
+    if isinstance(ratio, bool) or ratio != 1:
+        raise UserError(
+            f"{BLOCK}.{key}.ratio = {shown(ratio)} would step the rest with another optimizer: remove it"
+        )
+    if offload.get("super_offload"):
+        raise UserError(f"{BLOCK}.{key}.super_offload = true brings an optimizer of its own: remove it")
+
+
+def _check_block(block: Mapping[str, Any]) -> None:
+    if block.get("zenflow") not in (None, False, {}):
+        raise UserError(f"{BLOCK}.zenflow applies gradients late and in part: remove it")
+    for key in ("stage3_module_granularity_threshold", "module_granularity_threshold"):
+        if block.get(key) not in (None, 0):
+            raise UserError(
+                f"{BLOCK}.{key} = {block[key]!r} fetches whole modules, and DeepSpeed's step then fails: "
+                'remove it, or name modules in "leaf_module"'
+            )
+    for key in ("zero_hpz_partition_size", "mics_shard_size"):
+        if block.get(key, 1) not in (None, -1, 0, 1):
+            raise UserError(f"{BLOCK}.{key} = {block[key]!r} keeps further copies of weights: remove it")
+
+
+def _check_settings(stage: int, settings: EngineSettings) -> None:
+    if settings.layer_scaling.enabled:
+        raise UserError(
+            f"megalowbit.layer_scaling cannot be used with {BLOCK}.stage {stage}, whose gradients of all "
+            "blocks share one buffer in one scale: set layer_scaling.enabled to false, or stage to 0"
+        )
+    moved = (*settings.autocast.float32, *settings.autocast.promote)
+    if stage == 3 and settings.autocast.enabled and "linear" in moved:
+        raise UserError(
+            f"megalowbit.autocast cannot move linear with {BLOCK}.stage 3, where DeepSpeed puts a function "
+            "of its own in its place: leave it in float16, or set stage to 2"
+        )
+    if settings.fp32_norms:
+        raise UserError(
+            f"megalowbit.fp32_norms cannot be used with {BLOCK}.stage {stage}, whose buffers hold parameters "
+            "of one precision: set it to false, or stage to 0"
+        )
+
+
+def _check_config(config: Mapping[str, Any], stage: int) -> None:
+    optimizer = config.get("optimizer")
+    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    if isinstance(kind, str) and kind.lower() in NOT_ELEMENTWISE:
+        raise UserError(
+            f"optimizer.type = {kind!r} does not work element by element, as ZeRO's flat pieces need it: "
+            f"set {BLOCK}.stage to 0, or use AdamW"
+        )
+    if str(config.get("gradient_allreduce_op", "mean")).lower() == "sum":
+        raise UserError(f"gradient_allreduce_op = 'sum' needs {BLOCK}.stage 0, not {stage}: use 'mean'")
+    is_prescaled = config.get("prescale_gradients") or config.get("gradient_predivide_factor", 1) != 1
+    if stage > 1 and is_prescaled:
+        raise UserError(
+            f"prescale_gradients and gradient_predivide_factor need {BLOCK}.stage 0 or 1, not {stage}: "
+            "remove them"
+        )

@@ -1,0 +1,1 @@
+"""Process groups, collectives that agree or fail together, the process grid, generators' states."""

@@ -1,0 +1,226 @@
+"""A DeepSpeed checkpoint engine: atomic files of plain data, and errors that reach every rank.
+
+DeepSpeed writes in place, pickles objects of its own and of ours (a loss scaler, enumerations, addresses of
+fragments), and an error on the writing rank leaves the others waiting in a barrier. Here every file is whole
+or not there, its SHA-256 is taken while it is written, errors are kept until `commit`, which every rank
+calls, and objects become plain data, so that loading executes nothing. Of a loss scaler that is an object its
+`state_dict()` is saved; DeepSpeed's own has none and is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, foreign, origin_of, unreadable
+from megalowbit.distributed.agreement import gather, raised_on_all_ranks
+from megalowbit.distributed.process_group import is_true_anywhere
+from megalowbit.durable_files import FileFacts, HashingFile, atomic_file
+from megalowbit.errors import TransientError, UserError, from_system
+
+LOSS_SCALER = "loss_scaler"  # DeepSpeed's key in the state of a ZeRO optimizer
+ATOMS = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
+
+
+class AtomicCheckpointEngine(TorchCheckpointEngine):
+    """`TorchCheckpointEngine` with atomic files of plain data and errors that reach every rank.
+
+    Args:
+        engine: DeepSpeed's that it is for, which copies no scripts beside checkpoints any more; or None.
+    """
+
+    def __init__(self, engine: Any = None) -> None:
+        super().__init__()
+        self.zipfile_serialization = True
+        self._failure: UserError | None = None  # to write: a mistake or misfortune of the user
+        self._defect: Exception | None = None  # anything else
+        self._facts: dict[str, FileFacts] = {}
+        self._read: dict[str, Any] = {}  # ahead
+        self.step: int | None = None  # of the checkpoint that is being written or read, see `of_step`
+        if engine is not None:
+            # rank 0 alone would copy it, in place; the others would wait for ever if its disk is full
+            engine._copy_recovery_script = _copy_nothing
+            # collecting states is each rank's own work, and what fails there must not keep the others waiting
+            engine._save_checkpoint = self._keeping_defects(engine._save_checkpoint)
+            engine._save_zero_checkpoint = self._keeping_defects(engine._save_zero_checkpoint)
+
+    @contextmanager
+    def of_step(self, step: int | None) -> Iterator[None]:
+        """Note in files that are written meanwhile what step they are of, and check it in those read."""
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = None
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Create a folder; a failure is raised by `commit`."""
+        self._keep_failure(path, lambda: os.makedirs(path, exist_ok=exist_ok))  # noqa: PTH103
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file; a failure is raised by `commit`."""
+
+        def write() -> None:
+            content = plain_data(state_dict)
+            # files of a pipeline's layers hold weights and nothing else
+            if self.step is not None and type(content) is dict and not Path(path).name.startswith("layer_"):
+                content = {**content, ORIGIN_KEY: origin_of(content, Path(path), self.step)}
+            with atomic_file(Path(path), "wb") as file:
+                hashing = HashingFile(file)
+                try:
+                    torch.save(content, cast(IO[bytes], hashing))
+                except RuntimeError as error:  # of positions in a zip file, where a disk is full
+                    raise hashing.failure or error from error
+            self._facts[path] = hashing.facts(path)
+
+        self._keep_failure(path, write)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read one file, executing nothing.
+
+        Raises:
+            UserError: the file cannot be read, or holds objects of a program, as stock DeepSpeed's do.
+        """
+        if path in self._read:
+            return self._read[path]
+        try:
+            content = torch.load(path, map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise foreign(path, error) from error
+        except Exception as error:  # of many kinds, if a file is not what torch has written
+            raise unreadable(path, error) from error
+        if self.step is not None and isinstance(content, dict):
+            check_origin(content, Path(path), self.step)
+        return content
+
+    def read_ahead(self, paths: Iterable[str]) -> None:
+        """Read files now that `load` will be asked for, until `forget`.
+
+        Raises:
+            UserError: as `load`.
+        """
+        self._read = {path: self.load(path, map_location="cpu") for path in paths}
+
+    def forget(self) -> None:
+        """Let go of what was read ahead."""
+        self._read = {}
+
+    def take_facts(self, folder: Path) -> list[FileFacts]:
+        """Facts of the files that this rank has written below `folder` since the last call."""
+        facts, self._facts = self._facts, {}
+        return [
+            entry._replace(name=Path(entry.name).relative_to(folder).as_posix())
+            for entry in facts.values()
+            if Path(entry.name).is_relative_to(folder)
+        ]
+
+    def commit(self, info: Any) -> bool:
+        """End a save on every rank.
+
+        Raises:
+            UserError: some rank could not write; all ranks raise it.
+            RuntimeError: something else failed on some rank, which itself raises the original.
+        """
+        failure, self._failure = self._failure, None
+        defect, self._defect = self._defect, None
+        line = None if defect is None else f"{type(defect).__name__}: {defect}"
+        if not is_true_anywhere(failure is not None or defect is not None):
+            return True
+        everyone = gather((failure, line))
+        if defect is not None:
+            raise defect
+        for rank, (error, _) in enumerate(everyone):
+            if error is not None:
+                message = f"checkpoint {info.tag} was not written (rank {rank}): {error}"
+                raise raised_on_all_ranks(message, is_transient=isinstance(error, TransientError))
+        for rank, (_, line) in enumerate(everyone):
+            if line is not None:
+                raise RuntimeError(f"checkpoint {info.tag} was not written: rank {rank} failed: {line}")
+        return True
+
+    def _keeping_defects(self, work: Callable[..., object]) -> Callable[..., None]:
+        def keep(*arguments: Any, **named: Any) -> None:
+            try:
+                work(*arguments, **named)
+            except Exception as error:  # raised by `commit`, which all ranks call
+                self._defect = self._defect or error
+
+        return keep
+
+    def _keep_failure(self, path: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever it is (a full disk, an unpicklable object): others wait for us
+            if self._failure is None:
+                self._failure = from_system(describe_write_error(path, error), error)
+
+
+def plain_data(value: Any, where: str = "") -> Any:
+    """The same content without objects of any program: tensors, numbers, texts and containers.
+
+    Args:
+        value: a state; containers are copied, tensors are not.
+        where: keys that lead to it, for the message.
+
+    Raises:
+        TypeError: something in it could only be pickled.
+    """
+    kind = type(value)
+    if kind in ATOMS or kind is torch.nn.Parameter:
+        return value
+    if where.rpartition(".")[2] == LOSS_SCALER and not isinstance(value, Mapping):
+        return _plain_scaler(value, where)
+    if isinstance(value, Enum):
+        return plain_data(value.value, where)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        items = {key: plain_data(each, f"{where}.{key}") for key, each in value.items()}
+        return kind(items) if kind in (OrderedDict, Counter) else items
+    if kind in (list, set, frozenset):
+        # no frozenset in a file: readers that execute nothing do not know it
+        return (list if kind is list else set)(plain_data(each, where) for each in value)
+    if isinstance(value, tuple):
+        return tuple(plain_data(each, where) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain_data(asdict(value), where)
+    if isinstance(value, (int, float, str)):  # subclasses: plain numbers and texts with a name
+        return next(base(value) for base in (int, float, str) if isinstance(value, base))
+    raise TypeError(
+        f"{where.lstrip('.')} is a {kind.__module__}.{kind.__qualname__}, which could only be pickled"
+    )
+
+
+def describe_write_error(path: str | Path, error: Exception) -> str:
+    """One line: which file, why, what to do."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    reason = getattr(error, "strerror", None) or lines[0]
+    is_of_disk = isinstance(error, (OSError, MemoryError)) or type(error) is RuntimeError  # torch's own
+    remedy = (
+        "free space or choose another folder"
+        if is_of_disk
+        else "leave it out of what is saved, or save its numbers, texts and tensors"
+    )
+    return f"{path}: {reason}; {remedy} (earlier checkpoints are untouched)"
+
+
+def _plain_scaler(scaler: Any, where: str) -> Any:
+    state_dict = getattr(scaler, "state_dict", None)
+    if state_dict is None:
+        raise TypeError(f"the engine's loss scaler, {type(scaler).__name__}, could only be pickled")
+    return plain_data(state_dict(), where)
+
+
+def _copy_nothing(save_path: str) -> None:
+    """Take the place of a copy of DeepSpeed's own converter, which `tools/convert_hf.py` does the work of."""

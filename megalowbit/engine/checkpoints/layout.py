@@ -1,0 +1,240 @@
+"""What an engine writes down of its own cuts: the `Layout` of the checkpoint that it is about to save.
+
+The only place that reads DeepSpeed's bookkeeping of flat groups: `round_robin_bit16_groups` and `…_offsets`
+(stages 1, 2), `fp16_groups` and `partition_numel` (stage 3). Each is held by
+tests/engine/contract/test_checkpoints.py. A parameter without a place is an error at the save, not at the
+export. Not covered: experts, NVMe, hierarchical partitions, parameters of no elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalowbit.checkpoints.layout import NOWHERE, Layout, Slice, StoredParameter
+from megalowbit.checkpoints.shards import model_file
+from megalowbit.distributed.agreement import gather, share, succeed_together
+from megalowbit.errors import UserError
+from megalowbit.layers.bitlinear import BitLinear
+
+Place = tuple[int, int, int]  # group, offset, size of a StoredParameter
+
+
+def describe_layout(engine: Any) -> Layout:
+    """The layout of what `engine` saves; every rank must call it.
+
+    Raises:
+        UserError: a parameter has no place, or ranks of one slice disagree; all ranks raise it.
+    """
+    own = succeed_together(lambda: (own_slice(engine), tied_names(engine)))
+    # digests of all, but each slice from one rank: it is a line for every parameter
+    digest = hashlib.sha256(repr(own).encode()).digest()
+    first: dict[int, tuple[int, bytes]] = {}
+    for rank, (index, theirs) in enumerate(gather((engine.checkpoint_mp_rank, digest))):
+        if first.setdefault(index, (rank, theirs))[1] != theirs:
+            raise UserError(
+                f"rank {rank} has cut its part of the model in another way than the others of slice {index}: "
+                "start all ranks with the same model and configuration"
+            )
+    slices: dict[int, Slice] = {}
+    tied: dict[str, str] = {}
+    for index, (rank, _) in first.items():
+        slices[index], names = share(own, rank)
+        tied |= names
+    return Layout(
+        stage=engine.zero_optimization_stage(),
+        data_size=engine.seq_dp_world_size,
+        **grid_sizes(engine),
+        slices=tuple(slices[index] for index in sorted(slices)),
+        tied={alias: name for alias, name in tied.items() if alias not in _all_names(slices.values())},
+    )
+
+
+def grid_sizes(engine: Any) -> dict[str, int]:
+    """`tensor_size` and `pipeline_size` of an engine, from its grid if it has one."""
+    grid = getattr(engine, "process_grid", None)
+    if grid is None:
+        return {"tensor_size": 1, "pipeline_size": 1}
+    if grid.tensor_size * grid.pipeline_size == 1:  # an mpu of the user's own is not in the configuration
+        return {"tensor_size": engine.mp_world_size, "pipeline_size": 1}
+    return {"tensor_size": grid.tensor_size, "pipeline_size": grid.pipeline_size}
+
+
+def named_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters of this rank by the name they have in the whole model, each once."""
+    module = engine.module
+    names = module.parameter_names() if hasattr(module, "parameter_names") else {}
+    found: dict[str, torch.nn.Parameter] = {}
+    for local, parameter in module.named_parameters():
+        found.setdefault(names.get(local, local), parameter)
+    return found
+
+
+def named_buffers(engine: Any) -> dict[str, torch.Tensor]:
+    """The buffers that a state dict of the module holds, by local name."""
+    module = engine.module
+    kept = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+
+def tied_names(engine: Any) -> dict[str, str]:
+    """Further names of parameters of the module that have several."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    if hasattr(engine.module, "parameter_names"):
+        return dict(engine.module.tied_names())
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            tied[name] = first[id(parameter)]
+    return tied
+
+
+def own_slice(engine: Any) -> Slice:
+    """This rank's slice; the same on all data-parallel ranks that share it.
+
+    Raises:
+        UserError: a parameter that is trained has no place.
+    """
+    stage = engine.zero_optimization_stage()
+    masters, sizes = _masters(engine, stage)
+    states = _states(engine, stage)
+    files = _weight_files(engine, stage)
+    transposed = {
+        id(module.weight)
+        for module in engine.module.modules()
+        # a BitLinear is as the recipe's conversion makes it, on one rank as on several
+        if getattr(module, "is_transposed", False) and not isinstance(module, BitLinear)
+    }
+    parameters = []
+    for name, parameter in named_parameters(engine).items():
+        group, offset, size = masters.get(id(parameter), (NOWHERE, 0, 0))
+        state, optimizer_group = states.get(id(parameter), (NOWHERE, NOWHERE))
+        if parameter.requires_grad and state == NOWHERE and _shape(parameter).numel() and stage:
+            raise UserError(
+                f"parameter {name} is not trained by the engine's optimizer: freeze it, or pass it"
+            )
+        cut = getattr(parameter, "cut", None)
+        parameters.append(
+            StoredParameter(
+                name=name,
+                shape=tuple(_shape(parameter)),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                group=group,
+                offset=offset,
+                size=size,
+                state=state,
+                optimizer_group=optimizer_group,
+                weight=files.get(id(parameter)),
+                cut=None if cut is None else {"dim": cut.dim, "parts": list(cut.parts)},
+                is_transposed=id(parameter) in transposed,
+                is_marked=bool(getattr(parameter, "tensor_model_parallel", False)),
+            )
+        )
+    buffers = {name: place for name, place in _buffer_files(engine, stage).items() if place is not None}
+    return Slice(parameters=tuple(parameters), partition_sizes=tuple(sizes), buffers=buffers)
+
+
+def _masters(engine: Any, stage: int) -> tuple[dict[int, Place], list[int]]:
+    """Place of every parameter's master by id, and the partition sizes of stages 1 and 2."""
+    optimizer = engine.optimizer
+    if stage == 0:
+        places: dict[int, Place] = {}
+        for number, group in enumerate(optimizer.float16_groups):
+            places |= {id(model): (number, index, 0) for index, model in enumerate(group)}
+        return places, []
+    if stage == 3:
+        places = {}
+        for number, group in enumerate(optimizer.fp16_groups):
+            offset = 0
+            for parameter in group:
+                places[id(parameter)] = (number, offset, parameter.partition_numel())
+                offset += parameter.partition_numel()
+        return places, []
+    groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+    places = {
+        id(parameter): (number, int(offset), 0)
+        for number, (group, offsets) in enumerate(groups)
+        for parameter, offset in zip(group, offsets, strict=True)
+    }
+    return places, [int(size) for size in optimizer.partition_size]
+
+
+def _states(engine: Any, stage: int) -> dict[int, tuple[int, int]]:
+    """Index of the inner optimizer's saved state, and of its group, for every trained parameter by id."""
+    optimizer = engine.optimizer
+    if stage == 0:
+        model_of = {
+            id(optimizer.master_of(parameter)): id(parameter)
+            for parameter in engine.module.parameters()
+            if id(parameter) in optimizer._masters
+        }
+        found, count = {}, 0
+        for number, group in enumerate(optimizer.optimizer.param_groups):
+            for each in group["params"]:
+                found[model_of[id(each)]] = (count, number)
+                count += 1
+        return found
+    if stage == 3:
+        order = sorted(
+            range(len(optimizer.fp16_groups)), key=lambda each: optimizer.sub_group_to_group_id[each]
+        )
+        return {
+            id(parameter): (index, optimizer.sub_group_to_group_id[sub_group])
+            for index, sub_group in enumerate(order)
+            for parameter in optimizer.fp16_groups[sub_group]
+        }
+    return {
+        id(parameter): (number, number)
+        for number, group in enumerate(optimizer.round_robin_bit16_groups)
+        for parameter in group
+    }
+
+
+def _weight_files(engine: Any, stage: int) -> dict[int, tuple[str, str]]:
+    """File and key of computing weights by parameter id; none at stage 3, where no rank has them."""
+    if stage == 3:
+        return {}
+    return {
+        id(parameter): (file, key)
+        for file, prefix, module in _modules(engine, stage)
+        for name, parameter in module.named_parameters()
+        for key in [prefix + name]
+    }
+
+
+def _buffer_files(engine: Any, stage: int) -> dict[str, tuple[str, str] | None]:
+    names = engine.module.parameter_names() if hasattr(engine.module, "parameter_names") else {}
+    found: dict[str, tuple[str, str] | None] = {}
+    locals_of = {id(buffer): name for name, buffer in named_buffers(engine).items()}
+    for file, prefix, module in _modules(engine, stage):
+        for name, buffer in module.named_buffers():
+            if id(buffer) in locals_of:
+                local = locals_of[id(buffer)]
+                found[names.get(local, local)] = (file, prefix + name)
+    return found
+
+
+def _modules(engine: Any, stage: int) -> Iterable[tuple[str, str, torch.nn.Module]]:
+    """File, prefix of keys and module of everything saved by this slice."""
+    module = engine.module
+    if not hasattr(module, "forward_funcs"):  # no pipeline
+        return [(model_file(stage, engine.checkpoint_mp_rank), "", module)]
+    return [
+        (Path(module.ckpt_layer_path("", index)).name, "", layer)
+        for index, layer in enumerate(module.forward_funcs)
+        if isinstance(layer, torch.nn.Module)
+    ]
+
+
+def _shape(parameter: torch.Tensor) -> torch.Size:
+    """Of the whole parameter, which ZeRO 3 keeps elsewhere."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def _all_names(slices: Iterable[Slice]) -> set[str]:
+    return {stored.name for part in slices for stored in part.parameters}

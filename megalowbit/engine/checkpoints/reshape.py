@@ -1,0 +1,243 @@
+"""Continue from a checkpoint of another ZeRO stage or grid of ranks: whole tensors, cut anew.
+
+Each parameter's master and moments are read whole from the checkpoint, one parameter at a time, and this
+rank's fragments of them copied to where the engine keeps them; hyper-parameters, step counts, scheduler and
+counters follow. A tensor-parallel shard is cut by `parameter.cut`; a pipeline's stage takes the parameters
+that it has now. The numbers are the saved ones, bit for bit; further losses differ from those of the run that
+went on by the order of sums alone. Not covered: layer scaling, states that are not of the parameter's shape
+(they must be numbers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megalowbit.checkpoints.contents import CheckpointContents
+from megalowbit.checkpoints.layout import NOWHERE, Layout, Slice, StoredParameter
+from megalowbit.checkpoints.shards import part_of
+from megalowbit.distributed.agreement import succeed_together
+from megalowbit.engine.checkpoints.layout import named_buffers, named_parameters
+from megalowbit.errors import UserError
+
+REMEDY = "resume with the model and settings it was saved with, or start from its weights"
+
+
+def check_fits(
+    contents: CheckpointContents, present: Layout, *, recipes: tuple[str | None, str | None] = (None, None)
+) -> None:
+    """Whether the checkpoint's parameters are those of an engine with layout `present`; changes nothing.
+
+    Args:
+        contents: of the checkpoint.
+        present: the engine's layout.
+        recipes: saved and present ones, if they are known; a recipe gives weights their orientation.
+
+    Raises:
+        UserError: a name or shape differs, or what is trained; or shards of unknown cut would be cut anew.
+    """
+    saved = contents.layout
+    assert saved is not None
+    where = f"checkpoint {contents.folder}"
+    if saved != present:
+        for layout in (saved, present):
+            for stored in _first_places(layout).values():
+                layout.check_cut(stored, where)
+    before, now = _whole_shapes(saved), _whole_shapes(present)
+    for name in [*before, *now]:
+        if before.get(name) != now.get(name):
+            if None not in recipes and recipes[0] != recipes[1]:
+                raise UserError(
+                    f"{where} was saved with recipe {recipes[0]}, the model has {recipes[1]} (parameter "
+                    f"{name}: shape {before.get(name)} there, {now.get(name)} here); use the saved one"
+                )
+            raise UserError(
+                f"{where} does not fit the model: parameter {name} has shape {before.get(name)} there and "
+                f"{now.get(name)} in the model; use the model it was saved with"
+            )
+    for name, each in _first_places(saved).items():
+        if (each.state == NOWHERE) != (_first_places(present)[name].state == NOWHERE):
+            was = "frozen" if each.state == NOWHERE else "trained"
+            raise UserError(f"{where} does not fit the model: parameter {name} was {was}; {REMEDY}")
+    if "layer_scaling" in (contents.header.get("optimizer") or {}) and saved != present and present.stage:
+        raise UserError(f"{where} has layer scaling, which ZeRO {present.stage} has not; {REMEDY}")
+
+
+def load_reshaped(engine: Any, contents: CheckpointContents, present: Layout) -> None:
+    """Load a checkpoint that `check_fits` has found to fit; every rank must call it.
+
+    Args:
+        engine: from `initialize`.
+        contents: of the checkpoint.
+        present: the engine's own layout.
+
+    Raises:
+        UserError: the files contradict their layout, or the update rule is another; all ranks raise it.
+    """
+    if present.stage == 3:
+        engine.optimizer.checkpoint_event_prologue()
+    succeed_together(lambda: _fill(engine, contents, present))
+    if present.stage == 3:
+        engine.optimizer.checkpoint_event_epilogue()
+
+
+@torch.no_grad()
+def _fill(engine: Any, contents: CheckpointContents, present: Layout) -> None:
+    part = present.slices[engine.checkpoint_mp_rank]
+    target, places = _Target(engine, present, part), {each.name: each for each in part.parameters}
+    for name, parameter in named_parameters(engine).items():
+        target.load_parameter(parameter, places[name], contents)
+    names = set(contents.names())
+    for name, buffer in named_buffers(engine).items():
+        if name in names:
+            buffer.copy_(contents.weight(name))
+    target.finish()
+    _load_counters(engine, contents.header)
+
+
+class _Target:
+    """Where an engine keeps masters and optimizer state, by number of the state in the inner optimizer."""
+
+    def __init__(self, engine: Any, layout: Layout, part: Slice) -> None:
+        self._optimizer, self._layout, self._part = engine.optimizer, layout, part
+        self._engine = engine
+        self._data_rank = engine.process_grid.data_rank
+        self._states: dict[int, dict[str, Any]] = {}
+        self._groups: dict[int, dict[str, Any]] = {}
+
+    def load_parameter(
+        self, parameter: torch.nn.Parameter, stored: StoredParameter, contents: CheckpointContents
+    ) -> None:
+        """Copy one parameter, its master and state."""
+        whole = self._cut(contents.weight(stored.name), parameter, stored)
+        if self._layout.stage == 3:
+            if stored.group == NOWHERE:
+                _copy_partition(whole, parameter, self._data_rank)
+        else:
+            parameter.data.copy_(whole)
+        for flat, value in self._pieces(whole, parameter, stored):
+            flat.copy_(value)
+        if stored.state == NOWHERE:
+            return
+        self._groups.setdefault(stored.optimizer_group, contents.hyper_parameters(stored.name))
+        entry = self._states.setdefault(stored.state, {})
+        for key, value in contents.optimizer_state(stored.name).items():
+            if not (isinstance(value, torch.Tensor) and value.ndim):
+                # of its own: parameters of one flat group come with one count, which each would advance
+                entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                continue
+            if key not in entry:
+                entry[key] = torch.zeros_like(self._master(parameter, stored), dtype=value.dtype)
+            cut = self._cut(value, parameter, stored)
+            for flat, piece in self._pieces(cut, parameter, stored, of=entry[key]):
+                flat.copy_(piece)
+
+    def finish(self) -> None:
+        """Hand the collected states to the inner optimizer, and bring half-precision copies up to date."""
+        optimizer, inner = self._optimizer, self._optimizer.optimizer
+        if self._layout.stage == 3:
+            optimizer._set_fp32_optimizer_param_groups()
+        saved = inner.state_dict()
+        saved["state"] = {index: entry for index, entry in self._states.items() if entry}
+        for number, group in enumerate(saved["param_groups"]):
+            group.update(self._groups.get(number, {}))
+        if self._layout.stage == 0:
+            optimizer.load_state_dict({**optimizer.state_dict(), "optimizer": saved})
+        else:
+            inner.load_state_dict(saved)
+        if self._layout.stage == 3:
+            optimizer._clear_fp32_optimizer_param_groups()
+            _refresh_partitions(optimizer)
+        elif self._layout.stage:
+            optimizer._link_all_hp_params()
+            # or DeepSpeed links states after the next step of the first group alone
+            optimizer._hp_optimizer_states_linked = False
+            if any(self._states.values()):
+                optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _cut(
+        self, whole: torch.Tensor, parameter: torch.nn.Parameter, stored: StoredParameter
+    ) -> torch.Tensor:
+        """This rank's shard, in the orientation in which the engine holds it."""
+        whole = whole.t().contiguous() if stored.is_transposed else whole
+        cut = getattr(parameter, "cut", None)
+        if cut is None:
+            return whole
+        grid = self._engine.process_grid
+        shard: torch.Tensor = cut.cut(whole, grid.tensor_rank, self._layout.tensor_size)
+        return shard
+
+    def _master(self, parameter: torch.nn.Parameter, stored: StoredParameter) -> torch.Tensor:
+        """The tensor that the inner optimizer updates: a parameter's own, or this rank's flat one."""
+        stage = self._layout.stage
+        if stage == 0:
+            master: torch.Tensor = self._optimizer.master_of(parameter)
+        elif stage == 3:
+            master = self._optimizer.fp32_partitioned_groups_flat[stored.group]
+        else:
+            master = self._optimizer.single_partition_of_fp32_groups[stored.group]
+        return master.data
+
+    def _pieces(
+        self,
+        whole: torch.Tensor,
+        parameter: torch.nn.Parameter,
+        stored: StoredParameter,
+        of: torch.Tensor | None = None,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of this rank's master (or of `of`, alike) and what of `whole` belongs there."""
+        if self._layout.stage == 0:
+            if stored.group != NOWHERE or of is not None:
+                yield (self._master(parameter, stored) if of is None else of), whole
+            return
+        flat, values = self._master(parameter, stored) if of is None else of, whole.reshape(-1)
+        for piece in self._layout.fragments(self._part, stored):
+            if piece.data_rank == self._data_rank:
+                yield part_of(flat, piece), values.narrow(0, piece.start, piece.numel)
+
+
+def _copy_partition(whole: torch.Tensor, parameter: Any, data_rank: int) -> None:
+    """A frozen parameter of ZeRO 3, of which each rank has a part, the last one padded."""
+    partition = parameter.ds_tensor.data.view(-1)
+    start = data_rank * partition.numel()
+    values = whole.reshape(-1)[start : start + partition.numel()]
+    partition[: values.numel()].copy_(values)
+
+
+def _refresh_partitions(optimizer: Any) -> None:
+    """Half-precision partitions of ZeRO 3 from their masters."""
+    for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
+        flat = optimizer.fp16_partitioned_groups_flat[number]
+        flat.data.copy_(master.data)
+        pieces = optimizer.unflatten(flat, optimizer.fp16_partitioned_groups[number])
+        for partition, piece in zip(optimizer.fp16_partitioned_groups[number], pieces, strict=True):
+            partition.data = piece.data
+
+
+def _load_counters(engine: Any, header: dict[str, Any]) -> None:
+    """What the engine's own loader restores besides."""
+    if engine.lr_scheduler is not None and header.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(header["lr_scheduler"])
+    engine.global_steps = header["global_steps"]
+    engine.global_samples = header["global_samples"]
+    engine.skipped_steps = header["skipped_steps"]
+
+
+def _first_places(layout: Layout) -> dict[str, StoredParameter]:
+    found: dict[str, StoredParameter] = {}
+    for part in layout.slices:
+        for stored in part.parameters:
+            found.setdefault(stored.name, stored)
+    return found
+
+
+def _whole_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for name, stored in _first_places(layout).items():
+        shape = list(stored.shape)
+        if stored.cut is not None:
+            shape[stored.cut["dim"]] = sum(stored.cut["parts"])
+        shapes[name] = tuple(reversed(shape)) if stored.is_transposed else tuple(shape)
+    return shapes

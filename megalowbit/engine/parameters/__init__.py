@@ -1,0 +1,1 @@
+"""Parameters of an engine's model as users see them: weights, masters and moments, gradients, splits."""

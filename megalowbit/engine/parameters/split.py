@@ -1,0 +1,299 @@
+"""Weights split into parameters, between two optimizer steps: W → W_R + U·diag(S)·V.
+
+The whole weight, from the second split on W_R + U·diag(S)·V of the fp32 masters, is factored anew; the
+masters of all four parts are set and the model's copies follow. No optimizer state is lost unseen: W_R keeps
+the moments of the whole weight, whose gradient is its own, and those of U, S and V follow by the chain rule
+("project"), or all four start anew ("reset").
+
+Data-parallel ranks share the work, a layer each in turn, and take over each other's numbers, so that they
+hold the same bits on unlike machines too. What can be refused is refused before anything is changed.
+Not covered: ZeRO 1-3, where nobody holds a whole master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalowbit.distributed import process_group
+from megalowbit.errors import UserError
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.parameter_split.masters import (
+    Masters,
+    largest_singular_value,
+    split_masters,
+    without_rule,
+)
+from megalowbit.layers.parameter_split.parameters import has_split_parameters, parts_of
+from megalowbit.optim.optimizers.base import MegatronOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSplitReport:
+    """What a split did; prints as one line.
+
+    Attributes:
+        ranks: layer → rank, in the model's order.
+        is_projected: whether optimizer state was projected; otherwise it was reset.
+        lr_scale: what the first group's learning rate is multiplied by from now on; `None`: as before.
+    """
+
+    ranks: Mapping[str, int]
+    is_projected: bool
+    lr_scale: float | None = None
+
+    def __str__(self) -> str:
+        low, high = min(self.ranks.values()), max(self.ranks.values())
+        rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
+        state = "projected" if self.is_projected else "reset"
+        rate = "" if self.lr_scale is None else f"; learning rate times {self.lr_scale:.4g}"
+        return f"{len(self.ranks)} weights split at {rank}; optimizer state {state}{rate}"
+
+
+@torch.no_grad()
+def split_weights(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    lr_scheduler: Any = None,
+    group: dist.ProcessGroup | None = None,
+) -> WeightSplitReport:
+    """Split every trained weight whose recipe has `parameter_split`, for the first time or again.
+
+    Call it between two optimizer steps, before step number n (from 0) where `parameter_split.is_due(n)`, on
+    all ranks alike. `megalowbit`'s own pretraining loop does. Between a forward and its backward is too late:
+    autograd finds the factors of a split before changed in place, and raises at backward.
+
+    Args:
+        model: an engine from `initialize`, which knows the rest; or a converted model.
+        optimizer: over the model's parameters: ours, or a plain torch optimizer. In groups of your own
+            `split_u` and `split_v` should have no weight decay and `split_s` that of the weight, as
+            `initialize` makes them: then the low-rank part decays as fast as W_R.
+        lr_scheduler: of the optimizer; tells the schedule's peak for `merged_lr`.
+        group: data-parallel ranks that hold the same weights; by default the world.
+
+    Raises:
+        UserError: no layer can be split, the optimizer does not train its parameters or keeps state there is
+            no rule for, gradients wait for a step, a weight is not finite or its singular values do not fit
+            into its dtype, or the schedule's peak is unknown; nothing has changed then.
+    """
+    if optimizer is None:
+        engine: Any = model
+        if not hasattr(engine, "module") or not hasattr(engine, "optimizer"):
+            raise UserError("split_weights needs the model's optimizer: pass it, or an engine of initialize")
+        if engine.micro_steps % engine.gradient_accumulation_steps():
+            raise UserError("split weights between optimizer steps, not between micro-batches of one")
+        model, optimizer, lr_scheduler = engine.module, engine.optimizer, engine.lr_scheduler
+        group = group or engine.seq_data_parallel_group
+    layers = _layers_to_split(model)
+    settings = next(iter(layers.values())).recipe.parameter_split
+    assert settings is not None  # that is how they were chosen
+    masters = _masters_of(optimizer, layers)
+    _check_no_gradients(optimizer, layers)
+    _check_finite(masters)
+    _check_range(layers, masters)
+    _check_state(optimizer, masters, settings.optimizer_state)
+    scales = [] if settings.merged_lr is None else _lr_scales(optimizer, lr_scheduler, settings.merged_lr)
+    is_projected = settings.optimizer_state == "project"
+    _split_all(layers, masters, optimizer.state, is_projected=is_projected, group=group)
+    if isinstance(optimizer, MegatronOptimizer):
+        optimizer.masters_have_changed()
+    is_rescaled = False  # a split after the first finds the rates scaled already
+    if scales:
+        is_rescaled = optimizer.param_groups[0].get("lr_scale") != scales[0]
+        for param_group, scale in zip(optimizer.param_groups, scales, strict=True):
+            param_group["lr_scale"] = scale
+    for layer in layers.values():
+        layer.set_split(True)
+        if layer.weight_slot is not None:
+            layer.weight_slot.clear()
+    ranks = {name: len(layer.split_s) for name, layer in layers.items()}
+    lr_scale = scales[0] if is_rescaled else None
+    return WeightSplitReport(ranks=ranks, is_projected=is_projected, lr_scale=lr_scale)
+
+
+def forget_lr_scales(engine: Any) -> None:
+    """Undo what the first split made of learning rates: a checkpoint to be loaded may be from before it."""
+    for group in engine.optimizer.param_groups:
+        group.pop("lr_scale", None)
+
+
+def _layers_to_split(model: nn.Module) -> dict[str, BitLinear]:
+    """Layers by name, at least one, all with the same settings."""
+    layers = {
+        name: layer
+        for name, layer in bit_layers(model).items()
+        if layer.recipe.parameter_split is not None and layer.weight.requires_grad
+    }
+    if not layers:
+        raise UserError(
+            "split_weights finds no trained layer to split: convert the model with a recipe that has "
+            "parameter_split"
+        )
+    if len({layer.recipe.parameter_split for layer in layers.values()}) > 1:
+        raise UserError("layers have different parameter_split settings: convert them with one recipe")
+    return layers
+
+
+def _masters_of(optimizer: object, layers: Mapping[str, BitLinear]) -> dict[str, Masters]:
+    """fp32 tensors that a step updates, of W_R, U, S and V."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"{type(optimizer).__name__} holds no whole masters: set zero_optimization.stage 0; from stage 1 "
+            "on use split_weight in the recipe (the in-time split)"
+        )
+    found: dict[str, Masters] = {}
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for name, layer in layers.items():
+        assert has_split_parameters(layer)  # the recipe's setter has seen to it
+        parts: Masters = parts_of(layer)
+        try:
+            if isinstance(optimizer, MegatronOptimizer):
+                weight, u, s, v = map(optimizer.master_of, parts)
+                parts = weight, u, s, v
+            is_trained = all(id(part) in trained for part in parts)
+        except UserError:
+            is_trained = False
+        if not is_trained:
+            raise UserError(
+                f"layer {name} has weight, split_u, split_s or split_v outside of the optimizer: "
+                "convert the model first, then collect its parameters"
+            )
+        found[name] = parts
+    return found
+
+
+def _check_finite(masters: Mapping[str, Masters]) -> None:
+    is_finite = torch.stack(
+        [torch.stack([part.isfinite().all() for part in parts]).all() for parts in masters.values()]
+    )
+    for name, finite in zip(masters, is_finite.tolist(), strict=True):
+        if not finite:
+            raise UserError(f"the weight of layer {name} is not finite: resume from an earlier checkpoint")
+
+
+def _check_no_gradients(optimizer: torch.optim.Optimizer, layers: Mapping[str, BitLinear]) -> None:
+    """Refuse gradients of the parts there were, which the next step would apply to the new ones.
+
+    Sums in fp32 are there all the time; those of a step that has been taken are zero.
+    """
+    name = next((name for name, layer in layers.items() if _has_gradient(layer)), None)
+    if name is None and isinstance(optimizer, MegatronOptimizer) and optimizer.params_have_main_grad:
+        name = next((name for name, layer in layers.items() if optimizer.has_gradient(layer.weight)), None)
+    if name is not None:
+        raise UserError(
+            f"split weights between optimizer steps: layer {name} has gradients that no step has applied: "
+            "call step or zero_grad first"
+        )
+
+
+def _has_gradient(layer: BitLinear) -> bool:
+    return any(part.grad is not None for part in parts_of(layer))
+
+
+def _check_range(layers: Mapping[str, BitLinear], masters: Mapping[str, Masters]) -> None:
+    """Refuse fp16 parameters whose S would be infinite; other dtypes reach far enough."""
+    for name, layer in layers.items():
+        if layer.split_s.dtype != torch.float16:
+            continue
+        largest = largest_singular_value(masters[name], is_split=layer.is_split)
+        if not torch.tensor(largest, dtype=torch.float32).half().isfinite():
+            raise UserError(
+                f"the weight of layer {name} has the singular value {largest:.4g}, and float16 ends at "
+                "65504: train in bfloat16, or take the layer out of the split with recipe.keep"
+            )
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, MegatronOptimizer) else optimizer
+
+
+def _check_state(
+    optimizer: torch.optim.Optimizer, masters: Mapping[str, Masters], optimizer_state: str
+) -> None:
+    """Refuse state there is no rule for, or that would not be made again."""
+    kind = type(_inner(optimizer)).__name__
+    if optimizer_state == "reset":
+        if isinstance(_inner(optimizer), torch.optim.Adagrad):
+            raise UserError(f"{kind} makes its state only once and cannot be reset: use AdamW")
+        return
+    for weight, *_ in masters.values():
+        name = without_rule(optimizer.state[weight])
+        if name is not None:
+            raise UserError(
+                f"{kind} keeps {name!r}, which no rule projects onto factors: "
+                'use parameter_split.optimizer_state "reset", or AdamW'
+            )
+
+
+def _split_all(
+    layers: Mapping[str, BitLinear],
+    masters: Mapping[str, Masters],
+    state: Any,
+    *,
+    is_projected: bool,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write masters and state: each rank for its own layers, then everyone for everyone."""
+    mine, size = process_group.rank(group), process_group.world_size(group)
+    written = [
+        split_masters(
+            masters[name],
+            [state[part] for part in masters[name]],
+            is_split=layer.is_split,
+            is_projected=is_projected,
+            is_computed=index % size == mine,
+        )
+        for index, (name, layer) in enumerate(layers.items())
+    ]
+    if size > 1:
+        for index, tensors in enumerate(written):
+            _broadcast(tensors, index % size, group)
+
+
+def _broadcast(tensors: Iterable[Tensor], owner: int, group: dist.ProcessGroup | None) -> None:
+    source = owner if group is None else dist.get_global_rank(group, owner)
+    for tensor in tensors:
+        buffer = tensor.detach().contiguous()
+        dist.broadcast(buffer, source, group=group)
+        if buffer.data_ptr() != tensor.data_ptr():
+            tensor.copy_(buffer)
+
+
+def _lr_scales(optimizer: torch.optim.Optimizer, lr_scheduler: Any, merged_lr: float) -> list[float]:
+    """For each group what brings its schedule's peak to `merged_lr`."""
+    if not isinstance(optimizer, MegatronOptimizer):
+        raise UserError(
+            f"parameter_split.merged_lr needs one of megalowbit's optimizers, {type(optimizer).__name__} "
+            "does not know lr_scale: wrap it, or set merged_lr to null"
+        )
+    peaks = _peaks(optimizer, lr_scheduler)
+    if any(not peak > 0 for peak in peaks):
+        raise UserError(f"parameter_split.merged_lr cannot scale a learning rate that peaks at {min(peaks)}")
+    return [merged_lr / peak for peak in peaks]
+
+
+def _peaks(optimizer: torch.optim.Optimizer, lr_scheduler: Any) -> list[float]:
+    """The highest learning rate each group's schedule reaches."""
+    for name in ("max_lrs", "org_lrs"):  # DeepSpeed's schedulers
+        rates = getattr(lr_scheduler, name, None)
+        if rates is not None:
+            return [float(rate) for rate in rates]
+    peaks = []
+    for group in optimizer.param_groups:
+        rate = group.get("max_lr", group.get("initial_lr"))  # torch's
+        if rate is None and lr_scheduler is None:
+            rate = group["lr"]
+        if rate is None:
+            raise UserError(
+                f"parameter_split.merged_lr needs the peak of {type(lr_scheduler).__name__}, which does not "
+                "say it: set merged_lr to null and the schedule as you want it"
+            )
+        peaks.append(float(rate))
+    return peaks

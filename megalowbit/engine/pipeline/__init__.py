@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages of a model, their batches, and what DeepSpeed's engine needs for them."""

@@ -1,0 +1,151 @@
+"""How a pipeline engine reads its data: all micro-batches of a step first, with one agreement over all ranks.
+
+DeepSpeed reads each micro-batch when its turn comes, in the first and the last stage: a short iterator or a
+wrong batch ends one of them, and the others wait for what never comes. Here both read and check before the
+first stage starts; where that fails on one rank, all raise. That is one small collective more a step.
+What goes wrong later, within the schedule, still ends one rank only. Not checked: that both stages read the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from megalowbit.distributed.agreement import succeed_together
+from megalowbit.errors import UserError
+from megalowbit.hf.pipeline import batch_limits
+from megalowbit.hf.pipeline_batches import Inputs, as_inputs_and_labels, check_values
+
+Batch = tuple[Inputs, Tensor]
+
+
+class BatchReader:
+    """Takes the place of an engine's `train_batch` and `eval_batch`, and refuses what pipelines have not.
+
+    A function given to `engine.set_batch_fn` is applied to each batch first, as DeepSpeed does.
+
+    Args:
+        engine: DeepSpeed's `PipelineEngine` of a `PipelinedModel`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._limits = batch_limits(engine.module.config)
+        self._shapes: list[tuple[int, ...]] | None = None
+        engine.train_batch = self.train_batch
+        engine.eval_batch = self.eval_batch
+        for name in ("forward", "backward", "step"):
+            setattr(engine, name, _refuse)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step; every rank must call it.
+
+        Args:
+            data_iter: over micro-batches, kept for later calls; by default the one before, or that of the
+                training data.
+
+        Returns:
+            Mean loss, a number.
+
+        Raises:
+            UserError: data end within the step, or a batch does not fit; on all ranks.
+            RuntimeError: reading failed otherwise on another rank; that rank raises the original.
+        """
+        engine = self._engine
+        if data_iter is not None:
+            engine.set_dataiterator(data_iter)
+        batches = self._read_together("train_batch", engine.data_iterator, engine.micro_batches)
+        with self._given(batches):
+            loss: Tensor = type(engine).train_batch(engine)
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Losses without a step: see DeepSpeed's `eval_batch`; errors as of `train_batch`."""
+        engine = self._engine
+        count = engine.micro_batches if num_micro_batches is None else num_micro_batches
+        batches = self._read_together("eval_batch", data_iter, count)
+        with self._given(batches):
+            return type(engine).eval_batch(
+                engine,
+                iter(batches),
+                return_logits=return_logits,
+                compute_loss=compute_loss,
+                reduce_output=reduce_output,
+                bcast_loss=bcast_loss,
+                num_micro_batches=num_micro_batches,
+            )
+
+    def _read_together(self, caller: str, source: Any, count: int) -> list[Batch]:
+        return succeed_together(lambda: self._read(caller, source, count))
+
+    def _read(self, caller: str, source: Any, count: int) -> list[Batch]:
+        """The next micro-batches; none in stages between the first and the last."""
+        engine = self._engine
+        if not (engine.is_first_stage() or engine.is_last_stage()):
+            return []
+        if not hasattr(source, "__next__"):
+            what = "no data" if source is None else f"data of type {type(source).__name__}"
+            raise UserError(f"engine.{caller} has {what}: pass an iterator over micro-batches, iter(…)")
+        function = engine.batch_fn or (lambda batch: batch)
+        batches: list[Batch] = []
+        for _ in range(count):
+            try:
+                given = next(source)
+            except StopIteration:
+                raise UserError(
+                    f"the data iterator of engine.{caller} ended after {len(batches)} of the {count} "
+                    "micro-batches of a step: give it as many on the first and on the last stage"
+                ) from None
+            inputs, labels = as_inputs_and_labels(function(given))
+            check_values(inputs, labels, self._limits)
+            batches.append((inputs, labels))
+        self._check_shapes([inputs for inputs, _ in batches])
+        return batches
+
+    def _check_shapes(self, everything: list[Inputs]) -> None:
+        """Refuse other shapes than those of the buffers that stages without dynamic shapes keep."""
+        engine = self._engine
+        if engine.dynamic_shape or engine.num_stages == 1:
+            return
+        expected = self._shapes
+        if engine.pipe_recv_buf is None and engine.first_output_send:  # no buffers yet, or not any more
+            expected = None
+        for inputs in everything:
+            shapes = [tuple(each.shape) for each in (inputs if isinstance(inputs, tuple) else (inputs,))]
+            expected = expected or shapes
+            if shapes != expected:
+                raise UserError(
+                    f"a batch for a pipeline has inputs of shapes {shapes} after {expected}: make all alike, "
+                    "or call pipeline_module with dynamic_shape=True"
+                )
+        self._shapes = expected
+
+    @contextmanager
+    def _given(self, batches: list[Batch]) -> Iterator[None]:
+        """Let the engine's schedule take these, which need no function any more."""
+        engine = self._engine
+        source, function = engine.data_iterator, engine.batch_fn
+        engine.data_iterator, engine.batch_fn = iter(batches), None
+        try:
+            yield
+        finally:
+            engine.data_iterator, engine.batch_fn = source, function
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise UserError(
+        "engine(batch), engine.backward and engine.step are not for pipelines: call "
+        "engine.train_batch(iterator), which does all three, or engine.eval_batch(iterator)"
+    )

@@ -1,0 +1,206 @@
+"""One stage of a Hugging Face model as DeepSpeed's `PipelineModule`.
+
+It holds its share of the model's own modules under the names they have in the model, so reports, telemetry,
+random numbers and checkpoints speak of the same layers as in one process. Blocks that recompute their
+activations do so with the random numbers of their own micro-batch, though others have begun since; they never
+use DeepSpeed's reentrant checkpointing, which needs floating-point inputs. Tied embeddings are two copies,
+one in the first stage and one in the last, that start alike; `engine.pipeline` keeps them so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megalowbit.distributed import process_group
+from megalowbit.distributed.mpu import GroupsOfRank
+from megalowbit.engine.pipeline.stage_bounds import empty_stage
+from megalowbit.errors import UserError
+from megalowbit.hf.generation import remember, remembered
+from megalowbit.hf.pipeline import (
+    Block,
+    BlockInputs,
+    BlockOptions,
+    Part,
+    causal_loss,
+    is_tied,
+    parts_of,
+    place,
+    run_blocks,
+    run_parts,
+    tied_names,
+)
+from megalowbit.hf.pipeline_batches import Inputs
+from megalowbit.layers.conversion.convert import AdvanceStream, random_stream
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+TIED = "embedding"  # the one key of `tied_comms`
+
+
+class PipelinedModel(PipelineModule):
+    """This process's stage of a model.
+
+    Args:
+        model: whole, on the CPU, alike on all ranks; converted or not.
+        num_stages: divides the number of processes.
+        partition: how parts are dealt to stages: `"parameters"` (about as many parameters each),
+            `"uniform"` (as many parts each) or `"type:block"` (as many blocks each).
+        interval: blocks per recomputed segment; 0 recomputes nothing.
+        is_dynamic: whether batches may have different shapes; one small message more a micro-batch.
+
+    Attributes:
+        config: the model's.
+        partition: see above.
+        num_parameters_of_all_stages: the model's; a tied weight counts once.
+        whole: the model as it was given, until `release`: layers are converted in it.
+
+    Raises:
+        UserError: a stage would be empty, `partition` is unknown, or the model is of no known family.
+    """
+
+    config: PretrainedConfig
+    partition: str
+    whole: PreTrainedModel | None
+
+    def __init__(
+        self, model: PreTrainedModel, *, num_stages: int, partition: str, interval: int, is_dynamic: bool
+    ) -> None:
+        parts = parts_of(model)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # it prints its parts
+                super().__init__(
+                    parts,
+                    num_stages=num_stages,
+                    loss_fn=causal_loss,
+                    partition_method=partition,
+                    activation_checkpoint_interval=interval,
+                    activation_checkpoint_func=non_reentrant_checkpoint,
+                    dynamic_shape=is_dynamic,
+                )
+        except (RuntimeError, NotImplementedError) as error:
+            if "artition" not in str(error):
+                raise
+            raise UserError(
+                f'pipeline.partition = {partition!r} is unknown: use "parameters", "uniform" or "type:block"'
+            ) from None
+        self._check_stages(len(parts))
+        self.config = model.config
+        remember(self, remembered(model))
+        self.partition = partition
+        self.num_parameters_of_all_stages = sum(each.numel() for each in model.parameters())
+        self._block_inputs = BlockInputs(model)
+        self._stand_under_own_names()
+        self._tied_names = tied_names(model.config) if is_tied(model) else None
+        self.tied_comms = self._make_tied_groups()
+        self._synchronize_tied_weights()
+        object.__setattr__(self, "whole", model)  # not registered: most of it is other stages'
+        self.follow_stream()
+
+    def release(self) -> None:
+        """Let go of the modules of other stages."""
+        object.__setattr__(self, "whole", None)
+
+    def follow_stream(self) -> None:
+        """Advance the random stream of the whole model's layers at each training forward of this stage."""
+        stream = None if self.whole is None else random_stream(self.whole)
+        hooks = self._forward_pre_hooks.values()
+        if stream is not None and not any(isinstance(hook, AdvanceStream) for hook in hooks):
+            self.register_forward_pre_hook(AdvanceStream(stream))
+
+    def forward(self, forward_input: Inputs) -> Inputs:
+        """Run this stage: see `hf.pipeline.run_parts`."""
+        return run_parts(self.forward_funcs, forward_input, self._block_inputs, self._run_blocks)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The output projection, which conversion keeps; None where another stage has it."""
+        name = tied_names(self.config)[1].removesuffix(".weight")
+        return dict(self.named_modules()).get(name)
+
+    def parameter_names(self) -> dict[str, str]:
+        """Local parameter name → name in the Hugging Face model; a tied head's is the embedding's."""
+        tied = self.tied_names()
+        return {name: tied.get(name, name) for name, _ in self.named_parameters(remove_duplicate=False)}
+
+    def tied_names(self) -> dict[str, str]:
+        """Name of a tied head → name of the embedding, in every stage; empty where nothing is tied."""
+        return {} if self._tied_names is None else {self._tied_names[1]: self._tied_names[0]}
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """This stage's copy of the tied weight with the ranks that hold one; empty in other stages."""
+        return [(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
+
+    @torch.no_grad()  # autograd has no rule for a broadcast into a parameter
+    def _synchronize_tied_weights(self) -> None:
+        super()._synchronize_tied_weights()
+
+    def groups(self) -> GroupsOfRank:
+        """Process groups of this rank as our optimizer asks for them."""
+        grid = self._grid
+        return GroupsOfRank(
+            data=grid.dp_proc_group,
+            model=grid.ds_model_proc_group,
+            tensor=grid.slice_proc_group,
+            pipeline=grid.pp_proc_group,
+        )
+
+    def _check_stages(self, num_parts: int) -> None:
+        for stage in range(self.num_stages):
+            if self.parts[stage] == self.parts[stage + 1]:
+                raise empty_stage(self.num_stages, stage, num_parts)
+
+    def _stand_under_own_names(self) -> None:
+        """Register the modules of the parts below this one, in place of the parts."""
+        self._modules.clear()
+        self.tied_modules = nn.ModuleDict()  # DeepSpeed's own tied layers, of which there are none
+        for part in self.forward_funcs:
+            assert isinstance(part, Part)
+            for name in part.names:
+                place(self, name, part.get_submodule(name))
+        if self._block_inputs.rotary is not None:
+            self._block_inputs.rotary.to(next(self.parameters()).device)
+
+    def _make_tied_groups(self) -> dict[str, dict[str, Any]]:
+        """As DeepSpeed keeps them; every rank must call it."""
+        if self._tied_names is None or self.num_stages == 1:
+            return {}
+        own: dict[str, dict[str, Any]] = {}
+        for data in range(self._grid.data_parallel_size):
+            stages = (0, self.num_stages - 1)
+            ranks = [self._grid.stage_to_global(stage_id=stage, data=data) for stage in stages]
+            group = dist.new_group(ranks=ranks)
+            if process_group.rank() in ranks:
+                is_head = self.stage_id > 0
+                module = self.get_submodule(self._tied_names[is_head].removesuffix(".weight"))
+                # counted once: Megatron's mark for our norm, DeepSpeed's for its own
+                module.weight.shared = is_head
+                module.weight.ds_pipe_replicated = is_head
+                own[TIED] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": module}
+        return own
+
+    def _run_blocks(self, blocks: Sequence[Block], hidden: Tensor, options: BlockOptions) -> Tensor:
+        interval = self.activation_checkpoint_interval if torch.is_grad_enabled() else 0
+        if not interval:
+            return run_blocks(blocks, hidden, options)
+        for start in range(0, len(blocks), interval):
+            segment = blocks[start : start + interval]
+            hidden = checkpoint(
+                run_blocks, segment, hidden, options, use_reentrant=False, context_fn=self._contexts
+            )
+        return hidden
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Around a segment, and around its recomputation: there the stream stands where it stands now."""
+        stream = random_stream(self)
+        return nullcontext(), nullcontext() if stream is None else stream.at(stream.step)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: DeepSpeed cuts the model, our layers take over the shards."""

@@ -1,0 +1,1 @@
+"""Which versions of DeepSpeed a run may start with, and what of its internals our results rely on."""

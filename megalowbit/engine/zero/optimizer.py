@@ -1,0 +1,386 @@
+"""DeepSpeed's ZeRO optimizers with our loss scale, our inspection of gradients and our report.
+
+ZeRO keeps fp32 masters, gradients and moments in pieces; how it reduces, updates and gathers them stays
+DeepSpeed's. Ours is what decides a step: the pieces are measured by one pass and one message over all ranks,
+so that inf and NaN are found in every precision and on model-parallel ranks too, the norm counts every
+parameter once, and the scale changes only after the step that it belongs to. The engine builds its own
+class; `adopt` then gives the object one of the two classes below, which override no more than they name.
+DeepSpeed leaves gradients of parameters that a step has not used in its buffers, and all of them after
+`zero_grad`; they are cleared here, or they would be applied again.
+Not covered: where an overflow was before ranks were averaged.
+What is used of DeepSpeed is listed, with what breaks without it, in engine/versions/internals.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
+from torch import Tensor
+
+from megalowbit.engine.parameters.user_gradients import NO_GRADIENTS, check_shape, drop_from_host, piece_of
+from megalowbit.engine.zero.measure import GradientPieces, Piece, ZeroParts
+from megalowbit.engine.zero.phases import PhaseTimers, scaled_learning_rates
+from megalowbit.engine.zero.scaler import ZeroLossScaler
+from megalowbit.errors import UserError
+from megalowbit.optim.gradients.report import LastStep, StepReport
+from megalowbit.optim.instruments import Instruments
+from megalowbit.optim.loss_scale.base import GradScaler
+from megalowbit.optim.statistics.layer_scaling import LayerScaling
+from megalowbit.optim.timers import StepTimers, timed
+
+
+class ZeroSurface(LastStep):
+    """What both classes share: the same names as our optimizer at stage 0 has them.
+
+    Attributes:
+        report: what the last step did; None before the first.
+        layer_scaling: never at these stages.
+    """
+
+    _parts: ZeroParts
+    _has_sums: bool  # since the last step, of any micro-batch
+    _has_gradients: bool  # of all micro-batches, or set by hand
+    _is_stepping: bool
+    is_gradient_accumulation_boundary: Callable[[], bool]
+    _timers: PhaseTimers
+    report: StepReport | None
+    layer_scaling: LayerScaling | None
+    log_num_zeros_in_grad: bool
+    overflow: bool
+    param_groups: list[dict[str, Any]]
+    _global_grad_norm: float | None
+
+    def adopt(self, parts: ZeroParts, *, log_num_zeros_in_grad: bool) -> None:
+        """Take the place of DeepSpeed's attributes of the same names; once, right after its constructor."""
+        self._parts = parts
+        self._timers = PhaseTimers(self.__dict__.pop("timers"))
+        for name in ("loss_scaler", "dynamic_loss_scale"):
+            self.__dict__.pop(name, None)
+        self.report = None
+        self.layer_scaling = None
+        self._has_sums = self._has_gradients = self._is_stepping = False
+        self.log_num_zeros_in_grad = log_num_zeros_in_grad
+
+    @property
+    def grad_scaler(self) -> GradScaler | None:
+        """The run's scaler."""
+        return self._parts.loss_scaler.grad_scaler
+
+    @property
+    def gradients(self) -> GradientPieces:
+        """What measures this rank's pieces."""
+        return self._parts.gradients
+
+    @property
+    def instruments(self) -> Instruments:
+        """Hooks of scale strategies."""
+        return self._parts.instruments
+
+    @property
+    def loss_scaler(self) -> ZeroLossScaler:
+        """What DeepSpeed takes the scale from."""
+        return self._parts.loss_scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, saved: Any) -> None:
+        # DeepSpeed assigns what it found in a checkpoint; the live one takes its state and stays
+        if saved is not self._parts.loss_scaler:
+            self._parts.loss_scaler.load_state_dict(saved)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale can change."""
+        return self._parts.loss_scaler.dynamic
+
+    @dynamic_loss_scale.setter
+    def dynamic_loss_scale(self, saved: bool) -> None:
+        """A checkpoint does not decide that."""
+
+    @property
+    def timers(self) -> PhaseTimers:
+        """DeepSpeed's timers, and ours where some were set."""
+        return self._timers
+
+    @timers.setter
+    def timers(self, timers: StepTimers | None) -> None:
+        self._timers.ours = timers
+
+    def needs_scaler(self) -> bool:
+        """Whether a backward without `scale_if_loss` would give wrong gradients."""
+        return self.grad_scaler is not None
+
+    def check_overflow(self, partition_gradients: bool = True) -> None:
+        """DeepSpeed's own look at the gradients, for which `_measure` stands."""
+
+    def _pieces(self) -> list[Piece]:
+        raise NotImplementedError
+
+    def _clear(self) -> None:
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Drop gradients that a backward has reduced; DeepSpeed's `zero_grad` has dropped `.grad`s."""
+        raise NotImplementedError
+
+    def _set_by_hand(self, hand_set: list[torch.nn.Parameter]) -> None:
+        """Write `.grad`s to where the step reads."""
+        raise NotImplementedError
+
+    def _after_reduction(self) -> None:
+        self._has_sums = True
+        self._has_gradients = self._has_gradients or self.is_gradient_accumulation_boundary()
+
+    def _clear_grads(self, deepspeed_zero_grad: Callable[[], object]) -> None:
+        deepspeed_zero_grad()
+        if self._has_sums and not self._is_stepping:  # DeepSpeed calls it in the middle of its step, too
+            self._forget()
+            self._clear()
+            self._has_sums = self._has_gradients = False
+
+    def _take_in(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Let gradients count that someone has set since the backward, which has left no `.grad`."""
+        hand_set = [each for each in parameters if each.grad is not None]
+        for parameter in hand_set:
+            assert parameter.grad is not None
+            check_shape(self._parts.gradients.name_of(parameter), parameter.grad, parameter)
+        if hand_set:
+            self._set_by_hand(hand_set)
+            self._has_sums = self._has_gradients = True
+        for parameter in hand_set:
+            parameter.grad = None
+
+    def _measure(self) -> Tensor:
+        """Norm of the scaled gradients as 0-dim float64 on the host, infinite where some are not finite."""
+        pieces, parts, loss_scale = self._pieces(), self._parts, self._parts.loss_scaler.cur_scale
+        if parts.before_measure is not None:
+            parts.before_measure(pieces, loss_scale)
+        with timed(self._timers.ours, "inspect"):
+            norm, flag, zeros, *self._figures = parts.gradients.measure(
+                pieces,
+                count_zeros=self.log_num_zeros_in_grad,
+                figures=parts.instruments.take(parts.gradients.group),
+            )
+        overflow = parts.gradients.locate_overflow(pieces) if flag else None
+        self.report = StepReport(
+            is_applied=not flag,
+            grad_norm=norm / loss_scale,
+            num_zeros=int(zeros) if self.log_num_zeros_in_grad else None,
+            loss_scale=loss_scale,
+            overflow=overflow,
+        )
+        return torch.tensor(torch.inf if flag else norm, dtype=torch.float64)
+
+    def _take_step(self, deepspeed_step: Callable[[], object], closure: object) -> StepReport:
+        if closure is not None:
+            raise TypeError("step takes no closure: call backward first")
+        if not self._has_gradients:
+            raise UserError(NO_GRADIENTS)
+        self.report = None
+        self._is_stepping = True
+        try:
+            with scaled_learning_rates(self.param_groups):
+                deepspeed_step()
+        finally:
+            self._is_stepping = False
+        self._has_sums = self._has_gradients = False
+        report: StepReport | None = self.report
+        assert report is not None
+        self._clear()
+        self.overflow, self._global_grad_norm = not report.is_applied, report.grad_norm
+        scaler, instruments = self.grad_scaler, self._parts.instruments
+        if scaler is not None:
+            statistics, _ = instruments.read(self._figures, report.loss_scale)
+            scaler.update(not report.is_applied, statistics)
+        instruments.prepare(scaler)
+        return report
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
+        """Not supported once the optimizer is built.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "add_param_group: parameters cannot be added later; build the optimizer with all of them, and "
+            "set the lr of a group to 0 until its time has come"
+        )
+
+
+class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
+    """`DeepSpeedZeroOptimizer`, stages 1 and 2, under our rules."""
+
+    def adopt(self, parts: ZeroParts, *, log_num_zeros_in_grad: bool) -> None:
+        super().adopt(parts, log_num_zeros_in_grad=log_num_zeros_in_grad)
+        self.check_grad_overflow = True  # or bf16 steps are taken whatever the norm is
+
+    def step(self, closure: object = None) -> StepReport:
+        """As `MegatronOptimizer.step`; collective over all ranks."""
+        if not self.ready_for_gradients:  # else they are a backward's, and not reduced yet
+            self._take_in(parameter for group in self.bit16_groups for parameter in group)
+        was_linked: bool = self._hp_optimizer_states_linked  # type: ignore[has-type]
+        report = self._take_step(lambda: DeepSpeedZeroOptimizer.step(self), closure)
+        if not was_linked and self._hp_optimizer_states_linked:  # type: ignore[has-type]
+            # DeepSpeed did it after the first group's update, when the other groups had no states yet
+            self._hp_optimizer_states_linked = False
+            self._lazy_init_hp_params_optimizer_state()
+        return report
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
+        """Forget all gradients since the last step."""
+        self._clear_grads(lambda: DeepSpeedZeroOptimizer.zero_grad(self, set_to_none=True))
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Called by DeepSpeed where gradients have been reduced."""
+        DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue(self)
+        self._after_reduction()
+
+    def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:  # noqa: ARG002
+        """Add up in DeepSpeed's fp32 buffer in fp32 too, where a second backward would replace the first."""
+        return bool(self.gradient_accumulation_dtype == torch.float32)
+
+    def scaled_global_norm(self, norm_type: float = 2) -> Tensor:  # noqa: ARG002
+        """Called by DeepSpeed's step, which skips where it is infinite and clips by it otherwise."""
+        return self._measure()
+
+    def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        """Reduce a bucket; at stage 2 DeepSpeed would divide gradients by the ranks in half precision."""
+        if tensor.dtype in (torch.float16, torch.bfloat16) and communication_data_type == torch.float32:
+            streams = self.ipg_buckets[communication_data_type].copy_streams
+            if streams:  # with overlap: gradients were copied into the bucket on these
+                current = get_accelerator().current_stream()
+                for stream in streams:
+                    current.wait_stream(stream)
+                streams.add(current)
+            tensor = tensor.float()
+        DeepSpeedZeroOptimizer.average_tensor(self, tensor, communication_data_type)
+
+    def load_state_dict(self, *arguments: Any, **named: Any) -> None:
+        """DeepSpeed's; clipping stays as configured."""
+        clip_grad: float = self.clip_grad  # type: ignore[has-type]
+        DeepSpeedZeroOptimizer.load_state_dict(self, *arguments, **named)
+        self.clip_grad = clip_grad
+
+    def _pieces(self) -> list[Piece]:
+        return list(self._each_piece())
+
+    def _each_piece(self) -> Iterator[Piece]:
+        for group, parameters in enumerate(self.params_in_partition):
+            gradients = self._gradients_of(group, parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=False):
+                start = parameter._hp_mapping.lp_fragment_address.start
+                yield Piece(parameter, gradient, start)
+
+    def _gradients_of(self, group: int, parameters: list[Tensor]) -> list[Tensor]:
+        if not self.cpu_offload:
+            return [
+                each for each in self.averaged_gradients[group] if not getattr(each, "_zero_padding", False)
+            ]
+        flat = self.single_partition_of_fp32_groups[group].grad.view(-1)
+        places = [self.grad_position[self.get_param_id(each)] for each in parameters]
+        return [flat.narrow(0, int(offset), int(count)) for _, _, offset, count in places]
+
+    def _forget(self) -> None:
+        self.micro_step_id = INITIAL_MICRO_STEP_ID  # the next backward is the first
+        for group in range(len(self.bit16_groups)):
+            self.averaged_gradients[group] = self.all_grad_tensors[group] = None
+        if self.cpu_offload:
+            self._offload_accumulated_param_ids.clear()
+            self.reset_cpu_buffers()
+
+    def _set_by_hand(self, hand_set: list[torch.nn.Parameter]) -> None:
+        for group in range(len(self.bit16_groups)):
+            if not self.cpu_offload and self.averaged_gradients.get(group) is None:
+                self.averaged_gradients[group] = self._build_compact_grad_partition_buffer(group)
+        for parameter in hand_set:
+            assert parameter.grad is not None
+            values, parameter.grad = parameter.grad, None
+            safe_set_full_grad(parameter, values)
+
+    def _clear(self) -> None:
+        if self.cpu_offload:
+            for partition in self.single_partition_of_fp32_groups:
+                partition.grad.zero_()
+            # with offload DeepSpeed forgets them on a skip, and the next step would add to infinities
+            for group in self.averaged_gradients:
+                self.averaged_gradients[group] = None
+
+
+class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
+    """`DeepSpeedZeroOptimizer_Stage3` under our rules."""
+
+    def step(self, closure: object = None) -> StepReport:
+        """As `MegatronOptimizer.step`; collective over all ranks."""
+        self._take_in(parameter for group in self.fp16_groups for parameter in group)
+        return self._take_step(lambda: DeepSpeedZeroOptimizer_Stage3.step(self), closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
+        """Forget all gradients since the last step."""
+        drop_from_host(parameter for group in self.fp16_groups for parameter in group)
+        self._clear_grads(lambda: DeepSpeedZeroOptimizer_Stage3.zero_grad(self, set_to_none=True))
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Called by DeepSpeed after each backward."""
+        DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue(self)
+        self._after_reduction()
+
+    def _get_norm_groups(self) -> list[Tensor]:
+        return [self._measure()]
+
+    def _pieces(self) -> list[Piece]:
+        return list(self._each_piece())
+
+    def _each_piece(self) -> Iterator[Piece]:
+        for group, parameters in enumerate(self.fp16_groups):
+            flat = self.fp32_partitioned_groups_flat[group].grad if self.offload_optimizer else None
+            for index, parameter in enumerate(parameters):
+                size = parameter.partition_numel()
+                start = size * self._get_param_partition_rank(parameter)
+                count = min(max(parameter.ds_numel - start, 0), size)  # the rest is padding
+                if flat is None:
+                    gradient = self.averaged_gradients[group][index]
+                else:
+                    gradient = flat.narrow(0, self.grad_position[self.get_param_id(parameter)][1], size)
+                if count:
+                    yield Piece(parameter, gradient.view(-1).narrow(0, 0, count), start)
+
+    def _forget(self) -> None:
+        self.averaged_gradients.clear()
+        self._offload_boundary_param_ids.clear()
+        self.reset_cpu_buffers()
+
+    def _set_by_hand(self, hand_set: list[Any]) -> None:
+        if not self._has_gradients:  # without a backward nothing has made the lists that the step reads
+            self.independent_gradient_partition_epilogue()
+        for parameter in hand_set:
+            assert parameter.grad is not None
+            rank, values = self._get_param_partition_rank(parameter), parameter.grad.float().view(-1)
+            safe_set_local_grad(parameter, piece_of(values, size=parameter.partition_numel(), rank=rank))
+
+    def _clear(self) -> None:
+        self.grad_partitions_flat_buffer.zero_()
+        if self.offload_optimizer:
+            for partition in self.fp32_partitioned_groups_flat:
+                partition.grad.zero_()
+
+
+def adopt(optimizer: Any, parts: ZeroParts, *, log_num_zeros_in_grad: bool) -> Any:
+    """Turn the engine's ZeRO optimizer into ours, in place: hooks of the model hold on to the object."""
+    classes: dict[type, type] = {
+        DeepSpeedZeroOptimizer: ZeroOptimizer,
+        DeepSpeedZeroOptimizer_Stage3: ZeroOptimizerStage3,
+    }
+    found = classes.get(type(optimizer))
+    if found is None:
+        raise UserError(
+            f"zero_optimization asks for DeepSpeed's {type(optimizer).__name__}, which is not supported: "
+            "remove what asks for it"
+        )
+    optimizer.__class__ = found
+    optimizer.adopt(parts, log_num_zeros_in_grad=log_num_zeros_in_grad)
+    return optimizer

@@ -1,0 +1,177 @@
+"""From an fp32 model to a ZeRO optimizer with exact masters.
+
+DeepSpeed makes masters from what the model holds, so a model that was cast has masters of half precision.
+Here the first rank of each data-parallel group keeps the fp32 values where they were, on the host as a rule,
+until the engine stands; then it sends one parameter after the other and each rank keeps what it owns.
+Not covered: models built under `deepspeed.zero.Init`, whose values are in pieces from the beginning.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
+from megalowbit.config.zero import NOT_ELEMENTWISE
+from megalowbit.distributed import process_group
+from megalowbit.engine.model_optimizer import HALF, copies_group
+from megalowbit.engine.parameters.user_gradients import piece_of
+from megalowbit.engine.zero.regularizer import PieceRegularizer
+from megalowbit.errors import UserError
+from megalowbit.layers.regularizer import DualRangeRegularizer
+from megalowbit.optim.instruments import Instruments
+from megalowbit.optim.loss_scale.settings import build_grad_scaler
+from megalowbit.optim.precision.fp32_modules import is_kept_fp32
+
+logger = logging.getLogger(__name__)
+
+# What DeepSpeed would ask a user to set; which optimizers fit is checked here instead.
+ZERO_KEYS = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+class ZeroStart:
+    """The two moments of a start at which ZeRO needs something done. Casts the model when it is made.
+
+    Args:
+        model: fp32, or half already; its parameters are cast in place, but for norms kept in fp32.
+        parts: the configuration.
+        mpu: model-parallel unit, or None.
+        regularizer: at work, or None.
+
+    Raises:
+        UserError: the model is in pieces already.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parts: DeepSpeedConfigParts,
+        *,
+        mpu: Any,
+        regularizer: DualRangeRegularizer | None,
+    ) -> None:
+        self._model, self._settings, self._mpu = model, parts.settings, mpu
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._grad_scaler = build_grad_scaler(parts.settings.grad_scaler, parts.settings.precision)
+        self._instruments: Instruments | None = None
+        self._regularizer = None if regularizer is None else PieceRegularizer(regularizer)
+        data = None if mpu is None else mpu.get_data_parallel_group()
+        self._is_source = process_group.rank(data) == 0
+        self._exact: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
+        if parts.settings.precision in HALF:
+            self._cast(HALF[parts.settings.precision])
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        for parameter in self._model.parameters():
+            if parameter.dtype != torch.float32 or is_kept_fp32(parameter):
+                continue
+            if parameter.requires_grad:
+                # the others get them from the source
+                self._exact.append((parameter, parameter.data if self._is_source else None))
+            parameter.data = parameter.data.to(dtype)
+
+    def inner(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """To be called inside the engine's start, with the inner optimizer; the model is on its device now.
+
+        Raises:
+            UserError: the optimizer does not work on flat pieces, or the scaler asks for what there is not.
+        """
+        kind = type(optimizer).__name__
+        if kind.lower() in NOT_ELEMENTWISE:
+            raise UserError(
+                f"optimizer {kind} does not work element by element, as ZeRO's flat pieces need it: "
+                "use zero_optimization.stage 0, or AdamW"
+            )
+        if optimizer.state:
+            raise UserError(
+                f"optimizer {kind} has a state already, which ZeRO would drop: pass a fresh one, or use "
+                "zero_optimization.stage 0"
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if each.requires_grad]
+        # before DeepSpeed's hooks, which take `.grad` away
+        self._instruments = Instruments.attach(self._model, self._grad_scaler)
+        return optimizer
+
+    def finish(self, engine: Any) -> None:
+        """To be called once the engine stands; collective over all ranks."""
+        from megalowbit.engine.zero import optimizer as zero_optimizer
+        from megalowbit.engine.zero.measure import GradientPieces, ZeroParts
+        from megalowbit.engine.zero.scaler import ZeroLossScaler
+
+        assert self._instruments is not None
+        trained = _all_parameters(engine.optimizer)
+        parts = ZeroParts(
+            loss_scaler=ZeroLossScaler(self._grad_scaler),
+            gradients=GradientPieces(
+                trained,
+                names=[self._names[id(parameter)] for parameter in trained],
+                gradient_norm=self._settings.gradient_norm,
+                copies=copies_group(self._mpu),
+                group=_world_group(),
+                peers=dist.get_process_group_ranks(engine.seq_data_parallel_group),
+            ),
+            instruments=self._instruments,
+            before_measure=None
+            if self._regularizer is None
+            else partial(
+                self._regularizer.add_gradients,
+                group=engine.seq_data_parallel_group,
+                device=engine.device,
+            ),
+        )
+        zero_optimizer.adopt(
+            engine.optimizer, parts, log_num_zeros_in_grad=self._settings.log_num_zeros_in_grad
+        )
+        self._write_masters(engine)
+
+    @torch.no_grad()
+    def _write_masters(self, engine: Any) -> None:
+        """One parameter at a time; frees the fp32 values on the way."""
+        from deepspeed.utils import groups
+
+        source, group = groups._get_broadcast_src_rank(), engine.seq_data_parallel_group
+        assert self._is_source == (process_group.rank() == source)
+        self._exact.reverse()
+        while self._exact:
+            parameter, values = self._exact.pop()
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # stage 3 leaves an empty parameter
+            whole = torch.empty(shape, dtype=torch.float32, device=engine.device)
+            if values is not None:
+                whole.copy_(values)
+            if process_group.world_size(group) > 1:
+                dist.broadcast(whole, source, group=group)
+            write_master(parameter, whole.view(-1))
+
+
+def write_master(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Set what this rank has of a parameter's fp32 master.
+
+    Args:
+        parameter: the model's.
+        values: (numel,) all of its elements.
+    """
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    if not hasattr(parameter, "ds_id"):
+        safe_set_full_fp32_param(parameter, values)
+        return
+    # the one for whole parameters fails where the last rank's piece is padded
+    size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+    rank = parameter._z3_optimizer._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
+    safe_set_local_fp32_param(parameter, piece_of(values, size=size, rank=rank))
+
+
+def _all_parameters(optimizer: Any) -> list[torch.nn.Parameter]:
+    """What a ZeRO optimizer trains, in its own order, which is that of every rank."""
+    groups = optimizer.fp16_groups if hasattr(optimizer, "fp16_groups") else optimizer.bit16_groups
+    return [parameter for group in groups for parameter in group]
+
+
+def _world_group() -> dist.ProcessGroup | None:
+    """All ranks, which take each step together; None where there is one process."""
+    return dist.group.WORLD if process_group.world_size() > 1 else None

@@ -1,0 +1,128 @@
+"""What of a model a recipe leaves as it is, and why: output head, tied weights, what `keep` names, blocks.
+
+Weights that are in no linear layer are missed where there is no such reason. Transformers is not imported
+here: a model that has `Conv1D` layers has imported it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from megalowbit.errors import UserError
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.bare_weights import BareWeight, bare_weights
+from megalowbit.layers.conversion.blocks import reasons_to_keep_blocks
+from megalowbit.layers.conversion.report import MissedWeight
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.tensor_parallel.bitlinear import LOW_BIT
+
+
+def conv1d_class() -> type[nn.Module] | None:
+    """The `Conv1D` of transformers; None where nobody has imported it."""
+    module = sys.modules.get("transformers.pytorch_utils")
+    return getattr(module, "Conv1D", None)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, low-bit or not."""
+    conv1d = conv1d_class()
+    return isinstance(module, nn.Linear) or (conv1d is not None and isinstance(module, conv1d))
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """All linear layers of a model by name, in the model's order."""
+    return {name: module for name, module in model.named_modules() if is_linear(module)}
+
+
+def reasons_to_keep(
+    model: nn.Module, layers: dict[str, nn.Module], recipe: Recipe, bare: Mapping[str, BareWeight]
+) -> dict[str, str]:
+    """Reason by name of linear layers and bare weights; those that are swapped or missed have none.
+
+    Raises:
+        UserError: a pattern of the recipe's `keep` matches nothing, or see `reasons_to_keep_blocks`.
+    """
+    heads = output_heads(model)
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    plain = (nn.Linear, conv1d_class(), *LOW_BIT)
+    reasons = {}
+    for name, layer in layers.items():
+        if any(_matches(name, pattern) for pattern in recipe.keep):
+            reasons[name] = "named by the recipe's keep"
+        elif id(layer) in heads:
+            reasons[name] = "output head"
+        elif isinstance(layer, BitLinear):
+            reasons[name] = "already a BitLinear"
+        elif type(layer) not in plain:
+            reasons[name] = "a subclass of its own, not a plain linear layer"
+        elif owners[id(layer.weight)] > 1:
+            reasons[name] = "its weight is tied to another module's"
+    for name, weight in bare.items():
+        if any(_matches(name, pattern) for pattern in recipe.keep):
+            reasons[name] = "named by the recipe's keep"
+        elif weight.reason is not None:
+            reasons[name] = weight.reason
+    for pattern in recipe.keep:
+        if not any(_matches(name, pattern) for name in (*layers, *bare)):
+            raise _matches_nothing(pattern, layers)
+    holders = {name: each.owner for name, each in bare.items()}
+    return {**reasons_to_keep_blocks(model, layers, recipe, holders), **reasons}
+
+
+def missed_among(bare: Mapping[str, BareWeight], reasons: Mapping[str, str]) -> tuple[MissedWeight, ...]:
+    """The bare weights that have no reason to be kept."""
+    return tuple(
+        MissedWeight(
+            name, each.shape, f"a parameter of {each.kind}, and no linear layer's weight", each.owner_name
+        )
+        for name, each in bare.items()
+        if name not in reasons
+    )
+
+
+def output_heads(model: nn.Module) -> set[int]:
+    """Ids of the output heads in a model."""
+    return {id(head) for head in map(_output_head, model.modules()) if head is not None}
+
+
+def _output_head(module: nn.Module) -> nn.Module | None:
+    get_head = getattr(module, "get_output_embeddings", None)
+    if not callable(get_head):
+        return None
+    try:
+        head = get_head()
+    except (NotImplementedError, AttributeError):  # what models without a head raise
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names this layer or a module it lies in."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(len(parts), 0, -1))
+
+
+def _matches_nothing(pattern: str, layers: dict[str, nn.Module]) -> UserError:
+    near = difflib.get_close_matches(pattern, list(layers), n=1, cutoff=0.0)
+    hint = f"the nearest linear layer is {near[0]!r}" if near else "the model has no linear layers"
+    return UserError(f"keep pattern {pattern!r} matches no linear layer: {hint}")
+
+
+def missed_weights(model: nn.Module, recipe: Recipe) -> tuple[MissedWeight, ...]:
+    """What `ConversionReport.missed` says, of a model that may have been converted already.
+
+    Args:
+        model: any module.
+        recipe: it is, or was, converted with.
+    """
+    layers = linear_layers(model)
+    bare = bare_weights(model, layers, output_heads(model))
+    if not bare or not recipe.quantizes:
+        return ()
+    return missed_among(bare, reasons_to_keep(model, layers, recipe, bare))

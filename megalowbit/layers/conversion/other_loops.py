@@ -1,0 +1,286 @@
+"""A converted model in a loop that is not ours: whether it trains as its configuration says.
+
+Stock DeepSpeed, HuggingFace's Trainer and Accelerate leave a `"megalowbit"` block alone, build optimizers of
+their own, and may replace layers. Nothing is patched. What is ours and in play looks around instead: the
+hook that advances the random stream, at the first training forward in a DeepSpeed engine, and
+`check_training`, which a script or `MegalowbitCallback` calls. An engine is found by the hook that it puts on
+its module. Not seen: a model without low-bit layers in a script that calls nothing of ours; an engine around
+a module that contains the converted one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from megalowbit.errors import UserError, shown
+from megalowbit.json_text import read_json_object
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.parameter_split.parameters import has_split_parameters
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.quantize.random_stream import own_rank
+
+logger = logging.getLogger(__name__)
+
+BLOCK = "megalowbit"
+# sections of launch/pretrain.py, which mlb.initialize leaves alone too
+OF_THE_RUN = frozenset({"model", "data", "run", "checkpoint", "telemetry", "loss_guard"})
+OFF: tuple[object, ...] = (None, False, {}, "global", {"enabled": False})
+
+
+def check_training(
+    model: nn.Module,
+    *,
+    optimizer: object = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+) -> None:
+    """Make sure that a model trains in low precision as its configuration says; before the first step.
+
+    For scripts with an engine of stock DeepSpeed, Accelerate or a loop of their own; in Trainer
+    `MegalowbitCallback` calls it. Local to each rank.
+
+    Args:
+        model: converted; as it is, or in the engine or wrapper that trains it.
+        optimizer: that steps it; an engine's own is found.
+        config: DeepSpeed's configuration with the `"megalowbit"` block; an engine's own is found.
+
+    Raises:
+        UserError: the model has no low-bit layers or lost them, the block asks for what nobody does, layers
+            and block name different recipes, the optimizer expects a loss scale or gradients that the loop
+            does not give, the random stream is another rank's, or stock DeepSpeed's stage 3 would export
+            weights otherwise than transformers reads them. All that is wrong, in one line.
+    """
+    inner, engine = _unwrapped(model)
+    if engine is not None and hasattr(engine, "process_grid"):
+        return  # made by megalowbit.initialize, which has checked it
+    problems = _problems(inner, engine, optimizer, config)
+    if isinstance(model, nn.DataParallel):
+        problems.append(
+            "nn.DataParallel copies the model for each device, and its copies share one random stream: start "
+            "one process a device"
+        )
+    if problems:
+        raise UserError("; ".join(problems))
+
+
+def check_engine(model: nn.Module, names: tuple[str, ...]) -> None:
+    """What the stream's hook does at a model's first training forward; outside engines it counts layers only.
+
+    Args:
+        model: that was converted.
+        names: of the layers that were.
+
+    Raises:
+        UserError: as `check_training`.
+    """
+    engine = find_engine(model)
+    if engine is not None and hasattr(engine, "process_grid"):
+        return
+    if engine is None:  # single layers may have been put back by hand
+        layers = [each for name, each in model.named_modules() if name in names]
+        if layers and not any(_holds_low_bit(each) for each in layers):
+            raise UserError(_replaced(names, names[0], layers[0]))
+        return
+    problems = _problems(model, engine, None, None, names)
+    if problems:
+        raise UserError("; ".join(problems))
+    precision = _precision(engine)
+    if precision != "fp32" and own_rank() == 0:
+        scale = "its own loss scale" if precision == "fp16" else "its own search for inf and NaN"
+        logger.warning(
+            "low-bit layers train in an engine of stock DeepSpeed, with %s and its own optimizer: for "
+            "those of megalowbit (grad_scaler, fp32 gradients at every stage) make the engine with "
+            "megalowbit.initialize",
+            scale,
+        )
+
+
+def find_engine(model: nn.Module) -> Any | None:
+    """The DeepSpeed engine around a model, by the hook that it has put on it; None if there is none."""
+    for hook in (*model._forward_pre_hooks.values(), *model._forward_hooks.values()):
+        if not str(getattr(hook, "__module__", "")).startswith("deepspeed."):
+            continue
+        for cell in getattr(hook, "__closure__", None) or ():
+            if getattr(cell.cell_contents, "module", None) is model:
+                return cell.cell_contents
+    return None
+
+
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, Any | None]:
+    """The innermost module, and the engine around it."""
+    while True:
+        engine = find_engine(model)
+        if engine is not None:
+            return model, engine
+        is_wrapper = type(model).__module__.startswith(("torch.nn.parallel.", "deepspeed.", "torch._dynamo."))
+        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+        if not is_wrapper or not isinstance(inner, nn.Module):
+            return model, None
+        model = inner
+
+
+def _problems(
+    model: nn.Module,
+    engine: Any | None,
+    optimizer: object,
+    config: str | Path | Mapping[str, Any] | None,
+    names: tuple[str, ...] = (),
+) -> list[str]:
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, BitLinear)}
+    settings = getattr(engine, "config", None) if config is None else config
+    block = _block_of(settings)
+    optimizers = [optimizer, getattr(engine, "optimizer", None), getattr(engine, "basic_optimizer", None)]
+    return [
+        *_layer_problems(model, layers, names, block),
+        *_block_problems(block, engine),
+        *_optimizer_problems(optimizers, engine),
+        *_stream_problems(layers, engine),
+        *_export_problems(layers, engine),
+    ]
+
+
+def _layer_problems(
+    model: nn.Module, layers: Mapping[str, BitLinear], names: tuple[str, ...], block: Mapping[str, Any]
+) -> list[str]:
+    asked = _recipe(block)
+    modules = dict(model.named_modules())
+    replaced = [name for name in names if name in modules and not _holds_low_bit(modules[name])]
+    if replaced:
+        return [_replaced(names, replaced[0], modules[replaced[0]], len(replaced))]
+    if not layers:
+        if asked is not None and not asked.quantizes:
+            return []
+        return [
+            f"{type(model).__name__} has no low-bit layers, and would train in full precision: call "
+            "megalowbit.convert(model, recipe) before the optimizer is made"
+        ]
+    other = next((name for name, each in layers.items() if asked is not None and each.recipe != asked), None)
+    if asked is not None and other is not None:
+        return [
+            f"{BLOCK}.recipe is {shown(block['recipe'])}, and layer {other} has "
+            f"{shown(layers[other].recipe.name)}: convert the model with the block's recipe, or correct it"
+        ]
+    return []
+
+
+def _holds_low_bit(module: nn.Module) -> bool:
+    """Whether a module is a BitLinear or wraps one: adapters, checkpointing and FSDP do."""
+    return any(isinstance(each, BitLinear) for each in module.modules())
+
+
+def _replaced(names: tuple[str, ...], name: str, layer: nn.Module, count: int | None = None) -> str:
+    return (
+        f"{len(names) if count is None else count} of {len(names)} low-bit layers were replaced after the "
+        f"model was converted ({name} is {type(layer).__name__}): turn off what replaces layers, such as "
+        "tensor_parallel or an injection policy, or use megalowbit.initialize"
+    )
+
+
+def _block_problems(block: Mapping[str, Any], engine: Any | None) -> list[str]:
+    problems = []
+    for key, value in block.items():
+        if key == "recipe" or key in OF_THE_RUN or value in OFF:
+            continue
+        if key == "precision" and engine is not None:
+            if value != _precision(engine):
+                problems.append(
+                    f"{BLOCK}.precision is {shown(value)}, and the engine computes in {_precision(engine)}: "
+                    "correct it, or DeepSpeed's fp16 and bf16 blocks"
+                )
+        elif key != "precision":
+            problems.append(
+                f"{BLOCK}.{key} = {shown(value)} is acted on by megalowbit.initialize alone: remove it, or "
+                "make the engine with that"
+            )
+    return problems
+
+
+def _optimizer_problems(optimizers: list[object], engine: Any | None) -> list[str]:
+    for wrapper in optimizers:
+        optimizer: Any = wrapper
+        while hasattr(optimizer, "optimizer") and not hasattr(optimizer, "params_have_main_grad"):
+            optimizer = optimizer.optimizer  # of Accelerate, of DeepSpeed
+        if not hasattr(optimizer, "params_have_main_grad"):
+            continue  # none of megalowbit's
+        kind = type(optimizer).__name__
+        if optimizer.grad_scaler is not None:
+            return [
+                f"{kind} divides gradients by a loss scale of {optimizer.loss_scale:g}, and this loop does "
+                "not multiply the loss by it: use bf16 without a scaler, megalowbit.initialize, or a loop "
+                "that calls optimizer.scale_loss(loss)"
+            ]
+        if optimizer.params_have_main_grad:
+            return [
+                f"{kind} takes gradients from main_grad, and this loop clips, averages and clears .grad: "
+                "build it with params_have_main_grad=False, or use megalowbit.initialize"
+            ]
+        if engine is not None:
+            return [
+                f"{kind} is stepped by an engine of stock DeepSpeed, which keeps to other gradients: make "
+                "the engine with megalowbit.initialize(optimizer=…)"
+            ]
+    return []
+
+
+def _stream_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> list[str]:
+    rank = own_rank()
+    # tensor-parallel ranks hold the same data, and share the numbers of their data-parallel rank
+    data_rank = getattr(getattr(engine, "mpu", None), "get_data_parallel_rank", lambda: rank)()
+    streams = (each.random_stream for each in layers.values())
+    wrong = next((each for each in streams if each is not None and each.rank not in (rank, data_rank)), None)
+    if wrong is None:
+        return []
+    remedy = "leave rank= out of megalowbit.convert"
+    if not (dist.is_available() and dist.is_initialized()):
+        remedy = (
+            "this loop takes each process for the only one, so start all with its launcher (with Accelerate "
+            "on CPUs as docs/other-loops.md says), or, if there is one process, leave out rank="
+        )
+    return [
+        f"the random stream is that of rank {wrong.rank} and this is rank {rank}, whose numbers must be its "
+        f"own: {remedy}"
+    ]
+
+
+def _export_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> list[str]:
+    """At stage 3 DeepSpeed, Trainer and Accelerate export parameters as they lie, and no state dict."""
+    if engine is None or not engine.zero_optimization_partition_weights():
+        return []
+    for name, layer in layers.items():
+        if not layer.is_transposed and not has_split_parameters(layer):
+            continue
+        fault = "transposed (square ones in silence)" if layer.is_transposed else "without its split parts"
+        return [
+            f"at ZeRO stage 3 this engine and DeepSpeed's tools export the weight of {name} {fault}: use "
+            "stage 2 or less, or make the engine with megalowbit.initialize"
+        ]
+    return []
+
+
+def _precision(engine: Any) -> str:
+    if engine.fp16_enabled():
+        return "fp16"
+    return "bf16" if engine.bfloat16_enabled() else "fp32"
+
+
+def _recipe(block: Mapping[str, Any]) -> Recipe | None:
+    return None if block.get("recipe") is None else recipe_of(block["recipe"])
+
+
+def _block_of(config: object) -> Mapping[str, Any]:
+    if isinstance(config, (str, Path)):
+        if not Path(config).exists():
+            return {}  # DeepSpeed takes encoded text too, and has read it
+        config = read_json_object(Path(config))
+    block = config.get(BLOCK) if isinstance(config, Mapping) else None
+    if block is None:
+        return {}
+    if not isinstance(block, Mapping):
+        raise UserError(f'"{BLOCK}" = {shown(block)} must be an object {{…}}')
+    return block

@@ -1,0 +1,216 @@
+"""Products of MXFP4 operands on FP8 tensor cores, exactly where that is possible.
+
+An MXFP4 number is an E2M1 element times a power of two for its block, so element · 2^(e − e_max + shift)
+under one power of two for the whole tensor is an FP8 number as long as the tensor's block exponents e lie
+close together: in E4M3 up to 14 below the largest (shift 6: 384 down to 2⁻⁹), in E5M2 up to 28 (shift 13).
+Blocks of zeros do not count. A product runs in FP8 if both operands fit and not both need E5M2 (hardware
+multiplies no such pair), its sizes are multiples of 16 and its scales normal fp32 numbers; otherwise
+`multiply` declines, and the layer multiplies in bf16 and counts that. The spread decides which kernel to
+launch, so the host reads it and waits for the device: once in forward, once in backward, if sizes allow FP8.
+
+Operands are exact, sums need not be: Hopper's tensor cores are reported to keep about 14 bits while adding up
+FP8 products, against which partial sums can be added in fp32 every 128 elements (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2). `use_fast_accum=False` asks PyTorch for the exacter sums it has. What error
+is left on a GPU has not been measured here; the skipped test on accumulation measures it where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megalowbit.errors import UserError
+from megalowbit.layers.matmul.gemms import finish, no_autocast
+from megalowbit.layers.matmul.operand import ExponentRange, Factor
+from megalowbit.quantize import backends
+from megalowbit.quantize.fp8_operand import DEPTH, E4M3, E5M2, SHIFT
+from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
+
+SIZE_MULTIPLE = 16
+_NAN, _BIAS = 255, 127  # of E8M0
+_HIGHEST = _BIAS + 125  # above it an element may be infinite as bf16 decodes it, see `gemms`
+_NONE = ExponentRange(lowest=_BIAS, highest=_BIAS)  # of a tensor of zeros
+
+
+def why_unavailable(device: torch.device) -> str | None:
+    """Why a device cannot multiply FP8 matrices; `None` if it can."""
+    if (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) < (8, 9)
+    ):
+        return "FP8 needs compute capability 8.9 (Ada, Hopper) or later"
+    return None if device.type in ("cpu", "cuda") else "PyTorch multiplies FP8 matrices on CPU and CUDA only"
+
+
+def measure(*factors: Factor) -> None:
+    """Find out the exponent ranges of MXFP4 factors that have none yet, in one host read for all."""
+    unknown = [
+        factor
+        for factor in {id(each): each for each in factors}.values()
+        if factor.exponents is None and _is_mxfp4(factor)
+    ]
+    if not unknown:
+        return
+    found = torch.stack([end for factor in unknown for end in _exponent_ends(factor)]).tolist()
+    for factor, lowest, highest in zip(unknown, found[::2], found[1::2], strict=True):
+        factor.exponents = ExponentRange(lowest=lowest, highest=highest) if highest >= 0 else _NONE
+
+
+def measure_products(*products: tuple[Factor | None, Factor | None]) -> None:
+    """Measure what products to come will ask for, in one host read.
+
+    Args:
+        products: left and right factor of each; `None` where the product is not wanted.
+    """
+    wanted: list[Factor] = []
+    for left, right in products:
+        if left is not None and right is not None and _may_fit(left, right):
+            wanted += (left, right)
+    measure(*wanted)
+
+
+def _may_fit(left: Factor, right: Factor) -> bool:
+    """Whether formats and sizes allow FP8; exponents may still forbid it."""
+    sizes = (*matrix_shape(left.tensor.shape), *matrix_shape(right.tensor.shape))
+    is_fake = isinstance(left.tensor.codes, FakeTensor)  # an estimate of memory, without exponents to read
+    fits = not is_fake and _is_mxfp4(left) and _is_mxfp4(right)
+    return fits and all(n > 0 and n % SIZE_MULTIPLE == 0 for n in sizes)
+
+
+def _is_mxfp4(factor: Factor) -> bool:
+    tensor = factor.tensor
+    return isinstance(tensor, QuantizedTensor) and tensor.format.scale == "e8m0"
+
+
+def _exponent_ends(factor: Factor) -> tuple[Tensor, Tensor]:
+    """Lowest and highest exponent code of blocks that count, 0-dim int64; -1 as highest if there are none."""
+    codes, scales = factor.tensor.codes, factor.tensor.scales
+    assert codes is not None, "MXFP4"
+    assert scales is not None, "MXFP4"
+    if codes.numel() == 0:
+        nothing = torch.tensor([_NAN, -1], dtype=torch.int64, device=codes.device)
+        return nothing[0], nothing[1]
+    exponents = scales.view(torch.uint8).to(torch.int64)
+    magnitudes = (codes & 0x77).unflatten(1, (exponents.shape[1], -1))
+    counts = magnitudes.amax(2).ne(0) & (exponents != _NAN)
+    return torch.where(counts, exponents, _NAN).amin(), torch.where(counts, exponents, -1).amax()
+
+
+def dtype_for(exponents: ExponentRange) -> torch.dtype | None:
+    """The FP8 dtype that holds all elements exactly: E4M3 if possible, E5M2, or `None`."""
+    spread = exponents.highest - exponents.lowest
+    return next((dtype for dtype in (E4M3, E5M2) if spread <= DEPTH[dtype]), None)
+
+
+def decode_fp8(factor: Factor, dtype: torch.dtype, *, transpose: bool = False) -> Tensor:
+    """A measured factor's matrix as FP8, contiguous; times 2^`scale_exponent` it is the decoded matrix.
+
+    Args:
+        factor: MXFP4.
+        dtype: as `dtype_for` says.
+        transpose: return (cols, rows) instead of (rows, cols).
+    """
+    tensor, exponents = factor.tensor, factor.exponents
+    assert isinstance(tensor, QuantizedTensor)
+    assert exponents is not None, "measure the factor first"
+    rows, cols = matrix_shape(tensor.shape)
+    if backends.backend_of(tensor.codes) == "triton":
+        from megalowbit.quantize.triton.launch_fp4 import decode_fp8 as decode_on_gpu
+
+        return decode_on_gpu(tensor.codes, tensor.scales, rows, cols, dtype=dtype, transpose=transpose)[0]
+    depth, codes = DEPTH[dtype], tensor.codes
+    stored = tensor.scales.view(torch.uint8).to(torch.int32)
+    row = (stored - (exponents.highest - depth)).clamp(0, depth).masked_fill(stored == _NAN, depth + 1)
+    words = codes.unflatten(1, (row.shape[1], -1)).to(torch.int32)
+    pairs = _table(tensor, dtype)[words + row.unsqueeze(2) * 256]  # (rows, blocks, 16), two numbers each
+    matrix = pairs.flatten(1).view(torch.uint8)[:, :cols]
+    return (matrix.t() if transpose else matrix).contiguous().view(dtype)
+
+
+def _table(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """FP8 numbers of a byte of two codes, as int16, by exponents below the largest; the last row is NaN."""
+    depth, shift = DEPTH[dtype], SHIFT[dtype]
+    powers = [2.0 ** (exponent - depth + shift) for exponent in range(depth + 1)]
+    rows = torch.tensor([*powers, math.nan], dtype=torch.float32, device="cpu")
+    values = torch.tensor(tensor.format.element.code_values(), dtype=torch.float32, device="cpu")
+    numbers = torch.outer(rows, values).to(dtype).view(torch.uint8)
+    byte = torch.arange(256, device="cpu")
+    pairs = torch.stack([numbers[:, byte & 15], numbers[:, byte >> 4]], dim=2)
+    return pairs.flatten(1).view(torch.int16).flatten().to(tensor.codes.device)
+
+
+def scale_exponent(exponents: ExponentRange, dtype: torch.dtype) -> int:
+    """The exponent of the power of two that a tensor's FP8 numbers are to be multiplied by."""
+    return exponents.highest - _BIAS - SHIFT[dtype]
+
+
+def multiply(
+    left: Factor,
+    right: Factor,
+    *,
+    transpose_left: bool,
+    transpose_right: bool,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor | None:
+    """Multiply left · right + bias in FP8, or `None` where operands would not be exact or sizes do not fit.
+
+    Args:
+        left: (m, k) as stored, or (k, m) with `transpose_left`.
+        right: (k, n) as stored, or (n, k) with `transpose_right`.
+        transpose_left: multiply by the transpose of what is stored.
+        transpose_right: as above.
+        out_dtype: of the result.
+        bias: (n,), added in fp32.
+
+    Raises:
+        UserError: the device has no FP8.
+    """
+    codes = left.tensor.codes
+    if codes is None or isinstance(codes, FakeTensor):
+        return None
+    device = codes.device
+    reason = why_unavailable(device)
+    if reason is not None:  # whatever the sizes: a run must not end up in bf16 because none of them fits
+        raise UserError(f'gemm "fp8" cannot run on {device}: {reason}; set gemm to "bf16" in the recipe')
+    if not _may_fit(left, right):
+        return None
+    measure(left, right)
+    chosen = _choose(left, right)
+    if chosen is None:
+        return None
+    a = decode_fp8(left, chosen[0], transpose=transpose_left)
+    b = decode_fp8(right, chosen[1], transpose=not transpose_right).t()
+    scales = [
+        torch.full(
+            (), 2.0 ** scale_exponent(factor.exponents or _NONE, dtype), dtype=torch.float32, device=device
+        )
+        for factor, dtype in zip((left, right), chosen, strict=True)
+    ]
+    with no_autocast(device.type):
+        product = torch._scaled_mm(
+            a,
+            b,
+            scale_a=scales[0],
+            scale_b=scales[1],
+            out_dtype=torch.float32 if bias is not None else out_dtype,
+            use_fast_accum=False,
+        )
+        return finish(product, None, bias, out_dtype)
+
+
+def _choose(left: Factor, right: Factor) -> tuple[torch.dtype, torch.dtype] | None:
+    """FP8 dtypes of both operands, which have been measured; `None` where the product has to run in bf16."""
+    assert left.exponents is not None, "measure the factor first"
+    assert right.exponents is not None, "measure the factor first"
+    dtypes = dtype_for(left.exponents), dtype_for(right.exponents)
+    if dtypes[0] is None or dtypes[1] is None or dtypes == (E5M2, E5M2):
+        return None
+    ends = [scale_exponent(left.exponents, dtypes[0]), scale_exponent(right.exponents, dtypes[1])]
+    is_normal = all(-126 <= end <= 127 for end in (*ends, sum(ends)))
+    is_finite = max(left.exponents.highest, right.exponents.highest) <= _HIGHEST
+    return (dtypes[0], dtypes[1]) if is_normal and is_finite else None

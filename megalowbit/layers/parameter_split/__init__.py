@@ -1,0 +1,1 @@
+"""Weights split into parameters: W = W_R + U·diag(S)·V."""

@@ -1,0 +1,1 @@
+"""Linear layers of which every tensor-parallel rank holds a shard."""

@@ -1,0 +1,275 @@
+"""fp32 gradients of half-precision parameters, in one contiguous buffer.
+
+Each parameter gets `main_grad`, a view into the buffer. A hook adds each half-precision gradient to it as
+soon as backward has made one, and drops that one, so micro-batches add up in fp32 and half-precision
+gradients never exist all at once. The views stand in reverse order of the parameters, roughly the order in
+which backward fills them, as in Megatron's local DDP. One buffer also means one all-reduce without copies.
+
+After a backward `.grad` is the same memory as `main_grad`, in fp32 on a half-precision parameter too
+(`grad_dtype`), so what torch's users do to `.grad` counts: None, as `module.zero_grad()` leaves it, forgets
+the gradient, another tensor replaces it, a change in place changes it. This is looked at before the next
+gradient is added, before a reduction and before a step. A `main_grad` may be written at any other time; the
+buffer is really zero between steps.
+Not covered: overlap of communication with backward; compiled autograd beyond the first micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.optim.kernels import cpu as cpu_kernels
+
+FactorOf = Callable[[torch.nn.Parameter], float]
+SPARSE = "sparse gradients are not supported: build embeddings with sparse=False"
+
+
+class GradBuffer:
+    """One fp32 buffer and the `main_grad` views of `parameters` in it.
+
+    A parameter that occurs twice (tied weights) has one view; one that gets no gradient keeps zeros, and
+    None as `.grad`. Make it only when the parameters have their final dtype and device: the hooks hold on to
+    both. Parameters that are in another buffer leave it, and `grad_buffer` says where they are.
+
+    Args:
+        parameters: floating-point parameters, all on one device.
+        factor_of: by what a parameter's gradients were multiplied beyond the loss scale; divided out here.
+
+    Attributes:
+        flat: (elements,) fp32, what has to be all-reduced.
+        parameters: each once, in the order given.
+
+    Raises:
+        UserError: the parameters lie on several devices.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], *, factor_of: FactorOf | None = None
+    ) -> None:
+        unique = list({id(parameter): parameter for parameter in parameters}.values())
+        devices = {parameter.device for parameter in unique}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise UserError(f"parameters lie on several devices ({names}): move the model to one of them")
+        elements = sum(parameter.numel() for parameter in unique)
+        self.parameters = unique
+        self.flat = torch.zeros(elements, dtype=torch.float32, device=devices.pop() if devices else None)
+        self.factor_of = factor_of
+        self._arrivals: dict[int, None] = {}  # ids of parameters in the order of backward: a set in order
+        self._squares_before: dict[int, torch.Tensor] | None = None  # of each parameter, before a reduction
+        offset = 0
+        self._hooks: dict[int, list[Any]] = {}
+        # of each `main_grad`, to be put into `.grad`, with its address as it was made
+        self._aliases: dict[int, tuple[torch.Tensor, int]] = {}
+        self._shown: set[int] = set()  # ids of parameters whose `.grad` was set to that
+        for parameter in reversed(unique):
+            _leave_buffer(parameter)
+            view = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
+            parameter.main_grad = view  # type: ignore[attr-defined]  # Megatron's name for it
+            parameter.grad_buffer = self  # type: ignore[attr-defined]  # so that an optimizer finds it
+            if parameter.dtype != torch.float32:
+                parameter.grad_dtype = None  # any: halves while backward makes them, then fp32
+            self._hooks[id(parameter)] = [
+                parameter.register_hook(partial(self._make_way, parameter)),
+                parameter.register_post_accumulate_grad_hook(self._accumulate),
+            ]
+            offset += parameter.numel()
+
+    @torch.no_grad()
+    def collect(self, names: Mapping[int, str] | None = None) -> None:
+        """Let every `main_grad` be what `.grad` says, where someone has cleared or replaced it.
+
+        Args:
+            names: of parameters, by id, for errors.
+
+        Raises:
+            UserError: a `.grad` has another shape or device than its parameter, or is sparse.
+        """
+        for parameter in self.parameters:
+            self._take_in(parameter, names)
+
+    def has_gradients(self) -> bool:
+        """Whether any gradient is there since the last step, zero or not; to be called after `collect`.
+
+        Reads the device where no backward has left one, as others may have written to a `main_grad`.
+        """
+        return bool(self._shown) or any(bool(each.any()) for each in self._gradients())
+
+    def before_reduction(self) -> torch.Tensor:
+        """To be called when gradients will now be averaged over ranks; remembers which were not finite here.
+
+        Afterwards every parameter has a gradient, as some rank may have one.
+
+        Returns:
+            `flat`.
+        """
+        self.collect()
+        self._squares_before = dict(
+            zip(map(id, self.parameters), _squares_of(self._gradients()), strict=True)
+        )
+        for parameter in self.parameters:
+            self._show(parameter)
+        return self.flat
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether `before_reduction` has been called for the present gradients."""
+        return self._squares_before is not None
+
+    def overflowed(self, *, is_before: bool) -> list[tuple[int, torch.nn.Parameter]]:
+        """Parameters whose gradient is infinite or NaN, each with its place in the order of backward.
+
+        Reads the device.
+
+        Args:
+            is_before: as it was at `before_reduction`; else as it is now.
+        """
+        if not self.parameters:
+            return []
+        if is_before and self._squares_before is not None:
+            squares = torch.stack([self._squares_before[id(each)] for each in self.parameters])
+        else:
+            squares = _squares_of(self._gradients())
+        bad = {
+            id(each)
+            for each, ok in zip(self.parameters, torch.isfinite(squares).tolist(), strict=True)
+            if not ok
+        }
+        late = [each for each in self.parameters if id(each) not in self._arrivals]
+        by_id = {id(each): each for each in self.parameters}
+        order = [*(by_id[key] for key in self._arrivals if key in by_id), *late]
+        return [(place, each) for place, each in enumerate(order) if id(each) in bad]
+
+    @torch.no_grad()
+    def zero(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Forget gradients, also those not yet added.
+
+        Args:
+            parameters: whose; None: all.
+        """
+        mine = self.parameters if parameters is None else list(parameters)
+        views: list[torch.Tensor] = [parameter.main_grad for parameter in mine]  # type: ignore[attr-defined]
+        if len(mine) == len(self.parameters):
+            self.flat.zero_()
+            here = self.flat.untyped_storage().data_ptr()  # others may have put a tensor of theirs in place
+            views = [view for view in views if view.untyped_storage().data_ptr() != here]
+        if views:
+            torch._foreach_zero_(views)
+        self.was_zeroed(mine)
+
+    def was_zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
+        """To be called by whoever has zeroed `main_grad`s otherwise; `.grad`s become None here."""
+        self._squares_before = None
+        for parameter in parameters:
+            parameter.grad = None
+            self._shown.discard(id(parameter))
+
+    def detach(self) -> None:
+        """Remove the hooks and the views; the parameters get ordinary gradients again."""
+        for parameter in list(self.parameters):
+            self.release(parameter)
+
+    def release(self, parameter: torch.Tensor) -> None:
+        """Let one parameter go; its place in the buffer stays, as zeros."""
+        for hook in self._hooks.pop(id(parameter)):
+            hook.remove()
+        parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        self.was_zeroed([parameter])
+        self._aliases.pop(id(parameter), None)
+        parameter.grad_dtype = parameter.dtype
+        del parameter.main_grad, parameter.grad_buffer  # type: ignore[attr-defined]
+        self.parameters = [each for each in self.parameters if each is not parameter]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.main_grad for parameter in self.parameters]  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _accumulate(self, parameter: torch.nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if gradient.is_sparse:
+            raise UserError(SPARSE)
+        if gradient.dtype != parameter.dtype:  # as torch rounds what a custom function returns in fp32
+            gradient = gradient.to(parameter.dtype)
+        self._arrivals.pop(id(parameter), None)
+        self._arrivals[id(parameter)] = None
+        main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        factor = 1.0 if self.factor_of is None else 1.0 / self.factor_of(parameter)
+        if cpu_kernels.can_accumulate(main_grad, gradient) and cpu_kernels.is_available():
+            cpu_kernels.accumulate(main_grad, gradient, factor)
+        else:
+            main_grad.add_(gradient, alpha=factor)
+        self._show(parameter)
+
+    def _make_way(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
+        """Take `.grad` away before autograd adds to it: `_accumulate` does that, and sees the half alone."""
+        # most often there is nothing, which is quicker to see than in which backward this is
+        if (parameter.grad is not None or id(parameter) in self._shown) and _is_accumulating():
+            self._take_in(parameter)
+            parameter.grad = None
+
+    def _take_in(self, parameter: torch.nn.Parameter, names: Mapping[int, str] | None = None) -> None:
+        gradient, key = parameter.grad, id(parameter)
+        main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        if gradient is None:
+            if key in self._shown:  # someone has cleared it
+                main_grad.zero_()
+                self._shown.discard(key)
+            return
+        alias, address = self._aliases.get(key, (None, 0))
+        if gradient is alias and gradient.data_ptr() == address:
+            if (
+                address != main_grad.data_ptr()
+            ):  # someone has put another tensor there, which holds from now on
+                self._show(parameter)
+            return
+        if gradient.is_sparse:
+            raise UserError(SPARSE)
+        if (gradient.shape, gradient.device) != (main_grad.shape, main_grad.device):
+            name = (names or {}).get(key, "a parameter")
+            raise UserError(
+                f"{name}.grad has shape {tuple(gradient.shape)} on {gradient.device}, the parameter "
+                f"{tuple(main_grad.shape)} on {main_grad.device}: set a gradient of that shape and device"
+            )
+        main_grad.copy_(gradient.detach())
+        self._show(parameter)
+
+    def _show(self, parameter: torch.nn.Parameter) -> None:
+        """Put an alias of `main_grad` into `.grad`; no view, of which `detach_` would be an error."""
+        main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        alias, _ = self._aliases.get(id(parameter), (None, 0))
+        address = main_grad.data_ptr()
+        if alias is None or alias.data_ptr() != address or alias.dtype != main_grad.dtype:
+            alias = torch.empty(0, dtype=main_grad.dtype, device=main_grad.device)
+            alias.set_(main_grad)  # type: ignore[call-overload]  # its stubs know storages only
+            self._aliases[id(parameter)] = alias, address
+        parameter.grad = alias
+        self._shown.add(id(parameter))
+
+
+def _is_accumulating() -> bool:
+    """Whether a hook runs in a backward that adds gradients up; not in `torch.autograd.grad`."""
+    try:
+        return torch._C._will_engine_execute_node(torch._C._current_autograd_node())
+    except RuntimeError:  # what torch answers of a leaf in `autograd.grad`
+        return False
+
+
+def _leave_buffer(parameter: torch.nn.Parameter) -> None:
+    former: GradBuffer | None = getattr(parameter, "grad_buffer", None)
+    if former is not None:
+        former.release(parameter)
+
+
+def _squares_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of squares of each, (tensors,); not finite where a tensor is not."""
+    if not tensors:
+        return torch.zeros(0)
+    if all(map(cpu_kernels.supports, tensors)) and cpu_kernels.is_available():
+        return cpu_kernels.sums_of_squares(tensors)
+    return torch.stack(list(torch._foreach_norm(tensors)))

@@ -1,0 +1,162 @@
+"""The gradients of one step: where they are, how large, which are not finite, and how they go.
+
+They are `main_grad`s in a `GradBuffer`, `main_grad`s that someone else keeps, or `.grad`s, mostly in half
+precision. Buffers are found anew at each use, because a data-parallel wrapper may take the parameters over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalowbit.distributed import process_group
+from megalowbit.errors import UserError
+from megalowbit.optim.gradients.buffer import GradBuffer
+from megalowbit.optim.gradients.norm import (
+    GradientNorm,
+    is_counted_once,
+    measure_each_gradient,
+    measure_gradients,
+)
+from megalowbit.optim.gradients.overflow import RankOverflow
+from megalowbit.optim.statistics.layer_scaling import LayerScaling
+
+
+class StepGradients:
+    """Gradients of the parameters that one optimizer trains.
+
+    Args:
+        pairs: each model parameter and its master, which may be the same.
+        names: of the model parameters, by id.
+        has_main_grad: they are in `main_grad`, else in `.grad`.
+        copies: ranks that hold copies of parameters which are not sharded; the first one counts these.
+        layer_scaling: whose factors must be divided out of `main_grad`.
+
+    Attributes:
+        later_stages: of a pipeline, which run their backward before this rank's.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Any, Any]],
+        *,
+        names: Mapping[int, str],
+        has_main_grad: bool,
+        copies: dist.ProcessGroup | None,
+        layer_scaling: LayerScaling | None,
+    ) -> None:
+        self._pairs, self._names = pairs, names
+        self._models = [model for model, _ in pairs]
+        self._has_main_grad = has_main_grad
+        self._layer_scaling = layer_scaling
+        self.later_stages = 0
+        self._is_counted = [is_counted_once(model, copies) for model in self._models]
+
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """Each model parameter with its name."""
+        return ((self._names[id(model)], model) for model in self._models)
+
+    def of(self, model: Any) -> torch.Tensor | None:
+        """The scaled gradient of a model parameter, fp32 or in its own dtype; None: it has none."""
+        return model.main_grad if self._has_main_grad else model.grad
+
+    def collect(self) -> None:
+        """Take in what was done to `.grad` since backward, where a `GradBuffer` keeps the sums.
+
+        Raises:
+            UserError: a `.grad` does not fit its parameter.
+        """
+        for buffer in self._buffers():
+            buffer.collect(self._names)
+
+    def are_there(self) -> bool:
+        """Whether a backward, or someone by hand, has left any gradient since the last step."""
+        self.collect()
+        if any(buffer.has_gradients() for buffer in self._buffers()):
+            return True
+        others = (self.of(model) for model in self._others())
+        return any(gradient is not None and bool(gradient.any()) for gradient in others)
+
+    def measure(self, kind: GradientNorm, **options: Any) -> torch.Tensor:
+        """Norm, flag and zeros, (3,) float64; `options` and the rest as for `measure_gradients`."""
+        gradients = [self.of(model) for model in self._models]
+        if kind == "sum_of_norms":
+            return measure_each_gradient(gradients, is_counted=self._is_counted, **options)
+        counted: list[torch.Tensor] = []
+        uncounted: list[torch.Tensor] = []
+        for gradient, is_counted in zip(gradients, self._is_counted, strict=True):
+            if gradient is not None:
+                (counted if is_counted else uncounted).append(gradient)
+        return measure_gradients(counted, uncounted=uncounted, **options)
+
+    def zero(self) -> None:
+        """Clear them: `.grad`s of models and masters become None, `main_grad`s zero."""
+        for model, master in self._pairs:
+            model.grad = None
+            master.grad = None
+        if not self._has_main_grad:
+            return
+        for buffer in self._buffers():
+            buffer.zero(self._models_in(buffer))
+        others = [model.main_grad for model in self._others()]
+        if others:
+            torch._foreach_zero_(others)
+
+    def were_zeroed(self) -> None:
+        """To be called after an update that has cleared all `main_grad`s while it read them."""
+        for buffer in self._buffers():
+            buffer.was_zeroed(self._models_in(buffer))
+
+    def overflow_here(self, *, is_before: bool) -> RankOverflow:
+        """Which gradients of this rank are not finite, in the order of backward; reads the device.
+
+        Args:
+            is_before: where gradients were averaged by this package, as they were before that.
+        """
+        mine, buffers = {id(model) for model in self._models}, self._buffers()
+        found = [
+            each for one in buffers for each in one.overflowed(is_before=is_before) if id(each[1]) in mine
+        ]
+        # parameters in reverse are roughly the order of backward
+        for place, model in enumerate(reversed(self._others())):
+            gradient = self.of(model)
+            if gradient is not None and not torch.isfinite(gradient).all():
+                found.append((place, model))
+        return RankOverflow(
+            rank=process_group.rank(),
+            tensors=[(place, self._names[id(model)]) for place, model in found],
+            num_gradients=len(self._models),
+            is_own=is_before and bool(buffers) and all(buffer.is_reduced for buffer in buffers),
+            later_stages=self.later_stages,
+        )
+
+    def check_factors(self) -> None:
+        """Make sure that layer scaling's factors have been divided out.
+
+        Raises:
+            UserError: some gradients are kept by something that knows nothing of them.
+        """
+        if self._layer_scaling is None:
+            return
+        factor_of = self._layer_scaling.factor_of
+        if self._others() or any(buffer.factor_of != factor_of for buffer in self._buffers()):
+            raise UserError(
+                "layer scaling: main_grads are kept by something that does not divide its factors out; pass "
+                "the same instruments to LocalDDP and to the optimizer"
+            )
+
+    def _buffers(self) -> list[GradBuffer]:
+        if not self._has_main_grad:
+            return []
+        buffers = [getattr(model, "grad_buffer", None) for model in self._models]
+        return list({id(buffer): buffer for buffer in buffers if buffer is not None}.values())
+
+    def _models_in(self, buffer: GradBuffer) -> list[Any]:
+        return [model for model in self._models if getattr(model, "grad_buffer", None) is buffer]
+
+    def _others(self) -> list[Any]:
+        """Parameters whose gradients are in no buffer of this package."""
+        return [m for m in self._models if not self._has_main_grad or not hasattr(m, "grad_buffer")]

@@ -1,0 +1,1 @@
+"""Fused optimizer kernels: C on CPUs, NVIDIA's apex on GPUs."""

@@ -1,0 +1,115 @@
+"""Adam on GPUs by the kernels of NVIDIA's apex: one launch unscales, skips or steps, and writes half weights.
+
+The package named `apex` on PyPI is another one, so it is known by `apex.multi_tensor_apply` and its compiled
+`amp_C`; where they do not import, there is simply no such path. Its kernels take one step count for a list of
+tensors, torch's state one for each: `Cohorts` puts those of equal count together.
+
+Checked only against a stand-in that does what `amp_C` documents, never on a machine with apex. Apex rounds
+otherwise than torch in the last bits, so a run that changes between them does not repeat itself bit by bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megalowbit.optim.kernels.cpu import AdamSettings, AdamTensors
+
+L2, DECOUPLED = 0, 1  # `mode` of the kernels
+Launch = Callable[..., object]
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether the kernels can be launched on a device."""
+    return device.type == "cuda" and _library() is not None
+
+
+class Cohorts:
+    """Lists of parameters that have the same settings and have taken the same number of steps.
+
+    Parameters that step together keep equal counts, so these are read on the host only at the first step and
+    when other parameters, or a loaded state, take part.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Tensor] = []  # held, so that no other tensor gets the identity of one of them
+        self._counts: list[float] = []
+
+    def of(self, items: Sequence[AdamTensors]) -> list[list[AdamTensors]]:
+        """The items, list by list."""
+        steps = [item.step for item in items]
+        if list(map(id, steps)) != list(map(id, self._steps)):
+            self._steps, self._counts = steps, torch.stack(steps).tolist()
+        lists: dict[tuple[AdamSettings, float], list[AdamTensors]] = defaultdict(list)
+        for item, count in zip(items, self._counts, strict=True):
+            lists[item.settings, count].append(item)
+        return list(lists.values())
+
+
+def adam_step(cohorts: Sequence[Sequence[AdamTensors]], grad_scale: Tensor, found_inf: Tensor) -> None:
+    """Take one step of Adam on gradients ÷ `grad_scale`, or change nothing where `found_inf` is 1.
+
+    Args:
+        cohorts: from `Cohorts`. Gradients are overwritten.
+        grad_scale: 0-dim fp32.
+        found_inf: 0-dim fp32, 0 or 1.
+    """
+    flag = found_inf.reshape(1).to(torch.int32)
+    inverse = grad_scale.reshape(1).reciprocal()
+    for cohort in cohorts:
+        by_dtype: dict[tuple[torch.dtype, ...], list[AdamTensors]] = defaultdict(list)
+        for item in cohort:
+            by_dtype[item.gradient.dtype, item.master.dtype if item.half is None else item.half.dtype].append(
+                item
+            )
+        next_step = (cohort[0].step + 1).reshape(1).to(torch.int32)
+        for items in by_dtype.values():
+            _launch(items, flag, inverse, next_step)
+        torch._foreach_add_([item.step for item in cohort], 1 - found_inf)
+
+
+def _launch(items: Sequence[AdamTensors], flag: Tensor, inverse: Tensor, next_step: Tensor) -> None:
+    """Launch the kernel for tensors of the same dtypes."""
+    library, settings = _library(), items[0].settings
+    assert library is not None, "no apex"
+    apply, amp_c = library
+    arguments = (
+        torch.full((1,), settings.learning_rate, dtype=torch.float32, device=flag.device),
+        settings.beta1,
+        settings.beta2,
+        settings.epsilon,
+        next_step,
+        DECOUPLED if settings.is_decoupled else L2,
+        1,  # with bias correction
+        settings.weight_decay,
+        inverse,
+    )
+    gradients, masters = [item.gradient for item in items], [item.master for item in items]
+    moments = [item.exp_avg for item in items], [item.exp_avg_sq for item in items]
+    halves = [item.half for item in items if item.half is not None]
+    if halves and gradients[0].dtype == halves[0].dtype:
+        tensors = [gradients, halves, *moments, masters]
+        apply(amp_c.multi_tensor_adam_capturable_master, flag, tensors, *arguments)
+        return
+    # This kernel wants gradients of the weights' dtype, and they are fp32: it steps the masters.
+    if gradients[0].dtype != torch.float32:
+        gradients = [gradient.float() for gradient in gradients]
+    apply(amp_c.multi_tensor_adam_capturable, flag, [gradients, masters, *moments], *arguments)
+    if halves:
+        torch._foreach_copy_(halves, masters)
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> tuple[Launch, ModuleType] | None:
+    try:
+        import amp_C  # type: ignore[import-not-found]
+        from apex.multi_tensor_apply import multi_tensor_applier
+    except ImportError:
+        return None
+    has_kernels = hasattr(amp_C, "multi_tensor_adam_capturable_master")  # not in old ones
+    return (multi_tensor_applier, amp_C) if has_kernels else None

@@ -1,0 +1,338 @@
+"""One pass over memory on CPUs: `cpu.c`, called through ctypes; `c_library` compiles it on first use.
+
+A step of Adam reads gradient, master and moments once; in the same pass it writes the half-precision weight
+and, if asked to, zeroes an fp32 gradient while it is in the nearest cache. The step's bits are those of
+torch's fused Adam on one thread: with more threads torch rounds a tensor's last few elements otherwise, here
+they stay. Sums are float64, so no finite gradient has an infinite norm.
+
+The library is checked against known bits before use. Without it `why_unavailable` says why, and callers use
+torch. Not covered: tensors that are not contiguous, other dtypes, AMSGrad, `maximize`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megalowbit.c_library import load_checked
+from megalowbit.errors import UserError
+
+SOURCE = Path(__file__).with_suffix(".c")
+BLOCK = 1 << 16  # elements of a task; as in the C file
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FUSED = ("AVX2", "AVX512")  # where torch's Adam is compiled to fused multiply-adds
+logger = logging.getLogger("megalowbit")
+
+_NUMBERS = "x", "dtype", "count"
+_POINTERS = "master", "exp_avg", "exp_avg_sq", "step", "gradient", "half"
+_INTEGERS = "gradient_dtype", "half_dtype", "is_decoupled", "count"
+_REALS = "learning_rate", "beta1", "beta2", "epsilon", "weight_decay"
+
+
+class _Numbers(ctypes.Structure):
+    """The `Numbers` of cpu.c, field by field."""
+
+    _fields_ = [("x", ctypes.c_void_p), ("dtype", ctypes.c_int64), ("count", ctypes.c_int64)]
+
+
+class _Step(ctypes.Structure):
+    """The `Step` of cpu.c, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((name, ctypes.c_double) for name in _REALS),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamSettings:
+    """Hyperparameters; `is_decoupled`: weight decay is AdamW's, else Adam's, added to the gradient."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    is_decoupled: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamTensors:
+    """What a step of one parameter reads and writes; all `supports`ed and of one shape.
+
+    Attributes:
+        master: fp32, updated.
+        gradient: fp32, fp16 or bf16, scaled; read, if fp32 also zeroed where a step is asked to.
+        exp_avg: fp32, updated.
+        exp_avg_sq: fp32, updated.
+        step: 0-dim fp32, steps taken, updated.
+        half: fp16 or bf16, the master rounded to nearest even; or `None`.
+    """
+
+    master: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    half: Tensor | None
+    settings: AdamSettings
+
+
+def is_available() -> bool:
+    """Whether the library works here; the first call compiles it."""
+    return _loaded()[0] is not None
+
+
+def why_unavailable() -> str | None:
+    """Why there is no library, with the remedy; `None` if there is one."""
+    return _loaded()[1]
+
+
+def supports(tensor: Tensor) -> bool:
+    """Whether the passes take this tensor: contiguous fp32, fp16 or bf16 in a CPU's memory."""
+    is_plain = tensor.is_cpu and tensor.dtype in DTYPES and tensor.layout is torch.strided
+    return is_plain and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def can_accumulate(main: Tensor, gradient: Tensor) -> bool:
+    """Whether `accumulate` takes this pair; what it does not take, torch adds."""
+    is_main = main.dtype == torch.float32 and main.shape == gradient.shape
+    return is_main and supports(main) and supports(gradient)
+
+
+def sums_of_squares(tensors: Sequence[Tensor], *, library: ctypes.CDLL | None = None) -> Tensor:
+    """Σ x² of each tensor, (len(tensors),) float64; infinite or NaN exactly where the tensor is so somewhere.
+
+    Args:
+        tensors: each `supports`ed.
+        library: other than the one in use, to be checked.
+    """
+    first_blocks, blocks = _blocks(tensors)
+    items = (_Numbers * len(tensors))(*(_Numbers(_address(x), DTYPES[x.dtype], x.numel()) for x in tensors))
+    sums = torch.zeros(len(tensors), dtype=torch.float64, device="cpu")
+    if blocks:
+        partial = torch.empty(blocks, dtype=torch.float64, device="cpu")
+        (library or _library()).megalowbit_sums_of_squares(
+            items, first_blocks, _integer(len(tensors)), _pointer(partial), _pointer(sums), _threads()
+        )
+    return sums
+
+
+def accumulate(main: Tensor, gradient: Tensor, factor: float, *, library: ctypes.CDLL | None = None) -> None:
+    """Add gradient · factor to `main`, each operation rounded to fp32.
+
+    Args:
+        main: fp32, as `can_accumulate` takes it; its version counter does not move.
+        gradient: of the same shape.
+        factor: rounded to fp32.
+        library: other than the one in use, to be checked.
+    """
+    (library or _library()).megalowbit_accumulate(
+        _pointer(main),
+        _pointer(gradient),
+        _integer(DTYPES[gradient.dtype]),
+        _integer(main.numel()),
+        ctypes.c_float(factor),
+        _threads(),
+    )
+
+
+def adam_step(
+    items: Sequence[AdamTensors],
+    grad_scale: Tensor,
+    found_inf: Tensor,
+    *,
+    clears_gradients: bool = False,
+    is_fused: bool | None = None,
+    library: ctypes.CDLL | None = None,
+) -> None:
+    """Take one step of Adam on gradients ÷ `grad_scale`, or change nothing at all where `found_inf` is 1.
+
+    Args:
+        items: one for each parameter.
+        grad_scale: 0-dim fp32.
+        found_inf: 0-dim fp32, 0 or 1.
+        clears_gradients: whether a step that is taken leaves zeros where fp32 gradients were.
+        is_fused: whether products are added in one rounding; as torch does here by default.
+        library: other than the one in use, to be checked.
+
+    Raises:
+        UserError: the tensors of an item are not of one shape, or have no memory.
+    """
+    for flag in (grad_scale, found_inf):
+        assert flag.dtype == torch.float32, flag.dtype
+        assert flag.device.type == "cpu", flag.device
+    first_blocks, _ = _blocks([item.master for item in items])
+    rows = (_Step * len(items))(*(_Step(*_row(item)) for item in items))
+    if is_fused is None:
+        is_fused = torch.backends.cpu.get_cpu_capability() in FUSED
+    if items:
+        (library or _library()).megalowbit_adam_step(
+            rows,
+            first_blocks,
+            _integer(len(items)),
+            _pointer(grad_scale),
+            _pointer(found_inf),
+            _integer(is_fused),
+            _integer(clears_gradients),
+            _threads(),
+        )
+
+
+def _check_shapes(item: AdamTensors) -> None:
+    """The library knows one size alone: what is smaller would be read, and written, past its end."""
+    shape = item.master.shape
+    for name in ("gradient", "exp_avg", "exp_avg_sq", "half"):
+        tensor: Tensor | None = getattr(item, name)
+        if tensor is not None and tensor.shape != shape:
+            raise UserError(
+                f"{name} is of shape {tuple(tensor.shape)} and its fp32 weight of {tuple(shape)}: "
+                "give both the same shape"
+            )
+    if item.step.numel() != 1:
+        raise UserError(f"step is of shape {tuple(item.step.shape)}: it has to be one number, of steps taken")
+
+
+def _row(item: AdamTensors) -> tuple[Any, ...]:
+    _check_shapes(item)
+    half, settings, single = item.half, item.settings, torch.float32
+    assert item.master.dtype is item.exp_avg.dtype is item.exp_avg_sq.dtype is item.step.dtype is single, item
+    return (
+        _address(item.master),
+        _address(item.exp_avg),
+        _address(item.exp_avg_sq),
+        _address(item.step),
+        _address(item.gradient),
+        _address(half),
+        DTYPES[item.gradient.dtype],
+        0 if half is None else DTYPES[half.dtype],
+        settings.is_decoupled,
+        item.master.numel(),
+        settings.learning_rate,
+        settings.beta1,
+        settings.beta2,
+        settings.epsilon,
+        settings.weight_decay,
+    )
+
+
+def _blocks(tensors: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+    """The first block of each tensor and, behind them and by itself, the number of all."""
+    counts = (-(-tensor.numel() // BLOCK) for tensor in tensors)
+    first = [0, *itertools.accumulate(counts)]
+    return (ctypes.c_int64 * len(first))(*first), first[-1]
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    if tensor is None:
+        return None
+    assert supports(tensor) or tensor.dtype == torch.float64, (tensor.dtype, tensor.stride(), tensor.device)
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise UserError(
+            f"a tensor of {tuple(tensor.shape)} has no memory: its storage was freed, gather it first"
+        )
+    return address
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(_address(tensor))
+
+
+def _integer(number: int) -> ctypes.c_int64:
+    return ctypes.c_int64(number)
+
+
+def _threads() -> ctypes.c_int64:
+    return ctypes.c_int64(torch.get_num_threads())
+
+
+def _library() -> ctypes.CDLL:
+    library, reason = _loaded()
+    assert library is not None, reason
+    return library
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    """The library, or `None` and the reason."""
+    library, reason = load_checked(SOURCE, (), _answers, KNOWN_BITS)
+    if reason is not None:
+        logger.warning("optimizer steps use several passes of torch, which is slower: %s", reason)
+    return library, reason
+
+
+# Sums over the bits of what `_answers` computes, the same on every machine.
+KNOWN_BITS = {
+    "sums of squares of fp32": 475842458281872181,
+    "adding up fp32": 274368220013254,
+    "Adam on fp32": 2669305775994822,
+    "sums of squares of bf16": 475873700525290283,
+    "adding up bf16": 274371708230622,
+    "Adam on bf16": 2669331624505084,
+    "sums of squares of fp16": 475845983774163115,
+    "adding up fp16": 274367775677244,
+    "Adam on fp16": 2669324085914892,
+}
+
+
+@_disable_current_modes()
+def _answers(library: ctypes.CDLL) -> dict[str, int]:
+    new = functools.partial(torch.arange, dtype=torch.float32, device="cpu")
+    numbers = (new(1, 1109) * 0.37 - 171.0) * 2.0 ** (new(1, 1109) % 23 - 18)  # exact, or rounded once
+    answers = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        gradient = numbers.to(dtype)
+        main = numbers.flip(0).contiguous()
+        accumulate(main, gradient, 0.375, library=library)
+        squares = sums_of_squares([gradient[:700], gradient], library=library)
+        answers[f"sums of squares of {name}"] = _bits(squares)
+        answers[f"adding up {name}"] = _bits(main)
+        answers[f"Adam on {name}"] = _adam_bits(numbers, gradient, library)
+    return answers
+
+
+def _adam_bits(numbers: Tensor, gradient: Tensor, library: ctypes.CDLL) -> int:
+    bits = 0
+    halves = torch.float16 if gradient.dtype == torch.float16 else torch.bfloat16
+    for is_decoupled, is_fused, beta1, scale in ((True, False, 0.9, 96.0), (False, True, 0.4, 128.0)):
+        item = AdamTensors(
+            master=numbers.flip(0).contiguous(),
+            gradient=gradient.clone(),
+            exp_avg=numbers * 0.25,
+            exp_avg_sq=numbers * numbers,
+            step=torch.full((), 6.0, dtype=torch.float32, device="cpu"),
+            half=torch.zeros_like(numbers, dtype=halves),
+            settings=AdamSettings(
+                learning_rate=0.01,
+                beta1=beta1,
+                beta2=0.95,
+                epsilon=1e-8,
+                weight_decay=0.1,
+                is_decoupled=is_decoupled,
+            ),
+        )
+        tensors = (item.master, item.gradient, item.exp_avg, item.exp_avg_sq, item.step, item.half)
+        for found_inf in (0.0, 1.0):
+            flags = (torch.full((), value, dtype=torch.float32, device="cpu") for value in (scale, found_inf))
+            adam_step([item], *flags, clears_gradients=True, is_fused=is_fused, library=library)
+        bits += sum(_bits(tensor) for tensor in tensors if tensor is not None)
+    return bits
+
+
+def _bits(tensor: Tensor) -> int:
+    """A sum that every bit of a tensor, and its place, has a part in."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integers = tensor.reshape(-1).view(kinds[tensor.element_size()]).to(torch.int64)
+    return int((integers * torch.arange(1, 2 * len(integers), 2, device="cpu")).sum())

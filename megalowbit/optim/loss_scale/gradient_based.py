@@ -1,0 +1,253 @@
+"""What all loss scales that look at the gradients have in common: octaves, bounds, backoff, patience.
+
+S is a power of two and moves in octaves (factors of two): whole octaves are exact in every float format, so a
+change of S changes no mantissa. A strategy gathers statistics on clean steps and says where S should be; this
+class rounds that down, keeps it within the bounds, lets S rise by one octave at most, and only every
+`update_every` clean steps. An overflow acts at once: S falls by one octave and nothing is gathered.
+
+After an overflow S stays below the S that overflowed, and gets an octave back for every `growth_interval`
+clean steps in a row: statistics come from clean steps only, so of gradients that alternate between large and
+small they see the small ones, and without patience S would return to the overflow after each of them. Where
+the mean of the gradients' largest value falls meanwhile, S may follow it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from megalowbit.errors import UserError
+from megalowbit.optim.loss_scale.base import GradientStatistics, GradScaler, check_scale_bounds
+from megalowbit.optim.loss_scale.rules import check, is_count, is_positive
+from megalowbit.optim.loss_scale.state import (
+    STRATEGY_KEY,
+    check_is_mapping,
+    damaged,
+    fitted_scale,
+    is_finite,
+    is_whole,
+    plain_number,
+    read_saved_scaler,
+    read_scale,
+)
+
+LARGEST_HALF = 65504.0
+# octaves forgiven before rounding down: a mean of equal values may end a few bits below them
+ROUNDING = 1e-6
+MOST_OCTAVES = 4096.0  # no two numbers of float64, nor a mean of such quotients, are that far apart
+WHOLE_OCTAVES = ("ceiling", "floor")  # None where there is none
+
+
+def octaves_below(target: float, amax: float | None) -> float | None:
+    """log2(target / amax); None for an amax of 0, infinity or NaN, or none at all: they say nothing."""
+    if amax is None or not 0 < amax < math.inf:
+        return None
+    return math.log2(target) - math.log2(amax)  # their quotient could overflow
+
+
+class StrategyGradScaler(GradScaler):
+    """A scale that is set from statistics of the gradients.
+
+    Subclasses implement `_gather` and `_wanted` and list in `STATE` the attributes that they save, by name
+    without underscore, with the first value of each.
+
+    Args:
+        initial_scale: first S; rounded down to a power of two.
+        min_scale: S never falls below it.
+        max_scale: S never grows above it.
+        growth_interval: clean steps in a row after an overflow before S may return to where it overflowed.
+        update_every: S moves only every so many clean steps, except down on overflow.
+        sample: share, in (0, 1], of the parameters or layers that statistics are taken from.
+
+    Raises:
+        UserError: an argument is out of range; the message names it.
+    """
+
+    NAME: ClassVar[str]
+    STATE: ClassVar[Mapping[str, float | None]] = {}
+    COMMON_STATE: ClassVar[Mapping[str, float | None]] = {
+        "steps": 0,
+        "since_move": 0,
+        "since_overflow": 0,
+        "ceiling": None,
+        "level_at_overflow": None,
+    }
+
+    _steps: int  # clean steps in all
+    _since_move: int  # clean steps since S was last free to move
+    _since_overflow: int  # clean steps since the ceiling came or rose
+    _ceiling: int | None  # octave that S may not exceed since the last overflow
+    _level_at_overflow: float | None
+
+    def __init__(
+        self,
+        initial_scale: float = 2.0**15,
+        min_scale: float = 1.0,
+        *,
+        max_scale: float = 2.0**32,
+        growth_interval: int = 100,
+        update_every: int = 1,
+        sample: float = 1.0,
+    ) -> None:
+        check_scale_bounds(initial_scale, min_scale, max_scale)
+        check("growth_interval", growth_interval, is_count(growth_interval), "a whole number > 0")
+        check("update_every", update_every, is_count(update_every), "a whole number > 0")
+        check("sample", sample, is_positive(sample) and sample <= 1, "in (0, 1]")
+        self.min_scale, self.max_scale = float(min_scale), float(max_scale)
+        self._lowest = math.ceil(math.log2(min_scale))
+        self._highest = math.floor(math.log2(max_scale))
+        bounds_hold_a_power = self._lowest <= self._highest
+        check(
+            "max_scale",
+            max_scale,
+            bounds_hold_a_power,
+            f"such that a power of two is ≥ min_scale ({min_scale})",
+        )
+        first = self._clamped(math.floor(math.log2(initial_scale)))
+        super().__init__(2.0**first)
+        self.growth_interval = growth_interval
+        self.update_every = update_every
+        self.sample = float(sample)
+        self._restart()
+        self._set_exponent(first)
+
+    def update(self, found_inf: bool, statistics: GradientStatistics | None = None) -> float:
+        if found_inf:
+            self.back_off()
+            return self.scale
+        self._steps += 1
+        if statistics is not None:
+            self._gather(statistics)
+        self._ease_ceiling()
+        self._since_move += 1
+        if self._since_move >= self.update_every:
+            self._since_move = 0
+            self._move_to(self._wanted())
+        return self.scale
+
+    def back_off(self) -> bool:
+        self._since_move = 0
+        self._since_overflow = 0
+        is_lower = self._exponent > self._lowest
+        self._set_exponent(max(self._exponent - 1, self._lowest))
+        self._ceiling = self._exponent
+        self._level_at_overflow = self._level()
+        self._after_backoff()
+        return is_lower
+
+    def restart_growth(self) -> None:
+        self._since_move = 0
+        self._since_overflow = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next `update` depends on: numbers, strings and None under public names."""
+        own = {name: getattr(self, f"_{name}") for name in (*self.COMMON_STATE, *self.STATE)}
+        return {STRATEGY_KEY: self.NAME, "scale": self.scale, **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Of the state of another strategy or library's scaler only S is taken, rounded down to a power of two;
+        what this strategy gathers starts anew.
+
+        Raises:
+            UserError: the state is not a scaler's, lacks a key, or holds a value that cannot be; nothing
+            has been changed then.
+        """
+        scale, values = self._read(state)
+        fitted = fitted_scale(scale, 2.0**self._lowest, 2.0**self._highest)
+        self._restart(values)
+        self._set_exponent(math.floor(math.log2(fitted)))
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._read(state)
+
+    def _read(self, state: Mapping[str, Any]) -> tuple[float, dict[str, float | None]]:
+        """S of a state, and what else it holds of this strategy; of another's nothing."""
+        check_is_mapping(state)
+        if state.get(STRATEGY_KEY) != self.NAME:
+            return read_saved_scaler(state).scale, {}
+        firsts = {**self.COMMON_STATE, **self.STATE}
+        missing = [name for name in ("scale", *firsts) if name not in state]
+        if missing:
+            raise UserError(f"{self.NAME} grad scaler state lacks {', '.join(missing)}")
+        values = {name: _state_value(name, state[name], first) for name, first in firsts.items()}
+        return read_scale(state, "scale"), values
+
+    def _restart(self, values: Mapping[str, float | None] | None = None) -> None:
+        """Set what the strategy gathers to the first values, or to those of `values`."""
+        for name, value in {**self.COMMON_STATE, **self.STATE, **(values or {})}.items():
+            setattr(self, f"_{name}", value)
+
+    @abstractmethod
+    def _gather(self, statistics: GradientStatistics) -> None:
+        """Take in the statistics of a clean step."""
+
+    @abstractmethod
+    def _wanted(self) -> float | None:
+        """The octave where S should be, fractions included; None to leave it."""
+
+    def _after_backoff(self) -> None:
+        """Adapt state that must not pull S up again after an overflow."""
+
+    def _level(self) -> float | None:
+        """A slow measure, in octaves, of how much S the gradients bear; None: there is none."""
+        return None
+
+    def _ease_ceiling(self) -> None:
+        self._since_overflow += 1
+        if self._ceiling is None:
+            return
+        if self._since_overflow >= self.growth_interval:
+            # by one octave, so that a wrong guess costs one overflow
+            self._since_overflow = 0
+            self._ceiling = self._ceiling + 1 if self._ceiling < self._highest else None
+        if self._level_at_overflow is None:
+            self._level_at_overflow = self._level()
+
+    def _allowed(self) -> float:
+        """The highest octave that bounds, pace and patience allow now."""
+        highest = float(min(self._exponent + 1, self._highest))
+        if self._ceiling is None:
+            return highest
+        level, before = self._level(), self._level_at_overflow
+        risen = 0.0 if level is None or before is None else max(level - before, 0.0)
+        return min(highest, self._ceiling + risen)
+
+    def _move_to(self, wanted: float | None) -> None:
+        if wanted is None or math.isnan(wanted):
+            return
+        octave = max(min(wanted, self._allowed()), float(self._lowest))
+        self._set_exponent(self._clamped(math.floor(octave + ROUNDING)))
+
+    def _clamped(self, exponent: int) -> int:
+        return min(max(exponent, self._lowest), self._highest)
+
+    def _set_exponent(self, exponent: int) -> None:
+        self._exponent = exponent
+        self.scale = 2.0**exponent
+
+
+def _state_value(name: str, value: Any, first: float | None) -> float | None:
+    """A saved value as Python keeps it; `first`, that of a new strategy, tells what it must be."""
+    value = plain_number(value)
+    if isinstance(first, bool):
+        is_valid, rule = isinstance(value, bool), "true or false"
+    elif isinstance(first, int):
+        is_valid, rule = is_whole(value) and value >= 0, "a whole number ≥ 0"
+    elif name == "weight":
+        is_valid, rule = is_finite(value) and 0 <= value <= 1, "in [0, 1]"
+    elif first is None and value is None:
+        return None
+    elif name in WHOLE_OCTAVES:
+        is_valid, rule = is_whole(value) and abs(value) <= MOST_OCTAVES, "a whole number of octaves, or null"
+    elif first == 0.0:  # a sum, of as many as there were
+        is_valid, rule = is_finite(value), "a finite number"
+    else:
+        is_valid, rule = is_finite(value) and abs(value) <= MOST_OCTAVES, "a finite number of octaves"
+    if not is_valid:
+        raise damaged(name, value, rule)
+    is_counted = isinstance(first, int) or name in WHOLE_OCTAVES
+    return value if isinstance(value, bool) else int(value) if is_counted else float(value)

@@ -1,0 +1,387 @@
+"""One optimizer step on scaled fp32 gradients, the same for half-precision and fp32 models.
+
+Inspect the scaled gradients, skip if any is non-finite, else unscale and clip, step the masters, copy them to
+the model, and tell the scaler: `take_step` has the order, for one optimizer or several.
+Here is what it needs of each optimizer. A step leaves no gradient behind: one that stayed would be applied a
+second time. Which parameters have masters is the business of the subclasses in `mixed_precision`.
+Between steps others may change weights: `master_of`, `state_of`, then `masters_have_changed`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalowbit.distributed import process_group
+from megalowbit.errors import UserError
+from megalowbit.optim.gradients.buffer import GradBuffer
+from megalowbit.optim.gradients.norm import GradientNorm, check_same_parameters
+from megalowbit.optim.gradients.report import LastStep, StepReport
+from megalowbit.optim.gradients.step_gradients import StepGradients
+from megalowbit.optim.instruments import Instruments, complete_instruments
+from megalowbit.optim.loss_scale.base import GradScaler
+from megalowbit.optim.optimizers.inner_step import InnerStep
+from megalowbit.optim.optimizers.options import BeforeStep, NamedParameters, check_step_options
+from megalowbit.optim.optimizers.saved_state import check_inner_state, check_masters, copy_masters, find_key
+from megalowbit.optim.statistics.layer_scaling import LayerScaling
+from megalowbit.optim.step import take_step
+from megalowbit.optim.timers import StepTimers
+
+logger = logging.getLogger(__name__)
+
+
+def learning_rate(group: Mapping[str, Any]) -> float:
+    """What a step multiplies a group's update by: `lr`, times `lr_scale` where the group has one."""
+    return group["lr"] * group.get("lr_scale", 1.0)
+
+
+def not_copied(optimizer: torch.optim.Optimizer) -> UserError:
+    """Why an optimizer is neither copied nor pickled."""
+    return UserError(
+        f"{type(optimizer).__name__} cannot be copied or pickled, because hooks tie it to a model: build "
+        "another one and use state_dict and load_state_dict"
+    )
+
+
+class MegatronOptimizer(LastStep, torch.optim.Optimizer):
+    """What both optimizers share; a torch `Optimizer`, so that any learning-rate scheduler takes it.
+
+    `param_groups` and `state` are those of the inner optimizer. A group may hold `lr_scale`, by which its
+    learning rate is multiplied at each step; schedulers, which write `lr`, do not see it, and it is saved
+    with the group. `before_step` may be set at any time.
+
+    Attributes:
+        report: what the last step did; None before the first.
+        gradients: of the model's parameters, where a step finds them.
+        grad_buffer: made by this optimizer; None where gradients lie elsewhere.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        grad_scaler: GradScaler | None,
+        clip_grad: float,
+        log_num_zeros_in_grad: bool = False,
+        params_have_main_grad: bool = True,
+        model_parallel_group: dist.ProcessGroup | None = None,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
+        training_group: dist.ProcessGroup | None = None,
+        is_flag_shared: bool = False,
+        gradient_norm: GradientNorm = "global",
+        before_step: BeforeStep | None = None,
+        named_parameters: NamedParameters | None = None,
+        instruments: Instruments | None = None,
+        timers: StepTimers | None = None,
+    ) -> None:
+        check_step_options(clip_grad, gradient_norm, params_have_main_grad, instruments)
+        self.optimizer = optimizer
+        self.clip_grad = clip_grad
+        self.log_num_zeros_in_grad = log_num_zeros_in_grad
+        self.params_have_main_grad = params_have_main_grad
+        self.grad_scaler = grad_scaler
+        self.model_parallel_group = model_parallel_group
+        self.is_flag_shared = is_flag_shared
+        self.gradient_norm = gradient_norm
+        self.before_step = before_step
+        self.timers = timers
+        self.report: StepReport | None = None
+        self._training_group = training_group
+        self._are_gradients_cleared = False
+        self.float16_groups: list[list[torch.nn.Parameter]] = []
+        self.fp32_from_float16_groups: list[list[torch.Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[torch.nn.Parameter]] = []
+        for group in optimizer.param_groups:
+            self._adopt_group(group)
+        groups, state = optimizer.param_groups, optimizer.state
+        super().__init__(groups, optimizer.defaults)  # for torch's step hooks; adds these very groups again
+        self.state = state
+        self._pairs = list(self._model_and_master())
+        self._models = {id(master): model for model, master in self._pairs}
+        self._masters = {id(model): master for model, master in self._pairs}
+        self._names = self._name_all(named_parameters)
+        named = [(self._names[id(model)], model) for model, _ in self._pairs]
+        # before the buffer: its hooks take `.grad` away
+        self.instruments = complete_instruments(instruments, grad_scaler, named)
+        self.grad_buffer = self._make_grad_buffer() if params_have_main_grad else None
+        self.gradients = StepGradients(
+            self._pairs,
+            names=self._names,
+            has_main_grad=params_have_main_grad,
+            copies=tensor_parallel_group or model_parallel_group,
+            layer_scaling=self.layer_scaling,
+        )
+        self._inner_step = InnerStep(
+            optimizer,
+            {master: model for model, master in self._pairs if master is not model},
+            gradient_of=lambda master: self.gradients.of(self._models[id(master)]),
+        )
+        if gradient_norm == "sum_of_norms":
+            check_same_parameters(len(self._pairs), model_parallel_group)
+
+    # Property and not alias: loading a state gives the inner optimizer new objects.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of the inner optimizer; their `params` are the fp32 masters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """State of the inner optimizer, keyed by master."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        self.optimizer.state = state
+
+    @property
+    def loss_scale(self) -> float:
+        """S by which the loss of the coming backward is multiplied; 1 without a scaler."""
+        return self.grad_scaler.scale if self.grad_scaler is not None else 1.0
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply the loss by S, in fp32: S itself may not exist in half precision."""
+        return loss.float() * self.loss_scale
+
+    @property
+    def layer_scaling(self) -> LayerScaling | None:
+        """Factors by block, if gradients are scaled so."""
+        return self.instruments.layer_scaling
+
+    @property
+    def training_group(self) -> dist.ProcessGroup | None:
+        """All ranks that take each step together; None where there is one process."""
+        if self._training_group is None and process_group.is_initialized():
+            return dist.group.WORLD
+        return self._training_group
+
+    def step(self, closure: Callable[[], float] | None = None) -> StepReport:  # type: ignore[override]
+        """Apply the gathered gradients, or skip them if any is infinite or NaN.
+
+        Collective over the model-parallel and the training group. Gradients must already be averaged over
+        data parallel. `before_step` is called first, with S: what it adds to the gradients is inspected,
+        clipped and, where they overflow, dropped as they are. Without any gradient since the last step
+        moments and weight decay still move the weights. The host reads the device once, after an update has
+        been launched; before it if the inner optimizer, unlike torch's fused ones, cannot skip.
+
+        Returns:
+            A tuple `(True, norm, num_zeros)`, or `(False, None, None)` after a skip, which leaves masters,
+            moments and step counts as they were; and more by name, see `StepReport`.
+        """
+        if closure is not None:
+            raise TypeError("step takes no closure: call backward first")
+        return take_step([self], self.grad_scaler)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
+        """Clear the gradients of model and masters; `.grad`s are always set to None, `main_grad`s to zero.
+
+        `zero_grad` of the model, or of a part of it, does the same for its parameters.
+        """
+        self.gradients.zero()
+
+    def begin_step(self, loss_scale: float) -> None:
+        """Make the gradients ready to be measured; first of what `take_step` calls."""
+        self.gradients.check_factors()
+        self.gradients.collect()
+        self._are_gradients_cleared = False
+        if self.before_step is not None:
+            self.before_step(loss_scale)
+
+    def measure(self, *, is_exact: bool = False) -> torch.Tensor:
+        """Norm of the scaled gradients, flag and zeros, (3,) float64; collective over model parallel."""
+        return self.gradients.measure(
+            self.gradient_norm,
+            count_zeros=self.log_num_zeros_in_grad,
+            group=self.model_parallel_group,
+            is_exact=is_exact,
+        )
+
+    @property
+    def is_late_flag_possible(self) -> bool:
+        """Whether `update` may be launched before the host knows if gradients overflowed."""
+        return self._inner_step.is_late_flag_possible
+
+    def update(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Step masters and model on gradients ÷ `grad_scale`, unless `found_inf` is 1: `InnerStep.run`."""
+        self._are_gradients_cleared = self._inner_step.run(
+            grad_scale,
+            found_inf,
+            [learning_rate(group) for group in self.param_groups],
+            clears_gradients=self.params_have_main_grad,
+        )
+
+    def end_step(self, *, is_applied: bool) -> None:
+        """Forget the gradients, unless the update has cleared them while it read them."""
+        if is_applied and self._are_gradients_cleared:
+            self.gradients.were_zeroed()
+        else:
+            self.gradients.zero()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported once the optimizer is built: masters and gradient buffer are made then.
+
+        Raises:
+            UserError: always, for a user's call.
+        """
+        if hasattr(self, "_inner_step"):
+            raise UserError(
+                "add_param_group: parameters cannot be added later; build the optimizer with all of them, "
+                "and set the lr of a group to 0 until its time has come"
+            )
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_copied(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`optimizer`, `grad_scaler` (if there is one) and `fp32_from_fp16_params` (masters by group)."""
+        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+        if self.grad_scaler is not None:
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        state["fp32_from_fp16_params"] = [
+            [master.detach() for master in group] for group in self.fp32_from_float16_groups
+        ]
+        if self.layer_scaling is not None:
+            state["layer_scaling"] = self.layer_scaling.state_dict()
+        return state
+
+    def check_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
+        """Whether `load_state_dict` takes this state; changes nothing.
+
+        Raises:
+            UserError: keys, groups or shapes do not fit.
+        """
+        inner, masters, scaler, factors = self._parts_of(state_dict)
+        if load_optimizer_states:
+            check_inner_state(inner, self.optimizer)
+        check_masters(masters, self.fp32_from_float16_groups)
+        if self.layer_scaling is not None and factors is not None:
+            self.layer_scaling.check_state_dict(factors)
+        if self.grad_scaler is not None and scaler:
+            self.grad_scaler.check_state_dict(scaler)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
+        """Continue from a saved state; model parameters are restored from the masters.
+
+        Megatron's older keys `optimizer_state_dict` and `fp32_from_fp16` are understood. A state without
+        scaler leaves the scaler at its initial value, with a warning.
+
+        Args:
+            state_dict: from `state_dict`.
+            load_optimizer_states: False loads masters and scaler but no moments.
+
+        Raises:
+            UserError: keys, groups or shapes do not fit; nothing has been changed then.
+        """
+        self.check_state_dict(state_dict, load_optimizer_states)
+        inner, masters, scaler, factors = self._parts_of(state_dict)
+        self._load_scales(scaler, factors)
+        copy_masters(masters, self.fp32_from_float16_groups)
+        if load_optimizer_states:
+            self.optimizer.load_state_dict(inner)
+        self._copy_masters_to_model()
+
+    def reload_model_params(self) -> None:
+        """Take the masters from the model, after something else has written to it; its rounding stays."""
+        with torch.no_grad():
+            for model, master in self._pairs:
+                if master is not model:
+                    master.copy_(model)
+
+    def master_of(self, model_parameter: torch.Tensor) -> torch.Tensor:
+        """The fp32 tensor that a step updates: the parameter's master, or the parameter itself.
+
+        Raises:
+            UserError: this optimizer does not train the parameter.
+        """
+        master = self._masters.get(id(model_parameter))
+        if master is None:
+            raise UserError(
+                f"a parameter of shape {tuple(model_parameter.shape)} is not trained by this optimizer: "
+                "pass one of the model's parameters that it was built with"
+            )
+        return master
+
+    def state_of(self, model_parameter: torch.Tensor) -> dict[str, Any]:
+        """The inner optimizer's state of a parameter (moments, step): live, and empty before its first step.
+
+        Raises:
+            UserError: this optimizer does not train the parameter.
+        """
+        return self.state[self.master_of(model_parameter)]
+
+    def has_gradient(self, model_parameter: torch.Tensor) -> bool:
+        """Whether a gradient of a trained parameter waits for the next step. Reads the device."""
+        self.gradients.collect()
+        gradient = self.gradients.of(model_parameter)
+        return gradient is not None and bool(gradient.any())
+
+    def masters_have_changed(self) -> None:
+        """Copy the masters to the model, after something else has written to them."""
+        self._copy_masters_to_model()
+
+    def _adopt_group(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _parts_of(self, state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+        """Inner state, masters, scaler and layer factors of a state; the last two may be None."""
+        inner = find_key(state_dict, ("optimizer", "optimizer_state_dict"))
+        default: list[Any] | None = None if self._has_masters() else []
+        masters = find_key(state_dict, ("fp32_from_fp16_params", "fp32_from_fp16"), default=default)
+        return inner, masters, state_dict.get("grad_scaler"), state_dict.get("layer_scaling")
+
+    def _load_scales(self, saved: Mapping[str, Any] | None, factors: Mapping[str, Any] | None) -> None:
+        if self.layer_scaling is not None:
+            if factors is not None:
+                self.layer_scaling.load_state_dict(factors)
+            else:
+                logger.warning("the state holds no layer scaling: continuing with factors of 1")
+        if self.grad_scaler is None:
+            return
+        if saved:
+            self.grad_scaler.load_state_dict(saved)
+            self.instruments.prepare(self.grad_scaler)
+        elif self.grad_scaler.state_dict():
+            logger.warning("the state holds no grad scaler: continuing with loss scale %g", self.loss_scale)
+
+    def _has_masters(self) -> bool:
+        return any(self.fp32_from_float16_groups)
+
+    def _model_and_master(self) -> Iterator[tuple[Any, Any]]:
+        groups = zip(
+            self.float16_groups, self.fp32_from_float16_groups, self.fp32_from_fp32_groups, strict=True
+        )
+        for halves, masters, fp32 in groups:
+            yield from zip(halves, masters, strict=True)
+            yield from ((parameter, parameter) for parameter in fp32)
+
+    def _make_grad_buffer(self) -> GradBuffer | None:
+        models = [model for model, _ in self._pairs]
+        if models and all(hasattr(model, "main_grad") for model in models):
+            return None  # someone else keeps the gradients, as Megatron's DDP does
+        return GradBuffer(models, factor_of=self.instruments.factor_of)
+
+    def _name_all(self, named_parameters: NamedParameters | None) -> dict[int, str]:
+        """Names for reports; of parameters without one, their place. Names of others do not matter."""
+        names = {id(parameter): name for name, parameter in named_parameters or ()}
+        for number, (half, fp32) in enumerate(
+            zip(self.float16_groups, self.fp32_from_fp32_groups, strict=True)
+        ):
+            for index, model in enumerate([*half, *fp32]):
+                names.setdefault(id(model), f"parameter {index} of group {number}")
+        return names
+
+    @torch.no_grad()
+    def _copy_masters_to_model(self) -> None:
+        halves = [(model, master) for model, master in self._pairs if master is not model]
+        if halves:
+            torch._foreach_copy_([model for model, _ in halves], [master for _, master in halves])

@@ -1,0 +1,152 @@
+"""Several optimizers that step as one: one loss scale, one overflow flag, one norm to clip by.
+
+For models whose parameters need different treatment, such as experts that other ranks do not hold. Each
+optimizer reduces its gradients' norm over a group of its own; an overflow anywhere skips all of them. Giving
+each a scaler of its own, as Megatron-Core does, lets their scales drift apart although one loss was
+multiplied by one of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.optim.gradients.report import StepReport
+from megalowbit.optim.loss_scale.base import GradScaler
+from megalowbit.optim.optimizers.base import MegatronOptimizer, not_copied
+from megalowbit.optim.optimizers.saved_state import REMEDY
+from megalowbit.optim.step import take_step
+
+SHARED_SETTINGS = ("clip_grad", "gradient_norm", "log_num_zeros_in_grad", "training_group")
+
+
+class ChainedOptimizer(torch.optim.Optimizer):
+    """A sequence of optimizers that apply a step all together or not at all.
+
+    A torch `Optimizer`, so that any learning-rate scheduler takes it.
+
+    Args:
+        optimizers: with the same scaler object, clipping, norm and training group, and no parameter twice.
+
+    Attributes:
+        chained_optimizers: in the order given.
+
+    Raises:
+        UserError: there are none, or their settings differ.
+    """
+
+    def __init__(self, optimizers: Sequence[MegatronOptimizer]) -> None:
+        if not optimizers:
+            raise UserError("ChainedOptimizer needs at least one optimizer")
+        lead = optimizers[0]
+        for other in optimizers[1:]:
+            if other.grad_scaler is not lead.grad_scaler:
+                raise UserError("chained optimizers have different grad scalers: pass one object to all")
+            for name in SHARED_SETTINGS:
+                if getattr(other, name) != getattr(lead, name):
+                    raise UserError(
+                        f"chained optimizers differ in {name}: {getattr(lead, name)!r} and "
+                        f"{getattr(other, name)!r}; give them the same"
+                    )
+        groups = [group for each in optimizers for group in each.param_groups]
+        parameters = [id(parameter) for group in groups for parameter in group["params"]]
+        if len(set(parameters)) < len(parameters):
+            raise UserError("a parameter is in two of the chained optimizers: give it to one of them")
+        self.chained_optimizers: list[MegatronOptimizer] = []
+        super().__init__(groups, {})  # for torch's hooks; what it keeps of them is not used
+        self.chained_optimizers = list(optimizers)
+
+    @property
+    def grad_scaler(self) -> GradScaler | None:
+        """The one scaler."""
+        return self.chained_optimizers[0].grad_scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """S by which the loss of the coming backward is multiplied; 1 without a scaler."""
+        return self.chained_optimizers[0].loss_scale
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all, in order; a learning rate written to one of them is used."""
+        if not self.chained_optimizers:
+            return self._collected
+        return [group for each in self.chained_optimizers for group in each.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._collected = groups
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """The states of all by master; a copy of the mapping, not of what it holds."""
+        merged: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for each in self.chained_optimizers:
+            merged.update(each.state)
+        return merged
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        pass  # torch's constructor sets one, and each optimizer has its own
+
+    @property
+    def report(self) -> StepReport | None:
+        """What the last step did; None before the first."""
+        return self.chained_optimizers[0].report
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply the loss by S, in fp32."""
+        return self.chained_optimizers[0].scale_loss(loss)
+
+    def step(self, closure: Callable[[], float] | None = None) -> StepReport:  # type: ignore[override]
+        """Apply all gradients, or none if any is infinite or NaN; see `MegatronOptimizer.step`."""
+        if closure is not None:
+            raise TypeError("step takes no closure: call backward first")
+        return take_step(self.chained_optimizers, self.grad_scaler)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all."""
+        for each in self.chained_optimizers:
+            each.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported once the optimizer is built, as of `MegatronOptimizer`.
+
+        Raises:
+            UserError: always, for a user's call.
+        """
+        if self.chained_optimizers:
+            self.chained_optimizers[0].add_param_group(param_group)  # which says why not
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_copied(self)
+
+    def reload_model_params(self) -> None:
+        """Take the masters of all from the model."""
+        for each in self.chained_optimizers:
+            each.reload_model_params()
+
+    def state_dict(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The states of all, in order."""
+        return [each.state_dict() for each in self.chained_optimizers]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:  # type: ignore[override]
+        """Continue from saved states.
+
+        Raises:
+            UserError: their number, or what they hold, does not fit; nothing has been changed then.
+        """
+        if len(states) != len(self.chained_optimizers):
+            raise UserError(
+                f"the state is of {len(states)} chained optimizers, here are {len(self.chained_optimizers)}: "
+                f"{REMEDY}"
+            )
+        for each, state in zip(self.chained_optimizers, states, strict=True):
+            each.check_state_dict(state)
+        for each, state in zip(self.chained_optimizers, states, strict=True):
+            each.load_state_dict(state)

@@ -1,0 +1,299 @@
+"""How the inner torch optimizer's update is run: the fastest way that its settings allow.
+
+Four paths. "one_pass": Adam and AdamW on CPUs, by `cpu_kernels`, which unscales, steps and writes the half
+weights while it reads everything once; bits and state are those of torch's fused Adam, so that each
+continues the other. "apex": the same on GPUs by NVIDIA's apex, where it is installed. "fused": torch's fused
+optimizers, then one copy of masters to half weights. "plain": any other optimizer, which cannot skip a step
+by itself, so that the flag is read first. On the other paths nothing is read on the host.
+
+A path is found anew at each step: settings, hooks and state may have been exchanged. The fast paths stand
+aside for hooks, for a `step` that was replaced, and for `fused=False` or `foreach=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+
+from megalowbit.errors import UserError
+from megalowbit.optim.kernels import apex as apex_kernels
+from megalowbit.optim.kernels import cpu as cpu_kernels
+from megalowbit.optim.kernels.cpu import AdamSettings, AdamTensors
+
+StepPath = Literal["one_pass", "apex", "fused", "plain"]
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # exactly these: a subclass may step otherwise
+FUSED = (*ADAMS, torch.optim.SGD, torch.optim.Adagrad)  # these take `grad_scale` and `found_inf`
+UNUSUAL = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+
+
+def _own_gradient(master: Tensor) -> Tensor | None:
+    return master.grad
+
+
+class InnerStep:
+    """Runs the update of `optimizer` on its fp32 masters and keeps the half weights equal to them.
+
+    Args:
+        optimizer: whose parameters are the masters.
+        half_of: the fp16 or bf16 parameter of each master that has one.
+        gradient_of: the scaled gradient of a master, fp32 or in its weight's dtype; None: the master is
+            passed over. Its own `.grad` by default.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        half_of: Mapping[Tensor, Tensor],
+        *,
+        gradient_of: Callable[[Tensor], Tensor | None] = _own_gradient,
+    ) -> None:
+        self.optimizer = optimizer
+        self._half_of = {id(master): half for master, half in half_of.items()}
+        self._gradient_of = gradient_of
+        self._cohorts = apex_kernels.Cohorts()
+
+    @property
+    def path(self) -> StepPath:
+        """How the next step will be run."""
+        groups = self.optimizer.param_groups
+        if type(self.optimizer) in ADAMS and not _is_observed(self.optimizer) and all(map(_is_usual, groups)):
+            masters = [master for group in groups for master in group["params"]]
+            if all(map(self._fits_one_pass, masters)) and cpu_kernels.is_available():
+                return "one_pass"
+            if masters and all(map(self._fits_apex, masters)):
+                return "apex"
+        return "fused" if isinstance(self.optimizer, FUSED) and all(map(_is_fused, groups)) else "plain"
+
+    @property
+    def is_late_flag_possible(self) -> bool:
+        """Whether `run` may be called before the host knows if the gradients overflowed."""
+        return self.path != "plain"
+
+    @torch.no_grad()
+    def run(
+        self,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        learning_rates: Sequence[float] | None = None,
+        *,
+        clears_gradients: bool = False,
+    ) -> bool:
+        """Step the masters on gradients ÷ `grad_scale`, then round them to the half weights.
+
+        Where `found_inf` is 1, masters, state and step counts stay as they are. Gradients are spent: they
+        may have been unscaled in place. Masters without gradient are passed over, half weights included.
+
+        Args:
+            grad_scale: 0-dim fp32 on the masters' device; None: 1.
+            found_inf: 0-dim fp32, exactly 0 or 1, on that device; None: 0. The "plain" path reads it.
+            learning_rates: one for each group, in place of its `lr`.
+            clears_gradients: whether to leave zeros, where that costs no pass of its own.
+
+        Returns:
+            Whether all gradients are zero now, unless `found_inf` is 1; the caller clears what is not.
+
+        Raises:
+            UserError: a gradient is sparse, or of another shape than its master.
+        """
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups] if learning_rates is None else list(learning_rates)
+        assert len(rates) == len(groups), (len(rates), len(groups))
+        gradients = {
+            id(master): self._dense_gradient(master) for group in groups for master in group["params"]
+        }
+        path = self.path
+        if path in ("one_pass", "apex"):
+            is_clearing = clears_gradients and path == "one_pass"
+            return self._run_adam(path, gradients, grad_scale, found_inf, rates, is_clearing=is_clearing)
+        with _learning_rates(groups, rates):
+            self._run_torch(path, gradients, grad_scale, found_inf)
+        return False
+
+    def _dense_gradient(self, master: Tensor) -> Tensor | None:
+        gradient = self._gradient_of(master)
+        if gradient is not None and gradient.layout != torch.strided:
+            raise UserError("sparse gradients are not supported: build embeddings with sparse=False")
+        return gradient
+
+    def _fits_one_pass(self, master: Tensor) -> bool:
+        half = self._half_of.get(id(master))
+        is_half = half is None or (half.dtype != torch.float32 and cpu_kernels.supports(half))
+        return is_half and master.dtype == torch.float32 and cpu_kernels.supports(master)
+
+    def _fits_apex(self, master: Tensor) -> bool:
+        half = self._half_of.get(id(master))
+        is_plain = half is None or half.is_contiguous()
+        is_fp32 = master.dtype == torch.float32 and master.is_contiguous()
+        return is_plain and is_fp32 and apex_kernels.is_available(master.device)
+
+    def _run_adam(
+        self,
+        path: StepPath,
+        gradients: Mapping[int, Tensor | None],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        rates: Sequence[float],
+        *,
+        is_clearing: bool,
+    ) -> bool:
+        """Returns whether all gradients are zero after a step that was taken."""
+        items = []
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            settings = _settings_of(group, rate)
+            for master in group["params"]:
+                gradient = gradients[id(master)]
+                if gradient is not None:
+                    items.append(self._item(master, gradient, settings))
+        if items:
+            device = items[0].master.device
+            scale = torch.ones((), device=device) if grad_scale is None else grad_scale
+            flag = torch.zeros((), device=device) if found_inf is None else found_inf
+            if path == "one_pass":
+                cpu_kernels.adam_step(items, scale, flag, clears_gradients=is_clearing)
+            else:
+                apex_kernels.adam_step(self._cohorts.of(items), scale, flag)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
+        # neither half gradients nor those whose copy was used: these lie otherwise in memory
+        places = {item.gradient.data_ptr() for item in items if item.gradient.dtype == torch.float32}
+        given = (gradient for gradient in gradients.values() if gradient is not None)
+        return is_clearing and all(gradient.data_ptr() in places for gradient in given)
+
+    def _item(self, master: Tensor, gradient: Tensor, settings: AdamSettings) -> AdamTensors:
+        """What a step of one master needs; its state is made at the first one, as torch makes it."""
+        state = self.optimizer.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"] = torch.zeros_like(master)
+            state["exp_avg_sq"] = torch.zeros_like(master)
+        if state["step"].dtype != torch.float32 or state["step"].device != master.device:
+            # not fused until now; there it has another dtype or place
+            state["step"] = state["step"].to(master.device, torch.float32)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name].contiguous()  # a loaded state may lie otherwise
+        return AdamTensors(
+            master=master,
+            gradient=gradient.resolve_neg().contiguous(),
+            exp_avg=state["exp_avg"],
+            exp_avg_sq=state["exp_avg_sq"],
+            step=state["step"],
+            half=self._half_of.get(id(master)),
+            settings=settings,
+        )
+
+    def _run_torch(
+        self,
+        path: StepPath,
+        gradients: Mapping[int, Tensor | None],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        if path == "plain" and found_inf is not None and found_inf.item():
+            return
+        inner: Any = self.optimizer
+        with _gradients_in_place(inner, gradients) as used:
+            if path == "plain":
+                if grad_scale is not None and used:
+                    torch._foreach_div_([master.grad for master in used], grad_scale)  # type: ignore[misc]
+                inner.step()
+            else:
+                _start_momentum(inner)
+                inner.grad_scale, inner.found_inf = grad_scale, found_inf
+                try:
+                    inner.step()
+                finally:
+                    del inner.grad_scale, inner.found_inf
+        pairs = [(self._half_of[id(master)], master) for master in used if id(master) in self._half_of]
+        if pairs:
+            halves, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(halves, masters)
+
+
+def _settings_of(group: Mapping[str, Any], rate: float) -> AdamSettings:
+    beta1, beta2 = group["betas"]
+    return AdamSettings(
+        learning_rate=rate,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=group["eps"],
+        weight_decay=group["weight_decay"],
+        is_decoupled=group["decoupled_weight_decay"],
+    )
+
+
+def _is_usual(group: Mapping[str, Any]) -> bool:
+    """Whether a group of Adam asks for nothing that the kernels lack."""
+    numbers = (group["lr"], *group["betas"])
+    is_left_open = group.get("fused") is not False and not any(group.get(name) for name in UNUSUAL)
+    return is_left_open and not any(isinstance(number, Tensor) for number in numbers)
+
+
+def _is_fused(group: Mapping[str, Any]) -> bool:
+    """Whether torch's own step takes the flag; a damped first momentum would not survive a skip."""
+    return bool(group.get("fused")) and not (group.get("momentum") and group.get("dampening"))
+
+
+def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether others want to see its `step` called."""
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        return True
+    return any(
+        (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        )
+    )
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Let SGD's momentum start from zeros: torch leaves what a skipped first step made uninitialised."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        for master in group["params"] if group["momentum"] else ():
+            if master.grad is not None and optimizer.state[master].get("momentum_buffer") is None:
+                optimizer.state[master]["momentum_buffer"] = torch.zeros_like(master)
+
+
+@contextmanager
+def _gradients_in_place(
+    optimizer: torch.optim.Optimizer, gradients: Mapping[int, Tensor | None]
+) -> Iterator[list[Tensor]]:
+    """Give the masters their gradients as `.grad`, in fp32, for a while; yields those that have one."""
+    masters = [master for group in optimizer.param_groups for master in group["params"]]
+    before = [master.grad for master in masters]
+    used, narrow, wide = [], [], []
+    for master in masters:
+        gradient = gradients[id(master)]
+        if gradient is not None:
+            used.append(master)
+            if gradient.dtype != master.dtype:
+                narrow.append(gradient)
+                wide.append(gradient := torch.empty_like(master))
+        master.grad = gradient
+    if narrow:
+        torch._foreach_copy_(wide, narrow)
+    try:
+        yield used
+    finally:
+        for master, gradient in zip(masters, before, strict=True):
+            master.grad = gradient
+
+
+@contextmanager
+def _learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> Iterator[None]:
+    before = [group["lr"] for group in groups]
+    try:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        yield
+    finally:
+        for group, rate in zip(groups, before, strict=True):
+            group["lr"] = rate

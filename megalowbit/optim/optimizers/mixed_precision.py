@@ -1,0 +1,129 @@
+"""The two optimizers users meet: fp32 masters of a half-precision model, or an fp32 model as it is.
+
+`Float16OptimizerWithFloat16Params` keeps Megatron's name, groups and state keys, `FP32Optimizer` its
+behaviour where there is nothing to keep in fp32. Unlike the originals both skip non-finite gradients even
+without a scaler, and loading a state restores the model from the masters. Not covered: closures.
+Several optimizers under one scaler: `chained`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from typing_extensions import Unpack
+
+from megalowbit.errors import UserError
+from megalowbit.optim.loss_scale.base import GradScaler
+from megalowbit.optim.optimizers.base import MegatronOptimizer
+from megalowbit.optim.optimizers.options import StepOptions
+from megalowbit.optim.precision.fp32_modules import is_kept_fp32
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "allreduce")
+
+
+class Float16OptimizerWithFloat16Params(MegatronOptimizer):
+    """An optimizer whose model is fp16 or bf16 and whose updates happen in fp32.
+
+    The inner optimizer's parameters are replaced by fp32 masters. Groups: `float16_groups` (model),
+    `fp32_from_float16_groups` (their masters), `fp32_from_fp32_groups` (model parameters that are fp32).
+    After a backward `.grad` of a half parameter is its fp32 sum: `model.zero_grad()` forgets it, and a
+    `.grad` that was set is applied. Source: Megatron-LM's class of the same name.
+
+    Args:
+        optimizer: torch optimizer over the model's parameters; its updates are fastest, and need no early
+            look at the overflow flag, with `fused=True`.
+        grad_scaler: required with fp16; with bf16 None is usual.
+        bf16: the model is bfloat16, not float16.
+        cast_parameters: cast fp32 parameters to half precision; the masters keep their exact value. False
+            leaves them fp32, in `fp32_from_fp32_groups`, as are those that `fp32_modules.keep_fp32` marked.
+        options: `clip_grad`, which is required, and others, see `StepOptions`.
+
+    Raises:
+        UserError: fp16 without a scaler, or options that do not go together.
+        TypeError: a parameter is not fp16, bf16 or fp32.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        grad_scaler: GradScaler | None,
+        bf16: bool = False,
+        cast_parameters: bool = False,
+        **options: Unpack[StepOptions],
+    ) -> None:
+        if grad_scaler is None and not bf16:
+            raise UserError("fp16 expects a grad scaler. Pass grad_scaler=DynamicGradScaler(), or bf16=True")
+        self.half_dtype = torch.bfloat16 if bf16 else torch.float16
+        self.cast_parameters = cast_parameters
+        super().__init__(optimizer, grad_scaler=grad_scaler, **options)
+
+    def _adopt_group(self, group: dict[str, Any]) -> None:
+        halves, masters, fp32, inner = [], [], [], []
+        for index, parameter in enumerate(group["params"]):
+            if not parameter.requires_grad:
+                continue
+            _check_dtype(parameter, (*HALF_DTYPES, torch.float32), index, len(self.float16_groups))
+            is_kept = is_kept_fp32(parameter) or not self.cast_parameters
+            if parameter.dtype == torch.float32 and is_kept:
+                fp32.append(parameter)
+                inner.append(parameter)
+                continue
+            master = _master_of(parameter)
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(self.half_dtype)
+            if parameter in self.optimizer.state:
+                self.optimizer.state[master] = self.optimizer.state.pop(parameter)
+            halves.append(parameter)
+            masters.append(master)
+            inner.append(master)
+        group["params"] = inner
+        self.float16_groups.append(halves)
+        self.fp32_from_float16_groups.append(masters)
+        self.fp32_from_fp32_groups.append(fp32)
+
+
+class FP32Optimizer(MegatronOptimizer):
+    """The same facts, clipping and skipping for a model that is fp32 throughout; there is no loss scale.
+
+    `.grad` means what it does in torch, but for None, which is a gradient of zero.
+
+    Args:
+        optimizer: torch optimizer over the model's parameters.
+        options: `clip_grad`, which is required, and others, see `StepOptions`.
+
+    Raises:
+        UserError: options that do not go together.
+        TypeError: a parameter is not fp32.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **options: Unpack[StepOptions]) -> None:
+        super().__init__(optimizer, grad_scaler=None, **options)
+
+    def _adopt_group(self, group: dict[str, Any]) -> None:
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        for index, parameter in enumerate(group["params"]):
+            _check_dtype(parameter, (torch.float32,), index, len(self.fp32_from_fp32_groups))
+        self.float16_groups.append([])
+        self.fp32_from_float16_groups.append([])
+        self.fp32_from_fp32_groups.append(list(group["params"]))
+
+
+def _check_dtype(parameter: torch.Tensor, allowed: tuple[torch.dtype, ...], index: int, group: int) -> None:
+    if parameter.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise TypeError(
+            f"parameter {index} of group {group}, shape {tuple(parameter.shape)}, is "
+            f"{str(parameter.dtype).removeprefix('torch.')}: convert it to one of {names}"
+        )
+
+
+def _master_of(parameter: torch.Tensor) -> torch.Tensor:
+    """An fp32 copy of `parameter`, taken before any cast of it."""
+    master = parameter.detach().clone().float().requires_grad_(True)
+    for name in COPIED_ATTRIBUTES:
+        if hasattr(parameter, name):
+            setattr(master, name, getattr(parameter, name))
+    return master

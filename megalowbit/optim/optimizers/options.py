@@ -1,0 +1,76 @@
+"""The keyword arguments that both mixed-precision optimizers take, and which of them go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypedDict, get_args
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Required
+
+from megalowbit.errors import UserError, unknown_name
+from megalowbit.optim.gradients.norm import GradientNorm
+from megalowbit.optim.instruments import Instruments
+from megalowbit.optim.timers import StepTimers
+
+BeforeStep = Callable[[float], object]
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+class StepOptions(TypedDict, total=False):
+    """Keyword arguments of both optimizers.
+
+    Attributes:
+        clip_grad: largest gradient norm; 0 turns clipping off.
+        log_num_zeros_in_grad: count exact zeros at each step.
+        params_have_main_grad: gradients add up in fp32 `main_grad`s, which `.grad` shows after a backward; if
+            the parameters have none, a `GradBuffer` is made. False reads `.grad` at `step`; a parameter
+            without one is not updated.
+        model_parallel_group: over which norm, zeros and overflow are reduced; None: not sharded.
+        tensor_parallel_group: ranks within `model_parallel_group` that hold copies of what is not sharded, so
+            that the first one counts it; None: all of `model_parallel_group`.
+        training_group: all ranks that take each step together. They skip together, clip by one norm, have
+            one scale, and tell each other where gradients overflowed. None: all ranks of the job.
+        is_flag_shared: gradients are averaged and reduced such that all ranks of `training_group` see one
+            flag and norm anyway; saves an all-reduce of 16 bytes.
+        gradient_norm: what is reported and clipped: the norm of all gradients together ("global"), or the sum
+            of the parameters' norms ("sum_of_norms", as Metis clips).
+        before_step: called at the start of a step with the loss scale, by which all gradients are multiplied
+            then; may add to them.
+        named_parameters: names for reports, as from `model.named_parameters()`; others may be among them.
+        instruments: hooks of scale strategies and layer scaling; what needs no model is made here.
+        timers: measure the phases "inspect" and "update".
+    """
+
+    clip_grad: Required[float]
+    log_num_zeros_in_grad: bool
+    params_have_main_grad: bool
+    model_parallel_group: dist.ProcessGroup | None
+    tensor_parallel_group: dist.ProcessGroup | None
+    training_group: dist.ProcessGroup | None
+    is_flag_shared: bool
+    gradient_norm: GradientNorm
+    before_step: BeforeStep | None
+    named_parameters: NamedParameters | None
+    instruments: Instruments | None
+    timers: StepTimers | None
+
+
+def check_step_options(
+    clip_grad: float,
+    gradient_norm: GradientNorm,
+    params_have_main_grad: bool,
+    instruments: Instruments | None,
+) -> None:
+    """Refuse what no step could do.
+
+    Raises:
+        UserError: names the argument, its value and the remedy.
+    """
+    if gradient_norm not in get_args(GradientNorm):
+        raise unknown_name("gradient_norm", gradient_norm, get_args(GradientNorm))
+    if not 0 <= clip_grad < float("inf"):
+        raise UserError(f"clip_grad must be a finite number ≥ 0 (0 turns clipping off), not {clip_grad!r}")
+    if instruments is not None and instruments.layer_scaling is not None and not params_have_main_grad:
+        raise UserError("layer scaling divides its factors out of main_grad: use params_have_main_grad=True")

@@ -1,0 +1,289 @@
+"""How much memory a process will need, before any of it is allocated.
+
+Weights, gradients and optimizer state are exact: the optimizer keeps half-precision parameters, fp32 main
+gradients, fp32 masters and the inner optimizer's moments, of which ZeRO's stages leave each process a share
+and may put it on the host. What is saved for backward is counted, not
+modelled: the real model runs forward under PyTorch's fake tensors and a hook adds up every storage autograd
+would keep, packed FP4 operands included. The device's own attention kernel may keep less than the fake one.
+Where processes divide the model, the shard is really made, and of a pipeline's stages the largest is told.
+Not covered: temporaries inside a kernel, fragmentation, padding, what stage 3 fetches ahead, communication
+buffers but those gradients are reduced in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megalowbit.config.pipeline import interval_of, partition_of, stages_of
+from megalowbit.config.zero import zero_stage
+from megalowbit.distributed.process_grid import ProcessGrid
+from megalowbit.engine.pipeline.stage_bounds import stage_bounds
+from megalowbit.engine.tensor_parallel.lone_shard import shard_alone
+from megalowbit.hf.checkpoint import build_model
+from megalowbit.hf.families import family
+from megalowbit.hf.pipeline import parts_of
+from megalowbit.hf.settings import ModelSettings
+from megalowbit.layers.conversion.convert import bit_layers, convert
+from megalowbit.layers.recipe import Recipe
+from megalowbit.optim.precision.autocast import attach_autocast
+from megalowbit.optim.precision.fp32_modules import is_kept_fp32, keep_fp32
+from megalowbit.optim.precision.op_classes import OpClasses
+from megalowbit.pretrain.estimate.saved_tensors import LargestForms, saved_by_stage, saved_for_backward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+MOMENTS_PER_PARAMETER = {"adamw": 2, "adam": 2}
+REDUCE_BUCKET_SIZE = 500_000_000  # DeepSpeed's default, in elements
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCut:
+    """How processes divide the model itself.
+
+    Attributes:
+        tensor_size: processes that share each projection; all else is whole in each of them.
+        num_stages: of a pipeline.
+        partition: how parts are dealt to stages.
+        interval: blocks per recomputed segment of a stage; 0 recomputes nothing.
+        micro_batches: of an optimizer step.
+    """
+
+    tensor_size: int = 1
+    num_stages: int = 1
+    partition: str = "parameters"
+    interval: int = 0
+    micro_batches: int = 1
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], grid: ProcessGrid) -> ModelCut:
+        """From a complete DeepSpeed configuration."""
+        return cls(
+            tensor_size=grid.tensor_size,
+            num_stages=grid.pipeline_size,
+            partition=partition_of(config),
+            interval=interval_of(config),
+            micro_batches=config["gradient_accumulation_steps"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroSharing:
+    """How ZeRO divides things.
+
+    Attributes:
+        stage: 0 to 3.
+        data_size: processes that share.
+        is_optimizer_on_host: masters and moments are.
+        are_parameters_on_host: the shares of half-precision parameters are.
+        bucket_elements: of the buffers gradients are reduced in, all together.
+    """
+
+    stage: int = 0
+    data_size: int = 1
+    is_optimizer_on_host: bool = False
+    are_parameters_on_host: bool = False
+    bucket_elements: int = 0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], data_size: int) -> ZeroSharing:
+        """From a complete DeepSpeed configuration."""
+        zero, stage = config.get("zero_optimization") or {}, zero_stage(config)
+        on_host = [
+            (zero.get(key) or {}).get("device") == "cpu" for key in ("offload_optimizer", "offload_param")
+        ]
+        num_buckets = 0
+        if stage and zero.get("contiguous_gradients", True):
+            # with overlap there are two; a pipeline at stage 1 makes a second one in each step
+            is_pipeline = stages_of(config) > 1
+            num_buckets = 2 if is_pipeline or (stage < 3 and zero.get("overlap_comm")) else 1
+        return cls(
+            stage=stage,
+            data_size=data_size,
+            is_optimizer_on_host=on_host[0],
+            are_parameters_on_host=on_host[1],
+            bucket_elements=num_buckets * int(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)),
+        )
+
+    def share(self, size: int, *, from_stage: int) -> int:
+        """Bytes of a process's share of what is divided from some stage on."""
+        return -(-size // self.data_size) if self.stage >= from_stage else size
+
+    def reduction_buffers(self, precision: str) -> int:
+        """Bytes of the buffers gradients are reduced in; stage 2 alone has them in the model's precision."""
+        return self.bucket_elements * (2 if self.stage == 2 and precision in HALF_DTYPES else 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes in one process, by what they hold; what is `on_the_host` is not part of the total."""
+
+    parameters: int
+    main_gradients: int
+    master_parameters: int
+    optimizer_moments: int
+    saved_for_backward: int
+    reduction_buffers: int = 0
+    on_the_host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts on the device, in bytes."""
+        return sum(vars(self).values()) - self.on_the_host
+
+    def __str__(self) -> str:
+        parts = {name: size for name, size in vars(self).items() if name != "on_the_host"}
+        rows = [*parts.items(), ("total", self.total)]
+        if self.on_the_host:
+            rows.append(("on the host", self.on_the_host))
+        return "\n".join(f"  {name.replace('_', ' '):<20} {size / GIB:9.3f} GiB" for name, size in rows)
+
+
+def estimate_memory(
+    model_settings: ModelSettings,
+    recipe: Recipe,
+    *,
+    forms: LargestForms | None = None,
+    precision: str,
+    fp32_norms: bool = False,
+    op_classes: OpClasses | None = None,
+    optimizer_type: str,
+    has_momentum: bool,
+    micro_batch_size: int,
+    sequence_length: int,
+    sharing: ZeroSharing | None = None,
+    cut: ModelCut | None = None,
+) -> MemoryEstimate:
+    """Estimate the memory of one process; of a pipeline's, one of the stage that needs most.
+
+    Args:
+        model_settings: which model.
+        recipe: its low-bit recipe.
+        forms: what layers keep where their recipes change in the run; None: they keep what `recipe` says.
+        precision: `"fp16"`, `"bf16"` or `"fp32"`.
+        fp32_norms: whether norms keep fp32 parameters, which have no master.
+        op_classes: of autocast, under which more is kept in fp32; None where it is off.
+        optimizer_type: DeepSpeed's `optimizer.type`.
+        has_momentum: whether SGD keeps a momentum buffer.
+        micro_batch_size: sequences per forward pass.
+        sequence_length: tokens per sequence.
+        sharing: what ZeRO does; None: stage 0.
+        cut: how the model is divided; None: not at all.
+
+    Raises:
+        UserError: the model cannot be divided so.
+    """
+    cut, zero = cut or ModelCut(), sharing or ZeroSharing()
+    with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
+        model = build_model(model_settings, seed=0)
+        shard_alone(model, cut.tensor_size)
+        convert(model, recipe)
+        for layer in bit_layers(model).values():
+            layer.is_split = recipe.parameter_split is not None  # a whole one keeps as much
+        if fp32_norms:
+            keep_fp32(model)
+        half = HALF_DTYPES.get(precision)
+        for parameter in model.parameters():
+            if half is not None and not is_kept_fp32(parameter):
+                parameter.data = parameter.data.to(half)
+        if op_classes is not None:
+            attach_autocast(model, precision, "cpu", op_classes)
+        stages = _stages(model, cut, micro_batch_size, sequence_length, forms)
+    moments = MOMENTS_PER_PARAMETER.get(optimizer_type.lower(), int(has_momentum))
+    estimates = []
+    for parameters, saved in stages:
+        count = sum(parameter.numel() for parameter in parameters)
+        # ZeRO steps copies of fp32 parameters too
+        with_masters = [p for p in parameters if zero.stage or p.dtype != torch.float32]
+        estimates.append(
+            _shared(
+                zero,
+                parameters=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+                gradients=count * 4,
+                masters=sum(parameter.numel() for parameter in with_masters) * 4,
+                moments=count * 4 * moments,
+                saved=saved,
+                buffers=zero.reduction_buffers(precision),
+            )
+        )
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def _stages(
+    model: PreTrainedModel,
+    cut: ModelCut,
+    micro_batch_size: int,
+    sequence_length: int,
+    forms: LargestForms | None,
+) -> list[tuple[list[nn.Parameter], int]]:
+    """Parameters of each stage, a tied one in each that has it, and bytes that it keeps for backward."""
+    if cut.num_stages == 1:
+        blocks = list(model.get_submodule(family(model.config.model_type).blocks).children())
+        saved = saved_for_backward(model, micro_batch_size, sequence_length, forms, blocks=blocks)
+        return [(list(model.parameters()), saved)]
+    parts = parts_of(model)
+    bounds = stage_bounds(parts, cut.num_stages, cut.partition)
+    found = []
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        mine = parts[start:stop]
+        saved = saved_by_stage(
+            model,
+            mine,
+            micro_batch_size=micro_batch_size,
+            sequence_length=sequence_length,
+            interval=cut.interval,
+            # one forward, one backward in turn: the first stage waits longest
+            num_in_flight=min(cut.num_stages - stage, cut.micro_batches),
+            forms=forms,
+        )
+        found.append((list(dict.fromkeys(p for part in mine for p in part.parameters())), saved))
+    return found
+
+
+def _shared(
+    zero: ZeroSharing,
+    *,
+    parameters: int,
+    gradients: int,
+    masters: int,
+    moments: int,
+    saved: int,
+    buffers: int,
+) -> MemoryEstimate:
+    """The bytes of what a process would have without ZeRO, as it has them with it."""
+    main_gradients = zero.share(gradients, from_stage=2)
+    if zero.stage == 1:  # whole sums over micro-batches, and the share that a step works on
+        main_gradients += zero.share(gradients, from_stage=1)
+    of_optimizer = {
+        "master_parameters": zero.share(masters, from_stage=1),
+        "optimizer_moments": zero.share(moments, from_stage=1),
+    }
+    of_parameters = {"parameters": zero.share(parameters, from_stage=3)}
+    on_the_host = 0
+    for parts, is_on_host in (
+        (of_optimizer, zero.is_optimizer_on_host),
+        (of_parameters, zero.are_parameters_on_host),
+    ):
+        if is_on_host:
+            on_the_host += sum(parts.values())
+            parts.update(dict.fromkeys(parts, 0))
+    if zero.is_optimizer_on_host:  # the gradients that it reads; at stage 3 there are no others
+        on_the_host += zero.share(gradients, from_stage=1)
+        main_gradients = 0 if zero.stage == 3 else main_gradients
+    return MemoryEstimate(
+        **of_parameters,
+        main_gradients=main_gradients,
+        **of_optimizer,
+        saved_for_backward=saved,
+        reduction_buffers=buffers,
+        on_the_host=on_the_host,
+    )

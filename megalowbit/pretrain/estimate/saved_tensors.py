@@ -1,0 +1,205 @@
+"""What autograd keeps between forward and backward: counted on a model or on one stage of a pipeline.
+
+The forward is run for its hooks alone, as a rule under PyTorch's fake tensors, and each storage counts once.
+Where layers have a choice of recipes, the one that keeps more is counted (`LargestForms`). Of blocks that are
+alike two are run, and the others counted as the second: the first also meets what all share.
+Not covered: what kernels allocate for a moment, and what a device's own attention does not keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megalowbit.hf.pipeline import Block, BlockInputs, BlockOptions, Embedding, Head, causal_loss, run_parts
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestForms:
+    """The recipes with which layers keep the most.
+
+    Attributes:
+        own: of a layer whose input nobody else keeps.
+        beside: of a layer whose input is kept anyway, by another layer or by the operation it comes from: a
+            form of its own is kept on top of that.
+    """
+
+    own: Recipe
+    beside: Recipe
+
+
+class _Kept:
+    """Storages that autograd would keep; they stay alive here, so that no address comes twice."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._not_counted = {parameter.untyped_storage()._cdata for parameter in parameters}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._uncounted = 0  # bytes of what was not run
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._not_counted:
+            self._storages[storage._cdata] = storage
+        return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def add_bytes(self, count: int) -> None:
+        self._uncounted += count
+
+    @property
+    def nbytes(self) -> int:
+        return self._uncounted + sum(storage.nbytes() for storage in self._storages.values())
+
+
+@contextmanager
+def _in_largest_forms(
+    model: nn.Module, forms: LargestForms | None, is_kept: Callable[[torch.Tensor], bool]
+) -> Iterator[None]:
+    """Give each layer its recipe when it gets its input; those that layers had are gone afterwards."""
+
+    def choose(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        assert isinstance(layer, BitLinear)
+        assert forms is not None
+        layer.recipe = forms.beside if is_kept(inputs[0]) else forms.own
+
+    layers = [] if forms is None else list(bit_layers(model).values())
+    handles = [layer.register_forward_pre_hook(choose) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _alike_run_twice(blocks: Sequence[nn.Module], kept: _Kept) -> Iterator[None]:
+    """Let blocks that follow one like them, which was not the first of its kind, only be counted."""
+    seen: list[str] = []
+    sizes: dict[str, int] = {}
+
+    def instead_of(block: nn.Module) -> Callable[..., torch.Tensor]:
+        run, kind = block.forward, _kind(block)
+
+        def forward(hidden: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            is_repeated = kind in seen[-1:]
+            seen.append(kind)
+            if is_repeated and kind in sizes:
+                kept.add_bytes(sizes[kind])
+                return torch.empty_like(hidden, requires_grad=True)
+            before = kept.nbytes
+            output: torch.Tensor = run(hidden, *args, **options)
+            if is_repeated:
+                sizes[kind] = kept.nbytes - before
+            return output
+
+        return forward
+
+    for block in blocks:
+        block.forward = instead_of(block)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def _kind(block: nn.Module) -> str:
+    """What blocks that keep as much have in common: modules, recipes, and the form of their parameters."""
+    layers = [(layer.recipe, layer.is_split) for layer in bit_layers(block).values()]
+    parameters = [(name, value.shape, value.dtype) for name, value in block.named_parameters()]
+    return f"{block} {layers} {parameters}"
+
+
+def saved_for_backward(
+    model: nn.Module,
+    micro_batch_size: int,
+    sequence_length: int,
+    forms: LargestForms | None = None,
+    *,
+    blocks: Sequence[nn.Module] = (),
+) -> int:
+    """Bytes autograd keeps between one forward and its backward, parameters not counted.
+
+    Args:
+        model: a causal language model that takes `input_ids` and `labels`; fake tensors serve as well.
+        micro_batch_size: sequences in the batch.
+        sequence_length: tokens per sequence.
+        forms: recipes to choose from; None: each layer's own.
+        blocks: modules that the model runs one after the other on its hidden states; of those alike
+            only two are run. Without them all are.
+    """
+    kept = _Kept(model.parameters())
+    tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
+    hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
+    with hooks, _in_largest_forms(model, forms, kept.holds), _alike_run_twice(blocks, kept):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    del loss
+    return kept.nbytes
+
+
+def saved_by_stage(
+    model: PreTrainedModel,
+    parts: Sequence[nn.Module],
+    *,
+    micro_batch_size: int,
+    sequence_length: int,
+    interval: int,
+    num_in_flight: int,
+    forms: LargestForms | None = None,
+) -> int:
+    """Bytes a pipeline's stage keeps when it is fullest.
+
+    Args:
+        model: whose parts they are.
+        parts: of this stage.
+        micro_batch_size: sequences in a micro-batch.
+        sequence_length: tokens per sequence.
+        interval: blocks per recomputed segment; 0 recomputes nothing.
+        num_in_flight: micro-batches whose backward is still to come.
+        forms: recipes to choose from; None: each layer's own.
+    """
+    kept, recomputed = _Kept(model.parameters()), [0]
+    of_model = (
+        [] if interval else [model.get_submodule(part.names[0]) for part in parts if isinstance(part, Block)]
+    )
+    alive = [kept]
+
+    def run_blocks(blocks: Sequence[Block], hidden: torch.Tensor, options: BlockOptions) -> torch.Tensor:
+        for start in range(0, len(blocks), interval or len(blocks)):
+            segment = _Kept(model.parameters()) if interval else kept
+            kept.add(hidden)
+            alive[1:] = [segment]
+            with torch.autograd.graph.saved_tensors_hooks(segment.add, lambda tensor: tensor):
+                for block in blocks[start : start + (interval or len(blocks))]:
+                    hidden = block(hidden, options)
+            recomputed[0] = max(recomputed[0], segment.nbytes if interval else 0)
+        return hidden
+
+    tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
+    inputs = tokens
+    if not isinstance(parts[0], Embedding):
+        shape = (*tokens.shape, model.config.hidden_size)
+        inputs = torch.zeros(shape, dtype=next(model.parameters()).dtype, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
+    in_forms = _in_largest_forms(model, forms, lambda tensor: any(each.holds(tensor) for each in alive))
+    with hooks, in_forms, _alike_run_twice(of_model, kept):
+        output = run_parts(parts, inputs, BlockInputs(model), run_blocks)
+        assert isinstance(output, torch.Tensor)
+        if isinstance(parts[-1], Head):
+            causal_loss(output, tokens)
+        else:
+            kept.add(output)  # it waits for its gradient
+    return kept.nbytes * num_in_flight + recomputed[0]

@@ -1,0 +1,90 @@
+"""What a run says of itself before its first step and after its last: plain text, one fact a line."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.engine.parameters.whole_weights import whole_numel
+from megalowbit.optim.optimizers.base import learning_rate
+from megalowbit.pretrain.components.speculation import describe_speculation
+from megalowbit.pretrain.job import Job
+from megalowbit.pretrain.kernels import describe_kernels
+
+# What makes the rates of a scheduler's first steps more than 0. DeepSpeed's warm-ups take their beginning
+# twice, for step 1 before they are stepped; for WarmupCosineLR that is 0 whatever its settings.
+REMEDIES = MappingProxyType(
+    {
+        "WarmupLR": "set scheduler.params.warmup_min_lr above 0",
+        "WarmupDecayLR": "set scheduler.params.warmup_min_lr above 0",
+        "WarmupCosineLR": "set scheduler.params.warmup_min_ratio above 0 to lose step 1 only",
+        "OneCycle": "set scheduler.params.cycle_min_lr above 0",
+        "LRRangeTest": "set scheduler.params.lr_range_test_min_lr above 0",
+    }
+)
+WARM_UPS = {
+    "WarmupLR": "warmup_min_lr",
+    "WarmupDecayLR": "warmup_min_lr",
+    "WarmupCosineLR": "warmup_min_ratio",
+}
+
+
+def products_line(counts: dict[str, dict[str, int]]) -> str:
+    """What low-bit products ran in, on one line: `{"output": {"fp8": 3}}` → "output 3 fp8"."""
+    parts = (
+        f"{product} " + " + ".join(f"{count:,} {path}" for path, count in sorted(paths.items()))
+        for product, paths in counts.items()
+    )
+    return f"products  {', '.join(parts)}"
+
+
+def cut(job: Job) -> str:
+    """How the job is cut, for the opening: `" (2 × 2: data 2, tensor 2, ZeRO 1)"`; empty if it is not."""
+    stage = job.engine.zero_optimization_stage()
+    grid = job.engine.process_grid
+    if grid.model_parallel_size == 1 and not stage:
+        return ""
+    return f" ({grid}" + (f", ZeRO {stage})" if stage else ")")
+
+
+def wasted_step(job: Job) -> str | None:
+    """A line where the schedule gives the first step a learning rate of 0; None where it does not."""
+    scheduler = job.config.parts.deepspeed.get("scheduler")
+    rates = [learning_rate(group) for group in job.engine.optimizer.param_groups]
+    if job.step or scheduler is None or any(rates):
+        return None
+    kind = scheduler["type"]
+    is_warm_up = kind in WARM_UPS and not (scheduler.get("params") or {}).get(WARM_UPS[kind])
+    if kind == "WarmupCosineLR" and not is_warm_up:
+        return (
+            f"step 1 trains nothing: {kind} always gives it a learning rate of 0; WarmupDecayLR does not, "
+            "with warmup_min_lr above 0"
+        )
+    first = "steps 1 and 2 train nothing" if is_warm_up else "step 1 trains nothing"
+    remedy = REMEDIES.get(kind, "let the schedule begin above 0")
+    return f"{first}: {kind} gives a learning rate of 0; {remedy}"
+
+
+def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
+    """What a run says before its first step; `changes` are settings that a resumed run changed."""
+    count = sum(map(whole_numel, job.engine.module.parameters()))
+    count = getattr(job.engine.module, "num_parameters_of_all_stages", count)
+    settings, report = job.config.settings, job.report
+    return "\n".join(
+        [
+            f"run       {job.folder.path}" + (f", resumed after step {job.step}" if is_resumed else ""),
+            f"model     {job.engine.module.config.model_type}, {count:,} parameters, "
+            f"{job.config.parts.settings.precision}",
+            f"recipe    {job.recipe.name}: {len(report.swapped)} layers swapped, {len(report.kept)} kept",
+            *([f"kernels   {describe_kernels(job.recipe, job.engine.device)}"] if report.swapped else []),
+            f"data      {settings.data.corpus}, {job.loader.num_samples:,} sequences of "
+            f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
+            f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
+            f"process{'es' if identity.world_size > 1 else ''}" + cut(job),
+            *([f"switch    {job.late_switch}"] if job.late_switch is not None else []),
+            *([f"ladder    {describe_speculation(settings.speculation)}"] if settings.speculation else []),
+            *([f"rate      {wasted}"] if (wasted := wasted_step(job)) is not None else []),
+            *(f"changed   {change}" for change in changes),
+            "",
+        ]
+    )

@@ -1,0 +1,317 @@
+"""One run, one folder: which one, and what lies where in it.
+
+Nothing is ever overwritten. A new run whose default folder is taken gets the next number
+(`runs/gpt2`, `runs/gpt2-2`, …); a folder the user named must be empty or absent unless the run is resumed.
+Creating the folder claims it, and its lock is held as long as the main process lives: two jobs never write
+into one folder. A start that fails leaves no folder behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from megalowbit.durable_files import atomic_file, open_regular, remove_drafts, sync
+from megalowbit.errors import TransientError, UserError, from_system, shown
+from megalowbit.json_text import read_json_object
+
+LOCK = ".lock"
+LONGEST_TRY = 4096  # bytes of a lock; another program's file of that name must not be emptied
+TRY = "MEGALOWBIT_TRY"  # what a job script calls the try it makes
+METRICS = "metrics.jsonl"
+RECORDS = (METRICS, "overflow_layers.jsonl", "speculation.jsonl")
+ASIDE, MOVING = "before-restart", ".moving"  # where `--restart` moves a run, and until all of it is there
+# written as drafts, which a kill leaves behind; drafts of other names are somebody else's
+OWN_NAMES = ("hf", "config.json", "saved.json", "summary.json", "DONE", "*.jsonl")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside a run's folder; `is_new` where this process has just made it."""
+
+    path: Path
+    is_new: bool = False
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Training checkpoints, `step-00000040/` and so on."""
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer as a HuggingFace folder, for whoever exports a checkpoint."""
+        return self.path / "tokenizer"
+
+    @property
+    def hf(self) -> Path:
+        """The final model as a HuggingFace checkpoint."""
+        return self.path / "hf"
+
+    @property
+    def speculation(self) -> Path:
+        """What looks at the precision of products have found, where it is chosen in the run."""
+        return self.path / "speculation.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What the end of the run looked like."""
+        return self.path / "summary.json"
+
+    @property
+    def done(self) -> Path:
+        """The mark of a run that has nothing left to do, whatever its launcher's exit code says."""
+        return self.path / "DONE"
+
+    def sync_records(self) -> None:
+        """Force the lines of all records to disk; they are in the system's hands as soon as written."""
+        for path in self.path.glob("*.jsonl"):
+            sync(path)
+
+    def mark_done(self, step: int) -> None:
+        """Say that the run is finished; the last thing that is written."""
+        try:
+            with atomic_file(self.done) as file:
+                file.write(json.dumps({"step": step}) + "\n")
+        except OSError as error:
+            message = (
+                f"{self.done} cannot be written ({error.strerror}): free space, then start again with "
+                "--resume auto; all else of the run is there"
+            )
+            raise from_system(message, error) from error
+
+    def is_summed_up(self, step: int) -> bool:
+        """Whether the summary is of a run that ended after this step."""
+        try:
+            return bool(read_json_object(self.summary).get("steps") == step)
+        except UserError:  # none, or not one of ours
+            return False
+
+    @property
+    def saved(self) -> Path:
+        """Whether the run has ever had a complete checkpoint, said outside of the folder that holds them."""
+        return self.path / "saved.json"
+
+    def first_saved_step(self) -> int | None:
+        """The first step with a complete checkpoint, as far as is noted; `None`: there was none.
+
+        Raises:
+            UserError: the note is damaged.
+        """
+        if not os.path.lexists(self.saved):
+            return None
+        step = read_json_object(self.saved).get("step", "")
+        if not (step is None or type(step) is int):
+            raise UserError(f"{self.saved} says {shown(step)} in place of a step: it is damaged")
+        return step
+
+    def note_saved(self, step: int | None) -> None:
+        """Note the first complete checkpoint; `None` where the run begins. Later calls change nothing.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        try:
+            is_noted = os.path.lexists(self.saved) and (step is None or self.first_saved_step() is not None)
+        except UserError:
+            is_noted = False  # damaged, and here is what it should say
+        if not is_noted:
+            with atomic_file(self.saved) as file:
+                file.write(json.dumps({"step": step}) + "\n")
+
+    @property
+    def interrupted_restart(self) -> Path | None:
+        """Where a `--restart` that was killed has moved a part of the run; `None`: there is none."""
+        found = sorted(self.path.glob(f"{ASIDE}-*{MOVING}"))
+        return found[0] if found else None
+
+    def set_records_aside(self) -> list[str]:
+        """Rename the records of a try that died before its first checkpoint; returns their new names.
+
+        Raises:
+            UserError: one cannot be renamed.
+        """
+        renamed = []
+        for path in (self.path / name for name in RECORDS):
+            try:
+                if not path.is_file() or not path.stat().st_size:
+                    continue
+                number = 1
+                while os.path.lexists(target := path.with_name(f"{path.name}.{number}")):
+                    number += 1
+                path.rename(target)
+            except OSError as error:
+                message = f"{path} cannot be renamed ({error.strerror}): make {self.path} writable"
+                raise from_system(message, error) from error
+            renamed.append(target.name)
+        return renamed
+
+    def set_export_aside(self, step: int) -> None:
+        """Rename an export of an earlier end of this run, so that `hf/` is never older than the run."""
+        if self.hf.exists():
+            aside = self.path / f"hf-step-{step:08d}"
+            number = 1
+            while aside.exists():
+                number += 1
+                aside = self.path / f"hf-step-{step:08d}-{number}"
+            self.hf.rename(aside)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a run has got as far as its first record here."""
+        return self.config.exists()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other jobs out while the block runs; afterwards remove the folder if nothing was written.
+
+        Raises:
+            TransientError: another job holds the folder.
+            UserError: its lock is a link, no file or not ours, or cannot be opened.
+        """
+        lock = self.path / LOCK
+        with _open_lock(lock) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TransientError(  # the lock of a node that died may outlive it for a while
+                    f"run folder {self.path} is in use by another job: wait for it, or use another --run-dir"
+                ) from None
+            try:
+                self._sign(file)
+                remove_drafts(self.path, OWN_NAMES)
+                yield
+            finally:
+                if self.is_new and not has_content(self.path):
+                    lock.unlink()
+                    self.path.rmdir()
+
+    def _sign(self, lock: IO[str]) -> None:
+        """Name this try in the lock: a job script counts only what its own run has written."""
+        name = os.environ.get(TRY, "no job script")
+        try:  # not through the file's buffer, which would fail again when it is closed
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"{name}\n".encode())
+        except OSError as error:
+            message = f"{self.path / LOCK} cannot be written ({error.strerror}): free space or mend the disk"
+            raise from_system(message, error) from error
+
+    def write_config(self, resolved: dict[str, Any]) -> None:
+        """Save the resolved configuration, whole or not at all."""
+        with atomic_file(self.config) as file:
+            file.write(json.dumps(resolved, indent=2) + "\n")
+
+
+def _open_lock(lock: Path) -> IO[str]:
+    try:
+        file = open_regular(lock, "a")
+    except OSError as error:
+        message = (
+            f"{lock} cannot be opened ({error.strerror}): make the folder yours, or use another --run-dir"
+        )
+        raise from_system(message, error) from error
+    if os.fstat(file.fileno()).st_size > LONGEST_TRY:
+        file.close()
+        raise UserError(f"{lock} was not written by a run: move it away, or use another --run-dir")
+    return file
+
+
+def claim(
+    stem: str,
+    *,
+    run_dir: Path | None,
+    is_resume: bool,
+    is_restart: bool = False,
+    root: Path = Path("runs"),
+) -> RunFolder:
+    """Choose this run's folder and create it.
+
+    Args:
+        stem: name of the default folder below `root`.
+        run_dir: the folder the user asked for; `None` for a default one.
+        is_resume: whether an existing run may be continued.
+        is_restart: whether one in `run_dir` will be moved aside.
+        root: where default folders live.
+
+    Raises:
+        UserError: `run_dir` holds something and the run is not resumed, or it cannot be created.
+    """
+    name = str(run_dir or root / stem)
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # other bytes, which libraries that write there do not take
+        raise UserError(f"run folder {shown(name)} is not UTF-8: choose another --run-dir") from None
+    try:
+        if run_dir is not None:
+            return _claim_named(run_dir, is_resume or is_restart)
+        return _claim_numbered(root, stem, is_resume)
+    except OSError as error:
+        folder = run_dir or root / stem
+        message = f"run folder {folder} cannot be created ({error.strerror}): choose another --run-dir"
+        raise from_system(message, error) from error
+
+
+def has_content(folder: Path) -> bool:
+    """Whether anything but a lock lies in `folder`."""
+    return any(path.name != LOCK for path in folder.iterdir())
+
+
+def _claim_named(run_dir: Path, may_have_content: bool) -> RunFolder:
+    if run_dir.is_dir() and has_content(run_dir) and not may_have_content:
+        raise UserError(
+            f"run folder {run_dir} is not empty: continue it with --resume auto, choose another --run-dir, "
+            "or begin again in it with --restart"
+        )
+    is_new = not run_dir.exists()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return RunFolder(run_dir, is_new)
+
+
+def _claim_numbered(root: Path, stem: str, is_resume: bool) -> RunFolder:
+    root.mkdir(parents=True, exist_ok=True)
+    taken = _numbers_taken(root, stem)
+    begun = [number for number in taken if _holds_run(_numbered(root, stem, number))]
+    if is_resume and begun:
+        newest = _numbered(root, stem, max(begun))
+        if not newest.exists():
+            raise UserError(
+                f"{newest} is a link to {shown(str(newest.readlink()))}, which does not exist: put "
+                "it back to go on, or name a --run-dir"
+            )
+        return RunFolder(newest)
+    number = max(taken, default=0) + 1
+    while True:
+        folder = _numbered(root, stem, number)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1  # another job took it between the look and the claim
+        else:
+            return RunFolder(folder, is_new=True)
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a run may be continued in a folder, or could be if what is away were there."""
+    names = (folder / "config.json", folder / "saved.json", folder / "checkpoints")
+    return any(map(os.path.lexists, names)) or (folder.is_symlink() and not folder.exists())
+
+
+def _numbered(root: Path, stem: str, number: int) -> Path:
+    return root / (stem if number == 1 else f"{stem}-{number}")
+
+
+def _numbers_taken(root: Path, stem: str) -> list[int]:
+    pattern = re.compile(re.escape(stem) + r"(?:-(\d+))?")
+    matches = [pattern.fullmatch(path.name) for path in root.iterdir()]
+    return [int(match.group(1) or 1) for match in matches if match]

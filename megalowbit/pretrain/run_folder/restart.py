@@ -1,0 +1,106 @@
+"""`--restart`: what a run has written moves aside, and the folder is free for the same run from step 0.
+
+Everything goes to `before-restart-1/` (or `-2`, …) in the run's folder by renaming, so no byte is copied or
+removed, links stay links, and files that the user has put there stay where they are. While it lasts the new
+folder is called `before-restart-1.moving`: after a kill the next `--restart` goes on with it, and
+`--resume auto` refuses. Event files of a `tensorboard` block with a path elsewhere stay there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megalowbit.durable_files import sync
+from megalowbit.errors import UserError, from_system
+from megalowbit.pretrain.run_folder.folder import ASIDE, MOVING, RECORDS, RunFolder
+
+OWN = (
+    "config.json",
+    "saved.json",
+    "summary.json",
+    "DONE",
+    *RECORDS,
+    *(f"{name}.[0-9]*" for name in RECORDS),
+    "stack-rank*.txt",
+    "tokenizer",
+    "tensorboard",
+    "wandb",
+    "hf",
+    "hf-step-*",
+    "checkpoints",
+)
+OF_A_RUN = ("saved.json", "checkpoints", *RECORDS)  # other names may be of anything
+
+
+def check_restart(folder: Path) -> None:
+    """Refuse to move files out of a folder that no run has written; a folder without files is free.
+
+    Raises:
+        UserError: see above, or it cannot be looked into.
+    """
+    try:
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    except OSError as error:
+        message = f"run folder {folder} cannot be looked into ({error.strerror}): choose another --run-dir"
+        raise from_system(message, error) from error
+    # a restart that was killed before its first record has left only what it had moved
+    is_run = any(name in OF_A_RUN or name.startswith(f"{ASIDE}-") for name in names)
+    if names - {".lock"} and not is_run:
+        raise UserError(f"{folder} holds no run that --restart could move aside: choose another --run-dir")
+
+
+def move_aside(folder: RunFolder) -> Path | None:
+    """Move what the run has written out of the way; on one rank, which holds the folder.
+
+    Returns:
+        Where it is; `None` if there was nothing.
+
+    Raises:
+        UserError: something cannot be moved; what has been moved is in the folder that the line names.
+    """
+    names = sorted(
+        {path.name for pattern in OWN for path in folder.path.glob(pattern)} | _dangling(folder.path)
+    )
+    moving = folder.interrupted_restart
+    if not names and moving is None:
+        return None
+    target = (
+        _next_target(folder.path) if moving is None else moving.with_name(moving.name.removesuffix(MOVING))
+    )
+    moving = target.with_name(target.name + MOVING)
+    try:
+        moving.mkdir(exist_ok=True)
+        for name in names:
+            os.rename(folder.path / name, _free_name(moving / name))  # noqa: PTH104
+        sync(moving)
+        moving.rename(target)
+        sync(folder.path)
+    except OSError as error:
+        message = (
+            f"the run in {folder.path} cannot be moved aside to {moving.name} ({error.filename or moving}: "
+            f"{error.strerror}): mend that and start again with --restart"
+        )
+        raise from_system(message, error) from error
+    return target
+
+
+def _dangling(folder: Path) -> set[str]:
+    """Names without wildcards that are links to nothing, which a glob leaves out."""
+    return {name for name in OWN if os.path.lexists(folder / name)}
+
+
+def _next_target(folder: Path) -> Path:
+    number = 1
+    while os.path.lexists(folder / f"{ASIDE}-{number}"):
+        number += 1
+    return folder / f"{ASIDE}-{number}"
+
+
+def _free_name(path: Path) -> Path:
+    """`path`, or with a number where a restart that was killed has moved that name already."""
+    number, free = 1, path
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free

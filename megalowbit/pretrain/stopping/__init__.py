@@ -1,0 +1,1 @@
+"""Requests to save and end: signals, and a launcher that has gone."""

@@ -1,0 +1,372 @@
+"""Which threshold speculation should have: short runs at several, each set against bf16.
+
+Every threshold, and bf16 as the reference, is trained with the same configuration, once for each seed
+(`sweep.py`). The gap of a threshold is that of its mean loss over the last steps, in % of the reference's,
+paired by seed; what the threshold gains is the share of products × steps at 8 bits or fewer. Suggested is the
+lowest threshold whose gap is allowed, since lower thresholds let more products run at fewer bits.
+A short run says what the start of training tolerates: gaps may open later, and a gap smaller than its error
+is no gap. Not covered: one threshold for each precision (all of the ladder get the same), long runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalowbit.data.loader import count_samples
+from megalowbit.durable_files import atomic_file
+from megalowbit.errors import UserError, shown
+from megalowbit.json_text import is_finite_number
+from megalowbit.pretrain.sweep.runs import LEAN, Gap, Run, execute, folder_name, make_folder
+from megalowbit.pretrain.validation import load_checked_config
+from megalowbit.speculation.reports.picture import draw_calibration, require_matplotlib
+
+REFERENCE = "bf16"
+LAST_PART = 5  # the loss is that of the last fifth of the steps, unless told otherwise
+KEY = "megalowbit.speculation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be run and compared.
+
+    Attributes:
+        config: DeepSpeed configuration with a `megalowbit.speculation` section.
+        thresholds: SNR in dB; sorted, each once.
+        seeds: of weights and data; two or more for an error.
+        steps: of each run; `None`: as configured.
+        last: steps at the end whose mean loss is compared; `None`: a fifth of them.
+        out: folder of the runs and results.
+        jobs: runs at a time, of one thread each.
+        max_gap: in %, what the loss may be above bf16's.
+        program: launch/pretrain.py.
+    """
+
+    config: Path
+    thresholds: tuple[float, ...]
+    seeds: tuple[int, ...]
+    steps: int | None
+    last: int | None
+    out: Path
+    jobs: int
+    max_gap: float
+    program: Path
+
+    def __post_init__(self) -> None:
+        numbers = {"--steps": self.steps, "--last": self.last, "--jobs": self.jobs}
+        for name, value in numbers.items():
+            if value is not None and value < 1:
+                raise UserError(f"{name} {value} must be at least 1: give another number")
+        if not (math.isfinite(self.max_gap) and self.max_gap > 0):
+            raise UserError(f"--max-gap {self.max_gap} is not a gap in %: give a number above 0, such as 0.3")
+        object.__setattr__(self, "thresholds", _told_apart(self.thresholds))
+        object.__setattr__(self, "seeds", tuple(dict.fromkeys(self.seeds)))
+
+    def runs(self) -> list[Run]:
+        """All of them, seed by seed, the reference first."""
+        own = {REFERENCE: [f"megalowbit.recipe={REFERENCE}", f"{KEY}=null"]}
+        own |= {label(threshold): [f"{KEY}.threshold_db={threshold}"] for threshold in self.thresholds}
+        steps = [] if self.steps is None else [f"megalowbit.run.steps={self.steps}"]
+        return [
+            Run(
+                label=name,
+                seed=seed,
+                folder=self.out / folder_name(name, seed),
+                config=self.config,
+                overrides=(*LEAN, *steps, f"megalowbit.run.seed={seed}", *overrides),
+                program=self.program,
+            )
+            for seed in self.seeds
+            for name, overrides in own.items()
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one threshold led to.
+
+    Attributes:
+        threshold_db: the threshold.
+        losses: by seed; NaN where the run diverged.
+        gap: to the reference, in % of its loss; NaN where a run diverged.
+        shares: of products × steps by precision, mean over the seeds; empty where a run diverged.
+        share_8bit: at 8 bits or fewer, likewise; NaN where a run diverged.
+        hits: verified products that reached the threshold, over all seeds.
+        misses: those that did not.
+    """
+
+    threshold_db: float
+    losses: Mapping[int, float]
+    gap: Gap
+    shares: Mapping[str, float]
+    share_8bit: float
+    hits: int
+    misses: int
+
+    @property
+    def is_diverged(self) -> bool:
+        """Whether a run of it diverged."""
+        return math.isnan(self.gap.mean)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of verified products that reached the threshold; NaN where none was verified."""
+        verified = self.hits + self.misses
+        return self.hits / verified if verified else math.nan
+
+    def gap_text(self) -> str:
+        """`+0.12 % ± 0.05 %`; of one seed the error is not known."""
+        error = "?" if math.isnan(self.gap.error) else f"{self.gap.error:.2f} %"
+        return f"{self.gap.mean:+.2f} % ± {error}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The outcome of all thresholds.
+
+    Attributes:
+        config: name of the configuration.
+        steps: of each run.
+        last: steps at the end whose mean loss is compared.
+        max_gap: in %, what is allowed.
+        reference: losses of bf16 by seed.
+        outcomes: by threshold, ascending.
+    """
+
+    config: str
+    steps: int
+    last: int
+    max_gap: float
+    reference: Mapping[int, float]
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def suggestion(self) -> Outcome | None:
+        """The lowest threshold whose gap is allowed; `None`: there is none."""
+        return next((each for each in self.outcomes if each.gap.mean <= self.max_gap), None)
+
+    def table(self) -> str:
+        """Thresholds, losses, gaps, shares and hits as text, and what is suggested."""
+        ladder = next((list(each.shares) for each in self.outcomes if each.shares), [])
+        seeds, peer = _many(len(self.reference), "seed"), statistics.mean(self.reference.values())
+        lines = [
+            f"mean loss of the last {self.last} of {self.steps} steps, {self.config}, {seeds}",
+            "threshold      loss   gap to bf16 (± error)   ≤ 8 bits"
+            + "".join(name.rjust(10) for name in ladder)
+            + "hits".rjust(18),
+            f"{REFERENCE:>9}{peer:10.4f}",
+        ]
+        for each in self.outcomes:
+            start = f"{each.threshold_db:>6g} dB"
+            if each.is_diverged:
+                lines.append(f"{start}  diverged")
+                continue
+            shares = "".join(f"{100 * share:8.1f} %" for share in (each.share_8bit, *each.shares.values()))
+            verified = each.hits + each.misses
+            hits = f"{100 * each.hit_rate:.1f} % of {verified:,}" if verified else "-"
+            loss = statistics.mean(each.losses.values())
+            lines.append(f"{start}{loss:10.4f}{each.gap_text():>24} {shares}{hits:>18}")
+        return "\n".join([*lines, "", *self._suggestion_lines()])
+
+    def _suggestion_lines(self) -> list[str]:
+        best = self.suggestion
+        if best is None:
+            known = [each for each in self.outcomes if not each.is_diverged]
+            if not known:
+                return [f"no threshold keeps the gap within {self.max_gap:g} %: all runs diverged"]
+            least = min(known, key=lambda each: each.gap.mean)
+            return [
+                f"no threshold keeps the gap within {self.max_gap:g} %: the smallest is {least.gap_text()}, "
+                f"at {least.threshold_db:g} dB",
+                "try higher thresholds, or a ladder without the cheapest precision",
+            ]
+        lines = [
+            f"suggested: {KEY}.threshold_db = {best.threshold_db:g}, with {100 * best.share_8bit:.1f} % at 8 "
+            f"bits or fewer and a gap of {best.gap_text()}, {self.max_gap:g} % allowed"
+        ]
+        if math.isnan(best.gap.error):
+            lines.append("one seed: how far chance moves that gap is not known; take three or more")
+        elif best.gap.mean + 2 * best.gap.error > self.max_gap:
+            lines.append(
+                f"within twice its error that gap may be above {self.max_gap:g} %: take more seeds or steps"
+            )
+        higher = [each for each in self.outcomes if each.threshold_db > best.threshold_db]
+        if any(each.gap.mean > self.max_gap for each in higher):
+            lines.append(
+                "a higher threshold has a larger gap, so gaps of this size are noise: take more seeds"
+            )
+        diverged = [f"{each.threshold_db:g} dB" for each in higher if each.is_diverged]
+        if diverged:
+            lines.append(
+                f"{' and '.join(diverged)} diverged and {best.threshold_db:g} dB did not: see what happened "
+                "there, or take more seeds"
+            )
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; what is not known is `None`."""
+        return {
+            "config": self.config,
+            "steps": self.steps,
+            "last": self.last,
+            "max_gap_percent": self.max_gap,
+            "reference": {str(seed): loss for seed, loss in self.reference.items()},
+            "thresholds": [
+                {
+                    "threshold_db": each.threshold_db,
+                    "losses": {str(seed): _or_none(loss) for seed, loss in each.losses.items()},
+                    "gap_percent": _or_none(each.gap.mean),
+                    "gap_error_percent": _or_none(each.gap.error),
+                    "share_8bit_or_less": _or_none(each.share_8bit),
+                    "shares": dict(each.shares),
+                    "hit_rate": _or_none(each.hit_rate),
+                    "hits": each.hits,
+                    "misses": each.misses,
+                }
+                for each in self.outcomes
+            ],
+            "suggested_threshold_db": None if self.suggestion is None else self.suggestion.threshold_db,
+        }
+
+
+def calibrate(plan: Plan, *, has_picture: bool = True) -> Calibration:
+    """Do the runs that are not done yet, print a table, write table.txt, table.json and calibration.png.
+
+    Args:
+        plan: what to run.
+        has_picture: whether to draw; takes matplotlib.
+
+    Raises:
+        UserError: the configuration does not allow it, told before the first run; or a run failed.
+    """
+    if has_picture:
+        require_matplotlib()
+    runs = plan.runs()
+    steps, last = _check(plan, runs)
+    make_folder(plan.out)
+    counts = f"{_many(len(plan.thresholds), 'threshold')} and {REFERENCE} × {_many(len(plan.seeds), 'seed')}"
+    print(f"{counts}, {steps} steps of {plan.config.name}, {plan.out}", flush=True)
+    execute([run for run in runs if not run.is_complete()], jobs=plan.jobs)
+    found = _evaluate(plan, runs, steps=steps, last=last)
+    table = found.table()
+    print(f"\n{table}")
+    with atomic_file(plan.out / "table.txt") as file:
+        file.write(table + "\n")
+    with atomic_file(plan.out / "table.json") as file:
+        file.write(json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n")
+    if has_picture:
+        picture = plan.out / "calibration.png"
+        draw_calibration(
+            picture,
+            thresholds=[each.threshold_db for each in found.outcomes],
+            gaps=[each.gap.mean for each in found.outcomes],
+            errors=[each.gap.error for each in found.outcomes],
+            shares=[each.shares for each in found.outcomes],
+            max_gap=plan.max_gap,
+            suggestion=None if found.suggestion is None else found.suggestion.threshold_db,
+        )
+        print(f"picture: {picture}")
+    return found
+
+
+def label(threshold: float) -> str:
+    """What runs at a threshold are called: 7.5 → `7.5-dB`."""
+    return f"{threshold:.12g}-dB"
+
+
+def _told_apart(thresholds: Sequence[float]) -> tuple[float, ...]:
+    """Thresholds, ascending, each once; refused where two have one name in the table or one folder."""
+    for value in thresholds:
+        if not (is_finite_number(value) and value >= 0):
+            raise UserError(f"--threshold {value} is not an SNR in dB: give a number from 0 on, such as 15")
+    found = sorted(set(thresholds))
+    for one, two in itertools.combinations(found, 2):
+        if f"{one:g}" == f"{two:g}" or folder_name(label(one), 0) == folder_name(label(two), 0):
+            raise UserError(
+                f"--threshold {one!r} and --threshold {two!r} would have one name, {one:g} dB: leave one out"
+            )
+    return tuple(found)
+
+
+def _check(plan: Plan, runs: Sequence[Run]) -> tuple[int, int]:
+    """Find what can be found before the first run; returns the steps of a run and those compared."""
+    base = load_checked_config(plan.config, [], world_size=1)
+    if base.settings.speculation is None:
+        raise UserError(
+            f"{plan.config} has no megalowbit.speculation section, whose ladder the runs would have: add one"
+        )
+    resolved = [run.resolved() for run in runs]  # all, for a mistake may be one threshold's or one seed's
+    steps = resolved[0].settings.run.steps
+    last = max(1, steps // LAST_PART) if plan.last is None else min(plan.last, steps)
+    count_samples(base.settings.data)  # fills the cache once, before several processes would
+    return steps, last
+
+
+def _evaluate(plan: Plan, runs: Sequence[Run], *, steps: int, last: int) -> Calibration:
+    by_label: dict[str, list[Run]] = {}
+    for run in runs:
+        by_label.setdefault(run.label, []).append(run)
+    reference = {run.seed: run.final_loss(last) for run in by_label[REFERENCE]}
+    for seed, loss in reference.items():
+        if not loss > 0:
+            raise UserError(
+                f"{REFERENCE}, seed {seed}, ended at a loss of {loss}: mend the configuration first"
+            )
+    outcomes = [
+        _outcome(threshold, by_label[label(threshold)], reference, last) for threshold in plan.thresholds
+    ]
+    return Calibration(
+        config=plan.config.name,
+        steps=steps,
+        last=last,
+        max_gap=plan.max_gap,
+        reference=reference,
+        outcomes=tuple(outcomes),
+    )
+
+
+def _outcome(threshold: float, runs: Sequence[Run], reference: Mapping[int, float], last: int) -> Outcome:
+    losses = {run.seed: run.final_loss(last) for run in runs}
+    percent = {seed: 100 * loss / reference[seed] for seed, loss in losses.items()}
+    gap = Gap.between(percent, dict.fromkeys(percent, 100.0))
+    totals = [] if math.isnan(gap.mean) else [_totals(run) for run in runs]
+    ladder = totals[0]["shares"] if totals else {}
+    return Outcome(
+        threshold_db=threshold,
+        losses=losses,
+        gap=gap,
+        shares={name: statistics.mean(each["shares"][name] for each in totals) for name in ladder},
+        share_8bit=statistics.mean(each["share_8bit_or_less"] for each in totals) if totals else math.nan,
+        hits=sum(each["hits"] for each in totals),
+        misses=sum(each["misses"] for each in totals),
+    )
+
+
+def _totals(run: Run) -> dict[str, Any]:
+    """What a run's summary says of speculation."""
+    summary = run.folder / "summary.json"
+    section = run.read_object(summary).get("speculation")
+    if not isinstance(section, dict):
+        raise UserError(f"{summary} has no speculation section ({shown(section)}): choose another --out")
+    settings = run.resolved().settings.speculation
+    shares = section.get("shares")
+    if settings is None or not isinstance(shares, dict) or set(shares) != set(settings.ladder):
+        run.refuse(summary, "speculation.shares are not those of the ladder")
+    numbers = [*shares.values(), *(section.get(key) for key in ("share_8bit_or_less", "hits", "misses"))]
+    if not all(is_finite_number(each) and each >= 0 for each in numbers):
+        run.refuse(summary, "speculation holds what is no share or count")
+    return section
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value

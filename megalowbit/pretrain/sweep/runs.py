@@ -1,0 +1,285 @@
+"""Runs of one configuration beside each other, each a process of its own, and what their losses say.
+
+A `Run` is launch/pretrain.py on one thread, as users start it, with some values overridden and a folder of
+its own. A sweep that was interrupted goes on where it was when it is started again with the same folders.
+Runs of one seed have the same initial weights and the same batches, so a `Gap` is taken within a seed and
+its error is that of the gaps over the seeds. A run that diverges is a result; one that fails ends the sweep.
+What is read of a run is checked, since a folder that was cut short or edited would be averaged unnoticed.
+Not covered: runs of several processes, other machines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megalowbit.durable_files import open_regular
+from megalowbit.errors import UserError
+from megalowbit.json_text import is_finite_number, parse_json, read_text
+from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.pretrain.validation import load_checked_config
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# what a sweep does not look at takes time and room
+LARGEST_RECORDS = 2**32  # bytes
+LEAN = ("megalowbit.checkpoint.export_hf=false", "megalowbit.telemetry.tensorboard=false")
+Losses = list[float | None]  # by step; None where it was not finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run, done or to be done.
+
+    Attributes:
+        label: what the sweep calls it, beside its seed.
+        seed: of weights and data.
+        folder: where it writes; the log of its process lies beside it.
+        config: DeepSpeed configuration.
+        overrides: as `--set` takes them; the seed is one of them.
+        program: launch/pretrain.py.
+    """
+
+    label: str
+    seed: int
+    folder: Path
+    config: Path
+    overrides: tuple[str, ...]
+    program: Path
+
+    def resolved(self) -> PretrainConfig:
+        """The configuration it runs with."""
+        return load_checked_config(self.config, list(self.overrides), world_size=1)
+
+    def is_complete(self) -> bool:
+        """Whether its folder holds all its steps, or diverged.
+
+        Raises:
+            UserError: the folder holds another run, or a damaged one.
+        """
+        saved, summary = self.folder / "config.json", self.folder / "summary.json"
+        if not saved.exists():
+            return False
+        wanted = json.loads(json.dumps(self.resolved().to_dict()))
+        if self.read_object(saved) != wanted:
+            raise UserError(f"{self.folder} holds a run with other settings: choose another --out")
+        steps = wanted["megalowbit"]["run"]["steps"]
+        if not summary.exists() or self.read_object(summary).get("steps") != steps:
+            return self.was_stopped()
+        if [row["step"] for row in self.rows()][-1:] != [steps] and not self.was_stopped():
+            self.refuse(self.metrics, f"it does not end with step {steps}, as summary.json says")
+        return True
+
+    def execute(self) -> float:
+        """Train it; returns the seconds it took, start included.
+
+        Raises:
+            UserError: the process failed; a run that diverged has not.
+        """
+        started = time.perf_counter()
+        arguments = ["--ds-config", str(self.config), "--run-dir", str(self.folder), "--resume", "auto"]
+        for override in self.overrides:
+            arguments += ["--set", override]
+        root = str(self.program.parent.parent)
+        environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "MASTER_PORT": str(free_port()),
+            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+        }
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        log = self.folder.parent / f"{self.folder.name}.log"
+        with open_regular(log, "w") as file:
+            command = [sys.executable, str(self.program), *arguments]
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        if done.returncode and not self.was_stopped():
+            lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+            reason = lines[-1].removeprefix("error: ")
+            raise UserError(f"{self.label}, seed {self.seed}, failed: {reason} (all of it in {log})")
+        return time.perf_counter() - started
+
+    @property
+    def metrics(self) -> Path:
+        """A line for each step."""
+        return self.folder / "metrics.jsonl"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines of its metrics.jsonl so far.
+
+        Raises:
+            UserError: one is damaged.
+        """
+        text = self._read_text(self.metrics) if self.metrics.exists() else ""
+        lines = text.split("\n")[:-1]  # what follows the last line end may be torn
+        return [self._row(line, number) for number, line in enumerate(lines, start=1)]
+
+    def read_object(self, path: Path) -> dict[str, Any]:
+        """The object in one of its files.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        return self._parsed(self._read_text(path), path)
+
+    def refuse(self, path: Path, reason: str) -> NoReturn:
+        """Raise the error for a damaged file of the run."""
+        raise UserError(
+            f"{path} is damaged ({reason}): remove that run's folder, {self.folder}, to do it again"
+        ) from None
+
+    def _read_text(self, path: Path) -> str:
+        try:
+            return read_text(path, largest=LARGEST_RECORDS)
+        except UserError as error:
+            self.refuse(path, f"it {str(error).removeprefix(f'{path} ').partition(':')[0]}")
+        except OSError as error:
+            self.refuse(path, error.strerror or "it cannot be read")
+
+    def _parsed(self, text: str, path: Path, where: str = "it") -> dict[str, Any]:
+        try:
+            value = parse_json(text, str(path))
+        except UserError:
+            self.refuse(path, f"{where} is not JSON")
+        if not isinstance(value, dict):
+            self.refuse(path, f"{where} is not an object")
+        return value
+
+    def _row(self, line: str, number: int) -> dict[str, Any]:
+        where = f"line {number}"
+        row = self._parsed(line, self.metrics, where)
+        loss = row.get("loss", math.nan)
+        if not (loss is None or is_finite_number(loss)):
+            self.refuse(self.metrics, f"{where} has no loss")
+        if type(row.get("skipped_steps")) is not int:
+            self.refuse(self.metrics, f"{where} has no skipped_steps")
+        if row.get("step") != number:
+            self.refuse(self.metrics, f"{where} is not that of step {number}")
+        return row
+
+    def steps_without_update(self) -> int:
+        """How many steps at the end of the record were skipped, or had a loss that is not finite."""
+        rows = self.rows()
+        skips = [0, *(row["skipped_steps"] for row in rows)]
+        is_lost = [
+            row["loss"] is None or after > before
+            for row, (before, after) in zip(rows, itertools.pairwise(skips), strict=True)
+        ]
+        return len(list(itertools.takewhile(bool, reversed(is_lost))))
+
+    def was_stopped(self) -> bool:
+        """Whether the loop gave it up, because too many steps in a row were skipped."""
+        return self.steps_without_update() >= self.resolved().settings.run.max_consecutive_skips
+
+    def diverged_at(self) -> int | None:
+        """The first of the steps at the end that led nowhere; `None`: training went well to the end."""
+        rows, lost = self.rows(), self.steps_without_update()
+        return rows[-lost]["step"] if self.was_stopped() or (lost and rows[-1]["loss"] is None) else None
+
+    def losses(self) -> Losses:
+        """The loss of each step so far."""
+        return [row["loss"] for row in self.rows()]
+
+    def final_loss(self, last: int) -> float:
+        """Mean of the finite ones among the last losses; NaN if the run diverged."""
+        finite = [loss for loss in self.losses()[-last:] if loss is not None]
+        if self.diverged_at() is not None:
+            return math.nan
+        if not finite:
+            self.refuse(self.metrics, "it has no loss")
+        return statistics.mean(finite)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Differences from a peer, paired by seed: mean, standard deviation, standard error of the mean.
+
+    Deviation and error are NaN where there is one seed.
+    """
+
+    mean: float
+    deviation: float
+    error: float
+
+    @classmethod
+    def between(cls, losses: Mapping[int, float], peers: Mapping[int, float]) -> Gap:
+        """The gaps `losses[seed] - peers[seed]`; both have the same seeds; NaN where one loss is."""
+        gaps = [losses[seed] - peers[seed] for seed in losses]
+        if any(map(math.isnan, gaps)):  # Python 3.11's stdev fails on them
+            return cls(math.nan, math.nan, math.nan)
+        deviation = statistics.stdev(gaps) if len(gaps) > 1 else math.nan
+        return cls(statistics.mean(gaps), deviation, deviation / math.sqrt(len(gaps)))
+
+    @property
+    def mark(self) -> str:
+        """A sign for gaps that their error may have made."""
+        if math.isnan(self.error):
+            return "  ?"
+        return "" if abs(self.mean) >= 2 * self.error else "  ≈"
+
+    def __str__(self) -> str:
+        if math.isnan(self.error):
+            return f"{self.mean:+.4f}"
+        return f"{self.mean:+.4f} ± {self.deviation:.4f} ({self.error:.4f})"
+
+
+def folder_name(label: str, seed: int) -> str:
+    """What the folder of a run is called: `"own, hadamard"`, 3 → `own-hadamard-seed-3`."""
+    return f"{re.sub(r'[^A-Za-z0-9.-]+', '-', label)}-seed-{seed}"
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of a sweep, if it is not there yet.
+
+    Raises:
+        UserError: it cannot be one, or nothing can be written there.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--out {out} cannot be written to as a folder ({error.strerror or error}): choose another --out"
+        ) from None
+
+
+def execute(runs: Sequence[Run], *, jobs: int) -> None:
+    """Do the runs, some at a time, and print a line after each.
+
+    Raises:
+        UserError: a configuration is refused, before any run; or a run failed, which ends the sweep; one
+            that diverges does not.
+    """
+    for run in runs:
+        run.resolved()
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(run.execute): run for run in runs}
+        try:
+            for number, future in enumerate(as_completed(futures), start=1):
+                run, seconds = futures[future], future.result()
+                lost = run.diverged_at()
+                end = f"{seconds:.0f} s" + (f", diverged at step {lost}" if lost else "")
+                line = f"  [{number}/{len(runs)}] {run.label}, seed {run.seed}: {end}"
+                print(line, flush=True)  # minutes lie between them, and a pipe would hold them back
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

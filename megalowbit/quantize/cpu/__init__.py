@@ -1,0 +1,1 @@
+"""CPU kernels in C: bit-equal to `reference`, compiled on first use."""

@@ -1,0 +1,1 @@
+"""GPU kernels in Triton and what launches them: bit-equal to `reference`."""

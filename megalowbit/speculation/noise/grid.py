@@ -1,0 +1,134 @@
+"""Errors of rounding to a format's grid under a given scale, from tables that hold for every tensor.
+
+A grid that is stretched to a largest magnitude M rounds N(center, sigma²) with an error that, in units of
+sigma, depends on M/sigma and center/sigma alone. `rounding_error` gives it exactly but takes 0.1 ms; here it
+is tabulated once for each grid, `RATIO_STEPS` an octave and `CENTER_STEPS` a sigma, and interpolated in its
+logarithm. Centers beyond `LAST_CENTER` sigmas are rare and take the exact way.
+
+Magnitudes beyond the bulk are taken as spread evenly between two numbers: `even_error`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.quantizer import BlockQuantizer
+from megalowbit.speculation.noise.rounding import Floats, rounding_error
+
+RATIO_STEPS = 4
+RATIO_OCTAVES = 18  # where INT8 has long lost the bulk
+CENTER_STEPS = 2
+LAST_CENTER = 4.0
+EVEN_POINTS = 8192
+SMALLEST = 1e-300  # a table holds logarithms
+
+# The quantiser with one scale whose grid an element format has; INT8 is what mixed blocks are at first.
+ONE_SCALE = {
+    "e2m1": "fp4e2m1",
+    "e3m2": "fp6e3m2",
+    "e4m3": "fp8e4m3",
+    "e5m2": "fp8e5m2",
+    "int8": "int8",
+    "int8_e5m2": "int8",
+    "int4": "int4",
+}
+
+
+class Grid(NamedTuple):
+    """The numbers of an element format, and how they are rounded to.
+
+    Attributes:
+        element: name of the format, a key of `ONE_SCALE`.
+        is_stochastic: or to nearest.
+    """
+
+    element: str
+    is_stochastic: bool
+
+
+@functools.lru_cache(maxsize=32)
+def magnitudes(element: str) -> Floats:
+    """The format's non-negative numbers over its largest: rising from 0 to 1."""
+    owner = quantizer(ONE_SCALE[element])
+    assert isinstance(owner, BlockQuantizer)
+    numbers = np.array(owner.encoding.format.element.grid, dtype=np.float64)
+    return numbers / numbers[-1]
+
+
+@functools.lru_cache(maxsize=32)
+def levels(element: str) -> Floats:
+    """All its numbers over its largest: rising from -1 to 1."""
+    positive = magnitudes(element)
+    return np.concatenate([-positive[:0:-1], positive])
+
+
+def gaussian_error(grid: Grid, absmax: float, sigma: float, center: float) -> float:
+    """Mean squared error of a bulk N(center, sigma²) within ±absmax, which the grid is stretched to.
+
+    Args:
+        grid: of the elements.
+        absmax: what the format's largest number stands for, > 0.
+        sigma: of the bulk, ≥ 0.
+        center: of the bulk.
+    """
+    if sigma == 0 or abs(center) > LAST_CENTER * sigma:
+        return exact_error(grid, absmax, sigma, center)
+    octave = min(max(math.log2(absmax / sigma), 0.0), RATIO_OCTAVES - 1e-9) * RATIO_STEPS
+    place = abs(center) / sigma * CENTER_STEPS
+    row = min(int(place), int(LAST_CENTER * CENTER_STEPS) - 1)
+    near = _between(_row(grid, row), octave)
+    value = near + (place - row) * (_between(_row(grid, row + 1), octave) - near) if place else near
+    return float(sigma * sigma * 2.0**value)
+
+
+def exact_error(grid: Grid, absmax: float, sigma: float, center: float) -> float:
+    """The same without tables."""
+    bounds = (-absmax, absmax)
+    error = rounding_error(
+        levels(grid.element) * absmax, sigma, center, is_stochastic=grid.is_stochastic, bounds=bounds
+    )
+    if math.isnan(error):  # a center beyond absmax: the estimate of one of them is off
+        return rounding_error(levels(grid.element) * absmax, sigma, center, is_stochastic=grid.is_stochastic)
+    return error
+
+
+def _between(row: tuple[float, ...], place: float) -> float:
+    index = int(place)
+    return row[index] + (place - index) * (row[index + 1] - row[index])
+
+
+@functools.lru_cache(maxsize=256)
+def _row(grid: Grid, row: int) -> tuple[float, ...]:
+    """log₂ of the error of N(row / `CENTER_STEPS`, 1) for ratios 2^(i / `RATIO_STEPS`)."""
+    center = row / CENTER_STEPS
+    ratios = [2 ** (i / RATIO_STEPS) for i in range(RATIO_OCTAVES * RATIO_STEPS + 1)]
+    errors = [exact_error(grid, max(ratio, center), 1.0, center) for ratio in ratios]
+    return tuple(math.log2(max(error, SMALLEST)) for error in errors)
+
+
+def even_error(grid: Grid, absmax: float, least: float) -> float:
+    """Mean squared error of magnitudes spread evenly in [least, absmax]; 0 at absmax itself.
+
+    Args:
+        grid: of the elements.
+        absmax: what the format's largest number stands for, > 0.
+        least: the least of the magnitudes, 0 … absmax.
+    """
+    place = min(int(least / absmax * EVEN_POINTS), EVEN_POINTS - 1)
+    return float(_even_errors(grid)[place]) * absmax * absmax
+
+
+@functools.lru_cache(maxsize=32)
+def _even_errors(grid: Grid) -> Floats:
+    """By the least magnitude, in `EVEN_POINTS` parts of the largest."""
+    numbers = magnitudes(grid.element)
+    points = (np.arange(EVEN_POINTS) + 0.5) / EVEN_POINTS
+    above = np.searchsorted(numbers, points)
+    up, down = numbers[above] - points, points - numbers[above - 1]
+    errors = up * down if grid.is_stochastic else np.minimum(up, down) ** 2
+    return np.cumsum(errors[::-1])[::-1] / np.arange(EVEN_POINTS, 0, -1)

@@ -1,0 +1,1 @@
+"""What speculation did in a run, read back from its folder and drawn."""

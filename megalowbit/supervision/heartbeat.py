@@ -1,0 +1,143 @@
+"""The one thread that talks to the store: it beats, sees alarms, and runs others' requests with a time limit.
+
+Requests to a store block for as long as the network is cut, in C, where nothing can end them. So nobody
+else makes any: who wants one asks this thread and waits for a limited time, and that it does not answer is
+an answer too (`StoreSilentError`). A beat costs one small write and one look for an alarm; a step costs
+nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime  # Python 3.10 has two of that name
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from megalowbit.supervision.diagnosis import Beat
+from megalowbit.supervision.heartbeat_store import NoticeBoard
+
+T = TypeVar("T")
+Request = tuple[Callable[[NoticeBoard], Any], "Future[Any]"]
+
+INTERVALS_TO_ANSWER = 2.0
+
+
+class StoreSilentError(RuntimeError):
+    """The store did not answer in time, or its connection has ended."""
+
+
+class Heartbeat:
+    """Beats of one rank, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        board: NoticeBoard,
+        describe: Callable[[int], Beat],
+        *,
+        interval: float,
+        at_alarm: Callable[[], None],
+    ) -> None:
+        """Prepare the thread.
+
+        Args:
+            board: used by this thread alone from now on.
+            describe: makes the beat of a given number; called in the thread.
+            interval: seconds between beats.
+            at_alarm: called once, in the thread, when another rank has raised an alarm.
+        """
+        self.board = board
+        self.interval = interval
+        self._describe, self._at_alarm = describe, at_alarm
+        self._count, self._has_alarmed = 0, False
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._busy_since: float | None = None
+        self._lost: str | None = None
+        self._thread = threading.Thread(target=self._run, name="megalowbit-heartbeat", daemon=True)
+
+    @property
+    def lost(self) -> str | None:
+        """Why the connection to the store has ended; None while it has not."""
+        return self._lost
+
+    def start(self) -> None:
+        """Give the first beat before anything else happens, then beat in the background."""
+        self._beat()
+        self._thread.start()
+
+    def stop(self, *, is_done: bool) -> None:
+        """Give a last beat and end.
+
+        Args:
+            is_done: wait for the last beat, two intervals at most; else it is of no use to anybody.
+        """
+        self._requests.put(None)
+        if is_done:
+            self._thread.join(INTERVALS_TO_ANSWER * self.interval)
+
+    def ask(self, request: Callable[[NoticeBoard], T]) -> T:
+        """Run a short request in the thread, and wait for its result for two intervals at most.
+
+        Raises:
+            StoreSilentError: there is none.
+        """
+        limit = INTERVALS_TO_ANSWER * self.interval
+        since = self._busy_since
+        if since is not None:  # one that hangs already is not waited for once more
+            limit = max(0.0, limit - (time.monotonic() - since))
+        if self._lost is not None:
+            raise StoreSilentError(self._lost)
+        future: Future[Any] = Future()
+        self._requests.put((request, future))
+        try:
+            return cast("T", future.result(limit))
+        except NotInTime:
+            raise StoreSilentError(f"no answer for {INTERVALS_TO_ANSWER * self.interval:.1f} s") from None
+        except RuntimeError as error:  # the connection's end
+            raise StoreSilentError(_first_line(error)) from error
+
+    def _run(self) -> None:
+        due = time.monotonic() + self.interval
+        while self._lost is None:
+            try:
+                request = self._requests.get(timeout=max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                self._safely(self._beat)
+                due = time.monotonic() + self.interval
+                continue
+            if request is None:
+                self._safely(self._beat)
+                return
+            self._safely(partial(_answer, *request, self.board))
+
+    def _safely(self, work: Callable[[], None]) -> None:
+        """Keep what a broken connection raises, which all later requests would too."""
+        self._busy_since = time.monotonic()
+        try:
+            work()
+        except RuntimeError as error:
+            self._lost = _first_line(error)
+        finally:
+            self._busy_since = None
+
+    def _beat(self) -> None:
+        self._count += 1
+        self.board.publish(self._describe(self._count))
+        if not self._has_alarmed and self.board.is_alarmed():
+            self._has_alarmed = True
+            self._at_alarm()
+
+
+def _answer(run: Callable[[NoticeBoard], Any], future: Future[Any], board: NoticeBoard) -> None:
+    try:
+        future.set_result(run(board))
+    except RuntimeError as error:
+        future.set_exception(error)
+        raise
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,1 @@
+"""Overflow counters of quantised tensors, per layer and role."""

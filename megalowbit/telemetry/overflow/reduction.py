@@ -1,0 +1,63 @@
+"""Sums of the table by layer over ranks that may not have met the same layers.
+
+The ranks first compare a fingerprint of the rows they have. Only where it differs (pipeline stages have
+different layers, and layers first run in different order) do they tell each other all names, which is much
+where ranks are many. Then all lay their numbers out alike and one all-reduce sums them. It costs a few small
+messages: meant for the end of a run or every so many steps, never for each step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from megalowbit.distributed import process_group
+from megalowbit.telemetry.overflow.counters import ERROR_NAMES, TABLE_NAMES
+from megalowbit.telemetry.overflow.exact_sum import NUM_DIGITS
+
+Key = tuple[str, str]  # (layer, role)
+Row = list[int]  # columns of TABLE_NAMES, then the digits of each of ERROR_NAMES
+ROW_LENGTH = len(TABLE_NAMES) + len(ERROR_NAMES) * NUM_DIGITS
+
+
+def sum_over_ranks(
+    mine: Mapping[Key, Row], group: dist.ProcessGroup | None, device: torch.device
+) -> Iterator[tuple[Key, Row]]:
+    """Sum each row over the ranks of `group`, each of which must call it.
+
+    Args:
+        mine: this rank's rows, in the order it met them.
+        group: ranks to sum over; `None` for all.
+        device: where this rank's counts live.
+    """
+    if process_group.world_size(group) == 1:
+        yield from mine.items()
+        return
+    device = process_group.exchange_device(group, device)
+    keys = list(mine) if _are_alike(list(mine), group, device) else _keys_of_all_ranks(list(mine), group)
+    if not keys:
+        return
+    rows = [mine.get(key, [0] * ROW_LENGTH) for key in keys]
+    sums = torch.tensor(rows, dtype=torch.int64, device=device)
+    dist.all_reduce(sums, group=group)
+    yield from zip(keys, sums.tolist(), strict=True)
+
+
+def _are_alike(mine: list[Key], group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether all ranks have the same keys in the same order."""
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=7).digest()
+    fingerprint = int.from_bytes(digest, "little")
+    both_ways = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=device)
+    dist.all_reduce(both_ways, op=dist.ReduceOp.MAX, group=group)
+    largest, negative_smallest = both_ways.tolist()
+    return bool(largest == -negative_smallest)
+
+
+def _keys_of_all_ranks(mine: list[Key], group: dist.ProcessGroup | None) -> list[Key]:
+    """Union of all ranks' keys, in the order of the first rank that knows each; the same on every rank."""
+    gathered: list[list[Key]] = [[] for _ in range(process_group.world_size(group))]
+    dist.all_gather_object(gathered, mine, group=group)
+    return list(dict.fromkeys(key for keys in gathered for key in keys))

@@ -1,0 +1,320 @@
+"""How often quantised tensors overflow: counters per layer and role, kept on the device.
+
+A `GradientOverflowTracker` is what a quantising layer calls its observer. The call in the hot path only puts
+the counts in a list: no kernel, no host read. At the end of a step everything is stacked, summed by layer and
+role, and the sums of the step are read once.
+
+Two kinds of figures leave it. The *headline*, overflow of output gradients over all ranks, is six numbers
+that ride one all-reduce with the loss (`step_facts.py`). Everything else of a step is this process's own
+share; the table by layer is summed over ranks when asked (`reduce_layers`), for then every rank must take
+part.
+
+In a plain PyTorch loop:
+
+    tracker = mlb.GradientOverflowTracker()
+    mlb.set_observer(model, tracker)
+    ...                                          # forward, backward
+    print(tracker.end_step().facts())
+
+A tensor counts once: layers report nothing when activation checkpointing recomputes a forward. Copies of it
+on several tensor-parallel ranks count once per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalowbit.distributed import process_group
+from megalowbit.errors import UserError
+from megalowbit.telemetry.overflow.counters import (
+    ERROR_NAMES,
+    ROLES,
+    TABLE_NAMES,
+    LayerOverflow,
+    OperandCounts,
+    ratio,
+)
+from megalowbit.telemetry.overflow.device_table import DeviceTable
+from megalowbit.telemetry.overflow.exact_sum import NUM_DIGITS, from_float, to_float, whole
+from megalowbit.telemetry.overflow.reduction import Key, sum_over_ranks
+
+HEADLINE_NAMES = (
+    "elements",
+    "saturated",
+    "underflow",
+    "nonfinite",
+    "quantizations",
+    "quantizations_with_overflow",
+)
+_HEADLINE_COLUMNS = [TABLE_NAMES.index(name) for name in HEADLINE_NAMES]
+_ROW_LENGTH = len(TABLE_NAMES) + len(ERROR_NAMES)
+LOCAL_LENGTH = len(ROLES) * _ROW_LENGTH
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverflowTotals:
+    """Headline figures of output gradients over all ranks: of a step, or of a run with its resumed parts."""
+
+    elements: int = 0
+    saturated: int = 0
+    underflow: int = 0
+    nonfinite: int = 0
+    quantizations: int = 0
+    quantizations_with_overflow: int = 0
+
+    @property
+    def element_rate(self) -> float | None:
+        """Share of elements that were clipped."""
+        return ratio(self.saturated, self.elements)
+
+    @property
+    def batch_rate(self) -> float | None:
+        """Share of quantisations that clipped at least one element."""
+        return ratio(self.quantizations_with_overflow, self.quantizations)
+
+    @property
+    def underflow_rate(self) -> float | None:
+        """Share of elements that were not zero and became zero."""
+        return ratio(self.underflow, self.elements)
+
+    def __add__(self, other: OverflowTotals) -> OverflowTotals:
+        return OverflowTotals(**{name: getattr(self, name) + getattr(other, name) for name in HEADLINE_NAMES})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOverflow:
+    """What one step quantised.
+
+    Attributes:
+        step: output gradients of this step, over all ranks.
+        run: the same over the run, this step included.
+        roles: all counts of this step by role, of this process's own tensors and those of other stages.
+    """
+
+    step: OverflowTotals
+    run: OverflowTotals
+    roles: dict[str, OperandCounts]
+
+    def facts(self) -> dict[str, float | int | None]:
+        """Flat facts for the sinks.
+
+        `gradient_overflow/…` is summed over all ranks: rates of this step, totals of the run. All of
+        `quantization/<role>/…` is of this step and of the calling rank's own tensors only, with those of the
+        other stages of its pipeline; in a run's files that is the main process, which writes them. A rate
+        without anything to rate is `None`.
+        """
+        facts: dict[str, float | int | None] = {
+            "gradient_overflow/element_overflow_rate": self.step.element_rate,
+            "gradient_overflow/batch_overflow_rate": self.step.batch_rate,
+            "gradient_overflow/total_overflow_elements": self.run.saturated,
+            "gradient_overflow/total_elements": self.run.elements,
+            "gradient_overflow/underflow_rate": self.step.underflow_rate,
+            "gradient_overflow/nonfinite_elements": self.step.nonfinite,
+        }
+        for role, counts in self.roles.items():
+            facts |= {f"quantization/{role}/{name}": rate for name, rate in counts.rates().items()}
+        return facts
+
+
+class GradientOverflowTracker:
+    """Counts overflow per layer and role: this step, and over the run.
+
+    Args:
+        group: ranks whose counts are summed; `None` for all. Nothing needs to be initialised for one process.
+        stages: ranks that hold the stages of this one's pipeline, over which figures by role are summed too;
+            `None`: this rank has all layers.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, stages: dist.ProcessGroup | None = None
+    ) -> None:
+        self.group = group
+        self._stages = stages
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, the run's totals included."""
+        self._tables: dict[torch.device, DeviceTable] = {}
+        self._run = OverflowTotals()
+        # over all ranks, up to the last reduction: columns of TABLE_NAMES, then exact sums of ERROR_NAMES
+        self._layers: dict[Key, list[int]] = {}
+
+    @property
+    def run(self) -> OverflowTotals:
+        """Headline figures over all ranks and all finished steps."""
+        return self._run
+
+    def observe(self, layer: str, role: str, counts: Tensor, error: Tensor) -> None:
+        """Take over the counts of one quantisation; no device work is waited for.
+
+        Args:
+            layer: name of the layer.
+            role: `"input"`, `"weight"` or `"grad_output"`.
+            counts: (8,) int64 in the order of `COUNT_NAMES`. Kept until the step ends: not to be written
+            again.
+            error: (2,) float64 in the order of `ERROR_NAMES`, likewise.
+        """
+        if role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
+        table = self._tables.get(counts.device)
+        if table is None:
+            table = self._tables[counts.device] = DeviceTable(counts.device)
+        table.append(layer, role, counts, error)
+
+    def begin_step(self) -> None:
+        """Drop what was seen since the last step ended, such as the quantisations of a validation pass."""
+        for table in self._tables.values():
+            table.drop_step()
+
+    def end_step(self) -> StepOverflow:
+        """Finish the step: one small all-reduce where there are several ranks, one host read.
+
+        Every rank of the group must call it.
+        """
+        summed = self.pack_step()  # (6,)
+        if process_group.world_size(self.group) > 1:
+            summed = summed.to(process_group.exchange_device(self.group, summed.device))
+            dist.all_reduce(summed, group=self.group)
+        local = self.pack_local_step()
+        numbers = torch.cat([summed.to(local.device), local]).tolist()
+        return self.unpack_step(numbers[: len(HEADLINE_NAMES)], numbers[len(HEADLINE_NAMES) :])
+
+    def pack_step(self) -> Tensor:
+        """This rank's part of the headline, to be summed over ranks: (6,) float64, as in `HEADLINE_NAMES`.
+
+        Counts of a step stay below 2^53, where float64 holds integers exactly.
+        """
+        integers, _ = self._step_by_role()
+        row = integers[ROLES.index("grad_output")].double()
+        # stack, not row[list]: an index list is a blocking copy to the device
+        return torch.stack([row[column] for column in _HEADLINE_COLUMNS])
+
+    def pack_local_step(self) -> Tensor:
+        """Figures by role of this rank and the other stages, not to be summed: (39,) float64."""
+        integers, errors = self._step_by_role()
+        figures = torch.cat([integers.double(), errors], dim=1).flatten()
+        if self._stages is not None:
+            figures = figures.to(process_group.exchange_device(self._stages, figures.device))
+            dist.all_reduce(figures, group=self._stages)
+        return figures
+
+    def unpack_step(self, summed: Sequence[float], local: Sequence[float]) -> StepOverflow:
+        """Finish the step with numbers the caller has reduced and read: see `reduce_step_facts`.
+
+        Args:
+            summed: `pack_step` summed over the group's ranks, 6 numbers.
+            local: this rank's own `pack_local_step`, 39 numbers.
+        """
+        if (len(summed), len(local)) != (len(HEADLINE_NAMES), LOCAL_LENGTH):
+            raise ValueError(
+                f"expected {len(HEADLINE_NAMES)} summed and {LOCAL_LENGTH} local numbers, "
+                f"got {len(summed)} and {len(local)}"
+            )
+        step = OverflowTotals(
+            **{name: int(value) for name, value in zip(HEADLINE_NAMES, summed, strict=True)}
+        )
+        self._run = self._run + step
+        for table in self._tables.values():
+            table.close_step()
+        return StepOverflow(step=step, run=self._run, roles=_roles_of(local))
+
+    def reduce_layers(self) -> tuple[LayerOverflow, ...]:
+        """Counts of all finished steps per layer and role, summed over the ranks; every rank must call it.
+
+        Ranks may have seen layers in different order, or different layers. Layers come in the order of the
+        first rank that knows them, roles in the order of `ROLES`.
+        """
+        mine: dict[Key, list[int]] = {}
+        for table in self._tables.values():
+            for key, row in table.take_run():
+                mine[key] = _sum(mine.get(key), row)  # a layer's operands may lie on two devices
+        for key, row in sum_over_ranks(mine, self.group, next(iter(self._tables), torch.device("cpu"))):
+            self._layers[key] = _sum(self._layers.get(key), _whole_row(row))
+        first_seen = {
+            layer: index for index, layer in enumerate(dict.fromkeys(layer for layer, _ in self._layers))
+        }
+        order = sorted(self._layers, key=lambda key: (first_seen[key[0]], ROLES.index(key[1])))
+        return tuple(
+            LayerOverflow(layer=key[0], role=key[1], counts=_counts_of(self._layers[key])) for key in order
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run's totals over all ranks, as plain numbers; every rank must call it.
+
+        It is the same on all ranks and says nothing of their number: load one copy on each rank of any job.
+        """
+        rows = [
+            {
+                "layer": row.layer,
+                "role": row.role,
+                **asdict(row.counts),
+                "exact_errors": self._layers[row.layer, row.role][len(TABLE_NAMES) :],
+            }
+            for row in self.reduce_layers()
+        ]
+        return {"run": asdict(self._run), "layers": rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; what was counted before is dropped.
+
+        Raises:
+            UserError: `state` was not written by `state_dict`.
+        """
+        try:
+            run = OverflowTotals(**state["run"])
+            layers = {(row["layer"], row["role"]): _saved_row(row) for row in state["layers"]}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UserError(
+                f"overflow counts of the checkpoint are not readable ({error}): resume from another"
+            ) from error
+        self.reset()
+        self._run, self._layers = run, layers
+
+    def _step_by_role(self) -> tuple[Tensor, Tensor]:
+        """Sums of the step: (3, 11) int64 and (3, 2) float64, on the first device."""
+        tables = list(self._tables.values()) or [DeviceTable(torch.device("cpu"))]
+        integers, errors = tables[0].step_by_role()
+        for table in tables[1:]:
+            more_integers, more_errors = table.step_by_role()
+            integers = integers + more_integers.to(integers.device)
+            errors = errors + more_errors.to(errors.device)
+        return integers, errors
+
+
+def _roles_of(local: Sequence[float]) -> dict[str, OperandCounts]:
+    """Undo `pack_local_step`."""
+    rows = [local[start : start + _ROW_LENGTH] for start in range(0, LOCAL_LENGTH, _ROW_LENGTH)]
+    split = len(TABLE_NAMES)
+    return {
+        role: OperandCounts.from_rows(row[:split], row[split:]) for role, row in zip(ROLES, rows, strict=True)
+    }
+
+
+def _sum(before: list[int] | None, row: list[int]) -> list[int]:
+    return row if before is None else [a + b for a, b in zip(before, row, strict=True)]
+
+
+def _whole_row(row: list[int]) -> list[int]:
+    """Put the digits of a row's exact sums together."""
+    integers, digits = row[: len(TABLE_NAMES)], row[len(TABLE_NAMES) :]
+    starts = range(0, len(digits), NUM_DIGITS)
+    return [*integers, *(whole(digits[start : start + NUM_DIGITS]) for start in starts)]
+
+
+def _counts_of(row: list[int]) -> OperandCounts:
+    split = len(TABLE_NAMES)
+    return OperandCounts.from_rows(row[:split], [to_float(total) for total in row[split:]])
+
+
+def _saved_row(saved: dict[str, Any]) -> list[int]:
+    """A row of a state; earlier versions had rounded sums only."""
+    exact = saved.get("exact_errors") or [from_float(saved[name]) for name in ERROR_NAMES]
+    row = [*(int(saved[name]) for name in TABLE_NAMES), *(int(total) for total in exact)]
+    _counts_of(row)  # as many as there should be
+    return row

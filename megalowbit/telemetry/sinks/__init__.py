@@ -1,0 +1,1 @@
+"""Where the facts of a step go: console, JSON lines, TensorBoard, Weights & Biases."""

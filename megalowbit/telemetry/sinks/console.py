@@ -1,0 +1,177 @@
+"""The run as a person sees it: a live bar on a terminal, plain lines in a log.
+
+A sink like the others, so it gets the facts of every step. Both forms print the same table line every few
+steps, and at once for a skipped step; a terminal also has two lines at its foot that follow each step. There
+is no thread behind the bar: it is redrawn when facts arrive, so that data loaders may fork at any time.
+
+Files and pipes get ASCII without colour or cursor codes, whatever the environment asks for. On a terminal
+`NO_COLOR` is honoured; a dumb one gets plain lines.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megalowbit.telemetry import columns
+from megalowbit.telemetry.facts import Facts
+from megalowbit.telemetry.moving_rate import MovingRate
+from megalowbit.telemetry.overflow.counters import LayerOverflow
+
+HEADING_EVERY = 40  # lines; a heading is never far above on a screen
+REDRAW_SECONDS = 0.1
+LOG_WIDTH = 120
+
+
+class _Output(RichConsole):
+    """Falls silent where whoever read the log has ended (`| tee`, a launcher): the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        if self.file is sys.stdout:  # what is left in its buffer would fail once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Console:
+    """Shows progress; silent on other processes than the main one.
+
+    Args:
+        total_steps: steps of the whole run.
+        log_every: steps between two lines.
+        start_step: steps trained before this process, when a run is resumed.
+        skipped_steps: skipped steps before this process, likewise.
+        is_main: whether this process shows anything.
+        file: where to write; standard output if `None`.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        log_every: int = 10,
+        start_step: int = 0,
+        skipped_steps: int = 0,
+        is_main: bool = True,
+        file: TextIO | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._total, self._log_every, self._start_step = total_steps, log_every, start_step
+        self._step, self._skipped = start_step, skipped_steps
+        self._facts: Facts = {}
+        self._is_skipped = False
+        self._is_main, self._clock = is_main, clock
+        self._started, self._drawn = clock(), -REDRAW_SECONDS
+        self._steps_per_second = MovingRate(clock=clock)
+        self._lines = 0
+        file = file or sys.stdout
+        is_live = is_main and file.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+        self._rich = _Output(
+            file=file,
+            force_terminal=is_live,
+            force_jupyter=False,
+            color_system="auto" if is_live else None,
+            width=None if is_live else LOG_WIDTH,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            soft_wrap=not is_live,
+        )
+        self._live = Live(console=self._rich, auto_refresh=False, transient=True) if is_live else None
+        if self._live:
+            self._live.start()
+            self._live.update(self._foot(), refresh=True)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a bar is drawn, which only a terminal gets."""
+        return self._live is not None
+
+    def print(self, text: str, style: str = "") -> None:
+        """Show a message above the bar, or as lines of the log."""
+        if self._is_main:
+            encoding = self._rich.encoding  # one character it lacks must not end a training run
+            self._rich.print(Text(text.encode(encoding, "replace").decode(encoding), style=style))
+
+    def write(self, step: int, facts: Facts) -> None:
+        """Follow `step`: redraw the bar, and print a line if it is due."""
+        if not self._is_main:
+            return
+        self._step, self._facts = step, facts
+        skipped = columns.number(facts.get("skipped_steps"))
+        self._is_skipped = skipped is not None and skipped > self._skipped
+        self._skipped = self._skipped if skipped is None else int(skipped)
+        self._steps_per_second.add(1)
+        is_due = (
+            step % self._log_every == 0 or step in (self._start_step + 1, self._total) or self._is_skipped
+        )
+        if is_due:
+            self._print_line()
+        if self._live and (is_due or self._clock() - self._drawn >= REDRAW_SECONDS):
+            self._drawn = self._clock()
+            self._live.update(self._foot(), refresh=True)
+
+    def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
+        """Nothing: a table of every layer is no progress to watch."""
+
+    def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:  # noqa: ARG002
+        """Take the bar away and say how far the run came."""
+        if not self._is_main:
+            return
+        if self._live:
+            self._live.stop()
+        seconds = columns.duration_text(self._clock() - self._started)
+        verb = "done" if exit_code == 0 and self._step >= self._total else "stopped"
+        self.print(
+            f"{verb}: step {self._step}/{self._total} after {seconds}",
+            "bold" if exit_code == 0 else "bold red",
+        )
+
+    @property
+    def _eta(self) -> float | None:
+        speed = self._steps_per_second.now
+        return (self._total - self._step) / speed if speed else None
+
+    def _print_line(self) -> None:
+        if self._lines % HEADING_EVERY == 0:
+            self.print(columns.heading(self._total), "bold")
+        self._lines += 1
+        text = columns.line(self._step, self._total, self._facts, eta=self._eta, is_skipped=self._is_skipped)
+        self.print(text, "bold yellow" if self._is_skipped else "")
+
+    def _foot(self) -> Group:
+        """Two lines: the bar with step, percent, speed and ETA; the latest figures."""
+        share = self._step / max(self._total, 1)
+        bar = Table.grid(padding=(0, 2, 0, 0), expand=True, pad_edge=False)
+        for ratio in (None, 1, None, None, None):
+            bar.add_column(ratio=ratio, no_wrap=True, justify="left" if ratio else "right")
+        bar.add_row(
+            Text(f"{self._step}/{self._total}", style="bold"),
+            ProgressBar(
+                total=max(self._total, 1), completed=self._step, complete_style="cyan", finished_style="green"
+            ),
+            Text(f"{share:.0%}", style="bold cyan"),
+            Text(f"{columns.amount_text(self._facts.get('tokens_per_second'))} tok/s"),
+            Text(f"ETA {columns.duration_text(self._eta)}", style="bold"),
+        )
+        figures = Text(no_wrap=True, overflow="crop")
+        for index, column in enumerate(columns.COLUMNS[:-1]):  # the last one, tok/s, stands in the bar
+            is_alarming = self._is_skipped and column.fact == "skipped_steps"
+            figures.append("  " if index else "")
+            figures.append(
+                columns.SKIP if is_alarming else column.title, style="bold yellow" if is_alarming else "dim"
+            )
+            figures.append(" ")
+            style = "bold yellow" if is_alarming else "bold cyan" if column.fact == "loss" else ""
+            figures.append(column.text(self._facts.get(column.fact)), style=style)
+        return Group(bar, figures)

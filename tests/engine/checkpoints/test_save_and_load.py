@@ -1,0 +1,112 @@
+"""What a load refuses before it changes anything."""
+
+import errno
+import os
+
+import pytest
+from small_engines import SGD, make_engine, trained
+
+from megalowbit.engine.checkpoints import save_and_load as checkpoint_io
+from megalowbit.engine.checkpoints.save_and_load import remove_checkpoint
+from megalowbit.engine.checkpoints.store import CheckpointStore
+from megalowbit.errors import UserError
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_state_of_another_optimizer_is_refused(tmp_path, stage):
+    engine = trained(stage, optimizer=SGD)
+    path = CheckpointStore(tmp_path).save(engine, 2, {})
+    with pytest.raises(UserError, match="has the state of optimizer SGD, the engine has AdamW: use SGD"):
+        CheckpointStore(tmp_path).load(make_engine(stage), path)
+    CheckpointStore(tmp_path).load(make_engine(stage, optimizer=SGD), path)
+
+
+def test_another_recipe_is_named_before_the_shape(tmp_path):
+    def save(recipe, width, name):
+        return CheckpointStore(tmp_path / name).save(trained(recipe=recipe, width=width), 1, {})
+
+    path = save("nvfp4", 16, "a")
+    store = CheckpointStore(tmp_path / "a")
+    with pytest.raises(UserError, match=r"saved with recipe nvfp4, the model has none \(parameter"):
+        store.load(make_engine(recipe="bf16", width=32), path)
+    with pytest.raises(UserError, match=r"does not fit the model: parameter 0\.weight has shape"):
+        store.load(make_engine(recipe="nvfp4", width=32), path)
+
+
+def test_an_interrupted_removal_does_not_look_like_a_checkpoint(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    path = store.save(trained(), 1, {})
+
+    def fail(*_, **_more):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "unlink", fail)
+    remove_checkpoint(path)
+    monkeypatch.undo()
+    assert store.steps() == []
+    assert not path.exists()
+    store.save(trained(), 2, {})  # what is left goes with the next save
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "step-00000002"]
+
+
+def test_a_checkpoint_that_is_a_link_is_removed_as_a_link(tmp_path):
+    store, elsewhere = CheckpointStore(tmp_path / "store", keep=1), tmp_path / "elsewhere"
+    store.save(trained(), 1, {}).rename(elsewhere)
+    store.path_of(1).symlink_to(elsewhere)
+    store.save(trained(), 2, {})
+    assert store.steps() == [2]
+    store.verify(elsewhere)
+
+
+def test_no_damage_of_older_checkpoints_ends_a_run_that_saves(tmp_path, caplog):
+    store, engine = CheckpointStore(tmp_path, keep=2), trained()
+    texts = ['{"format": 1, "files": [{"name": "x", "size": 1e999, "sha256": ""}]}', "[" * 100_000, "\0"]
+    for number, text in enumerate(texts, start=1):
+        (store.save(engine, number, {}) / "manifest.json").write_text(text)
+    os.mkfifo(store.path_of(4))
+    store.path_of(5).write_text("no folder")
+    store.path_of(6).symlink_to(tmp_path / "gone")
+    for number in (4, 5, 6):
+        store.save(engine, number, {})
+    assert store.steps() == [5, 6]
+    assert len(list(tmp_path.glob("*.damaged"))) == 6
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    store.save(engine, 7, {})
+    store.remove_after(6)
+    assert store.steps() == [6]
+    assert caplog.text.count("latest cannot be written") == 2
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_checkpoint_stays_if_a_rank_is_lost_after_its_manifest_and_only_then(
+    tmp_path, monkeypatch, is_complete
+):
+    store, agree, calls = CheckpointStore(tmp_path), checkpoint_io.agree, []
+
+    def agree_and_lose_a_rank(decide):
+        calls.append(decide)
+        is_commit = len(calls) == 2
+        if is_complete or not is_commit:
+            agree(decide)
+        if is_commit:
+            raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
+
+    monkeypatch.setattr(checkpoint_io, "agree", agree_and_lose_a_rank)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        store.save(trained(), 1, {})
+    assert len(calls) == 2
+    assert store.steps() == [1] * is_complete
+    assert store.path_of(1).exists() == is_complete
+
+
+def test_a_checkpoint_that_latest_cannot_name_is_removed(tmp_path, monkeypatch):
+    engine = trained()
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_io, "atomic_file", no_space)
+    with pytest.raises(UserError, match="No space left on device"):
+        checkpoint_io.save_together(engine, tmp_path / "step-00000001", {}, step=1, is_named_by_user=True)
+    assert not (tmp_path / "step-00000001").exists()

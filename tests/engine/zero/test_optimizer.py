@@ -1,0 +1,81 @@
+import pytest
+import torch
+
+from megalowbit.engine.initialize import initialize
+from megalowbit.engine.zero.optimizer import adopt
+from megalowbit.errors import UserError
+from megalowbit.optim.timers import StepTimers
+
+
+def start(stage, **block):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": stage},
+        "megalowbit": {"precision": "fp16", "grad_scaler": {"initial_scale": 16.0}, **block},
+    }
+    torch.manual_seed(0)
+    return initialize(model=torch.nn.Linear(3, 2), config=config)[0]
+
+
+def step(engine):
+    engine.backward(engine(torch.ones(1, 3).half()).float().sum())
+    return engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_surface_is_that_of_stage_0(stage):
+    engine, of_stage_0 = start(stage), start(0)
+    for one in (engine, of_stage_0):
+        assert one.optimizer.report is None
+        assert one.optimizer.grad_norm is None
+        step(one)
+    found, expected = engine.optimizer, of_stage_0.optimizer
+    for name in ("report", "loss_scale", "found_inf", "overflow", "layer_scaling", "log_num_zeros_in_grad"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert found.report.loss_scale == 16.0
+    assert found.grad_scaler.state_dict() == expected.grad_scaler.state_dict()
+    assert engine.get_global_grad_norm() == pytest.approx(of_stage_0.get_global_grad_norm(), rel=1e-12)
+    assert [group["lr"] for group in found.param_groups] == [group["lr"] for group in expected.param_groups]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_timers_of_ours_and_of_deepspeed_live_side_by_side(stage):
+    engine = start(stage)
+    assert engine.optimizer.timers.milliseconds() == {}
+    engine.optimizer.timers = StepTimers()
+    step(engine)
+    assert list(engine.optimizer.timers.milliseconds()) == ["inspect"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_neither_closures_nor_later_parameters_are_taken(stage):
+    optimizer = start(stage).optimizer
+    with pytest.raises(TypeError, match="step takes no closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(UserError, match="parameters cannot be added later"):
+        optimizer.add_param_group({"params": []})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_backward_without_the_scale_is_an_error_with_a_constant_scale_too(stage):
+    engine = start(stage, grad_scaler={"type": "constant", "scale": 8.0})
+    assert engine.optimizer.needs_scaler()
+    with pytest.raises(RuntimeError, match="Loss scaling is required"):
+        engine(torch.ones(1, 3).half()).float().sum().backward()
+
+
+def test_an_optimizer_of_another_kind_is_not_adopted():
+    with pytest.raises(UserError, match="asks for DeepSpeed's SGD, which is not supported"):
+        adopt(torch.optim.SGD([torch.zeros(1)]), None, log_num_zeros_in_grad=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_without_a_backward_is_refused_and_leaves_the_run_alone(stage):
+    engine = start(stage)
+    with pytest.raises(UserError, match=r"^engine.step\(\) before any backward: call engine.backward"):
+        engine.step()
+    step(engine)
+    assert engine.optimizer.report.is_applied
+    with pytest.raises(UserError, match="before any backward"):
+        engine.step()

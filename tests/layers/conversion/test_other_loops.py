@@ -1,0 +1,176 @@
+"""Checks of a converted model in a loop of others; in stock engines: tests/engine/test_stock_engine.py."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import megalowbit as mlb
+from megalowbit.errors import UserError
+from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.conversion.other_loops import _stream_problems, check_training, find_engine
+
+
+def net(recipe="nvfp4", **arguments):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    if recipe is not None:
+        mlb.convert(model, recipe, **arguments)
+    return model
+
+
+def refusal(model, **arguments):
+    with pytest.raises(UserError) as seen:
+        check_training(model, **arguments)
+    assert "\n" not in str(seen.value)
+    return str(seen.value)
+
+
+def ours(model, **settings):
+    return mlb.get_megatron_optimizer(model, mlb.OptimizerConfig(lr=0.1, **settings))
+
+
+def test_a_converted_model_under_a_plain_optimizer_passes():
+    model = net()
+    check_training(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    check_training(
+        model, config={"megalowbit": {"recipe": "nvfp4", "precision": "bf16", "run": {"steps": 3}}}
+    )
+    check_training(model, config={"megalowbit": {"late_switch": None, "autocast": False}})
+    check_training(model, config={"train_batch_size": 1})
+
+
+def test_a_model_without_low_bit_layers_is_refused_unless_nothing_is_to_be_quantised():
+    assert "Sequential has no low-bit layers" in refusal(net(None))
+    assert "has no low-bit layers" in refusal(net(None), config={"megalowbit": {"recipe": "nvfp4"}})
+    check_training(net(None), config={"megalowbit": {"recipe": "bf16"}})
+
+
+def test_layers_of_another_recipe_are_refused():
+    line = refusal(net("mxfp4"), config={"megalowbit": {"recipe": "nvfp4"}})
+    assert line.startswith("megalowbit.recipe is 'nvfp4', and layer 0 has 'mxfp4'")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("grad_scaler", {"type": "dynamic"}), ("autocast", True), ("fp32_norms", True),
+        ("late_switch", {"at": 0.9}), ("layer_scaling", {"enabled": True}), ("gradient_norm", "sum_of_norms"),
+        ("watchdog", {"timeout": 9}), ("regularizer", {"strength": 1e-6}), ("rescipe", "nvfp4"),
+    ],
+)  # fmt: skip
+def test_what_nobody_acts_on_is_refused(key, value):
+    config = {"megalowbit": {"recipe": "nvfp4", key: value}}
+    line = refusal(net(), config=config)
+    assert line.startswith(f"megalowbit.{key} = ")
+    assert "megalowbit.initialize" in line
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    block = {"recipe": "mxfp4", "fp32_norms": True, "late_switch": {"at": 1}}
+    assert refusal(net(), config={"megalowbit": block}).count("; ") == 2
+
+
+def test_a_configuration_is_read_from_its_file(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"megalowbit": {"recipe": "mxfp4"}}))
+    assert "megalowbit.recipe is 'mxfp4'" in refusal(net(), config=path)
+    path.write_text(json.dumps({"megalowbit": "mxfp4"}))
+    assert "must be an object" in refusal(net(), config=str(path))
+
+
+def test_an_optimizer_of_ours_that_expects_a_loss_scale_is_refused():
+    model = net().half()
+    optimizer = ours(model, fp16=True, initial_loss_scale=1024.0, params_have_main_grad=False)
+    line = refusal(model, optimizer=optimizer)
+    assert "Float16OptimizerWithFloat16Params divides gradients by a loss scale of 1024" in line
+
+
+def test_an_optimizer_of_ours_that_takes_gradients_away_is_refused_and_another_is_not():
+    model = net().bfloat16()
+    assert "main_grad" in refusal(model, optimizer=ours(model, bf16=True))
+    model = net().bfloat16()
+    check_training(model, optimizer=ours(model, bf16=True, params_have_main_grad=False))
+
+
+def test_the_stream_of_another_rank_is_refused(monkeypatch):
+    # another test may have left a process group
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    line = refusal(net(rank=3))
+    assert "random stream is that of rank 3 and this is rank 0" in line
+    assert "takes each process for the only one" in line
+    assert "docs/other-loops.md" in line
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    assert refusal(net(rank=3)).endswith("its own: leave rank= out of megalowbit.convert")
+
+
+def test_the_data_parallel_rank_of_an_engine_with_tensor_parallel_ranks_is_right(monkeypatch):
+    monkeypatch.setattr("megalowbit.layers.conversion.other_loops.own_rank", lambda: 5)
+    layers = bit_layers(net(rank=2))
+    engine = SimpleNamespace(mpu=SimpleNamespace(get_data_parallel_rank=lambda: 2))
+    assert _stream_problems(layers, engine) == []
+    assert len(_stream_problems(layers, SimpleNamespace(mpu=None))) == 1
+    assert len(_stream_problems(bit_layers(net(rank=3)), engine)) == 1
+
+
+def test_a_pipe_in_place_of_the_configuration_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "ds.json")
+    assert "is a FIFO" in refusal(net(), config=tmp_path / "ds.json")
+
+
+def test_copies_on_many_devices_are_refused():
+    assert "nn.DataParallel" in refusal(nn.DataParallel(net()))
+
+
+def test_a_compiled_model_is_looked_into():
+    check_training(torch.compile(net()))
+    assert "has no low-bit layers" in refusal(torch.compile(net(None)))
+
+
+def test_without_an_engine_the_hook_is_silent_and_other_hooks_are_no_engine(caplog):
+    model = net()
+    model.register_forward_pre_hook(lambda module, inputs: None)
+    assert find_engine(model) is None
+    model(torch.ones(2, 16)).sum().backward()
+    assert mlb.random_stream(model).step == 1
+    assert not caplog.records
+
+
+def test_layers_that_were_all_replaced_are_missed_at_the_next_training_forward():
+    model = net()
+    model[0], model[1] = nn.Linear(16, 16), nn.Linear(16, 16)
+    model.eval()
+    model(torch.ones(2, 16))
+    with pytest.raises(UserError, match=r"2 of 2 low-bit layers were replaced .*\(0 is Linear\)"):
+        model.train()(torch.ones(2, 16))
+
+
+class Adapter(nn.Module):
+    """As adapters of low rank do: the layer stays, and something is added to its output."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.added = base_layer, nn.Linear(16, 16)
+
+    def forward(self, input):
+        return self.base_layer(input) + self.added(input)
+
+
+@pytest.mark.parametrize("wrapper", [Adapter, checkpoint_wrapper])
+def test_layers_inside_wrappers_are_not_replaced(wrapper):
+    model = net()
+    model[0], model[1] = wrapper(model[0]), wrapper(model[1])
+    model(torch.ones(2, 16)).sum().backward()
+    check_training(model, config={"megalowbit": {"recipe": "nvfp4"}})
+
+
+def test_a_single_layer_put_back_by_hand_and_a_restored_model_are_left_alone():
+    model = net()
+    model[1] = nn.Linear(16, 16)
+    model(torch.ones(2, 16))
+    mlb.restore(model)
+    model(torch.ones(2, 16))

@@ -1,0 +1,24 @@
+import pytest
+import torch
+
+import megalowbit as mlb
+from megalowbit.errors import UserError
+from megalowbit.layers.conversion.partitioned import refuse_partitioned
+
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+
+
+def test_a_whole_model_passes():
+    refuse_partitioned(model())
+
+
+def test_a_parameter_in_pieces_is_named_before_anything_is_converted():
+    net = model()
+    net[1].weight.data = torch.zeros(0)  # as DeepSpeed leaves it
+    net[1].weight.ds_id = 0
+    for refused in (refuse_partitioned, mlb.convert):
+        with pytest.raises(UserError, match=r"^parameter 1\.weight is cut .*outside of zero\.Init"):
+            refused(net)
+    assert type(net[0]) is torch.nn.Linear

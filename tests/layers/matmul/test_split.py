@@ -1,0 +1,204 @@
+"""Products of split operands against the same operands put together again in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from megalowbit.layers.matmul.context import Call
+from megalowbit.layers.matmul.function import lowbit_linear
+from megalowbit.layers.recipe import OPERAND_FIELDS, recipe
+from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.random_stream import RandomStream
+from megalowbit.spectral.settings import OperandSplit
+from megalowbit.spectral.split import right_factor, scaled_left, split
+from megalowbit.spectral.state import SplitState
+
+SIGNS = 0b1011_0010_0110_1101
+NAME = "nvfp4e2m1bnosr"
+SPLITS = {
+    "grad_output": {"split_grad_output": {"rank": 4}},
+    "input": {"split_input": {"rank": 4}},
+    "weight": {"split_weight": {"rank": 4}},
+    "mean": {"split_input": {"method": "mean"}, "split_grad_output": {"method": "mean"}},
+    "all": {
+        f"split_{role}": {"rank": rank} for role, rank in (("input", 3), ("weight", 2), ("grad_output", 5))
+    },
+    "gains": {
+        "split_input": {"rank": 8, "gains": "ysche"},
+        "split_grad_output": {"rank": 8, "gains": "ysche_seed", "order": "seed"},
+    },
+    "bf16 factors": {"split_input": {"rank": 4, "q_factors": "fp32"}, "split_grad_output": {"rank": 4}},
+}
+LAYOUTS = {
+    "single copy": {},
+    "per gemm": {"layout": "per_gemm"},
+    "hadamard": {"layout": "per_gemm", "hadamard": True},
+}
+SHAPES = [(32, 48, 64), (13, 33, 21), (3, 16, 5)]
+
+
+def key(role):
+    return RandomStream(5).key("layer", role)
+
+
+def call_with(chosen, dtype, sizes, **kwargs):
+    states = {}
+    return Call(
+        recipe=chosen,
+        compute_dtype=dtype,
+        random_key=lambda role, device: key(role),
+        hadamard_signs=SIGNS,
+        step=1,
+        sizes=sizes,
+        split_state=lambda role: states.setdefault(role, SplitState()),
+        **kwargs,
+    )
+
+
+def own_recipe(name, changes):
+    return recipe({**dict.fromkeys(OPERAND_FIELDS, name), **changes})
+
+
+def operands(tokens, cols, rows, dtype):
+    generator = torch.Generator().manual_seed(tokens + cols)
+
+    def decaying(m, n):
+        noise = torch.randn(m, n, generator=generator)
+        return noise + 10 * torch.randn(m, 2, generator=generator) @ torch.randn(2, n, generator=generator)
+
+    x = decaying(tokens, cols).to(dtype).requires_grad_()
+    w = (decaying(rows, cols) * 0.05).to(dtype).requires_grad_()
+    g = (decaying(tokens, rows) * 1e-3).to(dtype)
+    b = torch.randn(rows, generator=generator).to(dtype).requires_grad_()
+    return x, w, b, g
+
+
+def hadamard_matrix(size):
+    block = np.array(
+        [[(-1.0) ** ((SIGNS >> i & 1) + (i & j).bit_count()) / 4 for j in range(16)] for i in range(16)]
+    )
+    return np.kron(np.eye(size // 16), block)
+
+
+class Reference:
+    """An operand as the recipe rounds it, put together in float64: gain · Q(residual) + U·S·Vᵀ."""
+
+    def __init__(self, tensor, settings, role, sizes, quantizer_name):
+        self.name = quantizer_name
+        matrix = tensor.detach()
+        self.low, self.gain = np.zeros(matrix.shape), 1.0
+        if settings is not None:
+            found = split(
+                matrix,
+                settings,
+                SplitState(),
+                rank=settings.rank_of(*sizes),
+                step=1,
+                is_replay=False,
+                random_key=key(f"{role}_split"),
+            )
+            dtype = torch.float32 if matrix.dtype == torch.float16 else matrix.dtype
+            left, right = scaled_left(found.left, found.values, dtype), right_factor(found.right, dtype)
+            self.low = left.double().numpy() @ right.double().numpy()
+            matrix, self.gain = found.residual, found.residual_gain
+        self.residual = matrix
+
+    def rows(self):
+        """In blocks along the last axis."""
+        return self.gain * self._rounded(self.residual) + self.low
+
+    def columns(self):
+        """In blocks along the first axis."""
+        return self.gain * self._rounded(self.residual.t()).T + self.low
+
+    def transformed(self):
+        """In blocks along the first axis, after the Hadamard transform along it, in that basis."""
+        matrix = self.residual.float().numpy()
+        padding = ((0, -len(matrix) % 16), (0, 0))
+        basis = hadamard_matrix(len(matrix) + padding[0][1])
+        turned = torch.from_numpy((np.pad(matrix, padding).T @ basis).astype(np.float32))
+        return self.gain * self._rounded(turned).T + basis.T @ np.pad(self.low, padding)
+
+    def _rounded(self, matrix):
+        quantized = quantizer(self.name).quantize(matrix)
+        scale = 1.0 if quantized.tensor_scale is None else quantized.tensor_scale.double().item()
+        return quantized.operand(torch.float64).numpy() * scale
+
+
+def close(got, expected, relative):
+    assert np.abs(got.detach().double().numpy() - expected).max() <= relative * np.abs(expected).max() + 1e-30
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_products_are_those_of_the_operands_put_together(splits, layout, shape):
+    check(own_recipe(NAME, {**splits, **layout}), shape, torch.float32, 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_half_precision_layers_round_results_and_thin_products_only(layout, dtype):
+    check(own_recipe(NAME, {**SPLITS["all"], **layout}), (32, 48, 64), dtype, 2e-2)
+
+
+@pytest.mark.parametrize("name", ["mxfp4e2m1bnosr", "int8b", "nvfp4e2m1bnosr:tile16"])
+def test_any_format_can_hold_the_residual(name):
+    check(own_recipe(name, SPLITS["gains"]), (32, 48, 64), torch.float32, 2e-5)
+
+
+def check(chosen, shape, dtype, relative):
+    x, w, b, g = operands(*shape, dtype)
+    sizes = shape[1], shape[2]
+    output = lowbit_linear(x, w, b, call_with(chosen, dtype, sizes))
+    output.backward(g)
+    name = chosen.q_forward_input
+    rx, rw, rg = (
+        Reference(tensor, getattr(chosen, f"split_{role}"), role, sizes, name)
+        for tensor, role in ((x, "input"), (w, "weight"), (g, "grad_output"))
+    )
+    close(output, rx.rows() @ rw.rows().T + b.detach().double().numpy(), relative)
+    per_gemm = chosen.layout == "per_gemm"
+    close(x.grad, rg.rows() @ (rw.columns() if per_gemm else rw.rows()), relative)
+    if chosen.hadamard:
+        close(w.grad, rg.transformed().T @ rx.transformed(), relative)
+    elif per_gemm:
+        close(w.grad, rg.columns().T @ rx.columns(), relative)
+    else:
+        close(w.grad, rg.rows().T @ rx.rows(), relative)
+    close(b.grad, g.double().numpy().sum(0), max(relative, 1e-2 if dtype != torch.float32 else relative))
+
+
+def test_the_observer_hears_of_the_residual_with_the_norm_of_the_whole():
+    x, w, _, g = operands(64, 48, 64, torch.float32)
+    seen = {}
+    chosen = own_recipe(NAME, {"split_grad_output": {"rank": 4}})
+    call = call_with(
+        chosen, torch.float32, (48, 64), observe=lambda role, counts, error: seen.update({role: error})
+    )
+    lowbit_linear(x, w, None, call).backward(g)
+    assert seen["grad_output"][1].item() == pytest.approx(g.double().square().sum().item(), rel=0.02)
+    residual_noise = seen["grad_output"][0].item()
+    whole = quantizer(NAME).quantize(g, with_counts=True).error[0].item()
+    assert residual_noise < 0.2 * whole
+
+
+def test_a_split_saves_codes_and_not_the_operand():
+    x, w, _, _ = operands(512, 48, 64, torch.bfloat16)
+    kept = []
+    chosen = own_recipe(NAME, {"split_input": OperandSplit(rank=4)})
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        lowbit_linear(x, w, None, call_with(chosen, torch.bfloat16, (48, 64)))
+    bits = 8 * sum(t.nbytes for t in kept) / x.numel()
+    assert bits < 4.5 * (1 + 4 / 48 + 64 / 512) + 1  # residual, factors, weight; scales of partial blocks
+
+
+def test_non_finite_operands_stay_visible():
+    chosen = own_recipe(NAME, SPLITS["all"])
+    for bad in (float("inf"), float("nan")):
+        x, w, _, g = operands(32, 48, 64, torch.float32)
+        call = call_with(chosen, torch.float32, (48, 64))
+        g[3, 5] = bad
+        lowbit_linear(x, w, None, call).backward(g)
+        assert not w.grad.isfinite().all()
+        assert not x.grad.isfinite().all()

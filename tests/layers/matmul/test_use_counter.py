@@ -1,0 +1,55 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megalowbit.layers.conversion.convert import convert
+from megalowbit.layers.matmul.use_counter import UseCounter, is_recomputing
+
+
+def test_uses_count_up_within_a_step_and_start_again_with_the_next():
+    counter = UseCounter()
+    assert [counter.next(1), counter.next(1), counter.next(1), counter.next(2)] == [0, 1, 2, 0]
+
+
+@given(st.integers(1, 6), st.integers(1, 3))
+def test_replays_repeat_all_uses_last_to_first(uses, passes):
+    counter = UseCounter()
+    for _ in range(uses):
+        counter.next(5)
+    for _ in range(passes):
+        assert [counter.next(5, is_replay=True) for _ in range(uses)] == list(range(uses))[::-1]
+
+
+def test_a_replay_of_a_step_not_seen_counts_as_a_use():
+    counter = UseCounter()
+    assert counter.next(3, is_replay=True) == 0
+
+
+def test_recomputing_is_true_inside_a_backward_pass_only():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(is_recomputing()))
+    assert not is_recomputing()
+    y.sum().backward()
+    assert seen == [True]
+    assert not is_recomputing()
+
+
+def test_forwards_before_the_first_backward_are_checkpointed_exactly_where_forward_rounds_to_nearest():
+    def gradients(is_checkpointed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(48, 32))
+        convert(model, seed=1)
+        inputs = [torch.randn(20, 48, requires_grad=True) for _ in range(3)]
+        losses = []
+        for x in inputs:  # as a pipeline does: all forwards, then backwards from the oldest on
+            output = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+            losses.append(output.square().sum())
+        for loss in losses:
+            loss.backward()
+        return [*(x.grad for x in inputs), model[0].weight.grad]
+
+    assert all(map(torch.equal, gradients(is_checkpointed=True), gradients(is_checkpointed=False)))

@@ -1,0 +1,65 @@
+"""Cutting and joining; layers over ranks are in tests/distributed/test_tensor_parallel.py."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalowbit.engine.process_start import start_process_group
+from megalowbit.errors import UserError
+from megalowbit.layers.tensor_parallel.linear import Cut, TensorGroup, parallel_linear
+
+
+@pytest.fixture
+def group():
+    start_process_group()
+    return TensorGroup(dist.group.WORLD)
+
+
+@pytest.mark.parametrize(("dim", "parts"), [(0, (12,)), (1, (8,)), (0, (4, 4, 4)), (0, (8, 2, 2))])
+@pytest.mark.parametrize("size", [1, 2])
+def test_shards_join_to_what_was_cut(dim, parts, size):
+    whole = torch.arange(96.0).view(12, 8)
+    cut = Cut(dim, parts)
+    shards = [cut.cut(whole, rank, size) for rank in range(size)]
+    assert torch.equal(cut.join(shards), whole)
+    assert {cut.whole_shape(shard.shape) for shard in shards} == {(12, 8)}
+    assert shards[0].data_ptr() != whole.data_ptr()
+
+
+def test_every_rank_gets_its_share_of_each_part():
+    whole = torch.arange(12.0)
+    assert Cut(0, (4, 4, 4)).cut(whole, 1, 2).tolist() == [2, 3, 6, 7, 10, 11]
+
+
+def test_uneven_parts_and_other_tensors_are_refused():
+    with pytest.raises(UserError, match="a part of 3 does not divide by 2"):
+        Cut(0, (3,)).cut(torch.zeros(3), 0, 2)
+    with pytest.raises(UserError, match="cannot be cut into parts"):
+        Cut(0, (4,)).cut(torch.zeros(3), 0, 2)
+
+
+@pytest.mark.parametrize("is_row", [False, True])
+def test_a_layer_of_one_rank_is_a_linear_layer(group, is_row):
+    plain = torch.nn.Linear(6, 4)
+    x = torch.randn(3, 6, requires_grad=True)
+    expected = plain(x)
+    expected.sum().backward()
+    wanted = plain.weight.grad.clone()
+    plain.zero_grad()
+    layer = parallel_linear(plain.weight, plain.bias, group, is_row=is_row, parts=(6 if is_row else 4,))
+    output = layer(x)
+    output.sum().backward()
+    assert torch.allclose(output, expected)
+    assert torch.equal(layer.weight.grad, wanted)
+    assert layer.weight.tensor_model_parallel
+    assert layer.weight.cut == Cut(int(is_row), (6 if is_row else 4,))
+    assert layer.bias.tensor_model_parallel is not is_row
+    assert copy.deepcopy(layer).tensor_group is group
+
+
+def test_a_group_cannot_be_pickled(group):
+    with pytest.raises(UserError, match=r"save model\.state_dict"):
+        pickle.dumps(group)

@@ -1,0 +1,268 @@
+"""What the host reads in a step and when; the order of a step; what is done about a flag."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalowbit.optim.instruments import Instruments
+from megalowbit.optim.kernels import cpu as cpu_kernels
+from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.loss_scale.strategies import ControllerGradScaler, MaxNormGradScaler, MaxValueGradScaler
+from megalowbit.optim.optimizers.inner_step import InnerStep
+from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings
+from megalowbit.optim.timers import StepTimers
+
+READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "__array__", "cpu")
+READING_OPERATORS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select")
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what makes the host wait for a device, and notes in `events` when."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.events = []
+        self._depth = 0
+        for name in READS:
+            monkeypatch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
+        run = InnerStep.run
+
+        def noted(*arguments, **named):
+            self.events.append("update")
+            return run(*arguments, **named)
+
+        monkeypatch.setattr(InnerStep, "run", noted)
+
+    @property
+    def reads(self):
+        return [event for event in self.events if event != "update"]
+
+    def _counted(self, name, original):
+        def read(*arguments, **named):
+            if not self._depth and self.is_counting:
+                self.events.append(name)
+            self._depth += 1
+            try:
+                return original(*arguments, **named)
+            finally:
+                self._depth -= 1
+
+        return read
+
+    is_counting = False
+
+    def __enter__(self):
+        self.is_counting = True
+        self.events.clear()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.is_counting = False
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in READING_OPERATORS and not self._depth:
+            self.events.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def host(monkeypatch):
+    return HostReads(monkeypatch)
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+INNER = {
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+    "plain": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+CONTEXTS = {
+    "fp16": {"grad_scaler": lambda: DynamicGradScaler(256.0)},
+    "bf16": {"grad_scaler": lambda: None, "bf16": True},
+    "zeros": {"grad_scaler": lambda: ConstantGradScaler(256.0), "log_num_zeros_in_grad": True},
+    "sum_of_norms": {"grad_scaler": lambda: DynamicGradScaler(256.0), "gradient_norm": "sum_of_norms"},
+    "max_value": {"grad_scaler": lambda: MaxValueGradScaler(256.0)},
+    "controller": {"grad_scaler": lambda: ControllerGradScaler(256.0)},
+    "probe": {"grad_scaler": lambda: MaxNormGradScaler(256.0, probe_every=1)},
+    "layers": {"grad_scaler": lambda: DynamicGradScaler(256.0), "layers": True},
+}  # fmt: skip
+
+
+def build(inner="fused AdamW", *, grad_scaler=None, layers=False, **options):
+    model = Blocks().to(torch.bfloat16 if options.get("bf16") else torch.float16)
+    scaler = grad_scaler() if grad_scaler else ConstantGradScaler(256.0)
+    instruments = Instruments.attach(model, scaler, layer_scaling=LayerScalingSettings(enabled=layers))
+    optimizer = Float16OptimizerWithFloat16Params(
+        INNER[inner](model.parameters()), grad_scaler=scaler, instruments=instruments,
+        **{"clip_grad": 0.1, "named_parameters": model.named_parameters(), **options},
+    )  # fmt: skip
+    return model, optimizer
+
+
+def backward(model, optimizer):
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).to(model.layers[0].weight.dtype)
+    optimizer.scale_loss(model(x)).backward()
+
+
+def test_every_way_to_read_a_tensor_is_counted(host):
+    tensor, number = torch.ones(2), torch.ones(())
+    ways = [
+        number.item, tensor.tolist, lambda: bool(number), lambda: float(number), lambda: int(number),
+        tensor.numpy, tensor.cpu, lambda: torch.equal(tensor, tensor), tensor.nonzero,
+        lambda: math.sqrt(number), lambda: [0, 1, 2][number.long()], torch.nn.Parameter(number).item,
+    ]  # fmt: skip
+    for way in ways:
+        with host:
+            way()
+        assert len(host.events) == 1, way
+    with host:
+        (tensor * number).sum()
+    assert host.events == []
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("inner", ["fused AdamW", "AdamW", "fused SGD"])
+def test_an_applied_step_reads_once_and_after_its_update_was_launched(host, inner, context):
+    has_kernels = cpu_kernels.is_available()  # the first call checks them, which reads
+    if inner == "AdamW" and not has_kernels:
+        pytest.skip(cpu_kernels.why_unavailable())
+    model, optimizer = build(inner, **CONTEXTS[context])
+    for _ in range(3):  # state is made in the first step
+        with host:
+            backward(model, optimizer)
+        assert host.events == []
+        with host:
+            report = optimizer.step()
+        assert report.is_applied
+        assert report.grad_norm > 0.1  # clipped
+        assert host.events == ["update", "tolist"]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_an_optimizer_that_cannot_skip_is_read_for_first(host, context):
+    model, optimizer = build("plain", **CONTEXTS[context])
+    for _ in range(2):
+        backward(model, optimizer)
+        with host:
+            assert optimizer.step().is_applied
+        assert host.events == ["tolist", "update"]
+
+
+def test_without_the_kernels_a_step_reads_once_too(host, monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "is_available", lambda: False)
+    for inner, events in (("fused AdamW", ["update", "tolist"]), ("AdamW", ["tolist", "update"])):
+        model, optimizer = build(inner, **CONTEXTS["max_value"])
+        backward(model, optimizer)
+        with host:
+            assert optimizer.step().is_applied
+        assert host.events[:2] == events  # torch's AdamW then reads its own step counts
+
+
+def test_an_fp32_step_reads_once(host):
+    model = Blocks()
+    optimizer = FP32Optimizer(INNER["fused AdamW"](model.parameters()), clip_grad=0.1)
+    backward(model, optimizer)
+    with host:
+        assert optimizer.step().is_applied
+    assert host.events == ["update", "tolist"]
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_overflow_costs_more_reads_and_launches_no_second_update(host, inner, bad):
+    model, optimizer = build(inner)
+    backward(model, optimizer)
+    assert optimizer.step().is_applied
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, optimizer)
+    model.layers[1].bias.main_grad[2] = bad
+    with host:
+        report = optimizer.step()
+    assert report == (False, None, None)
+    assert str(report) == "skipped at loss scale 2^8: overflow in layers.1.bias on rank 0"
+    assert host.events.count("update") == (0 if inner == "plain" else 1)
+    assert 1 < len(host.reads) <= 4
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_huge_finite_gradient_is_applied_although_its_square_is_not_finite(inner, has_kernel, monkeypatch):
+    if not has_kernel:
+        monkeypatch.setattr(cpu_kernels, "is_available", lambda: False)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = FP32Optimizer(INNER[inner]([weight]), clip_grad=1.0)
+    weight.main_grad.copy_(torch.tensor([3e30, 0.0, -4e30]))
+    report = optimizer.step()
+    assert report.is_applied
+    assert report.grad_norm == pytest.approx(5e30, rel=1e-6)
+    expected = torch.tensor([0.6, 0.0, -0.8])  # clipped to 1
+    reference = torch.nn.Parameter(torch.zeros(3))
+    reference.grad = expected
+    INNER[inner]([reference]).step()
+    torch.testing.assert_close(weight, reference)
+
+
+def test_a_step_goes_from_before_step_to_the_scaler_in_order():
+    events = []
+
+    class Scaler(ConstantGradScaler):
+        def update(self, found_inf, statistics=None):
+            events.append(("scaler", found_inf, statistics.loss_scale))
+            return super().update(found_inf, statistics)
+
+    class Inner(torch.optim.SGD):
+        def step(self, closure=None):
+            events.append(("inner", [p.grad.tolist() for p in self.param_groups[0]["params"]]))
+            return super().step(closure)
+
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = Float16OptimizerWithFloat16Params(
+        Inner([weight], lr=1.0), grad_scaler=Scaler(4.0), clip_grad=0.0, cast_parameters=True,
+        before_step=lambda scale: events.append(("before", scale)),
+    )  # fmt: skip
+    for value in (8.0, math.inf):
+        weight.main_grad.fill_(value)
+        optimizer.step()
+    assert events == [
+        ("before", 4.0), ("inner", [[2.0, 2.0]]), ("scaler", False, 4.0),
+        ("before", 4.0), ("scaler", True, 4.0),
+    ]  # fmt: skip
+
+
+def test_gradients_are_unscaled_with_the_scale_that_was_used_and_not_with_the_next():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = Float16OptimizerWithFloat16Params(
+        torch.optim.SGD([weight], lr=1.0, fused=True), clip_grad=0.0, cast_parameters=True,
+        grad_scaler=DynamicGradScaler(2.0, growth_interval=1),
+    )  # fmt: skip
+    for step in range(1, 6):
+        optimizer.scale_loss(weight.float().sum()).backward()
+        report = optimizer.step()
+        assert report.loss_scale == 2.0**step
+        assert optimizer.loss_scale == 2.0 ** (step + 1)
+        assert weight.tolist() == [-step, -step]
+
+
+def test_the_phases_of_a_step_are_timed():
+    model, optimizer = build(timers=StepTimers())
+    backward(model, optimizer)
+    optimizer.step()
+    assert {"inspect", "update"} <= optimizer.timers.milliseconds().keys()

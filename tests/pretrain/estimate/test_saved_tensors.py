@@ -1,0 +1,113 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from megalowbit.hf.pipeline import parts_of
+from megalowbit.layers.conversion.convert import convert
+from megalowbit.layers.recipe import recipe
+from megalowbit.pretrain.estimate import saved_tensors
+from megalowbit.pretrain.estimate.saved_tensors import LargestForms, saved_by_stage, saved_for_backward
+
+
+def test_a_storage_counts_once_and_parameters_do_not():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(8))
+
+        def forward(self, input_ids, labels):
+            x = self.weight.exp()  # kept as its own result, and by the product
+            return type("Output", (), {"loss": (x * x).sum()})
+
+    assert saved_for_backward(Model(), 1, 4) == 8 * 4
+
+
+class SharedInput(torch.nn.Module):
+    """Two layers that multiply the same tensor, and one that multiplies what a sigmoid keeps anyway."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, input_ids, labels):
+        hidden = torch.zeros(*labels.shape, 64, dtype=torch.bfloat16, requires_grad=True) + 1
+        first, second, third = self.layers
+        kept = (first(hidden) + second(hidden)).sigmoid()
+        return SimpleNamespace(loss=third(kept).sum(), logits=input_ids)
+
+
+def test_of_a_choice_of_recipes_layers_are_counted_with_the_one_that_keeps_more():
+    model = SharedInput().bfloat16()
+    convert(model, "nvfp4")
+    codes = recipe({"base": "fp8", "q_backward_weight": "fp32"})
+    raw = recipe({"base": "fp8", "q_backward_weight": "fp32", "q_backward_input": "fp32"})
+    one = 2 * 16 * 64
+    # two bytes an element of the shared tensor and of the sigmoid's; codes with a scale on top of each
+    most = saved_for_backward(model, 2, 16, LargestForms(own=raw, beside=codes))
+    assert most == (2 * one) + (one + 4) + (2 * one) + (one + 4)
+    assert saved_for_backward(model, 2, 16, LargestForms(own=raw, beside=raw)) == 2 * one + 2 * one
+    assert saved_for_backward(model, 2, 16, LargestForms(own=codes, beside=codes)) == 2 * one + 3 * (one + 4)
+    assert not any(layer._forward_pre_hooks for layer in model.layers)
+
+
+def gpt2():
+    sizes = {"n_embd": 32, "n_layer": 6, "n_head": 2, "n_positions": 32, "vocab_size": 96}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.1, attn_pdrop=0.1))
+
+
+def llama():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "vocab_size": 96}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=32))
+
+
+@pytest.fixture(params=["nvfp4", "metis-nvfp4", "one block in other precision"])
+def blocks_and_model(request, family):
+    model = family().bfloat16()
+    blocks = list((model.transformer.h if family is gpt2 else model.model.layers).children())
+    if request.param in ("nvfp4", "metis-nvfp4"):
+        convert(model, request.param)
+    else:
+        convert(blocks[3], "mxfp4")
+    return blocks, model
+
+
+def counted_calls(blocks):
+    calls = [0] * len(blocks)
+
+    def count(index):
+        def hook(*_):
+            calls[index] += 1
+
+        return hook
+
+    for index, block in enumerate(blocks):
+        last = [module for module in block.modules() if not list(module.children())][-1]
+        last.register_forward_hook(count(index))
+    return calls
+
+
+@pytest.mark.parametrize("family", [gpt2, llama])
+def test_blocks_that_are_alike_are_counted_as_if_all_were_run(family, blocks_and_model):
+    blocks, model = blocks_and_model
+    expected = saved_for_backward(model, 2, 16)
+    calls = counted_calls(blocks)
+    assert saved_for_backward(model, 2, 16, blocks=blocks) == expected
+    assert calls[:2] == [1, 1]
+    assert 1 < sum(calls) < len(blocks)
+    assert all("forward" not in vars(block) for block in blocks)
+
+
+@pytest.mark.parametrize("family", [gpt2, llama])
+def test_stages_count_blocks_that_are_alike_as_if_all_were_run(family, blocks_and_model, monkeypatch):
+    blocks, model = blocks_and_model
+    parts = parts_of(model)
+    shape = {"micro_batch_size": 2, "sequence_length": 16, "interval": 0, "num_in_flight": 1}
+    calls = counted_calls(blocks)
+    found = saved_by_stage(model, parts, **shape)
+    assert 1 < sum(calls) < len(blocks)
+    monkeypatch.setattr(saved_tensors, "_kind", lambda block: f"{id(block)}")
+    assert saved_by_stage(model, parts, **shape) == found
+    assert min(calls) == 1

@@ -1,0 +1,99 @@
+"""`--restart` moves a run aside, byte for byte and whatever comes between, and begins the same run again."""
+
+import os
+import shutil
+
+import pytest
+from ended_runs import STEPS, Killed, contents, rows
+from unprivileged import said_without_privileges
+
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.errors import UserError
+from megalowbit.pretrain.run import pretrain
+from megalowbit.pretrain.run_folder.restart import check_restart
+
+
+def dangle(folder):
+    (folder / "checkpoints").rename(folder.parent / "moved")
+    (folder / "checkpoints").symlink_to(folder / "gone")
+
+
+def remove_manifests(folder):
+    for path in (folder / "checkpoints").glob("step-*/manifest.json"):
+        path.unlink()
+
+
+def test_restart_moves_all_aside_and_trains_the_same_again(resolve, finished):
+    notes = finished / "notes.txt"
+    notes.write_text("of the user")
+    losing = {"checkpoints": remove_manifests, "link": dangle, "nothing": lambda folder: None}
+    for number, lose in enumerate(losing.values(), start=1):
+        lose(finished)
+        ours = {name: data for name, data in contents(finished).items() if not name.startswith("before-")}
+        del ours["notes.txt"]
+        pretrain(resolve(*STEPS), ProcessIdentity(), run_dir=finished, is_resume=False, is_restart=True)
+        assert contents(finished / f"before-restart-{number}") == ours
+        assert rows(finished) == [1, 2, 3, 4]
+        assert notes.read_text() == "of the user"
+        shutil.rmtree(finished.parent / "moved", ignore_errors=True)
+    assert os.path.lexists(finished / "before-restart-2" / "checkpoints")
+    assert (finished / "DONE").exists()
+
+
+def test_a_restart_that_fails_or_is_killed_loses_nothing(resolve, finished, monkeypatch):
+    arguments = {"run_dir": finished, "is_resume": False, "is_restart": True}
+    before = contents(finished)
+    (finished / "config.json").unlink()
+    with pytest.raises(UserError, match=r"no_such\.txt"):  # found before anything is moved
+        pretrain(resolve(*STEPS, "megalowbit.data.corpus=no_such.txt"), ProcessIdentity(), **arguments)
+    (finished / "config.json").write_bytes(before["config.json"])
+    assert contents(finished) == before
+    rename, moved = os.rename, []
+
+    def rename_some(source, target):
+        if len(moved) == 4:
+            raise Killed
+        moved.append(source)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", rename_some)
+    with pytest.raises(Killed):
+        pretrain(resolve(*STEPS), ProcessIdentity(), **arguments)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"was interrupted, before-restart-1\.moving holds"):
+        pretrain(resolve(*STEPS), ProcessIdentity(), run_dir=finished, is_resume=True)
+    pretrain(resolve(*STEPS), ProcessIdentity(), **arguments)
+    assert contents(finished / "before-restart-1") == before
+    assert rows(finished) == [1, 2, 3, 4]
+
+
+def test_a_restart_that_was_killed_after_all_had_moved_is_begun_again(resolve, tmp_path):
+    (tmp_path / "run" / "before-restart-1").mkdir(parents=True)
+    pretrain(resolve(*STEPS), ProcessIdentity(), run_dir=tmp_path / "run", is_resume=False, is_restart=True)
+    assert rows(tmp_path / "run") == [1, 2, 3, 4]
+    assert not (tmp_path / "run" / "before-restart-2").exists()
+
+
+def test_a_folder_that_restart_cannot_look_into_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"cannot be looked into \(File name too long\): choose another"):
+        check_restart(tmp_path / ("a" * 300))
+    (tmp_path / "run").mkdir(mode=0)
+    said = said_without_privileges(tmp_path, lambda: check_restart(tmp_path / "run"))
+    assert said.endswith("run cannot be looked into (Permission denied): choose another --run-dir")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"is_resume": True}, "--restart and --resume auto exclude each other"),
+        ({"run_dir": None}, "--restart needs the run's folder: name it with --run-dir"),
+        ({}, "holds no run that --restart could move aside"),
+    ],
+)
+def test_restart_is_for_the_folder_of_a_run(resolve, tmp_path, arguments, message):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    all_arguments = {"run_dir": tmp_path / "model", "is_resume": False, "is_restart": True, **arguments}
+    with pytest.raises(UserError, match=message):
+        pretrain(resolve(), ProcessIdentity(), **all_arguments)
+    assert (tmp_path / "model" / "config.json").read_text() == "{}"

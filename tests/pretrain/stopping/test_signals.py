@@ -1,0 +1,187 @@
+"""Signals sent to real processes: those that wait, and Ctrl-C that waits where it must."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megalowbit.pretrain.stopping import signals as stop_signals
+from megalowbit.pretrain.stopping.signals import StartSignals, pending_stop_signal, uninterrupted
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_as_in_a_terminal():
+    """Whoever starts tests in the background of a shell has them ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+WAITING = """
+import os, signal, sys
+from megalowbit.pretrain.stopping.signals import block_stop_signals, pending_stop_signal
+block_stop_signals()
+print(pending_stop_signal(), flush=True)
+sys.stdin.readline()
+import torch  # threads that come later inherit the mask
+torch.rand(512, 512) @ torch.rand(512, 512)
+sys.stdin.readline()
+print(pending_stop_signal().name, pending_stop_signal().name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_stop_signal_before_or_after_the_imports_waits_until_it_is_asked_for(name):
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout.readline() == "None\n"
+    is_early = name == "SIGUSR1"
+    if is_early:
+        process.send_signal(signal.Signals[name])
+    process.stdin.write("\n")
+    process.stdin.flush()
+    time.sleep(0.2)
+    if not is_early:
+        process.send_signal(signal.Signals[name])
+    output, _ = process.communicate("\n", timeout=60)
+    assert output == f"{name} {name}\n"
+    assert process.returncode == 0
+
+
+def test_released_signals_end_a_process_as_ever():
+    code = (
+        "import os, signal; from megalowbit.pretrain.stopping.signals import *; block_stop_signals(); "
+        "os.kill(os.getpid(), signal.SIGTERM); print('waits', flush=True); release_stop_signals()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "waits\n")
+
+
+STARTING = """
+import sys
+from megalowbit.pretrain.stopping.signals import StartSignals, block_stop_signals, pending_stop_signal
+block_stop_signals()
+start = StartSignals().__enter__()
+if sys.argv[1] == "begun":
+    start.stop()
+print("there", flush=True)
+sys.stdin.readline()
+print(pending_stop_signal().name)
+"""
+
+
+@pytest.mark.parametrize("state", ["starting", "begun"])
+def test_sigterm_ends_a_process_that_starts_and_waits_in_one_that_has_begun(state):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTING, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout.readline() == "there\n"
+    process.send_signal(signal.SIGTERM)
+    if state == "starting":
+        assert process.wait(timeout=30) == 143
+        assert process.stderr.read() == "ended by SIGTERM before the first step\n"
+    else:
+        time.sleep(1.2)  # more than two looks
+        assert process.communicate("\n", timeout=30)[0] == "SIGTERM\n"
+        assert process.returncode == 0
+
+
+RENDEZVOUS = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from megalowbit.pretrain.stopping.signals import StartSignals
+with StartSignals(is_main=sys.argv[1] == "main"):
+    store = TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=600))
+    print("there", flush=True)
+    store.get("never set")  # in C++, which comes back when its time is over
+"""
+
+
+@pytest.mark.parametrize(("name", "line"), [("main", "interrupted before the first step\n"), ("other", "")])
+def test_an_interrupt_ends_a_process_that_waits_for_other_ranks(name, line):
+    process = subprocess.Popen(
+        [sys.executable, "-c", RENDEZVOUS, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout.readline() == "there\n"
+    time.sleep(1)  # for the few instructions until it waits
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    assert process.stderr.read() == line
+
+
+def test_an_interrupt_of_python_is_raised_and_unwinds_as_ever(monkeypatch):
+    # a machine that stands still for the second would end this process, and all tests with it
+    monkeypatch.setattr(stop_signals, "SECONDS_TO_COME_OUT", 600.0)
+    before = signal.set_wakeup_fd(-1)
+
+    def start():
+        with StartSignals():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert signal.set_wakeup_fd(before) == -1
+
+
+def test_a_launcher_that_has_ended_ends_a_start_for_another_try():
+    code = "import time\nfrom megalowbit.pretrain.stopping.signals import StartSignals\n"
+    code += "with StartSignals(has_launcher_ended=lambda: True):\n    time.sleep(60)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    line = "ended before the first step, for the launcher has ended\n"
+    assert (done.returncode, done.stderr) == (75, line)
+
+
+def test_nothing_waits_in_a_process_nobody_signalled():
+    assert pending_stop_signal() is None
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block_and_then_raises():
+    done = []
+
+    def block():
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("first half")
+            time.sleep(0.01)  # a handler would have run by now
+            done.append("second half")
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert done == ["first half", "second half"]
+
+
+def test_what_ignores_interrupts_goes_on_ignoring_them():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_afterwards_an_interrupt_raises_at_once_and_an_error_of_the_block_stays_the_one_that_is_seen():
+    before = signal.getsignal(signal.SIGINT)
+
+    def fail():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"), uninterrupted():
+        fail()
+    assert signal.getsignal(signal.SIGINT) is before
+    with uninterrupted():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,33 @@
+import subprocess
+import sys
+
+import torch
+
+from megalowbit.formats.block_format import MXFP4, NVFP4, BlockFormat
+from megalowbit.formats.element import E3M2
+from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.triton import launch_fp4 as launch_triton
+
+
+def test_a_cpu_without_the_interpreter_has_no_triton_path(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert not launch_triton.is_available(torch.device("cpu"))
+
+
+def test_devices_triton_does_not_know_have_no_triton_path():
+    assert not launch_triton.is_available(torch.device("meta"))
+
+
+def test_only_what_the_kernels_know_is_claimed():
+    assert launch_triton.supports(torch.bfloat16, Encoding(format=NVFP4), torch.float32)
+    assert launch_triton.supports(torch.float16, Encoding(format=MXFP4, scale_rounding="up"))
+    assert not launch_triton.supports(torch.float64, Encoding(format=NVFP4))
+    assert not launch_triton.supports(torch.float32, Encoding(format=NVFP4), torch.float16)
+    assert not launch_triton.supports_decoding(
+        BlockFormat(element=E3M2, block=(1, 16), scale="fp32"), torch.float32
+    )
+
+
+def test_importing_the_launcher_does_not_import_triton():
+    code = "import sys; from megalowbit.quantize import launch_triton; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

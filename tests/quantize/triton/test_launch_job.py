@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, NVFP4_TILED, BlockFormat
+from megalowbit.formats.element import E4M3
+from megalowbit.quantize.philox import RandomKey
+from megalowbit.quantize.triton import launch_job as job
+
+ONE_SCALE = BlockFormat(element=E4M3, block=None, scale="fp32")
+
+
+def test_key_and_step_become_four_signed_words():
+    words = job.random_words(RandomKey(2**63 + 5, 2**33 + 2**31))
+    assert words == {"key_low": 5, "key_high": -(2**31), "step_low": -(2**31), "step_high": 2}
+
+
+@pytest.mark.parametrize("format", [NVFP4, NVFP4_TILED, MXFP4, MIXED_INT8, ONE_SCALE], ids=str)
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_tiles_hold_whole_blocks_and_cover_the_padded_matrix(format, is_turned):
+    x = torch.zeros(300, 37).t() if is_turned else torch.zeros(37, 300)
+    arguments, programs = job.reading(x, format, None, tall_rows=64)
+    rows, cols = arguments["TILE_ROWS"], arguments["TILE_GROUPS"] * 16
+    block_rows, block_cols = format.block or (1, 16)
+    assert rows % block_rows == 0
+    assert cols % block_cols == 0
+    across = -(-format.padded(37, 300)[1] // cols)
+    down = -(-37 // rows)
+    assert programs == across * down
+    assert (rows == 64) == is_turned
+    assert (arguments["row_stride"], arguments["col_stride"]) == x.stride()
+
+
+def test_a_transposed_result_is_written_column_by_column():
+    out = torch.zeros(5, 7, dtype=torch.bfloat16)
+    assert job.writing(out, transpose=False) | {"out": 0} == {"out": 0, "row_stride": 7, "col_stride": 1}
+    assert job.writing(out, transpose=True) | {"out": 0} == {"out": 0, "row_stride": 1, "col_stride": 7}
+
+
+def test_numbers_go_to_the_kernels_as_they_know_them_and_share_memory():
+    for dtype, stored in (
+        (torch.bfloat16, torch.int16),
+        (torch.float8_e5m2, torch.uint8),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float32),
+    ):
+        x = torch.ones(3, 4).to(dtype)
+        assert job.as_stored(x).dtype == stored
+        assert job.as_stored(x).data_ptr() == x.data_ptr()
+
+
+def test_words_hold_the_codes_in_order_wherever_they_lie_in_memory():
+    codes = torch.arange(33, dtype=torch.uint8)
+    for part in (codes[:32].view(2, 16), codes[1:].view(2, 16)):
+        words = job.as_words(part)
+        assert words.dtype == torch.int32
+        assert words.data_ptr() % 4 == 0
+        expected = [
+            [int.from_bytes(bytes(row[i : i + 4]), "little") for i in (0, 4, 8, 12)] for row in part.tolist()
+        ]
+        assert words.tolist() == expected
+
+
+def test_the_counts_of_programs_are_added_up_beyond_32_bits():
+    counts, errors = job.partial_counts(3, torch.device("cpu"))
+    counts.fill_(2**30)
+    errors.fill_(0.5)
+    total, error = job.total_counts(counts, errors, elements=77, blocks=5)
+    assert total.tolist() == [77, *[3 * 2**30] * 4, 5, *[3 * 2**30] * 2]
+    assert error.tolist() == [1.5, 1.5]
+    assert job.total_counts(None, None, 77, 5) == (None, None)

@@ -1,0 +1,50 @@
+import pytest
+
+from megalowbit.config.deepspeed_json import read_deepspeed_config
+from megalowbit.errors import UserError
+from megalowbit.supervision.settings import WatchdogSettings
+
+
+def read(watchdog):
+    raw = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "megalowbit": {"watchdog": watchdog},
+    }
+    return read_deepspeed_config(raw).settings.watchdog
+
+
+def test_a_configuration_without_the_block_waits_ten_minutes():
+    assert read({}) == WatchdogSettings(timeout=600.0, slow_step=10.0, termination_seconds=20.0)
+
+
+def test_null_turns_both_off():
+    assert read({"timeout": None, "slow_step": None}) == WatchdogSettings(timeout=None, slow_step=None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("timeout", 4.9, "greater than or equal to 5"),
+        ("timeout", 1e308, "less than or equal to 604800"),
+        ("timeout", "60", "without quotes"),
+        ("timeout", True, "not true or false"),
+        ("timeout", float("inf"), "finite number"),
+        ("slow_step", 1, "greater than 1"),
+        ("termination_seconds", 0.5, "greater than or equal to 1"),
+        ("termination_seconds", None, "valid number"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(key, value, reason):
+    with pytest.raises(UserError, match=rf"megalowbit\.watchdog\.{key} = .*{reason}"):
+        read({key: value})
+
+
+def test_an_unknown_key_names_its_nearest():
+    with pytest.raises(UserError, match=r"megalowbit\.watchdog\.time_out.* did you mean .*watchdog\.timeout"):
+        read({"time_out": 60})
+
+
+@pytest.mark.parametrize(("timeout", "interval"), [(5, 0.5), (6, 0.5), (12, 1.0), (60, 5.0), (600, 5.0)])
+def test_beats_come_twelve_in_a_timeout_within_bounds(timeout, interval):
+    assert WatchdogSettings(timeout=timeout).interval == interval

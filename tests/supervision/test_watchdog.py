@@ -1,0 +1,122 @@
+"""What one process can show; runs that lose ranks are in tests/distributed/test_watchdog.py."""
+
+import gc
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.engine.process_start import start_process_group
+from megalowbit.errors import TransientError
+from megalowbit.supervision.settings import WatchdogSettings
+from megalowbit.supervision.watchdog import Watchdog, print_error
+
+
+def watchdog(**settings):
+    return Watchdog(WatchdogSettings(**settings), ProcessIdentity())
+
+
+def threads():
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("megalowbit")}
+
+
+def test_one_rank_needs_no_process_group_and_nothing_is_left_behind():
+    with watchdog(timeout=5.0) as watched:
+        assert threads() == {"megalowbit-watchdog"}
+        watched.mark("step 1")
+    assert not threads()  # one that outlived the block might end a process that has left it
+
+
+def test_without_a_timeout_one_thread_looks_for_sigterm_and_groups_keep_theirs():
+    start_process_group()
+    group = dist.new_group([0])
+    before = group._get_backend(torch.device("cpu")).options._timeout
+    with watchdog(timeout=None) as watched:
+        assert threads() == {"megalowbit-watchdog"}
+        watched.finish()
+    assert group._get_backend(torch.device("cpu")).options._timeout == before
+    assert not threads()  # one that outlived the block might end a process that has left it
+
+
+def test_groups_get_the_timeout_even_those_made_after_the_engine():
+    start_process_group()
+    group = dist.new_group([0])
+    with watchdog(timeout=33.0):
+        pass
+    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 33.0
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), KeyboardInterrupt(), TransientError("x"), RuntimeError("gloo/transport")]
+)
+def test_errors_of_a_single_rank_pass_unchanged(error):
+    with pytest.raises(type(error)) as seen, watchdog(timeout=5.0):
+        raise error
+    assert seen.value is error
+
+
+def test_a_loop_that_goes_on_is_left_alone():
+    with watchdog(timeout=5.0) as watched:
+        end = time.monotonic() + 6.5
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            watched.mark("step")
+
+
+def test_a_slow_step_is_told_with_the_median_of_those_before():
+    watched = watchdog(slow_step=4.0)
+    for seconds in [5.0, *[0.5] * 8]:
+        assert watched.step_ended(seconds) is None  # the first is slow, and nine are few
+    assert watched.step_ended(9.0) is None
+    assert watched.step_ended(2.0) is None  # not slower than four medians
+    assert watched.step_ended(2.1) == "the step took 2.1 s, 4 times the median of the last 11 (0.5 s)"
+
+
+def test_a_run_that_has_become_slow_for_good_is_told_of_only_while_it_is_news():
+    watched = watchdog(slow_step=2.0)
+    for _ in range(60):
+        watched.step_ended(1.0)
+    lines = [watched.step_ended(10.0) for _ in range(60)]
+    assert "times the median of the last 50 (1 s)" in lines[0]
+    assert lines[24] is not None
+    assert not any(lines[26:])
+
+
+def test_null_tells_of_no_slow_step():
+    watched = watchdog(slow_step=None)
+    for _ in range(20):
+        watched.step_ended(1.0)
+    assert watched.step_ended(1e6) is None
+
+
+def test_an_error_that_another_rank_tells_is_not_printed_twice(capsys):
+    error = TransientError("rank 1 does not answer")
+    print_error(error)
+    error.is_told = True
+    print_error(error)
+    assert capsys.readouterr().err == "error: rank 1 does not answer\n"
+
+
+def test_the_page_of_faults_shows_what_runs_and_the_defaults():
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    seen = {"loader": range(3)}
+    exec(code, seen)
+    assert seen["watchdog"]._mark.what == "step 3"
+    shown = re.findall(r"^\| `watchdog\.(\w+)` \| (\d+|`null`) \|", page, flags=re.MULTILINE)
+    assert {name: json.loads(value.strip("`")) for name, value in shown} == WatchdogSettings().model_dump()
+
+
+def test_marks_keep_nothing_alive():
+    with watchdog(timeout=5.0) as watched:
+        before = len(gc.get_objects())
+        for step in range(1000):
+            watched.mark(f"step {step}")
+            watched.step_ended(0.1)
+        assert len(gc.get_objects()) - before < 200
