@@ -8,13 +8,18 @@ sets that run code.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from megalowbit.data.corpus import Corpus
+from megalowbit.data.local_files import LOCAL_SUFFIXES
+from megalowbit.data.settings import DataSettings
 from megalowbit.errors import UserError, unknown_name
 
+NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 ROWS_IN_FINGERPRINT = 256
 ROWS_PER_READ = 1024
 
@@ -41,6 +46,19 @@ class HubCorpus(Corpus):
         self.split = split
         self.text_field = text_field
         self._rows = self._load()
+
+    @classmethod
+    def is_meant(cls, corpus: str) -> bool:
+        return Path(corpus).suffix not in LOCAL_SUFFIXES and NAME.fullmatch(corpus) is not None
+
+    @classmethod
+    def open(cls, settings: DataSettings) -> HubCorpus:
+        return cls(
+            settings.corpus,
+            config=settings.corpus_config,
+            split=settings.split,
+            text_field=settings.text_field,
+        )
 
     @property
     def name(self) -> str:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from megalowbit.data.cache import run_on_each_node_first
-from megalowbit.data.corpus import open_corpus
 from megalowbit.data.order import sample_index
 from megalowbit.data.packing import PackedDataset, pack
 from megalowbit.data.settings import DataSettings
+from megalowbit.data.sources import open_corpus
 from megalowbit.data.tokenize import Tokenizer, build_tokenizer
 from megalowbit.errors import UserError
 

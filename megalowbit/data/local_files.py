@@ -18,10 +18,12 @@ from functools import cached_property
 from pathlib import Path
 
 from megalowbit.data.cache import content_digest
-from megalowbit.data.corpus import LOCAL_SUFFIXES, Corpus
+from megalowbit.data.corpus import Corpus
+from megalowbit.data.settings import DataSettings
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.json_text import parse_json
 
+LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 LARGEST_DOCUMENT = 16 * 2**20  # characters, but for the end of a line
 READ_SIZE = 2**20  # bytes; of a line that is longer, pieces are read
 SPACES = " \t\n"  # where a long text is cut; the space begins the next document, as it begins a word's token
@@ -46,6 +48,14 @@ class LocalCorpus(Corpus):
         self.files = tuple(_find_files(path))
         for file in self.files:
             _refuse_unreadable(file)
+
+    @classmethod
+    def is_meant(cls, corpus: str) -> bool:
+        return Path(corpus).expanduser().exists()
+
+    @classmethod
+    def open(cls, settings: DataSettings) -> LocalCorpus:
+        return cls(Path(settings.corpus).expanduser(), text_field=settings.text_field)
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
 """The `"data"` section of the configuration: which text, which tokenizer, how long a sequence.
 
 Only types and combinations are checked here, because this module is read before torch is imported; whether
-files and folders exist is said by `corpus.open_corpus` and `tokenize.build_tokenizer`, which open them.
+files and folders exist is said by `sources.open_corpus` and `tokenize.build_tokenizer`, which open them.
 """
 
 from __future__ import annotations

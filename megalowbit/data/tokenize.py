@@ -22,8 +22,9 @@ import tokenizers
 from numpy.typing import NDArray
 
 from megalowbit.data.cache import cached_file
-from megalowbit.data.corpus import Corpus, open_corpus
+from megalowbit.data.corpus import Corpus
 from megalowbit.data.settings import BPE_TOKENIZER, BYTE_TOKENIZER, SMALLEST_BPE, DataSettings
+from megalowbit.data.sources import open_corpus
 from megalowbit.errors import UserError
 from megalowbit.json_text import refuse_irregular_files
 

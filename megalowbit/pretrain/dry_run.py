@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megalowbit.data.corpus import is_on_hub, open_corpus
+from megalowbit.data.sources import is_on_hub, open_corpus
 from megalowbit.data.tokenize import build_tokenizer
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits

@@ -65,7 +65,7 @@ def test_what_the_data_set_does_not_have_is_said_in_one_line(dataset, values, me
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
 def test_without_a_network_the_name_and_the_remedy_are_said_at_once(tmp_path, variable):
     code = (
-        "from megalowbit.data.corpus import open_corpus\n"
+        "from megalowbit.data.sources import open_corpus\n"
         "from megalowbit.data.settings import DataSettings\n"
         "from megalowbit.errors import UserError\n"
         "try:\n"

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megalowbit.data.corpus import StdlibCorpus, is_on_hub, open_corpus
 from megalowbit.data.settings import DataSettings
+from megalowbit.data.sources import is_on_hub, open_corpus
+from megalowbit.data.stdlib import StdlibCorpus
 from megalowbit.errors import UserError
 
 
