@@ -22,7 +22,7 @@ ALLOWED = {
     "layers": {"quantize", "spectral", "distributed"},
     "families": {"layers"},
     "optim": {"distributed"},
-    "telemetry": {"distributed"},
+    "telemetry": {"quantize", "distributed"},
     "speculation": {"formats", "quantize", "layers", "telemetry", "distributed"},
     "checkpoints": {"layers"},
     "data": {"distributed"},

@@ -18,7 +18,6 @@ from megalowbit.durable_files import atomic_file
 from megalowbit.telemetry import columns
 from megalowbit.telemetry.facts import Fact
 from megalowbit.telemetry.overflow.counters import ROLES, LayerOverflow, OperandCounts
-from megalowbit.telemetry.overflow.tracker import OverflowTotals
 from megalowbit.telemetry.sinks.jsonl import json_ready
 
 WIDTH = 80
@@ -95,7 +94,7 @@ class RunSummary:
 
     totals: RunTotals
     tokens_per_second: float | None = None
-    overflow: OverflowTotals | None = None
+    overflow: OperandCounts | None = None
     worst: tuple[WorstLayer, ...] = ()
     splits: Mapping[str, int] | None = None
     late_switch: Mapping[str, Any] | None = None
@@ -108,7 +107,7 @@ class RunSummary:
         totals: RunTotals,
         *,
         tokens_per_second: float | None = None,
-        overflow: OverflowTotals | None = None,
+        overflow: OperandCounts | None = None,
         layers: Sequence[LayerOverflow] = (),
         splits: Mapping[str, int] | None = None,
         late_switch: Mapping[str, Any] | None = None,
@@ -134,7 +133,7 @@ class RunSummary:
             facts |= {
                 "gradient_overflow/total_overflow_elements": self.overflow.saturated,
                 "gradient_overflow/total_elements": self.overflow.elements,
-                "gradient_overflow/element_overflow_rate": self.overflow.element_rate,
+                "gradient_overflow/element_overflow_rate": self.overflow.saturation_rate,
                 "gradient_overflow/total_overflow_batches": self.overflow.quantizations_with_overflow,
                 "gradient_overflow/total_batches": self.overflow.quantizations,
                 "gradient_overflow/batch_overflow_rate": self.overflow.batch_rate,
@@ -214,13 +213,13 @@ def worst_layers(layers: Sequence[LayerOverflow]) -> tuple[WorstLayer, ...]:
     return tuple(worst)
 
 
-def _render_overflow(overflow: OverflowTotals) -> str:
+def _render_overflow(overflow: OperandCounts) -> str:
     def row(name: str, part: int, whole: int, what: str, rate: float | None) -> str:
         return f"{name:<12}{columns.percent_text(rate):>7}  {part:,} of {whole:,} {what}"
 
     lines = [
         "overflow of output gradients, over the run",
-        row("  clipped", overflow.saturated, overflow.elements, "elements", overflow.element_rate),
+        row("  clipped", overflow.saturated, overflow.elements, "elements", overflow.saturation_rate),
         row(
             "  batches",
             overflow.quantizations_with_overflow,

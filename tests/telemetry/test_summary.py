@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalowbit.telemetry.overflow.counters import ROLES, LayerOverflow, OperandCounts
-from megalowbit.telemetry.overflow.tracker import OverflowTotals
 from megalowbit.telemetry.summary import RunSummary, RunTotals, worst_layers
 
 
@@ -36,7 +35,7 @@ def full_summary():
     totals = RunTotals()
     for step in range(1, 501):
         totals.add_step(loss=6 - step / 200, tokens=4096, seconds=0.4, is_skipped=step in (3, 4))
-    overflow = OverflowTotals(
+    overflow = OperandCounts(
         elements=5_000_000_000_000,
         saturated=12_500_000_000,
         underflow=9,

@@ -1,8 +1,7 @@
 """What is counted when a tensor is quantised, and the rates that follow from the counts.
 
-A quantiser hands over eight integers and two sums for every tensor it quantises. Their names are stated here
-a second time, beside their meaning: telemetry does not look into the quantisers, and a test holds both lists
-equal.
+A quantiser hands over eight integers and two sums for every tensor it quantises, see `quantize.counts`; here
+they are added up over tensors, steps and ranks, together with how many quantisations there were.
 
 Overflow means true clipping: |x| > 6·scale, `saturated`. The older rule |x| > 3·scale, which calls a third of
 a Gaussian an overflow, is kept under the name of what it measures, `upper_half`.
@@ -17,18 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-COUNT_MEANINGS = {
-    "elements": "elements quantised",
-    "saturated": "elements clipped: |x| > 6·scale with the scale as stored",
-    "upper_half": "elements above half of the range: |x| > 3·scale",
-    "underflow": "non-zero elements that became zero",
-    "nonfinite": "elements that are inf or NaN",
-    "blocks": "blocks that share a scale",
-    "saturated_scales": "blocks whose scale was clipped to its format's largest value",
-    "zero_blocks": "blocks whose scale is zero, so that every element is",
-}
-COUNT_NAMES = tuple(COUNT_MEANINGS)
-ERROR_NAMES = ("squared_error", "squared_norm")  # Σ(x - quantised x)² and Σx², in float64
+from megalowbit.quantize.counts import COUNT_NAMES
+
 OPERATION_NAMES = ("quantizations", "quantizations_with_overflow", "nonfinite_quantizations")
 TABLE_NAMES = COUNT_NAMES + OPERATION_NAMES  # the integer columns of every table in this folder
 ROLES = ("input", "weight", "grad_output")
@@ -39,7 +28,7 @@ CURVE_NAMES = ("saturation_rate", "underflow_rate", "snr_db")  # of each layer a
 class OperandCounts:
     """Counts of any number of quantisations, as exact Python integers.
 
-    The first eight are explained in `COUNT_MEANINGS`. A rate is `None` where nothing was counted: 0 of 0 is
+    The first eight are those of `quantize.counts`. A rate is `None` where nothing was counted: 0 of 0 is
     not 0.
 
     Attributes:

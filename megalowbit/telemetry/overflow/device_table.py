@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megalowbit.telemetry.overflow.counters import COUNT_NAMES, ERROR_NAMES, ROLES, TABLE_NAMES
+from megalowbit.quantize.counts import COUNT_NAMES, ERROR_NAMES
+from megalowbit.telemetry.overflow.counters import ROLES, TABLE_NAMES
 from megalowbit.telemetry.overflow.exact_sum import NUM_DIGITS, digits_of, make_scales
 
 MAX_PENDING = 4096  # bounds memory where nobody ends a step

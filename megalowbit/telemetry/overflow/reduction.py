@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megalowbit.distributed import process_group
-from megalowbit.telemetry.overflow.counters import ERROR_NAMES, TABLE_NAMES
+from megalowbit.quantize.counts import ERROR_NAMES
+from megalowbit.telemetry.overflow.counters import TABLE_NAMES
 from megalowbit.telemetry.overflow.exact_sum import NUM_DIGITS
 
 Key = tuple[str, str]  # (layer, role)

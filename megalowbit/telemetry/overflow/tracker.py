@@ -32,19 +32,13 @@ from torch import Tensor
 
 from megalowbit.distributed import process_group
 from megalowbit.errors import UserError
-from megalowbit.telemetry.overflow.counters import (
-    ERROR_NAMES,
-    ROLES,
-    TABLE_NAMES,
-    LayerOverflow,
-    OperandCounts,
-    ratio,
-)
+from megalowbit.quantize.counts import ERROR_NAMES
+from megalowbit.telemetry.overflow.counters import ROLES, TABLE_NAMES, LayerOverflow, OperandCounts
 from megalowbit.telemetry.overflow.device_table import DeviceTable
 from megalowbit.telemetry.overflow.exact_sum import NUM_DIGITS, from_float, to_float, whole
 from megalowbit.telemetry.overflow.reduction import Key, sum_over_ranks
 
-HEADLINE_NAMES = (
+HEADLINE_NAMES = (  # of output gradients, over all ranks; the other counts stay 0 there
     "elements",
     "saturated",
     "underflow",
@@ -58,47 +52,17 @@ LOCAL_LENGTH = len(ROLES) * _ROW_LENGTH
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverflowTotals:
-    """Headline figures of output gradients over all ranks: of a step, or of a run with its resumed parts."""
-
-    elements: int = 0
-    saturated: int = 0
-    underflow: int = 0
-    nonfinite: int = 0
-    quantizations: int = 0
-    quantizations_with_overflow: int = 0
-
-    @property
-    def element_rate(self) -> float | None:
-        """Share of elements that were clipped."""
-        return ratio(self.saturated, self.elements)
-
-    @property
-    def batch_rate(self) -> float | None:
-        """Share of quantisations that clipped at least one element."""
-        return ratio(self.quantizations_with_overflow, self.quantizations)
-
-    @property
-    def underflow_rate(self) -> float | None:
-        """Share of elements that were not zero and became zero."""
-        return ratio(self.underflow, self.elements)
-
-    def __add__(self, other: OverflowTotals) -> OverflowTotals:
-        return OverflowTotals(**{name: getattr(self, name) + getattr(other, name) for name in HEADLINE_NAMES})
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepOverflow:
     """What one step quantised.
 
     Attributes:
-        step: output gradients of this step, over all ranks.
+        step: output gradients of this step, over all ranks; `HEADLINE_NAMES` only.
         run: the same over the run, this step included.
         roles: all counts of this step by role, of this process's own tensors and those of other stages.
     """
 
-    step: OverflowTotals
-    run: OverflowTotals
+    step: OperandCounts
+    run: OperandCounts
     roles: dict[str, OperandCounts]
 
     def facts(self) -> dict[str, float | int | None]:
@@ -110,7 +74,7 @@ class StepOverflow:
         without anything to rate is `None`.
         """
         facts: dict[str, float | int | None] = {
-            "gradient_overflow/element_overflow_rate": self.step.element_rate,
+            "gradient_overflow/element_overflow_rate": self.step.saturation_rate,
             "gradient_overflow/batch_overflow_rate": self.step.batch_rate,
             "gradient_overflow/total_overflow_elements": self.run.saturated,
             "gradient_overflow/total_elements": self.run.elements,
@@ -141,12 +105,12 @@ class GradientOverflowTracker:
     def reset(self) -> None:
         """Forget everything, the run's totals included."""
         self._tables: dict[torch.device, DeviceTable] = {}
-        self._run = OverflowTotals()
+        self._run = OperandCounts()
         # over all ranks, up to the last reduction: columns of TABLE_NAMES, then exact sums of ERROR_NAMES
         self._layers: dict[Key, list[int]] = {}
 
     @property
-    def run(self) -> OverflowTotals:
+    def run(self) -> OperandCounts:
         """Headline figures over all ranks and all finished steps."""
         return self._run
 
@@ -216,9 +180,7 @@ class GradientOverflowTracker:
                 f"expected {len(HEADLINE_NAMES)} summed and {LOCAL_LENGTH} local numbers, "
                 f"got {len(summed)} and {len(local)}"
             )
-        step = OverflowTotals(
-            **{name: int(value) for name, value in zip(HEADLINE_NAMES, summed, strict=True)}
-        )
+        step = OperandCounts(**{name: int(value) for name, value in zip(HEADLINE_NAMES, summed, strict=True)})
         self._run = self._run + step
         for table in self._tables.values():
             table.close_step()
@@ -258,7 +220,7 @@ class GradientOverflowTracker:
             }
             for row in self.reduce_layers()
         ]
-        return {"run": asdict(self._run), "layers": rows}
+        return {"run": {name: getattr(self._run, name) for name in HEADLINE_NAMES}, "layers": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`; what was counted before is dropped.
@@ -267,7 +229,7 @@ class GradientOverflowTracker:
             UserError: `state` was not written by `state_dict`.
         """
         try:
-            run = OverflowTotals(**state["run"])
+            run = OperandCounts(**state["run"])
             layers = {(row["layer"], row["role"]): _saved_row(row) for row in state["layers"]}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(

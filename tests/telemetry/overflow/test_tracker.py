@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
-from megalowbit.telemetry.overflow.counters import COUNT_NAMES, ROLES, OperandCounts
+from megalowbit.quantize.counts import COUNT_NAMES
+from megalowbit.telemetry.overflow.counters import ROLES, OperandCounts
 from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
 
 HEADLINE = (
