@@ -17,7 +17,8 @@ from megalowbit.quantize import backends
 from megalowbit.quantize.cpu import fp4 as kernels_cpu
 
 pytestmark = pytest.mark.skipif(
-    not kernels_cpu.is_available(), reason=f"no CPU kernel: {kernels_cpu.why_unavailable()}"
+    kernels_cpu.LIBRARY.why_unavailable() is not None,
+    reason=f"no CPU kernel: {kernels_cpu.LIBRARY.why_unavailable()}",
 )
 
 
@@ -37,7 +38,7 @@ def load(monkeypatch, tmp_path, caplog):
     def load_anew():
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            library, reason = kernels_cpu._loaded.__wrapped__()
+            library, reason = kernels_cpu.LIBRARY.load()
         assert (library is None) == (reason is not None)
         return reason, [record.getMessage() for record in caplog.records]
 
@@ -64,7 +65,7 @@ def test_a_missing_broken_or_hanging_compiler_is_named(load, monkeypatch, tmp_pa
 
 
 def test_the_lack_of_a_library_is_said_once_with_the_reason(monkeypatch, caplog):
-    monkeypatch.setattr(kernels_cpu, "_loaded", lambda: (None, "no C compiler found: install gcc"))
+    monkeypatch.setattr(kernels_cpu.LIBRARY, "_loaded", (None, "no C compiler found: install gcc"))
     with caplog.at_level(logging.WARNING):
         assert backends._backend_for.__wrapped__(torch.device("cpu"), "") == "torch"
     (record,) = caplog.records
@@ -74,9 +75,9 @@ def test_the_lack_of_a_library_is_said_once_with_the_reason(monkeypatch, caplog)
 @pytest.fixture
 def sources(monkeypatch, tmp_path):
     """A copy of the C files, to be changed."""
-    for name in (kernels_cpu.SOURCE.name, *kernels_cpu.HEADERS):
-        (tmp_path / name).write_bytes(kernels_cpu.SOURCE.with_name(name).read_bytes())
-    monkeypatch.setattr(kernels_cpu, "SOURCE", tmp_path / kernels_cpu.SOURCE.name)
+    for name in (kernels_cpu.LIBRARY.source.name, *kernels_cpu.LIBRARY.headers):
+        (tmp_path / name).write_bytes(kernels_cpu.LIBRARY.source.with_name(name).read_bytes())
+    monkeypatch.setattr(kernels_cpu.LIBRARY, "source", tmp_path / kernels_cpu.LIBRARY.source.name)
     return tmp_path
 
 
@@ -110,7 +111,7 @@ def test_a_library_that_computes_wrongly_is_not_used(load, sources, name, right,
     assert re.search(rf"fails its self-check \(.*{noticed}", reason), reason
 
 
-@pytest.mark.parametrize("name", [kernels_cpu.SOURCE.name, *kernels_cpu.HEADERS])
+@pytest.mark.parametrize("name", [kernels_cpu.LIBRARY.source.name, *kernels_cpu.LIBRARY.headers])
 def test_a_change_in_any_source_makes_another_library(load, sources, tmp_path, name):
     load()
     (sources / name).write_text((sources / name).read_text() + "/* changed */\n")
@@ -162,7 +163,8 @@ def test_a_cache_folder_that_cannot_be_had_or_trusted_is_passed_over(load, monke
 
 def test_processes_that_compile_at_once_all_get_the_library_on_one_openmp(tmp_path):
     code = (
-        "from megalowbit.quantize.cpu import fp4 as k; assert k.is_available(), k.why_unavailable(); "
+        "from megalowbit.quantize.cpu.fp4 import LIBRARY; "
+        "assert not LIBRARY.why_unavailable(), LIBRARY.why_unavailable(); "
         "maps = open('/proc/self/maps').read().split(); "
         "print(len({m for m in maps if 'libgomp' in m or 'libomp' in m}))"
     )
@@ -250,7 +252,7 @@ def test_without_names_for_open_files_a_private_copy_is_loaded(load, monkeypatch
     monkeypatch.setattr(c_library.ctypes, "CDLL", lambda path: loaded.append(path) or original(path))
     assert load() == (None, [])
     assert load() == (None, [])
-    assert [Path(path).name for path in loaded] == ["kernels_cpu.so"] * 2
+    assert [Path(path).name for path in loaded] == ["fp4.so"] * 2
     assert not any(exists(Path(path).parent) for path in loaded)
 
 

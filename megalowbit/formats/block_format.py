@@ -50,6 +50,11 @@ class BlockFormat:
         assert is_mixed == (self.element == INT8_E5M2), (self.scale, self.element)
         assert not is_mixed or (self.block is not None and self.block[0] == 1), self.block
 
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether there is one number of the tensor, beside block scales or alone."""
+        return self.scale == "e4m3" or self.block is None
+
     def __str__(self) -> str:
         if self.block is None:
             return f"{self.element.name} under one {self.scale} scale"

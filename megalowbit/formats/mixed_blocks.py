@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from megalowbit.formats.block_scale import BlockScales
+from megalowbit.formats.codes import code_values, nearest_codes, stochastic_codes
 from megalowbit.formats.element import E5M2, INT8
-from megalowbit.formats.rounding import code_values, nearest_codes, stochastic_codes
 
 THRESHOLD = (141, 32)  # numerator, denominator
 SMALLEST_E5M2_SCALE = 2.0**-126

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,65 +23,61 @@ from megalowbit.formats.block_format import BlockFormat
 from megalowbit.quantize import reference
 from megalowbit.quantize.cpu import fp4 as kernels_cpu
 from megalowbit.quantize.cpu import fp32_scales as kernels_cpu_8bit
-from megalowbit.quantize.encoding import Encoded, Encoding, check_parts
-from megalowbit.quantize.philox import NO_KEY, RandomKey
+from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest, check_parts
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
 from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
 
 BACKEND_VARIABLE = "MEGALOWBIT_BACKEND"
 BACKENDS = ("torch", "c", "triton")
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of matrices that kernels quantise
 logger = logging.getLogger("megalowbit")
 
 
-def encode(
-    x: Tensor,
-    encoding: Encoding,
-    *,
-    random_key: RandomKey = NO_KEY,
-    signs: int | None = None,
-    tensor_amax: Tensor | None = None,
-    operand_dtype: torch.dtype | None = None,
-    with_counts: bool = False,
-) -> Encoded:
+class Kernels(Protocol):
+    """A module of kernels: a fast path for some formats, bit for bit as `reference`."""
+
+    def covers(self, format: BlockFormat, dtype: torch.dtype) -> bool:
+        """Whether `encode` and `decode` take this format with operands of this dtype."""
+
+    def encode(self, request: EncodeRequest) -> Encoded:
+        """As `reference.encode`."""
+
+    def decode(self, request: DecodeRequest) -> Tensor:
+        """As `reference.decode`."""
+
+
+def encode(request: EncodeRequest) -> Encoded:
     """Quantise a matrix with the device's backend; as `reference.encode`."""
-    kernels = _kernels(backend_of(x, tensor_amax), encoding.format)
-    covers = kernels is not None and kernels.supports(x.dtype, encoding, operand_dtype)
-    if kernels is not None and not covers:
-        _say_uncovered(x.device, "quantising", encoding.format, x.dtype)
-    path = kernels if kernels is not None and covers else reference
-    return path.encode(
-        x,
-        encoding,
-        random_key=random_key,
-        signs=signs,
-        tensor_amax=tensor_amax,
-        operand_dtype=operand_dtype,
-        with_counts=with_counts,
-    )
+    x, format = request.x, request.encoding.format
+    kernels = _kernels(backend_of(x, request.tensor_amax), format)
+    if kernels is not None:
+        if can_encode(kernels, request):
+            return kernels.encode(request)
+        _say_uncovered(x.device, "quantising", format, x.dtype)
+    return reference.encode(request)
 
 
-def decode(
-    codes: Tensor,
-    scales: Tensor,
-    format: BlockFormat,
-    rows: int,
-    cols: int,
-    dtype: torch.dtype,
-    *,
-    transpose: bool = False,
-) -> Tensor:
+def can_encode(kernels: Kernels, request: EncodeRequest) -> bool:
+    """Whether kernels take this; scales from the mean magnitude are for `reference` alone."""
+    encoding = request.encoding
+    is_common = request.x.dtype in KERNEL_DTYPES and encoding.scale_from == "amax"
+    return is_common and kernels.covers(encoding.format, request.operand_dtype or torch.bfloat16)
+
+
+def decode(request: DecodeRequest) -> Tensor:
     """Codes × block scale with the device's backend; as `reference.decode`.
 
     Raises:
         UserError: codes or scales are not those of such a matrix.
     """
+    codes, scales, format, rows, cols, dtype, _ = request
     check_parts(codes, scales, format, rows, cols)
     kernels = _kernels(backend_of(codes, scales), format)
-    covers = kernels is not None and codes.numel() > 0 and kernels.supports_decoding(format, dtype)
-    if kernels is not None and not covers and codes.numel() > 0:
+    if kernels is not None and codes.numel() > 0:
+        if kernels.covers(format, dtype):
+            return kernels.decode(request)
         _say_uncovered(codes.device, "decoding", format, dtype)
-    path = kernels if kernels is not None and covers else reference
-    return path.decode(codes, scales, format, rows, cols, dtype, transpose=transpose)
+    return reference.decode(request)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -150,7 +146,7 @@ def _say_not_plain(kind: type[Tensor]) -> None:
     logger.info("%s that is traced or not plain memory: quantised with plain torch operations", kind.__name__)
 
 
-def _kernels(backend: str, format: BlockFormat) -> ModuleType | None:
+def _kernels(backend: str, format: BlockFormat) -> Kernels | None:
     if backend == "c" and kernels_cpu_8bit.is_for(format):
         return _kernels_8bit(os.environ.get(BACKEND_VARIABLE, ""))
     if backend == "triton" and launch_triton_8bit.is_for(format):
@@ -159,8 +155,8 @@ def _kernels(backend: str, format: BlockFormat) -> ModuleType | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _kernels_8bit(forced: str) -> ModuleType | None:
-    reason = kernels_cpu_8bit.why_unavailable()
+def _kernels_8bit(forced: str) -> Kernels | None:
+    reason = kernels_cpu_8bit.LIBRARY.why_unavailable()
     if reason and forced:
         raise UserError(f"{BACKEND_VARIABLE}={forced} cannot be used for 8-bit formats: {reason}")
     if reason:
@@ -171,7 +167,7 @@ def _kernels_8bit(forced: str) -> ModuleType | None:
 def _why_not(backend: str, device: torch.device) -> str | None:
     """Why a backend cannot serve a device; `None` if it can."""
     if backend == "c":
-        return kernels_cpu.why_unavailable() if device.type == "cpu" else "it runs on CPUs only"
+        return kernels_cpu.LIBRARY.why_unavailable() if device.type == "cpu" else "it runs on CPUs only"
     if backend == "triton" and not launch_triton.is_available(device):
         if device.type == "cuda":
             return "Triton is not installed: pip install triton"

@@ -1,4 +1,20 @@
-"""An encoding: a block format and how numbers get into it; and the check of what it made."""
+"""What quantisers and backends hand to each other: encodings, requests, packed results and their counts.
+
+An encoding is a block format and how numbers get into it. A request names a matrix with everything that is
+wanted of it: a new option is a field there, read where it matters.
+
+Counts, with s an element's decoded scale and M the largest element:
+
+- saturated: |x| > M·s, clipped. upper_half: |x| > M/2·s. Both compare x · encode with 2⁻²⁰ of slack, since
+  a block's own maximum may exceed M by fp32 rounding alone.
+- underflow: x ≠ 0, and its code or its block's scale is 0.
+- nonfinite: x is an infinity or a NaN. Finite neighbours are lost with it, yet count nowhere else.
+- saturated_scales: E4M3 scales above 448 before the clamp (same slack): only where the tensor's maximum came
+  from elsewhere. zero_blocks: blocks whose scale is 0 (E8M0 and signed scales have no 0: whose elements are).
+- squared_error Σ(x - q)² and squared_norm Σx² leave out spoiled blocks, so they stay finite.
+
+Padding is no element, and a block of padding alone does not exist.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +28,28 @@ from torch import Tensor
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import SCALE_DTYPES, BlockFormat
 from megalowbit.formats.block_scale import ScaleRounding
+from megalowbit.quantize.philox import NO_KEY, RandomKey
+
+COUNT_NAMES = (
+    "elements",
+    "saturated",
+    "upper_half",
+    "underflow",
+    "nonfinite",
+    "blocks",
+    "saturated_scales",
+    "zero_blocks",
+)
+ERROR_NAMES = ("squared_error", "squared_norm")
+
+# MXFP4 as FP8 operands: an MXFP4 number is element · 2^e with e for its block. As element · 2^(e - e_max +
+# SHIFT), under one power of two for the tensor, it is an FP8 number as long as e lies at most DEPTH below
+# e_max, the largest of the blocks that hold more than zeros and NaN.
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHIFT = {E4M3: 6, E5M2: 13}  # 6 · 2^shift, 384 and 49152, is the largest number used
+DEPTH = {E4M3: 14, E5M2: 28}  # how far below the largest exponent every element is exact
+MANTISSA = {E4M3: 3, E5M2: 2}  # bits
+BIAS = {E4M3: 7, E5M2: 15}
 
 SMALLEST_NORMAL = 2.0**-126  # of fp32
 _FITTING = {
@@ -29,7 +67,7 @@ class Encoding:
     Attributes:
         format: of the result.
         is_stochastic: whether elements are rounded stochastically.
-        is_unbiased: whether that goes by 23 random bits an element instead of 8, see `formats.rounding`.
+        is_unbiased: whether that goes by 23 random bits an element instead of 8, see `formats.codes`.
         scale_rounding: how block scales are rounded to their format, see `formats.block_scale`.
         scale_from: what a scale brings to the largest element: the largest magnitude, or the mean one.
         q_scalar: factor on that magnitude: above 1 leaves headroom, below 1 saturates on purpose.
@@ -70,6 +108,55 @@ class Encoding:
             )
 
 
+class EncodeRequest(NamedTuple):
+    """A matrix to quantise, and what is wanted of it.
+
+    Attributes:
+        x: floating (rows, cols), at least one element, any strides.
+        encoding: format and rounding.
+        random_key: of the random bytes, where rounding is stochastic.
+        signs: transform the rows by Hadamard with these signs first; cols then must be a multiple of 16.
+        tensor_amax: fp32, 0-dim: stands for the tensor's largest magnitude.
+        operand_dtype: also return the operand, in this dtype.
+        with_counts: also return counts and error.
+    """
+
+    x: Tensor
+    encoding: Encoding
+    random_key: RandomKey = NO_KEY
+    signs: int | None = None
+    tensor_amax: Tensor | None = None
+    operand_dtype: torch.dtype | None = None
+    with_counts: bool = False
+
+
+class DecodeRequest(NamedTuple):
+    """A packed matrix, and as what it is wanted.
+
+    Attributes:
+        codes: as `Encoded.codes`.
+        scales: as `Encoded.scales`.
+        format: of both.
+        rows: of the matrix.
+        cols: of the matrix, padding left out.
+        dtype: of the result.
+        transpose: return (cols, rows) instead of (rows, cols).
+    """
+
+    codes: Tensor
+    scales: Tensor
+    format: BlockFormat
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    transpose: bool = False
+
+    def new_matrix(self) -> Tensor:
+        """Room for the result, contiguous."""
+        shape = (self.cols, self.rows) if self.transpose else (self.rows, self.cols)
+        return torch.empty(shape, dtype=self.dtype, device=self.codes.device)
+
+
 class Encoded(NamedTuple):
     """What a backend makes of a matrix (rows, cols).
 
@@ -78,8 +165,8 @@ class Encoded(NamedTuple):
         scales: `BlockFormat.scales_shape`, as stored.
         tensor_scale: fp32, 0-dim, or `None` where the format has none.
         operand: codes × block scale, (rows, cols) in the dtype asked for, or `None`.
-        counts: int64 (8,), or `None`.
-        error: float64 (2,), or `None`.
+        counts: int64, one for each of `COUNT_NAMES`, or `None`.
+        error: float64, one for each of `ERROR_NAMES`, or `None`.
     """
 
     codes: Tensor
@@ -88,6 +175,27 @@ class Encoded(NamedTuple):
     operand: Tensor | None = None
     counts: Tensor | None = None
     error: Tensor | None = None
+
+
+def new_encoded(request: EncodeRequest) -> Encoded:
+    """Room for what a kernel makes of a matrix, but for counts and error."""
+    format, (rows, cols), device = request.encoding.format, request.x.shape, request.x.device
+    codes = torch.empty(format.codes_shape(rows, cols), dtype=torch.uint8, device=device)
+    scales = torch.empty(format.scales_shape(rows, cols), dtype=SCALE_DTYPES[format.scale], device=device)
+    tensor_scale = operand = None
+    if format.has_tensor_scale:
+        tensor_scale = torch.empty((), dtype=torch.float32, device=device)
+    if request.operand_dtype is not None:
+        operand = torch.empty((rows, cols), dtype=request.operand_dtype, device=device)
+    return Encoded(codes, scales, tensor_scale, operand)
+
+
+def no_counts(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Counts and error of a tensor without elements."""
+    return (
+        torch.zeros(len(COUNT_NAMES), dtype=torch.int64, device=device),
+        torch.zeros(len(ERROR_NAMES), dtype=torch.float64, device=device),
+    )
 
 
 def check_parts(codes: Tensor, scales: Tensor, format: BlockFormat, rows: int, cols: int) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megalowbit.formats.block_format import BlockFormat
 from megalowbit.quantize import backends
+from megalowbit.quantize.encoding import DecodeRequest
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -105,7 +106,9 @@ class QuantizedTensor:
         if self.ready_operand is not None and self.ready_operand.dtype == dtype:
             return self.ready_operand.t() if transpose else self.ready_operand
         rows, cols = matrix_shape(self.shape)
-        return backends.decode(self.codes, self.scales, self.format, rows, cols, dtype, transpose=transpose)
+        return backends.decode(
+            DecodeRequest(self.codes, self.scales, self.format, rows, cols, dtype, transpose)
+        )
 
     def dequantize(self) -> Tensor:
         """The tensor in its original shape and dtype: element · block scale · tensor scale, in fp32."""

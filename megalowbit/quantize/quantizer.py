@@ -10,18 +10,28 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.errors import UserError, shown
-from megalowbit.formats.block_format import GROUP, SCALE_DTYPES
+from megalowbit.formats.block_format import GROUP
 from megalowbit.quantize import backends
-from megalowbit.quantize.counts import no_counts
-from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.encoding import Encoded, EncodeRequest, Encoding, new_encoded, no_counts
 from megalowbit.quantize.philox import NO_KEY, RandomKey
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
+
+
+class Options(NamedTuple):
+    """What `Quantizer.quantize` explains; `signs` are those of `BlockQuantizer.quantize_transposed`."""
+
+    random_key: RandomKey | None = None
+    with_counts: bool = False
+    tensor_amax: Tensor | float | None = None
+    operand_dtype: torch.dtype | None = None
+    signs: int | None = None
 
 
 class Quantizer(ABC):
@@ -37,7 +47,6 @@ class Quantizer(ABC):
     is_stochastic: bool = False
     is_identity: bool = False
 
-    @abstractmethod
     def quantize(
         self,
         x: Tensor,
@@ -61,6 +70,12 @@ class Quantizer(ABC):
         Raises:
             UserError: x is not a dense floating tensor, or `tensor_amax` is neither of these.
         """
+        self._check(x)
+        return self._quantize(x.detach(), Options(random_key, with_counts, tensor_amax, operand_dtype))
+
+    @abstractmethod
+    def _quantize(self, x: Tensor, options: Options) -> QuantizedTensor | UnquantizedTensor:
+        """Quantise a tensor that is checked and detached."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -97,25 +112,8 @@ class BlockQuantizer(Quantizer):
         """Whether rounding draws random numbers."""
         return self.encoding.is_stochastic
 
-    def quantize(
-        self,
-        x: Tensor,
-        *,
-        random_key: RandomKey | None = None,
-        with_counts: bool = False,
-        tensor_amax: Tensor | float | None = None,
-        operand_dtype: torch.dtype | None = None,
-    ) -> QuantizedTensor:
-        """See `Quantizer.quantize`."""
-        self._check(x)
-        matrix = x.detach().reshape(matrix_shape(x.shape))
-        encoded = self._encode(
-            matrix,
-            random_key=random_key,
-            with_counts=with_counts,
-            tensor_amax=None if tensor_amax is None else self._maximum(tensor_amax, x.device),
-            operand_dtype=operand_dtype,
-        )
+    def _quantize(self, x: Tensor, options: Options) -> QuantizedTensor:
+        encoded = self._encode(x.reshape(matrix_shape(x.shape)), options)
         return self._tensor(encoded, x.shape, x.dtype)
 
     def quantize_transposed(
@@ -146,39 +144,25 @@ class BlockQuantizer(Quantizer):
         matrix = x.detach().reshape(matrix_shape(x.shape))
         if signs is not None and matrix.shape[0] % GROUP:
             matrix = torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[0] % GROUP))
-        encoded = self._encode(
-            matrix.t(),
-            random_key=random_key,
-            signs=signs,
-            with_counts=with_counts,
-            tensor_amax=None if tensor_amax is None else self._maximum(tensor_amax, x.device),
-        )
-        return self._tensor(encoded, matrix.t().shape, x.dtype)
+        options = Options(random_key, with_counts, tensor_amax, signs=signs)
+        return self._tensor(self._encode(matrix.t(), options), matrix.t().shape, x.dtype)
 
     @torch.no_grad()
-    def _encode(
-        self,
-        matrix: Tensor,
-        *,
-        random_key: RandomKey | None,
-        with_counts: bool,
-        signs: int | None = None,
-        tensor_amax: Tensor | None = None,
-        operand_dtype: torch.dtype | None = None,
-    ) -> Encoded:
-        if matrix.numel() == 0:
-            return self._nothing(matrix, with_counts=with_counts)
+    def _encode(self, matrix: Tensor, options: Options) -> Encoded:
+        random_key, amax = options.random_key, options.tensor_amax
+        is_empty = matrix.numel() == 0
         if random_key is None:
-            random_key = fresh_key() if self.is_stochastic else NO_KEY
-        return backends.encode(
+            random_key = fresh_key() if self.is_stochastic and not is_empty else NO_KEY
+        request = EncodeRequest(
             matrix,
             self.encoding,
-            random_key=random_key,
-            signs=signs,
-            tensor_amax=tensor_amax,
-            operand_dtype=operand_dtype,
-            with_counts=with_counts,
+            random_key,
+            options.signs,
+            None if amax is None else self._maximum(amax, matrix.device),
+            options.operand_dtype,
+            options.with_counts,
         )
+        return _nothing(request) if is_empty else backends.encode(request)
 
     def _maximum(self, given: Tensor | float, device: torch.device) -> Tensor:
         """`tensor_amax` as fp32, 0-dim."""
@@ -191,21 +175,6 @@ class BlockQuantizer(Quantizer):
                 f"pass a number, or a floating tensor without dimensions on {device}"
             )
         return given.detach().to(torch.float32)
-
-    def _nothing(self, matrix: Tensor, *, with_counts: bool) -> Encoded:
-        """An empty matrix, with scales of the right shape where it has rows or columns."""
-        format, device = self.encoding.format, matrix.device
-        codes = torch.zeros(format.codes_shape(*matrix.shape), dtype=torch.uint8, device=device)
-        scales = torch.zeros(format.scales_shape(*matrix.shape), dtype=torch.uint8, device=device)
-        has_tensor_scale = format.scale == "e4m3" or format.block is None
-        counts, error = no_counts(device) if with_counts else (None, None)
-        return Encoded(
-            codes,
-            scales.to(SCALE_DTYPES[format.scale]),
-            torch.ones((), dtype=torch.float32, device=device) if has_tensor_scale else None,
-            counts=counts,
-            error=error,
-        )
 
     def _tensor(self, encoded: Encoded, shape: torch.Size, dtype: torch.dtype) -> QuantizedTensor:
         return QuantizedTensor(
@@ -228,26 +197,25 @@ class IdentityQuantizer(Quantizer):
     name: str
     is_identity: bool = True
 
-    def quantize(
-        self,
-        x: Tensor,
-        *,
-        random_key: RandomKey | None = None,
-        with_counts: bool = False,
-        tensor_amax: Tensor | float | None = None,
-        operand_dtype: torch.dtype | None = None,
-    ) -> UnquantizedTensor:
-        """See `Quantizer.quantize`; counts hold elements and non-finite ones, the error is 0."""
-        del random_key, tensor_amax, operand_dtype
-        self._check(x)
+    def _quantize(self, x: Tensor, options: Options) -> UnquantizedTensor:
+        """As it is; counts hold elements and non-finite ones, the error is 0."""
         counts = error = None
-        if with_counts:
+        if options.with_counts:
             counts, error = no_counts(x.device)
             finite = x.isfinite()
             counts[0] = x.numel()
             counts[4] = x.numel() - finite.sum()
             error[1] = torch.where(finite, x, 0).to(torch.float64).square().sum()
-        return UnquantizedTensor(values=x.detach(), counts=counts, error=error)
+        return UnquantizedTensor(values=x, counts=counts, error=error)
+
+
+def _nothing(request: EncodeRequest) -> Encoded:
+    """An empty matrix, with scales of the right shape where it has rows or columns."""
+    encoded = new_encoded(request)._replace(operand=None)
+    if encoded.tensor_scale is not None:
+        encoded.tensor_scale.fill_(1)
+    counts, error = no_counts(request.x.device) if request.with_counts else (None, None)
+    return encoded._replace(counts=counts, error=error)
 
 
 def fresh_key() -> RandomKey:

@@ -30,10 +30,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import NVFP4
 from megalowbit.quantize import backends
-from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.encoding import Encoded, EncodeRequest, Encoding
 from megalowbit.quantize.philox import RandomKey
 
-Encode = Callable[..., Encoded]
+Encode = Callable[[EncodeRequest], Encoded]
 
 
 _LAST_STEP = 2**63 - 1  # what a counter kept as int64 holds
@@ -241,7 +241,7 @@ def check_rounding(device: torch.device, encode: Encode) -> None:
     """
 
     def rounded(random_key: RandomKey) -> Tensor:
-        codes = encode(ramp, _NVFP4, random_key=random_key).codes.to("cpu")
+        codes = encode(EncodeRequest(ramp, _NVFP4, random_key)).codes.to("cpu")
         return torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)[:, :-1].to(torch.float64)
 
     # Each block ends in a 6, its largest element: with S = 448 the others are scaled by exactly 1, and stand

@@ -11,61 +11,44 @@ from torch import Tensor
 
 from megalowbit.formats.block_format import GROUP, BlockFormat
 from megalowbit.formats.block_scale import (
+    SLACK,
     BlockScales,
     block_scales,
     decode_scales,
     tensor_encode_scale,
     two_level_scales,
 )
+from megalowbit.formats.codes import code_values, nearest_codes, pack_codes, stochastic_codes, unpack_codes
 from megalowbit.formats.mixed_blocks import largest_elements, mixed_scales_and_codes, mixed_values
-from megalowbit.formats.packing import pack_codes, unpack_codes
-from megalowbit.formats.rounding import code_values, nearest_codes, stochastic_codes
-from megalowbit.quantize.counts import count_errors
-from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest, Encoding
 from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.philox import NO_KEY, RandomKey, random_bytes, random_fractions
 
 FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room for 256 · 6/4 = 384 < 448
 
 
-def encode(
-    x: Tensor,
-    encoding: Encoding,
-    *,
-    random_key: RandomKey = NO_KEY,
-    signs: int | None = None,
-    tensor_amax: Tensor | None = None,
-    operand_dtype: torch.dtype | None = None,
-    with_counts: bool = False,
-) -> Encoded:
-    """Quantise a matrix.
-
-    Args:
-        x: floating (rows, cols), at least one element, any strides.
-        encoding: format and rounding.
-        random_key: of the random bytes, where rounding is stochastic.
-        signs: transform the rows by Hadamard with these signs first; cols then must be a multiple of 16.
-        tensor_amax: fp32, 0-dim: stands for the tensor's largest magnitude.
-        operand_dtype: also return the operand, in this dtype.
-        with_counts: also return counts and error.
-    """
+def encode(request: EncodeRequest) -> Encoded:
+    """Quantise a matrix; nothing here waits for the device."""
+    x, encoding = request.x, request.encoding
     format = encoding.format
     rows, cols = x.shape
     padded_rows, padded_cols = format.padded(rows, cols)
     matrix = x.to(torch.float32)
-    if signs is not None:
-        matrix = hadamard(matrix, signs)  # before the padding, whose zeros would get signs
+    if request.signs is not None:
+        matrix = hadamard(matrix, request.signs)  # before the padding, whose zeros would get signs
     matrix = torch.nn.functional.pad(matrix, (0, padded_cols - cols, 0, padded_rows - rows))
     amax = _magnitudes(matrix, encoding, rows * cols)
-    scales, codes = _scales_and_codes(matrix, amax, encoding, cols, tensor_amax, random_key)
+    scales, codes = _scales_and_codes(matrix, amax, request)
     codes, matrix = codes[:rows], matrix[:rows, :cols]
     decoded = _values(codes, scales.codes, format) * _expand(scales.decoded, format, codes)
-    operand = None if operand_dtype is None else decoded[:, :cols].to(operand_dtype).contiguous()
+    operand = None
+    if request.operand_dtype is not None:
+        operand = decoded[:, :cols].to(request.operand_dtype).contiguous()
     counts = error = None
-    if with_counts:
+    if request.with_counts:
         scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
         largest = _largest(scales.codes, format, matrix)
-        counts, error = count_errors(matrix, scaled, decoded[:, :cols], scales, amax, largest)
+        counts, error = _count_errors(matrix, scaled, decoded[:, :cols], scales, amax, largest)
     stored = (
         scales.codes.view(format.scales_shape(rows, cols)) if format.block else scales.codes.new_empty(0, 0)
     )
@@ -74,27 +57,9 @@ def encode(
     )
 
 
-def decode(
-    codes: Tensor,
-    scales: Tensor,
-    format: BlockFormat,
-    rows: int,
-    cols: int,
-    dtype: torch.dtype,
-    *,
-    transpose: bool = False,
-) -> Tensor:
-    """Codes × block scale as a contiguous matrix.
-
-    Args:
-        codes: as `Encoded.codes`.
-        scales: as `Encoded.scales`.
-        format: of both.
-        rows: of the matrix.
-        cols: of the matrix, padding left out.
-        dtype: of the result.
-        transpose: return (cols, rows) instead of (rows, cols).
-    """
+def decode(request: DecodeRequest) -> Tensor:
+    """Codes × block scale as a contiguous matrix."""
+    codes, scales, format, rows, cols, dtype, transpose = request
     values = _values(unpack_codes(codes, format.element.bits), scales, format)
     if format.block is not None:
         decoded = decode_scales(scales)
@@ -159,22 +124,15 @@ def _scaled(matrix: Tensor, encode_scale: Tensor, format: BlockFormat) -> Tensor
     return torch.where(encode_scale == 0, matrix * 0, matrix / encode_scale)
 
 
-def _scales_and_codes(
-    matrix: Tensor,
-    amax: Tensor,
-    encoding: Encoding,
-    cols: int,
-    tensor_amax: Tensor | None,
-    random_key: RandomKey,
-) -> tuple[BlockScales, Tensor]:
-    format = encoding.format
-    if format.scale == "signed_fp32":
-        random = _random(matrix, encoding, random_key) if encoding.is_stochastic else None
-        return mixed_scales_and_codes(matrix, amax, cols, random)
+def _scales_and_codes(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> tuple[BlockScales, Tensor]:
+    encoding = request.encoding
+    if encoding.format.scale == "signed_fp32":
+        random = _random(matrix, encoding, request.random_key) if encoding.is_stochastic else None
+        return mixed_scales_and_codes(matrix, amax, request.x.shape[1], random)
     if encoding.four_over_six:
-        return _four_over_six(matrix, amax, encoding, tensor_amax)
-    scales = block_scales(amax, format, encoding.scale_rounding, tensor_amax)
-    return scales, _codes(matrix, scales, encoding, random_key)
+        return _four_over_six(matrix, amax, encoding, request.tensor_amax)
+    scales = block_scales(amax, encoding.format, encoding.scale_rounding, request.tensor_amax)
+    return scales, _codes(matrix, scales, encoding, request.random_key)
 
 
 def _codes(matrix: Tensor, scales: BlockScales, encoding: Encoding, random_key: RandomKey) -> Tensor:
@@ -220,3 +178,45 @@ def _four_over_six(
         overflows=torch.where(is_four, four.overflows, six.overflows),
     )
     return mixed, torch.where(_expand(is_four, format, matrix), four_codes, six_codes)
+
+
+def _count_errors(
+    x: Tensor, scaled: Tensor, decoded: Tensor, scales: BlockScales, amax: Tensor, largest: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Compare a matrix with what its codes decode to.
+
+    Args:
+        x: fp32 (rows, cols), without padding.
+        scaled: fp32, same shape: x times its block's encode scale.
+        decoded: fp32, same shape: codes × block scale, NaN throughout spoiled blocks.
+        scales: of the blocks.
+        amax: fp32, the blocks' largest magnitudes, same shape as the scales.
+        largest: M, the largest element of the format; of each element, (rows, cols), where formats differ.
+
+    Returns:
+        int64 (8,) in the order of `COUNT_NAMES` and float64 (2,) in the order of `ERROR_NAMES`.
+    """
+    magnitude = scaled.abs()
+    has_no_zero = isinstance(largest, Tensor) or scales.codes.dtype == torch.float8_e8m0fnu
+    values = decoded if scales.tensor_scale is None else decoded * scales.tensor_scale
+    if has_no_zero:
+        is_zero_scale = amax == 0
+    elif scales.codes.dtype == torch.float8_e4m3fn:
+        is_zero_scale = scales.decoded == 0
+    else:
+        is_zero_scale = scales.encode == 0  # where a tensor has one scale, `decoded` is 1
+    counts = torch.stack(
+        [
+            torch.full((), x.numel(), dtype=torch.int64, device=x.device),
+            (magnitude > largest * SLACK).sum(),
+            (magnitude > largest / 2 * SLACK).sum(),
+            ((x != 0) & (decoded == 0) & ~values.isnan()).sum(),
+            (~x.isfinite()).sum(),
+            torch.full((), scales.decoded.numel(), dtype=torch.int64, device=x.device),
+            scales.overflows.sum(),
+            is_zero_scale.sum(),
+        ]
+    )
+    exact = torch.where(values.isnan(), 0.0, x).to(torch.float64)
+    difference = exact - values.nan_to_num(nan=0.0).to(torch.float64)
+    return counts, torch.stack([difference.square().sum(), exact.square().sum()])

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import GROUP
-from megalowbit.quantize.counts import no_counts
+from megalowbit.quantize.encoding import no_counts
 from megalowbit.quantize.philox import RandomKey, random_words
 from megalowbit.quantize.quantized_tensor import UnquantizedTensor, matrix_shape
-from megalowbit.quantize.quantizer import Quantizer, fresh_key
+from megalowbit.quantize.quantizer import Options, Quantizer, fresh_key
 
 
 class Rounded(NamedTuple):
@@ -182,32 +182,22 @@ class SeedCompatQuantizer(Quantizer):
         """What the size of the last axis must be a multiple of."""
         return GROUP if self.rule.is_blockwise else 1
 
-    def quantize(
-        self,
-        x: Tensor,
-        *,
-        random_key: RandomKey | None = None,
-        with_counts: bool = False,
-        tensor_amax: Tensor | float | None = None,
-        operand_dtype: torch.dtype | None = None,
-    ) -> UnquantizedTensor:
-        """See `Quantizer.quantize`; computed in fp32, whatever the dtype of x.
+    def _quantize(self, x: Tensor, options: Options) -> UnquantizedTensor:
+        """Computed in fp32, whatever the dtype of x.
 
         Counts hold elements, underflow (x ≠ 0 became 0) and non-finite elements. Each tensor has its own
         scale: `tensor_amax` is refused.
 
         Raises:
-            UserError: x is not floating, its last axis does not hold whole blocks, or `tensor_amax` is given.
+            UserError: the last axis does not hold whole blocks, or `tensor_amax` is given.
         """
-        del operand_dtype
-        self._check(x)
-        if tensor_amax is not None:
+        if options.tensor_amax is not None:
             raise UserError(f"quantizer {self.name!r} takes no maximum from elsewhere: leave seed_compat out")
-        uniform = self._uniform(x, random_key) if self.is_stochastic else None
+        uniform = self._uniform(x, options.random_key) if self.is_stochastic else None
         values = self.rounded(x, uniform).values.to(x.dtype)
-        if not with_counts:
+        if not options.with_counts:
             return UnquantizedTensor(values=values)
-        counts, error = _counted(x.detach(), values)
+        counts, error = _counted(x, values)
         return UnquantizedTensor(values=values, counts=counts, error=error)
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """From a tensor to its statistics, on its device: magnitude and power of all of it, the rest of a sample.
 
 All elements are read for the largest magnitude and the sum of squares in float64, which neither overflows nor
-vanishes where the tensor does not; on a CPU in one pass (`quantize/tensor_moments`). Center and spread are
+vanishes where the tensor does not; on a CPU in one pass (`quantize.tensor_statistics`). Center and spread are
 read off a sample drawn with Philox, the same on every device, without touching torch's generators:
 
 | type       | center            | sigma                                                                   |
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megalowbit.quantize.philox import RandomKey, random_words
-from megalowbit.quantize.tensor_moments import in_memory_order, tensor_moments
+from megalowbit.quantize.tensor_statistics import in_memory_order, tensor_moments
 from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS, OUTLIER_SIGMAS
 

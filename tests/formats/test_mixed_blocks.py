@@ -13,7 +13,7 @@ from megalowbit.formats.block_format import MIXED_INT8, BlockFormat
 from megalowbit.formats.element import INT8, INT8_E5M2
 from megalowbit.formats.mixed_blocks import THRESHOLD, mixed_values
 from megalowbit.quantize import reference
-from megalowbit.quantize.counts import COUNT_NAMES
+from megalowbit.quantize.encoding import COUNT_NAMES, EncodeRequest
 from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.packed_file import load_quantized, save_quantized
@@ -61,7 +61,7 @@ def check(x, name):
     """Compare codes, scales and operand with the book; returns what the quantiser made."""
     encoding, (rows, cols) = quantizer(name).encoding, x.shape
     size = encoding.format.block[1]
-    got = reference.encode(x, encoding, random_key=KEY, operand_dtype=torch.float32)
+    got = reference.encode(EncodeRequest(x, encoding, random_key=KEY, operand_dtype=torch.float32))
     wide = x.double() if x.dtype == torch.float64 else x.float()
     random = drawn(encoding, *encoding.format.padded(rows, cols), KEY) if encoding.is_stochastic else None
     scales, codes, may_differ = book.encoded(wide.numpy(), size, random)
@@ -325,7 +325,7 @@ def test_the_bits_do_not_depend_on_the_default_dtype():
     before = quantizer("int8e5m2b").quantize(x, with_counts=True)
     torch.set_default_dtype(torch.float64)
     try:
-        after = reference.encode(x, quantizer("int8e5m2b").encoding, with_counts=True)
+        after = reference.encode(EncodeRequest(x, quantizer("int8e5m2b").encoding, with_counts=True))
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(before.codes, after.codes)

@@ -36,10 +36,10 @@ def test_a_table_first_needed_under_fake_tensors_is_a_real_one(squares):
 
 @pytest.mark.parametrize("name", ["nvfp4e2m1bnosr", "mxfp4e2m1b", "fp8e4m3"])
 def test_a_quantizer_traced_first_still_works_on_real_tensors(name):
-    from megalowbit.formats import block_scale, rounding
+    from megalowbit.formats import block_scale, codes
     from megalowbit.quantize.names import quantizer
 
-    for cached in (rounding._boundaries, rounding._values, block_scale._powers_of_two):
+    for cached in (codes._boundaries, codes._values, block_scale._powers_of_two):
         cached.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert isinstance(quantizer(name)(torch.ones(2, 16)), FakeTensor)

@@ -321,8 +321,9 @@ class LopsidedStream(RandomStream):
     """A stream on a device that rounds up too often, as its check sees it."""
 
     def check(self, device, encode=None):
-        def lopsided(x, encoding, *, random_key):
-            return backends.encode(torch.where(x < 6, x + 0.06, x), encoding, random_key=random_key)
+        def lopsided(request):
+            x = request.x
+            return backends.encode(request._replace(x=torch.where(x < 6, x + 0.06, x)))
 
         super().check(device, lopsided)
 

@@ -53,10 +53,10 @@ def special(name, rows, cols):
 
 def spoil(monkeypatch, folder, kernels, name, right, wrong):
     """Let a module of C kernels be built from sources of which one is changed, in a cache of its own."""
-    for each in (kernels.SOURCE.name, *kernels.HEADERS):
-        text = kernels.SOURCE.with_name(each).read_text()
+    for each in (kernels.LIBRARY.source.name, *kernels.LIBRARY.headers):
+        text = kernels.LIBRARY.source.with_name(each).read_text()
         assert each != name or right in text
         (folder / each).write_text(text.replace(right, wrong) if each == name else text)
-    monkeypatch.setattr(kernels, "SOURCE", folder / kernels.SOURCE.name)
+    monkeypatch.setattr(kernels.LIBRARY, "source", folder / kernels.LIBRARY.source.name)
     monkeypatch.setenv("MEGALOWBIT_CACHE", str(folder / "cache"))
     monkeypatch.setattr(c_library, "EXTRA_FLAGS", (("-O0", "-fopenmp"),))  # quick to build

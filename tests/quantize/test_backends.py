@@ -13,7 +13,7 @@ from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, NVFP4_TILE
 from megalowbit.formats.element import INT8, TERNARY
 from megalowbit.quantize import backends, reference
 from megalowbit.quantize.cpu import fp32_scales as kernels_cpu_8bit
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
 from megalowbit.quantize.philox import RandomKey
 
 ENCODINGS = [
@@ -60,7 +60,10 @@ def test_the_device_s_backend_gives_the_bits_of_the_reference(encoding, dtype):
         "operand_dtype": torch.bfloat16,
         "with_counts": True,
     }
-    ours, theirs = backends.encode(x, encoding, **arguments), reference.encode(x, encoding, **arguments)
+    ours, theirs = (
+        backends.encode(EncodeRequest(x, encoding, **arguments)),
+        reference.encode(EncodeRequest(x, encoding, **arguments)),
+    )
     for name in ("codes", "scales", "operand", "tensor_scale", "counts"):
         a, b = getattr(ours, name), getattr(theirs, name)
         assert (a is None) == (b is None), name
@@ -71,7 +74,8 @@ def test_the_device_s_backend_gives_the_bits_of_the_reference(encoding, dtype):
     for transpose in (False, True):
         packed = (ours.codes, ours.scales, encoding.format, *x.shape)
         decoded = [
-            path.decode(*packed, torch.bfloat16, transpose=transpose) for path in (backends, reference)
+            path.decode(DecodeRequest(*packed, torch.bfloat16, transpose=transpose))
+            for path in (backends, reference)
         ]
         assert bits(decoded[0]) == bits(decoded[1])
 
@@ -79,7 +83,9 @@ def test_the_device_s_backend_gives_the_bits_of_the_reference(encoding, dtype):
 def test_a_format_without_a_fast_path_goes_through_plain_torch():
     encoding = Encoding(format=TERNARY_BLOCKS)
     x = matrix()
-    assert torch.equal(backends.encode(x, encoding).codes, reference.encode(x, encoding).codes)
+    assert torch.equal(
+        backends.encode(EncodeRequest(x, encoding)).codes, reference.encode(EncodeRequest(x, encoding)).codes
+    )
 
 
 def test_what_no_kernel_covers_is_said_once_for_each_format_and_dtype(caplog):
@@ -88,10 +94,12 @@ def test_what_no_kernel_covers_is_said_once_for_each_format_and_dtype(caplog):
     backends._say_uncovered.cache_clear()
     with caplog.at_level(logging.INFO, logger="megalowbit"):
         for _ in range(3):
-            encoded = backends.encode(matrix(), Encoding(format=TERNARY_BLOCKS))
-            backends.decode(encoded.codes, encoded.scales, TERNARY_BLOCKS, 37, 75, torch.float32)
-            backends.encode(matrix().double(), Encoding(format=NVFP4))
-            backends.encode(matrix(), Encoding(format=NVFP4))
+            encoded = backends.encode(EncodeRequest(matrix(), Encoding(format=TERNARY_BLOCKS)))
+            backends.decode(
+                DecodeRequest(encoded.codes, encoded.scales, TERNARY_BLOCKS, 37, 75, torch.float32)
+            )
+            backends.encode(EncodeRequest(matrix().double(), Encoding(format=NVFP4)))
+            backends.encode(EncodeRequest(matrix(), Encoding(format=NVFP4)))
     said = [record for record in caplog.records if "no kernel covers it" in record.getMessage()]
     assert {record.levelname for record in said} == {"INFO"}
     assert [record.getMessage().partition(" on cpu")[0] for record in said] == [
@@ -105,13 +113,13 @@ def test_fake_tensors_go_through_plain_torch():
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.randn(5, 40)
         assert backends.backend_of(x) == "torch"
-        assert backends.encode(x, Encoding(format=NVFP4)).codes.shape == (5, 24)
+        assert backends.encode(EncodeRequest(x, Encoding(format=NVFP4))).codes.shape == (5, 24)
 
 
 def test_the_choice_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="megalowbit"):
         for _ in range(3):
-            backends.encode(matrix(), Encoding(format=NVFP4))
+            backends.encode(EncodeRequest(matrix(), Encoding(format=NVFP4)))
     said = [record.getMessage() for record in caplog.records if "quantising on cpu" in record.getMessage()]
     assert len(said) == 1
     assert "C kernel" in said[0] or "plain torch" in said[0]
@@ -138,7 +146,7 @@ def test_a_forced_backend_that_cannot_be_had_is_an_error_not_a_fallback(monkeypa
 @pytest.fixture
 def no_8bit_library(monkeypatch):
     backends._kernels_8bit.cache_clear()
-    monkeypatch.setattr(kernels_cpu_8bit, "_loaded", lambda: (None, "it fails its self-check: set CC"))
+    monkeypatch.setattr(kernels_cpu_8bit.LIBRARY, "_loaded", (None, "it fails its self-check: set CC"))
     yield
     backends._kernels_8bit.cache_clear()
 
@@ -151,8 +159,8 @@ def test_formats_whose_library_cannot_be_had_go_through_plain_torch_which_is_sai
     encoding = ENCODINGS[ENCODING_NAMES.index("int8")]
     with caplog.at_level(logging.WARNING, logger="megalowbit"):
         for _ in range(2):
-            codes = backends.encode(matrix(), encoding).codes
-    assert torch.equal(codes, reference.encode(matrix(), encoding).codes)
+            codes = backends.encode(EncodeRequest(matrix(), encoding)).codes
+    assert torch.equal(codes, reference.encode(EncodeRequest(matrix(), encoding)).codes)
     (record,) = caplog.records
     assert record.getMessage().endswith("which is slow: it fails its self-check: set CC")
 
@@ -160,19 +168,19 @@ def test_formats_whose_library_cannot_be_had_go_through_plain_torch_which_is_sai
 def test_formats_whose_library_cannot_be_had_are_an_error_where_it_is_forced(no_8bit_library, monkeypatch):
     monkeypatch.setenv(backends.BACKEND_VARIABLE, "c")
     with pytest.raises(UserError, match="MEGALOWBIT_BACKEND=c cannot be used for 8-bit formats: it fails"):
-        backends.encode(matrix(), ENCODINGS[ENCODING_NAMES.index("int8")])
+        backends.encode(EncodeRequest(matrix(), ENCODINGS[ENCODING_NAMES.index("int8")]))
 
 
 SCRIPT = """
 import logging, sys, torch
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
 from megalowbit.quantize import backends, reference
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.encoding import EncodeRequest, Encoding
 from megalowbit.formats.block_format import NVFP4
 x = torch.linspace(-3, 5, 640).view(8, 80)
 assert backends.backend_of(x) == "torch"
-encoded = backends.encode(x, Encoding(format=NVFP4))
-assert torch.equal(encoded.codes, reference.encode(x, Encoding(format=NVFP4)).codes)
+request = EncodeRequest(x, Encoding(format=NVFP4))
+assert torch.equal(backends.encode(request).codes, reference.encode(request).codes)
 """
 
 
@@ -253,18 +261,27 @@ def test_what_has_no_memory_goes_through_plain_torch(make):
     x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
     made = make(x)
     values = made.inner if isinstance(made, Wrapper) else torch.zeros(3, 40)
-    ours, theirs = backends.encode(made, NVFP4_NEAREST), reference.encode(values, NVFP4_NEAREST)
+    ours, theirs = (
+        backends.encode(EncodeRequest(made, NVFP4_NEAREST)),
+        reference.encode(EncodeRequest(values, NVFP4_NEAREST)),
+    )
     assert bits(ours.codes) == bits(theirs.codes)
     amax = torch._efficientzerotensor(())
-    ours = backends.encode(x, NVFP4_NEAREST, tensor_amax=amax)
-    assert bits(ours.codes) == bits(reference.encode(x, NVFP4_NEAREST, tensor_amax=torch.zeros(())).codes)
-    decoded = backends.decode(Wrapper(ours.codes), Wrapper(ours.scales), NVFP4, 3, 40, torch.float32)
-    assert bits(decoded) == bits(reference.decode(ours.codes, ours.scales, NVFP4, 3, 40, torch.float32))
+    ours = backends.encode(EncodeRequest(x, NVFP4_NEAREST, tensor_amax=amax))
+    assert bits(ours.codes) == bits(
+        reference.encode(EncodeRequest(x, NVFP4_NEAREST, tensor_amax=torch.zeros(()))).codes
+    )
+    decoded = backends.decode(
+        DecodeRequest(Wrapper(ours.codes), Wrapper(ours.scales), NVFP4, 3, 40, torch.float32)
+    )
+    assert bits(decoded) == bits(
+        reference.decode(DecodeRequest(ours.codes, ours.scales, NVFP4, 3, 40, torch.float32))
+    )
 
 
 def test_a_trace_holds_the_whole_computation():
     def quantised(x):
-        return backends.encode(x, NVFP4_NEAREST, operand_dtype=torch.float32).operand
+        return backends.encode(EncodeRequest(x, NVFP4_NEAREST, operand_dtype=torch.float32)).operand
 
     first, second = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(2))
     for traced in (make_fx(quantised)(first), torch.func.functionalize(quantised)):
@@ -273,7 +290,7 @@ def test_a_trace_holds_the_whole_computation():
 
 @pytest.mark.parametrize("format", [NVFP4, MXFP4, NVFP4_TILED])
 def test_parts_that_do_not_belong_to_the_matrix_are_refused(format):
-    encoded = reference.encode(matrix(32, 64), Encoding(format=format, scale_rounding="up"))
+    encoded = reference.encode(EncodeRequest(matrix(32, 64), Encoding(format=format, scale_rounding="up")))
     codes, scales = encoded.codes, encoded.scales
     for bad_codes, bad_scales, rows, message in (
         (codes, scales, 33, "codes of a 33 × 64"),
@@ -284,4 +301,4 @@ def test_parts_that_do_not_belong_to_the_matrix_are_refused(format):
         (codes, scales.to("meta"), 32, "scales on meta"),
     ):
         with pytest.raises(UserError, match=message):
-            backends.decode(bad_codes, bad_scales, format, rows, 64, torch.bfloat16)
+            backends.decode(DecodeRequest(bad_codes, bad_scales, format, rows, 64, torch.bfloat16))

@@ -158,22 +158,22 @@ def test_asking_for_keys_leaves_torchs_generator_alone():
 def with_key(change):
     """A backend that rounds with another key than it was given."""
 
-    def encode(x, encoding, *, random_key):
-        return backends.encode(x, encoding, random_key=change(random_key))
+    def encode(request):
+        return backends.encode(request._replace(random_key=change(request.random_key)))
 
     return encode
 
 
-def nearest(x, encoding, *, random_key):
-    return quantizer("nvfp4e2m1bnosr").quantize(x)
+def nearest(request):
+    return quantizer("nvfp4e2m1bnosr").quantize(request.x)
 
 
-def always_up(x, encoding, *, random_key):
-    return backends.encode(torch.where(x < 6, x + 0.06, x), encoding, random_key=random_key)
+def always_up(request):
+    return backends.encode(request._replace(x=torch.where(request.x < 6, request.x + 0.06, request.x)))
 
 
-def wrong_codes(x, encoding, *, random_key):
-    encoded = backends.encode(x, encoding, random_key=random_key)
+def wrong_codes(request):
+    encoded = backends.encode(request)
     return encoded._replace(codes=encoded.codes ^ 0x22)
 
 
@@ -200,9 +200,9 @@ def test_a_device_that_would_round_with_a_bias_is_refused(encode, problem):
 def test_a_device_is_checked_once_and_changes_no_key():
     calls = []
 
-    def counting(x, encoding, *, random_key):
-        calls.append(random_key)
-        return backends.encode(x, encoding, random_key=random_key)
+    def counting(request):
+        calls.append(request.random_key)
+        return backends.encode(request)
 
     stream = RandomStream(1)
     before = stream.key("a", "input")

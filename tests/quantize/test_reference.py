@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megalowbit.quantize import reference
+from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest
 from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
@@ -62,11 +63,13 @@ def assert_same_numbers(got, expected):
 
 def check(x, encoding, **options):
     got = reference.encode(
-        x,
-        encoding,
-        random_key=KEY,
-        operand_dtype=torch.float32,
-        **{name: torch.tensor(value) for name, value in options.items()},
+        EncodeRequest(
+            x,
+            encoding,
+            random_key=KEY,
+            operand_dtype=torch.float32,
+            **{name: torch.tensor(value) for name, value in options.items()},
+        )
     )
     expected = by_the_book(x, encoding, **options)
     format, (rows, cols) = encoding.format, x.shape
@@ -103,10 +106,10 @@ def test_decoding_gives_the_operand_made_on_the_way_in_both_layouts(name):
     x = torch.randn(18, 37, generator=torch.Generator().manual_seed(5))
     x[3, 4] = math.nan
     encoding = quantizer(name).encoding
-    got = reference.encode(x, encoding, random_key=KEY, operand_dtype=torch.float32)
+    got = reference.encode(EncodeRequest(x, encoding, random_key=KEY, operand_dtype=torch.float32))
     for transpose in (False, True):
         decoded = reference.decode(
-            got.codes, got.scales, encoding.format, 18, 37, torch.float32, transpose=transpose
+            DecodeRequest(got.codes, got.scales, encoding.format, 18, 37, torch.float32, transpose=transpose)
         )
         assert decoded.is_contiguous()
         operand = got.operand.t() if transpose else got.operand
@@ -118,8 +121,12 @@ def test_decoding_gives_the_operand_made_on_the_way_in_both_layouts(name):
 def test_signs_transform_the_rows_before_anything_else(name):
     x = torch.randn(3, 48, generator=torch.Generator().manual_seed(6))
     encoding = quantizer(name).encoding
-    got = reference.encode(x, encoding, random_key=KEY, signs=0xB5A3, operand_dtype=torch.bfloat16)
-    expected = reference.encode(hadamard(x, 0xB5A3), encoding, random_key=KEY, operand_dtype=torch.bfloat16)
+    got = reference.encode(
+        EncodeRequest(x, encoding, random_key=KEY, signs=0xB5A3, operand_dtype=torch.bfloat16)
+    )
+    expected = reference.encode(
+        EncodeRequest(hadamard(x, 0xB5A3), encoding, random_key=KEY, operand_dtype=torch.bfloat16)
+    )
     assert torch.equal(got.codes, expected.codes)
     assert torch.equal(got.operand, expected.operand)
 
@@ -130,14 +137,15 @@ def test_strides_do_not_change_the_result(name):
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(7))
     for strided in (x.t(), x[:, ::2], x[::3], x[:, 5:50]):
         one, other = (
-            reference.encode(each, encoding, random_key=KEY) for each in (strided, strided.contiguous())
+            reference.encode(EncodeRequest(each, encoding, random_key=KEY))
+            for each in (strided, strided.contiguous())
         )
         assert torch.equal(one.codes, other.codes)
 
 
 def test_one_ternary_scale_is_the_mean_magnitude_of_the_elements_without_padding():
     x = torch.randn(5, 21, generator=torch.Generator().manual_seed(8))
-    got = reference.encode(x, quantizer("1p58bit").encoding)
+    got = reference.encode(EncodeRequest(x, quantizer("1p58bit").encoding))
     assert got.tensor_scale.item() == pytest.approx(x.double().abs().mean().item(), rel=1e-7)
     expected = torch.clamp((x / got.tensor_scale).round(), -1, 1)
     assert torch.equal(quantizer("1p58bit")(x), expected * got.tensor_scale)

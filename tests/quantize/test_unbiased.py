@@ -7,8 +7,8 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import NVFP4
+from megalowbit.formats.codes import stochastic_codes
 from megalowbit.formats.element import E2M1, E4M3, INT8
-from megalowbit.formats.rounding import stochastic_codes
 from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey

@@ -19,7 +19,8 @@ from triton_comparison import bits
 from megalowbit.formats.block_format import MIXED_INT8, BlockFormat
 from megalowbit.formats.element import E2M1, E4M3, E5M2, INT4, INT8, INT8_E5M2
 from megalowbit.quantize import backends, reference
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.backends import can_encode
+from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
 from megalowbit.quantize.philox import RandomKey, random_bytes
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
 from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
@@ -67,8 +68,10 @@ def special_rows(cols=250):
 def check(x, encoding, operand_dtype=torch.bfloat16, **options):
     """Everything that comes out, against the plain torch path."""
     options = {"random_key": KEY, "operand_dtype": operand_dtype, "with_counts": True, **options}
-    assert launch_triton_8bit.supports(x.dtype, encoding, operand_dtype)
-    ours, theirs = (path.encode(x, encoding, **options) for path in (launch_triton_8bit, reference))
+    assert can_encode(launch_triton_8bit, EncodeRequest(x, encoding, operand_dtype=operand_dtype))
+    ours, theirs = (
+        path.encode(EncodeRequest(x, encoding, **options)) for path in (launch_triton_8bit, reference)
+    )
     for field in ("codes", "scales", "tensor_scale", "operand", "counts"):
         a, b = getattr(ours, field), getattr(theirs, field)
         assert (a is None) == (b is None), (encoding, field)
@@ -82,7 +85,7 @@ def check(x, encoding, operand_dtype=torch.bfloat16, **options):
 
 def check_bare(x, encoding, expected, **options):
     """Codes and scales do not depend on what else is asked for."""
-    bare = launch_triton_8bit.encode(x, encoding, random_key=KEY, **options)
+    bare = launch_triton_8bit.encode(EncodeRequest(x, encoding, random_key=KEY, **options))
     assert torch.equal(bare.codes, expected.codes), encoding
     assert torch.equal(bits(bare.scales), bits(expected.scales)), encoding
     assert bare.operand is None
@@ -226,7 +229,7 @@ def compare_with_loops(device):
             )
             encoding = Encoding(format=format, is_stochastic=random is not None)
             got = launch_triton_8bit.encode(
-                matrix.to(device), encoding, random_key=KEY, operand_dtype=torch.float32
+                EncodeRequest(matrix.to(device), encoding, random_key=KEY, operand_dtype=torch.float32)
             )
             codes = by_hand.codes
             is_negative = codes >= by_hand.sign_code  # the reference puts the sign above the grid
@@ -240,7 +243,7 @@ def compare_with_loops(device):
     for random in (None, drawn.reshape(8, 128)):
         scales, codes, may_differ = mixed_reference.encoded(x.numpy(), 128, random)
         encoding = Encoding(format=MIXED_INT8, is_stochastic=random is not None)
-        got = launch_triton_8bit.encode(x.to(device), encoding, random_key=KEY)
+        got = launch_triton_8bit.encode(EncodeRequest(x.to(device), encoding, random_key=KEY))
         assert torch.equal(bits(got.scales), bits(torch.from_numpy(scales))), encoding
         assert not ((got.codes.cpu().numpy() != codes) & ~may_differ).any(), encoding
 
@@ -260,7 +263,8 @@ def compare_decoding(device):
         packed = (shifted, scales.view(scale_shape).to(device), format, rows, cols)
         for dtype, transpose in itertools.product(DTYPES, (False, True)):
             ours, theirs = (
-                path.decode(*packed, dtype, transpose=transpose) for path in (launch_triton_8bit, reference)
+                path.decode(DecodeRequest(*packed, dtype, transpose=transpose))
+                for path in (launch_triton_8bit, reference)
             )
             assert ours.shape == theirs.shape
             assert ours.is_contiguous()
@@ -274,10 +278,12 @@ def compare_dispatch(device):
     x[0, 7] = 100.0
     for format in (MIXED_INT8, format_of(INT8, None)):
         assert backends._kernels(backends.backend_of(x), format) is launch_triton_8bit
-        ours, theirs = (path.encode(x, Encoding(format=format)) for path in (backends, reference))
+        ours, theirs = (
+            path.encode(EncodeRequest(x, Encoding(format=format))) for path in (backends, reference)
+        )
         assert torch.equal(ours.codes, theirs.codes)
         decoded = [
-            path.decode(ours.codes, ours.scales, format, *x.shape, torch.bfloat16)
+            path.decode(DecodeRequest(ours.codes, ours.scales, format, *x.shape, torch.bfloat16))
             for path in (backends, reference)
         ]
         assert torch.equal(bits(decoded[0]), bits(decoded[1]))

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from megalowbit.formats.block_format import MIXED_INT8, BlockFormat
 from megalowbit.formats.element import E4M3, INT4, INT8
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
 from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -60,18 +60,20 @@ def compile_instead(kernel, programs, device, **arguments):
 def main():
     launch_triton_8bit.launch = compile_instead
     x, everything = torch.zeros(64, 256), {"operand_dtype": torch.bfloat16, "with_counts": True}
-    encode, decode = launch_triton_8bit.encode, launch_triton_8bit.decode
-    encode(x.bfloat16(), Encoding(format=INT8_TENSOR))
-    encode(x.half(), Encoding(format=INT8_TENSOR), tensor_amax=torch.ones(()), **everything)
-    encode(x.t(), Encoding(format=E4M3_BLOCKS, is_stochastic=True), operand_dtype=torch.float16)
-    encode(x.bfloat16(), Encoding(format=INT4_BLOCKS), signs=1, operand_dtype=torch.float32)
-    encode(x.bfloat16(), Encoding(format=MIXED_INT8))
-    encode(x.bfloat16().t(), Encoding(format=MIXED_INT8, is_stochastic=True), **everything)
+    for request in (
+        EncodeRequest(x.bfloat16(), Encoding(format=INT8_TENSOR)),
+        EncodeRequest(x.half(), Encoding(format=INT8_TENSOR), tensor_amax=torch.ones(()), **everything),
+        EncodeRequest(x.t(), Encoding(format=E4M3_BLOCKS, is_stochastic=True), operand_dtype=torch.float16),
+        EncodeRequest(x.bfloat16(), Encoding(format=INT4_BLOCKS), signs=1, operand_dtype=torch.float32),
+        EncodeRequest(x.bfloat16(), Encoding(format=MIXED_INT8)),
+        EncodeRequest(x.bfloat16().t(), Encoding(format=MIXED_INT8, is_stochastic=True), **everything),
+    ):
+        launch_triton_8bit.encode(request)
     for format in (INT8_TENSOR, E4M3_BLOCKS, INT4_BLOCKS, MIXED_INT8):
         codes = torch.zeros(format.codes_shape(64, 256), dtype=torch.uint8)
         scales = torch.zeros(format.scales_shape(64, 256))
         for dtype, transpose in ((torch.bfloat16, True), (torch.float16, False)):
-            decode(codes, scales, format, 64, 256, dtype, transpose=transpose)
+            launch_triton_8bit.decode(DecodeRequest(codes, scales, format, 64, 256, dtype, transpose))
     print(*names)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED
 from megalowbit.quantize import reference
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
 
@@ -91,13 +91,18 @@ def variants(name, x):
 
 def check(name, x, encoding, operand_dtype=torch.bfloat16, **arguments):
     arguments |= {"random_key": KEY, "operand_dtype": operand_dtype, "with_counts": True}
-    ours, theirs = launch_triton.encode(x, encoding, **arguments), reference.encode(x, encoding, **arguments)
+    ours, theirs = (
+        launch_triton.encode(EncodeRequest(x, encoding, **arguments)),
+        reference.encode(EncodeRequest(x, encoding, **arguments)),
+    )
     for field in ("codes", "scales", "tensor_scale", "operand", "counts"):
         a, b = getattr(ours, field), getattr(theirs, field)
         assert (a is None) == (b is None), (name, field)
         assert a is None or (a.dtype == b.dtype and torch.equal(bits(a), bits(b))), (name, x, encoding, field)
     torch.testing.assert_close(ours.error, theirs.error, rtol=1e-6, atol=0)
-    bare = launch_triton.encode(x, encoding, **arguments | {"operand_dtype": None, "with_counts": False})
+    bare = launch_triton.encode(
+        EncodeRequest(x, encoding, **arguments | {"operand_dtype": None, "with_counts": False})
+    )
     assert torch.equal(bits(bare.codes), bits(theirs.codes)), (name, "alone")
     assert bare.operand is None
     assert bare.counts is None
@@ -133,7 +138,9 @@ def compare_with_loops(device):
     for matrix, encoding, signs in cases:
         expected = fp4_reference.encoded(matrix.numpy(), encoding, KEY, signs)
         ours = launch_triton.encode(
-            matrix.to(device), encoding, random_key=KEY, signs=signs, operand_dtype=torch.float32
+            EncodeRequest(
+                matrix.to(device), encoding, random_key=KEY, signs=signs, operand_dtype=torch.float32
+            )
         )
         rows = len(matrix)
         codes = torch.from_numpy(fp4_reference.packed(expected.codes[:rows], 4))
@@ -156,24 +163,26 @@ def compare_given_maxima(device):
 def compare_decoding(device):
     formats = (NVFP4, NVFP4_TILED, MXFP4)
     for (name, x), format in itertools.product(matrices(device.type == "cuda"), formats):
-        encoded = reference.encode(x.to(device), Encoding(format=format, scale_rounding="up"))
+        encoded = reference.encode(EncodeRequest(x.to(device), Encoding(format=format, scale_rounding="up")))
         packed = (encoded.codes, encoded.scales, format, *x.shape)
         for transpose, dtype in itertools.product((False, True), (torch.bfloat16, torch.float32)):
-            a = launch_triton.decode(*packed, dtype, transpose=transpose)
-            b = reference.decode(*packed, dtype, transpose=transpose)
+            a = launch_triton.decode(DecodeRequest(*packed, dtype, transpose=transpose))
+            b = reference.decode(DecodeRequest(*packed, dtype, transpose=transpose))
             assert a.shape == b.shape, name
             assert torch.equal(bits(a), bits(b)), (name, format, transpose, dtype)
     buffer = torch.cat([encoded.codes.new_zeros(1), encoded.codes.flatten()])
     shifted = buffer[1:].view(encoded.codes.shape)  # not on an address of whole words
     assert shifted.data_ptr() % 4
-    a = launch_triton.decode(shifted, *packed[1:], torch.float32)
-    assert torch.equal(bits(a), bits(reference.decode(*packed, torch.float32)))
+    a = launch_triton.decode(DecodeRequest(shifted, *packed[1:], torch.float32))
+    assert torch.equal(bits(a), bits(reference.decode(DecodeRequest(*packed, torch.float32))))
 
 
 def compare_fp8(device):
     for (name, x), dtype in itertools.product(matrices(device.type == "cuda"), FP8):
-        encoded = reference.encode(x.to(device), Encoding(format=MXFP4, scale_rounding="up"))
-        exact = reference.decode(encoded.codes, encoded.scales, MXFP4, *x.shape, torch.float32).double()
+        encoded = reference.encode(EncodeRequest(x.to(device), Encoding(format=MXFP4, scale_rounding="up")))
+        exact = reference.decode(
+            DecodeRequest(encoded.codes, encoded.scales, MXFP4, *x.shape, torch.float32)
+        ).double()
         for transpose in (False, True):
             packed = (encoded.codes, encoded.scales, *x.shape)
             operand, scale, inexact = launch_triton.decode_fp8(*packed, dtype=dtype, transpose=transpose)

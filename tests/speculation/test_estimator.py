@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalowbit.quantize.philox import RandomKey
-from megalowbit.quantize.tensor_moments import CPU_PIECE
+from megalowbit.quantize.tensor_statistics import CPU_PIECE
 from megalowbit.speculation.estimator import COUNTED, estimate
 from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS, OperandStatistics

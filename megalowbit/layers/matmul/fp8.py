@@ -26,7 +26,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.matmul.gemms import finish, no_autocast
 from megalowbit.layers.matmul.operand import ExponentRange, Factor
 from megalowbit.quantize import backends
-from megalowbit.quantize.fp8_operand import DEPTH, E4M3, E5M2, SHIFT
+from megalowbit.quantize.encoding import DEPTH, E4M3, E5M2, SHIFT
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
 
 SIZE_MULTIPLE = 16

@@ -24,7 +24,7 @@ from megalowbit.layers.tensor_parallel.linear import TensorGroup
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantized_tensor import matrix_shape
 from megalowbit.quantize.quantizer import BlockQuantizer
-from megalowbit.quantize.tensor_maximum import needs_maximum, tensor_maximum
+from megalowbit.quantize.tensor_statistics import needs_maximum, tensor_maximum
 
 WEIGHT_ROLES = frozenset({"weight", "backward_weight"})
 INPUT_ROLES = frozenset({"input", "backward_input"})

@@ -2,7 +2,7 @@
  *
  * Every format here is a sign above a magnitude: an integer, or a small float with subnormals, whose magnitudes
  * count through in the order of their codes. The steps take the place of tables of thresholds and of knots,
- * with the same bits as formats/rounding.py; a compiler folds the constants of a format into them.
+ * with the same bits as formats/codes.py; a compiler folds the constants of a format into them.
  */
 #ifndef KERNELS_CPU_ELEMENTS_H
 #define KERNELS_CPU_ELEMENTS_H

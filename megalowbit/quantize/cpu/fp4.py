@@ -12,63 +12,31 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from megalowbit.c_library import load_checked
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, BlockFormat
-from megalowbit.quantize.cpu.job import DTYPES, address, decode_with, encode_with, job_of
+from megalowbit.quantize.cpu.job import KernelLibrary, address, decode_with, encode_with, job_of
 from megalowbit.quantize.cpu.known_bits import KNOWN_BITS, answers
-from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest
 
-SOURCE = Path(__file__).with_suffix(".c")
-HEADERS = ("tasks.h", "codes.h", "lanes.h")  # beside it
 SUM_ROWS = 256  # rows that `column_sums` adds one after the other
 
 
-def is_available() -> bool:
-    """Whether the library works here; the first call compiles it."""
-    return _loaded()[0] is not None
-
-
-def why_unavailable() -> str | None:
-    """Why there is no library, with the remedy; `None` if there is one."""
-    return _loaded()[1]
-
-
-def supports(dtype: torch.dtype, encoding: Encoding, operand_dtype: torch.dtype | None = None) -> bool:
-    """Whether `encode` takes this; what it does not take, `reference` does."""
-    is_covered = dtype in DTYPES and encoding.scale_from == "amax"
-    return is_covered and supports_decoding(encoding.format, operand_dtype or torch.bfloat16)
-
-
-def supports_decoding(format: BlockFormat, dtype: torch.dtype) -> bool:
-    """Whether `decode` takes this."""
+def covers(format: BlockFormat, dtype: torch.dtype) -> bool:
+    """Whether `encode` and `decode` take this format with operands of this dtype."""
     return format in (NVFP4, NVFP4_TILED, MXFP4) and dtype in (torch.bfloat16, torch.float32)
 
 
-def encode(x: Tensor, encoding: Encoding, *, library: ctypes.CDLL | None = None, **options: Any) -> Encoded:
-    """Quantise a matrix that `supports` agrees to; arguments as of `reference.encode`."""
-    return encode_with((library or _library()).megalowbit_encode, x, encoding, **options)
+def encode(request: EncodeRequest, *, library: ctypes.CDLL | None = None) -> Encoded:
+    """Quantise a matrix; as `reference.encode`, where `covers` agrees."""
+    return encode_with((library or LIBRARY.get()).megalowbit_encode, request)
 
 
-def decode(
-    codes: Tensor,
-    scales: Tensor,
-    format: BlockFormat,
-    rows: int,
-    cols: int,
-    dtype: torch.dtype,
-    *,
-    transpose: bool = False,
-    library: ctypes.CDLL | None = None,
-) -> Tensor:
-    """Codes × block scale; as `reference.decode`."""
-    function = (library or _library()).megalowbit_decode
-    return decode_with(function, codes, scales, format, rows, cols, dtype, transpose=transpose)
+def decode(request: DecodeRequest, *, library: ctypes.CDLL | None = None) -> Tensor:
+    """Codes × block scale; as `reference.decode`, where `covers` agrees."""
+    return decode_with((library or LIBRARY.get()).megalowbit_decode, request)
 
 
 def scale_and_bias(
@@ -90,7 +58,7 @@ def scale_and_bias(
         assert bias.shape == out.shape[1:], (bias.shape, out.shape)
         bias = bias.detach().to(torch.float32).contiguous().resolve_neg()
     arguments = ctypes.c_float(scale), ctypes.c_void_p(address(bias)), ctypes.c_int64(out.stride(0))
-    (library or _library()).megalowbit_scale_and_bias(ctypes.byref(job_of(product, out)), *arguments)
+    (library or LIBRARY.get()).megalowbit_scale_and_bias(ctypes.byref(job_of(product, out)), *arguments)
     return out
 
 
@@ -101,23 +69,10 @@ def column_sums(matrix: Tensor, *, library: ctypes.CDLL | None = None) -> Tensor
     out = torch.empty(cols, dtype=torch.float32, device="cpu")
     partial = torch.empty(-(-rows // SUM_ROWS), cols, dtype=torch.float32, device="cpu")
     arguments = ctypes.c_int64(SUM_ROWS), ctypes.c_void_p(address(partial))
-    (library or _library()).megalowbit_column_sums(ctypes.byref(job_of(matrix, out)), *arguments)
+    (library or LIBRARY.get()).megalowbit_column_sums(ctypes.byref(job_of(matrix, out)), *arguments)
     return out
 
 
-def _library() -> ctypes.CDLL:
-    library, reason = _loaded()
-    assert library is not None, reason
-    return library
-
-
-@functools.lru_cache(maxsize=1)
-def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
-    """The library, or `None` and the reason, of which `backends` warns."""
-    return load_checked(SOURCE, HEADERS, _answers, KNOWN_BITS)
-
-
-@_disable_current_modes()
 def _answers(library: ctypes.CDLL) -> dict[str, int]:
     use = functools.partial
     return answers(
@@ -126,3 +81,8 @@ def _answers(library: ctypes.CDLL) -> dict[str, int]:
         use(scale_and_bias, library=library),
         use(column_sums, library=library),
     )
+
+
+LIBRARY = KernelLibrary(
+    Path(__file__).with_suffix(".c"), ("tasks.h", "codes.h", "lanes.h"), _answers, KNOWN_BITS
+)

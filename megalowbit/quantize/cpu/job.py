@@ -1,4 +1,4 @@
-"""What Python hands to the C kernels: the `Job` of codes.h, and the two calls all formats share.
+"""What Python hands to the C kernels: their libraries, the `Job` of codes.h, the two calls all formats share.
 
 A job holds addresses. Its tensors must outlive the call, and views that only say they are negated must have
 been resolved, because their memory holds other numbers. One function quantises, one decodes; which C function
@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from megalowbit.c_library import load_checked
 from megalowbit.errors import UserError
-from megalowbit.formats.block_format import GROUP, NVFP4, SCALE_DTYPES, BlockFormat
+from megalowbit.formats.block_format import GROUP, NVFP4, BlockFormat
 from megalowbit.formats.element import E2M1, E3M2, E4M3, E5M2, INT4, INT8, INT8_E5M2, ElementFormat
-from megalowbit.quantize.encoding import Encoded, Encoding
-from megalowbit.quantize.philox import NO_KEY, RandomKey
+from megalowbit.quantize.encoding import (
+    COUNT_NAMES,
+    ERROR_NAMES,
+    DecodeRequest,
+    Encoded,
+    EncodeRequest,
+    new_encoded,
+)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ELEMENTS: dict[ElementFormat, int] = {INT4: 0, INT8: 1, INT8_E5M2: 1, E2M1: 2, E3M2: 3, E4M3: 4, E5M2: 5}
@@ -37,6 +47,42 @@ _FIELDS = (
     (ctypes.c_void_p, "counts error"),
     (ctypes.c_int64, "threads"),
 )
+
+
+@dataclass
+class KernelLibrary:
+    """A C file as a library: compiled, checked against known bits and loaded on first use.
+
+    Attributes:
+        source: the C file.
+        headers: names of the files beside it that it includes.
+        answers: what a library computes, by what was asked of it, see `known_bits`.
+        known: what it must compute.
+    """
+
+    source: Path
+    headers: Sequence[str]
+    answers: Callable[[ctypes.CDLL], Mapping[str, int]]
+    known: Mapping[str, int]
+
+    def load(self) -> tuple[ctypes.CDLL | None, str | None]:
+        """The library, or `None` and why there is none; compiled, or found in the cache, at every call."""
+        with _disable_current_modes():
+            return load_checked(self.source, self.headers, self.answers, self.known)
+
+    @functools.cached_property
+    def _loaded(self) -> tuple[ctypes.CDLL | None, str | None]:
+        return self.load()
+
+    def why_unavailable(self) -> str | None:
+        """Why there is no library, with the remedy; `None` if there is one."""
+        return self._loaded[1]
+
+    def get(self) -> ctypes.CDLL:
+        """The library, which must be available."""
+        library, reason = self._loaded
+        assert library is not None, reason
+        return library
 
 
 class Job(ctypes.Structure):
@@ -83,69 +129,45 @@ def address(tensor: Tensor | None) -> int | None:
     return place
 
 
-def encode_with(
-    function: Callable[..., int],
-    x: Tensor,
-    encoding: Encoding,
-    *,
-    random_key: RandomKey = NO_KEY,
-    signs: int | None = None,
-    tensor_amax: Tensor | None = None,
-    operand_dtype: torch.dtype | None = None,
-    with_counts: bool = False,
-) -> Encoded:
-    """Quantise a matrix by a C function; as `reference.encode`, which explains the arguments."""
-    format, (rows, cols) = encoding.format, x.shape
-    new = functools.partial(torch.empty, device="cpu")
-    has_tensor_scale = format.scale == "e4m3" or format.block is None
-    codes = new(format.codes_shape(rows, cols), dtype=torch.uint8)
-    scales = new(format.scales_shape(rows, cols), dtype=SCALE_DTYPES[format.scale])
-    tensor_scale = new((), dtype=torch.float32) if has_tensor_scale else None
-    operand = None if operand_dtype is None else new((rows, cols), dtype=operand_dtype)
-    counts = new(8, dtype=torch.int64) if with_counts else None
-    error = new(2, dtype=torch.float64) if with_counts else None
-    x = x.resolve_neg()
-    amax = None if tensor_amax is None else tensor_amax.to(torch.float32).resolve_neg()
+def encode_with(function: Callable[..., int], request: EncodeRequest) -> Encoded:
+    """Quantise a matrix by a C function; as `reference.encode`."""
+    encoding, encoded = request.encoding, new_encoded(request)
+    counts = error = None
+    if request.with_counts:
+        counts = torch.empty(len(COUNT_NAMES), dtype=torch.int64, device="cpu")
+        error = torch.empty(len(ERROR_NAMES), dtype=torch.float64, device="cpu")
+    x, amax = request.x.resolve_neg(), request.tensor_amax
+    amax = None if amax is None else amax.to(torch.float32).resolve_neg()
     job = job_of(
         x,
-        operand,
-        format,
-        codes=address(codes),
-        scales=address(scales),
+        encoded.operand,
+        encoding.format,
+        codes=address(encoded.codes),
+        scales=address(encoded.scales),
         is_up=encoding.scale_rounding == "up",
         is_stochastic=encoding.is_stochastic,
         is_unbiased=encoding.is_unbiased,
         four_over_six=encoding.four_over_six,
-        has_signs=signs is not None,
-        signs=signs or 0,
-        key=random_key.key,  # ctypes takes both modulo 2⁶⁴
-        step=random_key.step,
+        has_signs=request.signs is not None,
+        signs=request.signs or 0,
+        key=request.random_key.key,  # ctypes takes both modulo 2⁶⁴
+        step=request.random_key.step,
         q_scalar=encoding.q_scalar,
         tensor_amax=address(amax),
-        tensor_scale=address(tensor_scale),
+        tensor_scale=address(encoded.tensor_scale),
         counts=address(counts),
         error=address(error),
     )
     if function(ctypes.byref(job)):
-        raise MemoryError(f"no memory left to count a matrix of {rows} × {cols}")
-    return Encoded(codes, scales, tensor_scale, operand, counts, error)
+        raise MemoryError(f"no memory left to count a matrix of {x.shape[0]} × {x.shape[1]}")
+    return encoded._replace(counts=counts, error=error)
 
 
-def decode_with(
-    function: Callable[..., None],
-    codes: Tensor,
-    scales: Tensor,
-    format: BlockFormat,
-    rows: int,
-    cols: int,
-    dtype: torch.dtype,
-    *,
-    transpose: bool = False,
-) -> Tensor:
+def decode_with(function: Callable[..., None], request: DecodeRequest) -> Tensor:
     """Codes × block scale by a C function; as `reference.decode`."""
-    out = torch.empty((cols, rows) if transpose else (rows, cols), dtype=dtype, device="cpu")
-    codes, scales = codes.contiguous(), scales.contiguous()
-    job = job_of(out, out, format, codes=address(codes), scales=address(scales))
-    job.rows, job.cols = rows, cols
-    function(ctypes.byref(job), ctypes.c_int64(transpose))
+    out = request.new_matrix()
+    codes, scales = request.codes.contiguous(), request.scales.contiguous()
+    job = job_of(out, out, request.format, codes=address(codes), scales=address(scales))
+    job.rows, job.cols = request.rows, request.cols
+    function(ctypes.byref(job), ctypes.c_int64(request.transpose))
     return out

@@ -24,7 +24,7 @@ from megalowbit.formats.block_format import (
     BlockFormat,
 )
 from megalowbit.formats.element import E2M1, E3M2, E4M3, E5M2, INT4, INT8
-from megalowbit.quantize.encoding import Encoded, Encoding
+from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest, Encoding
 from megalowbit.quantize.philox import RandomKey
 
 KEY = RandomKey(2**63 + 5, 2**33 + 7)
@@ -170,17 +170,18 @@ KNOWN_MOMENTS: dict[str, int] = {
 
 
 def answers(
-    encode: Callable[..., Encoded],
-    decode: Callable[..., Tensor],
+    encode: Callable[[EncodeRequest], Encoded],
+    decode: Callable[[DecodeRequest], Tensor],
     scale_and_bias: Callable[..., Tensor],
     column_sums: Callable[..., Tensor],
 ) -> dict[str, int]:
-    """Checksums of what functions with the signatures of `kernels_cpu` compute, by what was asked for."""
+    """Checksums of what functions with the signatures of `cpu.fp4` compute, by what was asked for."""
     found = {}
     wide, short = _wide_numbers(), _short_numbers()
     for name, (encoding, signs) in ENCODINGS.items():
-        arguments = {"random_key": KEY, "signs": signs, "operand_dtype": torch.bfloat16, "with_counts": True}
-        found[name] = _of_encoded(encode(wide.t().contiguous().t(), encoding, **arguments))
+        x = wide.t().contiguous().t()
+        request = EncodeRequest(x, encoding, KEY, signs, operand_dtype=torch.bfloat16, with_counts=True)
+        found[name] = _of_encoded(encode(request))
     for dtype in DTYPES:
         numbers = short.to(dtype)
         orders = {
@@ -189,7 +190,7 @@ def answers(
             "neither": numbers.repeat_interleave(2, 1)[:, ::2],
         }
         for order, matrix in orders.items():
-            encoded = encode(matrix, ENCODINGS["nearest"][0], operand_dtype=torch.float32)
+            encoded = encode(EncodeRequest(matrix, ENCODINGS["nearest"][0], operand_dtype=torch.float32))
             found[f"{dtype} by {order}"] = _of_encoded(encoded)
         found[f"column sums of {dtype}"] = _checksum(column_sums(numbers.repeat(13, 1)))
     for format, dtype, transpose in itertools.product((NVFP4, MXFP4), DTYPES[:2], (False, True)):
@@ -198,7 +199,7 @@ def answers(
         )
         scales = packed.flatten()[: 40 * 512 // format.block[1]].view(40, -1)
         scales = scales.view(SCALE_DTYPES[format.scale])
-        decoded = decode(packed, scales, format, 40, 509, dtype, transpose=transpose)
+        decoded = decode(DecodeRequest(packed, scales, format, 40, 509, dtype, transpose))
         name = f"decoding {format.scale} to {dtype}" + (", transposed" if transpose else "")
         found[name] = _checksum(decoded.nan_to_num(nan=1.5))  # a NaN has many codes
     for dtype, out_dtype in itertools.product(DTYPES, DTYPES):
@@ -210,35 +211,36 @@ def answers(
     return found
 
 
-def answers_8bit(encode: Callable[..., Encoded], decode: Callable[..., Tensor]) -> dict[str, int]:
-    """As `answers`, of functions with the signatures of `kernels_cpu_8bit`."""
+def answers_8bit(
+    encode: Callable[[EncodeRequest], Encoded], decode: Callable[[DecodeRequest], Tensor]
+) -> dict[str, int]:
+    """As `answers`, of functions with the signatures of `cpu.fp32_scales`."""
     found = {}
     wide, short = _wide_numbers(), _short_numbers().repeat(1, 3)
     for (name, format), rounding in itertools.product(FORMATS_8BIT.items(), ROUNDINGS_8BIT):
         is_stochastic, is_unbiased = ROUNDINGS_8BIT[rounding]
         encoding = Encoding(format=format, is_stochastic=is_stochastic, is_unbiased=is_unbiased)
         x, signs = (wide.t().contiguous().t(), 0x5AC3) if encoding.is_stochastic else (short, None)
-        encoded = encode(
-            x, encoding, random_key=KEY, signs=signs, operand_dtype=torch.bfloat16, with_counts=True
-        )
+        request = EncodeRequest(x, encoding, KEY, signs, operand_dtype=torch.bfloat16, with_counts=True)
+        encoded = encode(request)
         found[f"{name}, {rounding}"] = _of_encoded(encoded)
         if encoding.is_unbiased:  # codes are decoded like any others
             continue
-        parts = encoded.codes, encoded.scales, format, *x.shape
+        packed = DecodeRequest(encoded.codes, encoded.scales, format, x.shape[0], x.shape[1], torch.float32)
         wanted = itertools.product(DTYPES, (False, True))
-        decoded = [decode(*parts, dtype, transpose=transpose) for dtype, transpose in wanted]
+        decoded = [decode(packed._replace(dtype=dtype, transpose=transpose)) for dtype, transpose in wanted]
         found[f"decoding {name}, {rounding}"] = _checksum(*decoded)
     for dtype, amax in itertools.product(DTYPES, (None, 0.75)):
         numbers = short.to(dtype)
         given = None if amax is None else torch.full((), amax, dtype=torch.float32, device="cpu")
         for order, x in (("rows", numbers), ("neither", numbers.repeat_interleave(2, 1)[:, ::2])):
-            encoded = encode(x, Encoding(format=FORMATS_8BIT["int8"]), tensor_amax=given)
+            encoded = encode(EncodeRequest(x, Encoding(format=FORMATS_8BIT["int8"]), tensor_amax=given))
             found[f"{dtype} by {order}" + (" with a given maximum" if amax else "")] = _of_encoded(encoded)
     return found
 
 
 def answers_moments(moments: Callable[[Tensor], Tensor]) -> dict[str, int]:
-    """As `answers`, of a function with the signature of `kernels_cpu_moments.moments`."""
+    """As `answers`, of a function with the signature of `tensor_statistics.moments_on_cpu`."""
     found = {}
     integers = [(i * 2654435761 >> 9) % 255 - 127 for i in range(75 * 300)]
     exact = [number * 2.0 ** (i * i // 5 % 9 - 4) for i, number in enumerate(integers)]

@@ -261,7 +261,7 @@ static inline void transpose_halves(const char *from, int64_t pitch, uint16_t *o
     for (int i = 0; i < 8; i++) memcpy(out + i * out_pitch, a + i, sizeof a[i]);
 }
 
-/* ---- stochastic rounding of real-valued codes, see formats/rounding.py ---- */
+/* ---- stochastic rounding of real-valued codes, see formats/codes.py ---- */
 
 /* By one random byte a lane. */
 SPECIALISED Lanes stochastic_steps(Floats position, const uint8_t *random) {

@@ -1,4 +1,4 @@
-"""Packed codes to matrices of bf16, fp32 or FP8, as Triton kernels; `launch_triton` is the way in.
+"""Packed codes to matrices of bf16, fp32 or FP8, as Triton kernels; `launch_fp4` is the way in.
 
 A program turns a tile of (rows, words) of eight codes into numbers and writes them with any strides, so the
 transposed matrix costs no second pass. FP8 serves MXFP4 on GPUs that multiply FP8 but not FP4: what a block's

@@ -1,6 +1,6 @@
-"""INT8, INT4 and small floats under fp32 scales, as Triton kernels; `launch_triton_8bit` is the way in.
+"""INT8, INT4 and small floats under fp32 scales, as Triton kernels; `launch_fp32_scales` is the way in.
 
-Tiles, loading, random bytes, counting and a tensor's maximum are those of `kernels_triton`. A tensor with one
+Tiles, loading, random bytes, counting and a tensor's maximum are those of `triton.fp4`. A tensor with one
 scale is read twice, for its maximum and for the codes; one whose maximum is given once, and again only if it
 turns out to hold an infinity or a NaN. Blocks with scales of their own are read once. Blocks of INT8 or E5M2
 are rounded to INT8, whose codes decide; where a tile has a block of E5M2, all of it is rounded to that too.
@@ -53,7 +53,7 @@ def _codes(
     quotient, noise, IS_STOCHASTIC: tl.constexpr, IS_UNBIASED: tl.constexpr, BITS: tl.constexpr, MANTISSA:
     tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Codes without sign (int32) of numbers already divided by their scale, see `formats.rounding`.
+    """Codes without sign (int32) of numbers already divided by their scale, see `formats.codes`.
 
     `noise` is less than 1 by more than a rounding, so none is beyond the code of the largest number.
     """

@@ -1,4 +1,4 @@
-"""The quantiser as Triton kernels; `launch_triton` is the way in, and imports this file at its first use.
+"""The quantiser as Triton kernels; `launch_fp4` is the way in, and imports this file at its first use.
 
 A program owns a tile of (rows, groups, 16): NVFP4's first kernel reduces the tensor's largest block maximum,
 the second reads x once and writes everything else; MXFP4 needs the second only. Arithmetic is on bit patterns
@@ -221,7 +221,7 @@ def _drawn(row, group, groups, key_low, key_high, step_low, step_high, IS_UNBIAS
 
 @triton.jit
 def _stepped(position, noise, IS_UNBIASED: tl.constexpr):
-    """Codes (int32) from real-valued ones, see `formats.rounding`."""
+    """Codes (int32) from real-valued ones, see `formats.codes`."""
     if IS_UNBIASED:
         code = position.to(tl.int32)
         code += (noise < position - code.to(tl.float32)).to(tl.int32)

@@ -1,4 +1,4 @@
-"""The fast path of GPUs: launches `kernels_triton`, and imports Triton only when something is launched.
+"""The fast path of GPUs: launches `triton.fp4`, and imports Triton only when something is launched.
 
 It covers NVFP4 (1 × 16 and 16 × 16) and MXFP4 with every rounding, from fp32, bf16 and fp16 of any strides,
 bit for bit as `reference`; and FP8 operands from MXFP4. Nothing waits for the device: the tensor's maximum,
@@ -17,20 +17,26 @@ import os
 import torch
 from torch import Tensor
 
-from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, SCALE_DTYPES, BlockFormat
-from megalowbit.quantize.encoding import Encoded, Encoding, check_parts
-from megalowbit.quantize.fp8_operand import BIAS, DEPTH, MANTISSA, SHIFT
-from megalowbit.quantize.philox import NO_KEY, RandomKey
+from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, BlockFormat
+from megalowbit.quantize.encoding import (
+    BIAS,
+    DEPTH,
+    MANTISSA,
+    SHIFT,
+    DecodeRequest,
+    Encoded,
+    EncodeRequest,
+    check_parts,
+    new_encoded,
+)
 from megalowbit.quantize.triton.launch_job import (
     DTYPES,
-    as_stored,
-    as_words,
     launch,
     partial_counts,
-    programs_of,
-    random_words,
     reading,
-    total_counts,
+    rounding,
+    unpacking,
+    with_counts,
     writing,
 )
 
@@ -62,108 +68,61 @@ def _is_interpreted() -> bool:
     return isinstance(encode_kernel, InterpretedFunction)
 
 
-def supports(dtype: torch.dtype, encoding: Encoding, operand_dtype: torch.dtype | None = None) -> bool:
-    """Whether `encode` takes this; what it does not take, `reference` does."""
-    return (
-        dtype in DTYPES
-        and encoding.scale_from == "amax"
-        and supports_decoding(encoding.format, operand_dtype or torch.bfloat16)
-    )
-
-
-def supports_decoding(format: BlockFormat, dtype: torch.dtype) -> bool:
-    """Whether `decode` takes this."""
+def covers(format: BlockFormat, dtype: torch.dtype) -> bool:
+    """Whether `encode` and `decode` take this format with operands of this dtype."""
     return format in (NVFP4, NVFP4_TILED, MXFP4) and dtype in OPERAND_DTYPES
 
 
-def encode(
-    x: Tensor,
-    encoding: Encoding,
-    *,
-    random_key: RandomKey = NO_KEY,
-    signs: int | None = None,
-    tensor_amax: Tensor | None = None,
-    operand_dtype: torch.dtype | None = None,
-    with_counts: bool = False,
-) -> Encoded:
-    """Quantise a matrix that `supports` agrees to; as `reference.encode`."""
+def encode(request: EncodeRequest) -> Encoded:
+    """Quantise a matrix; as `reference.encode`, where `covers` agrees."""
     from megalowbit.quantize.triton import fp4 as kernels
 
-    format, device = encoding.format, x.device
-    x = x.resolve_neg()
-    rows, cols = x.shape
-    codes = torch.empty(format.codes_shape(rows, cols), dtype=torch.uint8, device=device)
-    scales = torch.empty(format.scales_shape(rows, cols), dtype=torch.uint8, device=device)
-    operand = None if operand_dtype is None else torch.empty(rows, cols, dtype=operand_dtype, device=device)
-    source, programs = reading(x, format, signs, TALL_ROWS)
-    source |= {"q_scalar": encoding.q_scalar}
-    tensor_scale = None
-    if format.scale == "e4m3":
-        tensor_scale = torch.empty((), dtype=torch.float32, device=device)
+    encoding, device, tensor_amax = request.encoding, request.x.device, request.tensor_amax
+    encoded = new_encoded(request)
+    source, programs = reading(request, TALL_ROWS)
+    if encoding.format.has_tensor_scale:
         if tensor_amax is None:
             largest = torch.zeros((), dtype=torch.int32, device=device)
             launch(kernels.amax_kernel, programs, device, amax=largest, ONE_SCALE=False, **source)
             tensor_amax = largest.view(torch.float32)
         tensor_amax = tensor_amax.to(device, torch.float32).resolve_neg()
-    partial = partial_counts(programs, device) if with_counts else (None, None)
+    partial = partial_counts(request, programs)
     launch(
         kernels.encode_kernel,
         programs,
         device,
         **source,
-        **random_words(random_key),
+        **rounding(request, encoded, partial),
         amax=tensor_amax,
-        codes=codes.view(torch.int32),
-        scales=scales,
-        tensor_scale=tensor_scale,
-        operand=None if operand is None else as_stored(operand),
-        counts=partial[0],
-        errors=partial[1],
-        SCALE=format.scale,
+        scales=encoded.scales.view(torch.uint8),
+        tensor_scale=encoded.tensor_scale,
+        SCALE=encoding.format.scale,
         IS_UP=encoding.scale_rounding == "up",
-        IS_STOCHASTIC=encoding.is_stochastic,
-        IS_UNBIASED=encoding.is_unbiased,
         FOUR_OVER_SIX=encoding.four_over_six,
-        OPERAND="none" if operand_dtype is None else DTYPES[operand_dtype],
-        HAS_COUNTS=with_counts,
     )
-    counts, error = total_counts(partial[0], partial[1], rows * cols, scales.numel())
-    return Encoded(codes, scales.view(SCALE_DTYPES[format.scale]), tensor_scale, operand, counts, error)
+    return with_counts(encoded, partial, request.x.numel())
 
 
-def decode(
-    codes: Tensor,
-    scales: Tensor,
-    format: BlockFormat,
-    rows: int,
-    cols: int,
-    dtype: torch.dtype,
-    *,
-    transpose: bool = False,
-) -> Tensor:
-    """Codes × block scale; as `reference.decode`."""
+def decode(request: DecodeRequest) -> Tensor:
+    """Codes × block scale; as `reference.decode`, where `covers` agrees."""
     from megalowbit.quantize.triton import decode as kernels
 
+    format, transpose = request.format, request.transpose
     assert format.block is not None
-    out = torch.empty((cols, rows) if transpose else (rows, cols), dtype=dtype, device=codes.device)
-    words = as_words(codes)
-    tile_rows, tile_words = TALL_WORD_TILE if transpose else WORD_TILE
+    out = request.new_matrix()
+    packed, programs = unpacking(request.codes, request.rows, transpose, WORD_TILE, TALL_WORD_TILE)
     launch(
         kernels.decode_kernel,
-        programs_of(words.shape[1], rows, tile_words, tile_rows),
-        codes.device,
+        programs,
+        out.device,
+        **packed,
         **writing(out, transpose),
-        codes=words,
-        scales=scales.contiguous().view(torch.uint8),
-        words=words.shape[1],
-        rows=rows,
-        cols=cols,
-        DTYPE=DTYPES[dtype],
+        scales=request.scales.contiguous().view(torch.uint8),
+        cols=request.cols,
+        DTYPE=DTYPES[request.dtype],
         BLOCK_ROWS=format.block[0],
         BLOCK_COLS=format.block[1],
         SCALE=format.scale,
-        TILE_ROWS=tile_rows,
-        TILE_WORDS=tile_words,
     )
     return out
 
@@ -179,8 +138,8 @@ def decode_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """MXFP4 as an FP8 operand with a power of two for scale: operand · scale is the decoded matrix.
 
-    The largest block exponent becomes `SHIFT`, see `fp8_operand`. A block more than `DEPTH` below it does not
-    fit exactly, and is counted.
+    The largest block exponent becomes `SHIFT`, see `quantize.encoding`. A block more than `DEPTH` below it
+    does not fit exactly, and is counted.
 
     Args:
         codes: uint8, of `MXFP4`.
@@ -203,13 +162,10 @@ def decode_fp8(
     device = codes.device
     out = torch.empty((cols, rows) if transpose else (rows, cols), dtype=dtype, device=device)
     out_scale = torch.empty((), dtype=torch.float32, device=device)
-    largest = torch.full((), -1, dtype=torch.int32, device=device)
     inexact = torch.zeros((), dtype=torch.int32, device=device)
-    words = as_words(codes)
-    tile_rows, tile_words = TALL_WORD_TILE if transpose else WORD_TILE
-    programs = programs_of(words.shape[1], rows, tile_words, tile_rows)
-    packed = {"codes": words, "scales": scales.contiguous().view(torch.uint8), "words": words.shape[1]}
-    packed |= {"rows": rows, "largest": largest, "TILE_ROWS": tile_rows, "TILE_WORDS": tile_words}
+    packed, programs = unpacking(codes, rows, transpose, WORD_TILE, TALL_WORD_TILE)
+    packed["scales"] = scales.contiguous().view(torch.uint8)
+    packed["largest"] = torch.full((), -1, dtype=torch.int32, device=device)
     launch(kernels.exponent_kernel, programs, device, **packed)
     launch(
         kernels.fp8_kernel,

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalowbit.formats.block_format import GROUP, BlockFormat
-from megalowbit.quantize.counts import COUNT_NAMES, ERROR_NAMES
+from megalowbit.formats.block_format import GROUP
+from megalowbit.quantize.encoding import COUNT_NAMES, ERROR_NAMES, Encoded, EncodeRequest
 from megalowbit.quantize.philox import WORD, RandomKey
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+Partial = tuple[Tensor | None, Tensor | None]  # counts and error of each program
 TILE = (16, 16)  # rows and 16-groups of a program that reads along rows
 
 
@@ -25,15 +26,14 @@ def programs_of(width: int, rows: int, tile_width: int, tile_rows: int) -> int:
     return -(-width // tile_width) * -(-rows // tile_rows)
 
 
-def reading(x: Tensor, format: BlockFormat, signs: int | None, tall_rows: int) -> tuple[dict[str, Any], int]:
+def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int]:
     """What all encoding kernels take: the matrix, how to read it, blocks and tile; and how many programs run.
 
     Args:
-        x: (rows, cols), not negated.
-        format: its blocks.
-        signs: of a Hadamard transform, or `None`.
+        request: of the encoding.
         tall_rows: rows of a tile one block wide, which is taken where columns are contiguous.
     """
+    x, format, signs = request.x.resolve_neg(), request.encoding.format, request.signs
     block_rows, block_cols = format.block or (1, GROUP)
     tile_rows, tile_groups = TILE if x.stride(1) <= x.stride(0) else (tall_rows, block_cols // GROUP)
     rows, cols = x.shape
@@ -44,6 +44,7 @@ def reading(x: Tensor, format: BlockFormat, signs: int | None, tall_rows: int) -
         "row_stride": x.stride(0),
         "col_stride": x.stride(1),
         "signs": signs or 0,
+        "q_scalar": request.encoding.q_scalar,
         "DTYPE": DTYPES[x.dtype],
         "BLOCK_ROWS": block_rows,
         "BLOCK_COLS": block_cols,
@@ -51,6 +52,45 @@ def reading(x: Tensor, format: BlockFormat, signs: int | None, tall_rows: int) -
         "TILE_ROWS": tile_rows,
         "TILE_GROUPS": tile_groups,
     }, programs_of(format.padded(rows, cols)[1] // GROUP, rows, tile_groups, tile_rows)
+
+
+def rounding(request: EncodeRequest, encoded: Encoded, partial: Partial) -> dict[str, Any]:
+    """What the kernels that write codes take besides: how elements are rounded, and where results go."""
+    encoding, operand, dtype = request.encoding, encoded.operand, request.operand_dtype
+    return {
+        **random_words(request.random_key),
+        "codes": encoded.codes.view(torch.int32),
+        "operand": None if operand is None else as_stored(operand),
+        "counts": partial[0],
+        "errors": partial[1],
+        "IS_STOCHASTIC": encoding.is_stochastic,
+        "IS_UNBIASED": encoding.is_unbiased,
+        "OPERAND": "none" if dtype is None else DTYPES[dtype],
+        "HAS_COUNTS": request.with_counts,
+    }
+
+
+def unpacking(
+    codes: Tensor, rows: int, transpose: bool, tile: tuple[int, int], tall_tile: tuple[int, int]
+) -> tuple[dict[str, Any], int]:
+    """What all decoding kernels take: codes as words, and the tile; and how many programs run.
+
+    Args:
+        codes: uint8 (rows, bytes).
+        rows: of the matrix.
+        transpose: whether the result is written transposed, which takes the tall tile.
+        tile: rows and words of a program.
+        tall_tile: the same where neighbours in memory are neighbours in a column.
+    """
+    words = as_words(codes)
+    tile_rows, tile_words = tall_tile if transpose else tile
+    return {
+        "codes": words,
+        "rows": rows,
+        "words": words.shape[1],
+        "TILE_ROWS": tile_rows,
+        "TILE_WORDS": tile_words,
+    }, programs_of(words.shape[1], rows, tile_words, tile_rows)
 
 
 def writing(out: Tensor, transpose: bool) -> dict[str, Any]:
@@ -81,24 +121,26 @@ def random_words(random_key: RandomKey) -> dict[str, int]:
     return {name: (word & WORD) - (((word & WORD) >> 31) << 32) for name, word in words.items()}
 
 
-def partial_counts(programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for the counts and the error of each program."""
+def partial_counts(request: EncodeRequest, programs: int) -> Partial:
+    """Room for the counts and the error of each program, where they are wanted."""
+    if not request.with_counts:
+        return None, None
+    device = request.x.device
     return (
         torch.empty(programs, len(COUNT_NAMES), dtype=torch.int32, device=device),
         torch.empty(programs, len(ERROR_NAMES), dtype=torch.float64, device=device),
     )
 
 
-def total_counts(
-    counts: Tensor | None, error: Tensor | None, elements: int, blocks: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Those of the matrix, with what its shape tells."""
+def with_counts(encoded: Encoded, partial: Partial, elements: int) -> Encoded:
+    """The result with the counts of all programs, and those that its shape gives."""
+    counts, error = partial
     if counts is None or error is None:
-        return None, None
+        return encoded
     total = counts.sum(0, dtype=torch.int64)
     total[COUNT_NAMES.index("elements")] = elements
-    total[COUNT_NAMES.index("blocks")] = blocks
-    return total, error.sum(0)
+    total[COUNT_NAMES.index("blocks")] = max(encoded.scales.numel(), 1)
+    return encoded._replace(counts=total, error=error.sum(0))
 
 
 def launch(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:

@@ -1,7 +1,7 @@
 """What is counted when a tensor is quantised, and the rates that follow from the counts.
 
-A quantiser hands over eight integers and two sums for every tensor it quantises, see `quantize.counts`; here
-they are added up over tensors, steps and ranks, together with how many quantisations there were.
+A quantiser hands over eight integers and two sums for every tensor it quantises, see `quantize.encoding`;
+here they are added up over tensors, steps and ranks, together with how many quantisations there were.
 
 Overflow means true clipping: |x| > 6·scale, `saturated`. The older rule |x| > 3·scale, which calls a third of
 a Gaussian an overflow, is kept under the name of what it measures, `upper_half`.
@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megalowbit.quantize.counts import COUNT_NAMES
+from megalowbit.quantize.encoding import COUNT_NAMES
 
 OPERATION_NAMES = ("quantizations", "quantizations_with_overflow", "nonfinite_quantizations")
 TABLE_NAMES = COUNT_NAMES + OPERATION_NAMES  # the integer columns of every table in this folder
@@ -28,7 +28,7 @@ CURVE_NAMES = ("saturation_rate", "underflow_rate", "snr_db")  # of each layer a
 class OperandCounts:
     """Counts of any number of quantisations, as exact Python integers.
 
-    The first eight are those of `quantize.counts`. A rate is `None` where nothing was counted: 0 of 0 is
+    The first eight are those of `quantize.encoding`. A rate is `None` where nothing was counted: 0 of 0 is
     not 0.
 
     Attributes:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megalowbit.quantize.counts import COUNT_NAMES, ERROR_NAMES
+from megalowbit.quantize.encoding import COUNT_NAMES, ERROR_NAMES
 from megalowbit.telemetry.overflow.counters import ROLES, TABLE_NAMES
 from megalowbit.telemetry.overflow.exact_sum import NUM_DIGITS, digits_of, make_scales
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megalowbit.distributed import process_group
-from megalowbit.quantize.counts import ERROR_NAMES
+from megalowbit.quantize.encoding import ERROR_NAMES
 from megalowbit.telemetry.overflow.counters import TABLE_NAMES
 from megalowbit.telemetry.overflow.exact_sum import NUM_DIGITS
 

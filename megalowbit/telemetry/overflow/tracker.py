@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megalowbit.distributed import process_group
 from megalowbit.errors import UserError
-from megalowbit.quantize.counts import ERROR_NAMES
+from megalowbit.quantize.encoding import ERROR_NAMES
 from megalowbit.telemetry.overflow.counters import ROLES, TABLE_NAMES, LayerOverflow, OperandCounts
 from megalowbit.telemetry.overflow.device_table import DeviceTable
 from megalowbit.telemetry.overflow.exact_sum import NUM_DIGITS, from_float, to_float, whole

@@ -12,7 +12,7 @@ from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.fp8 import decode_fp8, dtype_for, measure, multiply, scale_exponent
 from megalowbit.layers.matmul.gemms import multiply as multiply_bf16
 from megalowbit.layers.matmul.operand import ExponentRange, Factor
-from megalowbit.quantize.fp8_operand import E4M3, E5M2
+from megalowbit.quantize.encoding import E4M3, E5M2
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
 

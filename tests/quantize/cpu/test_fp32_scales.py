@@ -11,8 +11,9 @@ from megalowbit.errors import UserError
 from megalowbit.formats.block_format import MIXED_INT8, BlockFormat
 from megalowbit.formats.element import E2M1, E3M2, E4M3, E5M2, INT4, INT8, INT8_E5M2, TERNARY
 from megalowbit.quantize import reference
+from megalowbit.quantize.backends import can_encode
 from megalowbit.quantize.cpu import fp32_scales as kernels_cpu_8bit
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
 from megalowbit.quantize.philox import RandomKey
 
 pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
@@ -53,7 +54,9 @@ GRIDS = {
 def check(x, encoding, operand_dtype=torch.bfloat16, **options):
     """Everything that comes out, against the plain torch path."""
     options = {"random_key": KEY, "operand_dtype": operand_dtype, "with_counts": True, **options}
-    got, expected = (path.encode(x, encoding, **options) for path in (kernels_cpu_8bit, reference))
+    got, expected = (
+        path.encode(EncodeRequest(x, encoding, **options)) for path in (kernels_cpu_8bit, reference)
+    )
     assert torch.equal(got.codes, expected.codes)
     assert torch.equal(bits(got.scales), bits(expected.scales))
     if encoding.format.block is None:
@@ -64,14 +67,16 @@ def check(x, encoding, operand_dtype=torch.bfloat16, **options):
     assert same_numbers(got.operand, expected.operand)
     assert torch.equal(got.counts, expected.counts)
     assert torch.allclose(got.error, expected.error, rtol=1e-6, atol=0, equal_nan=True)
-    plain = kernels_cpu_8bit.encode(x, encoding, **{**options, "operand_dtype": None, "with_counts": False})
+    plain = kernels_cpu_8bit.encode(
+        EncodeRequest(x, encoding, **{**options, "operand_dtype": None, "with_counts": False})
+    )
     assert torch.equal(plain.codes, got.codes)
     assert torch.equal(bits(plain.scales), bits(got.scales))
     return got
 
 
 def test_where_there_is_a_compiler_there_are_kernels():
-    assert kernels_cpu_8bit.why_unavailable() is None
+    assert kernels_cpu_8bit.LIBRARY.why_unavailable() is None
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if not name.startswith("mixed")])
@@ -89,7 +94,7 @@ def test_codes_scales_and_operand_are_those_of_a_calculation_by_hand(name, round
     by_hand = fp4_reference.Blocks(
         x.numpy(), grid=grid, block=format.block, scale="fp32", random=random, q_scalar=0.9
     )
-    got = kernels_cpu_8bit.encode(x, encoding, random_key=KEY, operand_dtype=torch.float32)
+    got = kernels_cpu_8bit.encode(EncodeRequest(x, encoding, random_key=KEY, operand_dtype=torch.float32))
     codes = by_hand.codes[:17]
     if 2 * by_hand.sign_code != 1 << format.element.bits:  # the reference puts the sign above the grid
         is_negative = codes >= by_hand.sign_code
@@ -183,7 +188,9 @@ def test_stochastic_rounding_is_right_on_average(element):
     encoding = Encoding(format=FORMATS[f"{element.name}, tensor"], is_stochastic=True)
     many = x.repeat(4096, 1)
     got = kernels_cpu_8bit.encode(
-        many, encoding, random_key=KEY, operand_dtype=torch.float32, tensor_amax=torch.tensor(element.max)
+        EncodeRequest(
+            many, encoding, random_key=KEY, operand_dtype=torch.float32, tensor_amax=torch.tensor(element.max)
+        )
     )
     values = got.operand.double().view(4096, 8, 16)
     deviation = values.std(0) / math.sqrt(4096)
@@ -219,11 +226,11 @@ def test_strides_do_not_change_the_result(name, dtype):
     padded[:, 4:74] = x.t()
     encoding = Encoding(format=FORMATS[name], is_stochastic=True)
     options = {"random_key": KEY, "with_counts": True}
-    expected = kernels_cpu_8bit.encode(x, encoding, **options)
+    expected = kernels_cpu_8bit.encode(EncodeRequest(x, encoding, **options))
     negated = torch.complex(-x.float(), -x.float()).conj().imag
     views = [x.t().contiguous().t(), whole[3:143:2, 7:607:2], torch.cat([x, x], 1)[:, :300]]
     for view in [*views, padded[:, 4:74].t(), negated]:
-        got = kernels_cpu_8bit.encode(view, encoding, **options)
+        got = kernels_cpu_8bit.encode(EncodeRequest(view, encoding, **options))
         assert torch.equal(got.codes, expected.codes)
         assert torch.equal(bits(got.scales), bits(expected.scales))
         assert torch.equal(got.counts, expected.counts)
@@ -244,7 +251,7 @@ def test_matrices_of_several_tasks_have_one_result_for_any_number_of_threads(nam
             torch.set_num_threads(count)
             results.append(check(x, encoding))
             parts = results[-1].codes, results[-1].scales, FORMATS[name], *shape, torch.float32
-            decoded.append(kernels_cpu_8bit.decode(*parts, transpose=True))
+            decoded.append(kernels_cpu_8bit.decode(DecodeRequest(*parts, transpose=True)))
     finally:
         torch.set_num_threads(threads)
     for other, other_decoded in zip(results[1:], decoded[1:], strict=True):
@@ -264,7 +271,7 @@ def test_all_codes_decode_as_in_plain_torch(name):
     for dtype in DTYPES:
         for transpose in (False, True):
             got, expected = (
-                path.decode(codes, scales, format, rows, cols, dtype, transpose=transpose)
+                path.decode(DecodeRequest(codes, scales, format, rows, cols, dtype, transpose=transpose))
                 for path in (kernels_cpu_8bit, reference)
             )
             assert got.is_contiguous()
@@ -276,7 +283,7 @@ def test_a_nan_scale_of_any_payload_decodes_to_nan():
     format = FORMATS["int8, 1 × 16"]
     codes = torch.ones(1, 64, dtype=torch.uint8)
     for dtype in DTYPES:
-        got = kernels_cpu_8bit.decode(codes, payloads.view(1, 4), format, 1, 64, dtype)
+        got = kernels_cpu_8bit.decode(DecodeRequest(codes, payloads.view(1, 4), format, 1, 64, dtype))
         assert got.isnan().all()
 
 
@@ -284,12 +291,14 @@ def test_a_nan_scale_of_any_payload_decodes_to_nan():
 def test_flushing_subnormals_on_this_thread_changes_nothing(is_flushing):
     x = torch.cat([gaussian(200, 80) * 1e-39, gaussian(200, 80, seed=1)])
     formats = [FORMATS[name] for name in ("e5m2, 1 × 16", "int8, 1 × 32", "mixed, 1 × 128", "int8, tensor")]
-    expected = [reference.encode(x * 1e-3, Encoding(format=each)).codes for each in formats]
+    expected = [reference.encode(EncodeRequest(x * 1e-3, Encoding(format=each))).codes for each in formats]
     scaled = x * 1e-3
     try:
         if is_flushing and not torch.set_flush_denormal(True):
             pytest.skip("this machine cannot flush")
-        found = [kernels_cpu_8bit.encode(scaled, Encoding(format=each)).codes for each in formats]
+        found = [
+            kernels_cpu_8bit.encode(EncodeRequest(scaled, Encoding(format=each))).codes for each in formats
+        ]
     finally:
         torch.set_flush_denormal(False)
     for ours, theirs in zip(found, expected, strict=True):
@@ -298,13 +307,19 @@ def test_flushing_subnormals_on_this_thread_changes_nothing(is_flushing):
 
 def test_what_is_not_covered_is_said_beforehand():
     nearest = Encoding(format=FORMATS["int8, tensor"])
-    assert kernels_cpu_8bit.supports(torch.bfloat16, nearest, torch.float16)
-    assert not kernels_cpu_8bit.supports(torch.float64, nearest)
-    assert not kernels_cpu_8bit.supports(torch.bfloat16, nearest, torch.float64)
+    assert can_encode(
+        kernels_cpu_8bit,
+        EncodeRequest(torch.empty(1, 16, dtype=torch.bfloat16), nearest, operand_dtype=torch.float16),
+    )
+    assert not can_encode(kernels_cpu_8bit, EncodeRequest(torch.empty(1, 16, dtype=torch.float64), nearest))
+    assert not can_encode(
+        kernels_cpu_8bit,
+        EncodeRequest(torch.empty(1, 16, dtype=torch.bfloat16), nearest, operand_dtype=torch.float64),
+    )
     mean = Encoding(format=FORMATS["int8, tensor"], scale_from="mean")
-    assert not kernels_cpu_8bit.supports(torch.bfloat16, mean)
+    assert not can_encode(kernels_cpu_8bit, EncodeRequest(torch.empty(1, 16, dtype=torch.bfloat16), mean))
     wide = BlockFormat(element=INT8, block=(1, 256), scale="fp32")
-    assert not kernels_cpu_8bit.supports_decoding(wide, torch.bfloat16)
+    assert not kernels_cpu_8bit.covers(wide, torch.bfloat16)
     assert not kernels_cpu_8bit.is_for(BlockFormat(element=TERNARY, block=None, scale="fp32"))
 
 
@@ -312,7 +327,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused():
     x = gaussian(40, 160)
     x.untyped_storage().resize_(0)
     with pytest.raises(UserError, match="no memory"):
-        kernels_cpu_8bit.encode(x, Encoding(format=MIXED_INT8))
+        kernels_cpu_8bit.encode(EncodeRequest(x, Encoding(format=MIXED_INT8)))
 
 
 # Where a compiler might go wrong: what is changed, and the check that notices.
@@ -328,6 +343,6 @@ FAULTS = [
 @pytest.mark.parametrize(("name", "right", "wrong", "noticed"), FAULTS)
 def test_a_library_that_computes_wrongly_is_not_used(monkeypatch, tmp_path, name, right, wrong, noticed):
     spoil(monkeypatch, tmp_path, kernels_cpu_8bit, name, right, wrong)
-    library, reason = kernels_cpu_8bit._loaded.__wrapped__()
+    library, reason = kernels_cpu_8bit.LIBRARY.load()
     assert library is None
     assert re.search(rf"fails its self-check \(.*{noticed}.*\): set CC", reason), reason

@@ -10,8 +10,9 @@ from kernel_operands import HAS_COMPILER, bits, gaussian, same_numbers, special
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED
 from megalowbit.quantize import reference
+from megalowbit.quantize.backends import can_encode
 from megalowbit.quantize.cpu import fp4 as kernels_cpu
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 
@@ -36,7 +37,9 @@ SIGNS = 0xB5A3
 
 def check(x, encoding, **options):
     dtype = options.pop("operand_dtype", torch.bfloat16)
-    got = kernels_cpu.encode(x, encoding, random_key=KEY, operand_dtype=dtype, with_counts=True, **options)
+    got = kernels_cpu.encode(
+        EncodeRequest(x, encoding, random_key=KEY, operand_dtype=dtype, with_counts=True, **options)
+    )
     amax = options.pop("tensor_amax", None)
     expected = fp4_reference.encoded(
         x.float().numpy(), encoding, KEY, tensor_amax=None if amax is None else amax.item(), **options
@@ -55,21 +58,23 @@ def check(x, encoding, **options):
     assert np.allclose(got.error.numpy(), error, rtol=1e-6, atol=0)
     for asked in (None, dtype):
         plain = kernels_cpu.encode(
-            x, encoding, random_key=KEY, operand_dtype=asked, tensor_amax=amax, **options
+            EncodeRequest(x, encoding, random_key=KEY, operand_dtype=asked, tensor_amax=amax, **options)
         )
         assert torch.equal(plain.codes, got.codes)
         assert asked is None or torch.equal(bits(plain.operand), bits(got.operand))
     for out in (torch.bfloat16, torch.float32):
-        decoded = kernels_cpu.decode(got.codes, got.scales, encoding.format, *x.shape, out)
+        decoded = kernels_cpu.decode(DecodeRequest(got.codes, got.scales, encoding.format, *x.shape, out))
         assert same_numbers(decoded.float(), values)
-        turned = kernels_cpu.decode(got.codes, got.scales, encoding.format, *x.shape, out, transpose=True)
+        turned = kernels_cpu.decode(
+            DecodeRequest(got.codes, got.scales, encoding.format, *x.shape, out, transpose=True)
+        )
         assert turned.is_contiguous()
         assert same_numbers(turned.t().float(), values)
     return got
 
 
 def test_where_there_is_a_compiler_there_are_kernels():
-    assert kernels_cpu.why_unavailable() is None
+    assert kernels_cpu.LIBRARY.why_unavailable() is None
 
 
 def test_the_philox_of_these_tests_gives_the_published_vectors():
@@ -123,17 +128,21 @@ def test_strides_do_not_change_the_result(name, dtype):
     views = [x.t().contiguous().t(), whole[3:143:2, 7:607:2], torch.cat([x, x], 1)[:, :300]]
     padded = torch.zeros(300, 77, dtype=dtype)
     padded[:, 4:74] = x.t()
-    expected = kernels_cpu.encode(x, ENCODINGS[name], random_key=KEY, signs=SIGNS, with_counts=True)
+    expected = kernels_cpu.encode(
+        EncodeRequest(x, ENCODINGS[name], random_key=KEY, signs=SIGNS, with_counts=True)
+    )
     for view in [*views, padded[:, 4:74].t()]:
-        got = kernels_cpu.encode(view, ENCODINGS[name], random_key=KEY, signs=SIGNS, with_counts=True)
+        got = kernels_cpu.encode(
+            EncodeRequest(view, ENCODINGS[name], random_key=KEY, signs=SIGNS, with_counts=True)
+        )
         assert torch.equal(got.codes, expected.codes)
         assert torch.equal(bits(got.scales), bits(expected.scales))
         assert torch.equal(got.counts, expected.counts)
         assert torch.allclose(got.error, expected.error, rtol=1e-12)
     column = x[:, :1]
     assert torch.equal(
-        kernels_cpu.encode(column, ENCODINGS[name]).codes,
-        kernels_cpu.encode(column.clone(), ENCODINGS[name]).codes,
+        kernels_cpu.encode(EncodeRequest(column, ENCODINGS[name])).codes,
+        kernels_cpu.encode(EncodeRequest(column.clone(), ENCODINGS[name])).codes,
     )
 
 
@@ -142,7 +151,10 @@ def test_a_view_that_only_says_it_is_negated_is_negated():
     view = torch.complex(x, x).conj().imag
     assert view.is_neg()
     encoding = ENCODINGS["nearest"]
-    assert torch.equal(kernels_cpu.encode(view, encoding).codes, kernels_cpu.encode(-x, encoding).codes)
+    assert torch.equal(
+        kernels_cpu.encode(EncodeRequest(view, encoding)).codes,
+        kernels_cpu.encode(EncodeRequest(-x, encoding)).codes,
+    )
 
 
 @EVERY_ENCODING
@@ -154,13 +166,13 @@ def test_matrices_of_several_tasks_equal_the_plain_torch_path_for_any_number_of_
     x = gaussian(*(shape[::-1] if is_turned else shape), seed=7, dtype=torch.bfloat16)
     x = x.t() if is_turned else x
     options = {"random_key": KEY, "operand_dtype": torch.bfloat16, "with_counts": True}
-    expected = reference.encode(x, ENCODINGS[name], **options)
+    expected = reference.encode(EncodeRequest(x, ENCODINGS[name], **options))
     threads = torch.get_num_threads()
     errors = []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            got = kernels_cpu.encode(x, ENCODINGS[name], **options)
+            got = kernels_cpu.encode(EncodeRequest(x, ENCODINGS[name], **options))
             errors.append(got.error)
             assert torch.equal(got.codes, expected.codes)
             assert torch.equal(bits(got.scales), bits(expected.scales))
@@ -179,9 +191,11 @@ def test_matrices_of_several_tasks_equal_the_plain_torch_path_for_any_number_of_
 def test_every_bit_of_key_and_step_matters(key):
     x = gaussian(8, 64)
     encoding = ENCODINGS["stochastic"]
-    codes = kernels_cpu.encode(x, encoding, random_key=key).codes
-    assert torch.equal(codes, reference.encode(x, encoding, random_key=key).codes)
-    assert not torch.equal(codes, kernels_cpu.encode(x, encoding, random_key=RandomKey(5)).codes)
+    codes = kernels_cpu.encode(EncodeRequest(x, encoding, random_key=key)).codes
+    assert torch.equal(codes, reference.encode(EncodeRequest(x, encoding, random_key=key)).codes)
+    assert not torch.equal(
+        codes, kernels_cpu.encode(EncodeRequest(x, encoding, random_key=RandomKey(5))).codes
+    )
 
 
 def test_all_bytes_of_scales_and_codes_decode_as_in_plain_torch():
@@ -189,30 +203,43 @@ def test_all_bytes_of_scales_and_codes_decode_as_in_plain_torch():
     scale_bytes = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 32)
     for format, dtype in ((NVFP4, torch.float8_e4m3fn), (MXFP4, torch.float8_e8m0fnu)):
         scales = scale_bytes[:, : 512 // format.block[1]].contiguous().view(dtype)
-        got = kernels_cpu.decode(codes, scales, format, 256, 512, torch.float32)
-        assert same_numbers(got, reference.decode(codes, scales, format, 256, 512, torch.float32))
+        got = kernels_cpu.decode(DecodeRequest(codes, scales, format, 256, 512, torch.float32))
+        assert same_numbers(
+            got, reference.decode(DecodeRequest(codes, scales, format, 256, 512, torch.float32))
+        )
 
 
 def test_what_is_not_covered_is_said_beforehand():
     nearest = ENCODINGS["nearest"]
-    assert kernels_cpu.supports(torch.bfloat16, nearest, torch.float32)
-    assert not kernels_cpu.supports(torch.float64, nearest, None)
-    assert not kernels_cpu.supports(torch.bfloat16, nearest, torch.float16)
-    assert not kernels_cpu.supports(torch.bfloat16, Encoding(format=NVFP4, scale_from="mean"), None)
+    assert can_encode(
+        kernels_cpu,
+        EncodeRequest(torch.empty(1, 16, dtype=torch.bfloat16), nearest, operand_dtype=torch.float32),
+    )
+    assert not can_encode(kernels_cpu, EncodeRequest(torch.empty(1, 16, dtype=torch.float64), nearest))
+    assert not can_encode(
+        kernels_cpu,
+        EncodeRequest(torch.empty(1, 16, dtype=torch.bfloat16), nearest, operand_dtype=torch.float16),
+    )
+    assert not can_encode(
+        kernels_cpu,
+        EncodeRequest(torch.empty(1, 16, dtype=torch.bfloat16), Encoding(format=NVFP4, scale_from="mean")),
+    )
 
 
 def test_flushing_subnormals_on_one_thread_changes_nothing():
     x = torch.cat([gaussian(200, 80) * 1e-39, gaussian(200, 80, seed=1)])
     threads = torch.get_num_threads()
     encodings = [ENCODINGS[name] for name in ENCODINGS]
-    expected = [kernels_cpu.encode(x, each, operand_dtype=torch.float32) for each in encodings]
+    expected = [kernels_cpu.encode(EncodeRequest(x, each, operand_dtype=torch.float32)) for each in encodings]
     sums = kernels_cpu.column_sums(x[:200])
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             if not torch.set_flush_denormal(True):
                 pytest.skip("this machine cannot flush")
-            found = [kernels_cpu.encode(x, each, operand_dtype=torch.float32) for each in encodings]
+            found = [
+                kernels_cpu.encode(EncodeRequest(x, each, operand_dtype=torch.float32)) for each in encodings
+            ]
             found_sums = kernels_cpu.column_sums(x[:200])
             is_flushing = (torch.full((), 1e-39) * torch.ones(())).item() == 0
             torch.set_flush_denormal(False)
@@ -234,7 +261,8 @@ def test_a_given_maximum_that_is_not_finite_spoils_every_block(name, amax):
     if ENCODINGS[name].format is not MXFP4:
         options = {"random_key": KEY, "tensor_amax": torch.tensor(amax), "operand_dtype": torch.float32}
         ours, theirs = (
-            path.encode(x, ENCODINGS[name], with_counts=True, **options) for path in (kernels_cpu, reference)
+            path.encode(EncodeRequest(x, ENCODINGS[name], with_counts=True, **options))
+            for path in (kernels_cpu, reference)
         )
         for encoded in (ours, theirs):
             assert encoded.operand.isnan().all()
@@ -249,4 +277,4 @@ def test_a_tensor_whose_storage_was_freed_is_refused():
     x = gaussian(40, 160)
     x.untyped_storage().resize_(0)
     with pytest.raises(UserError, match="no memory"):
-        kernels_cpu.encode(x, Encoding(format=NVFP4))
+        kernels_cpu.encode(EncodeRequest(x, Encoding(format=NVFP4)))

@@ -7,10 +7,11 @@ from kernel_operands import gaussian, same_numbers
 
 from megalowbit.formats.block_format import NVFP4
 from megalowbit.quantize.cpu import fp4 as kernels_cpu
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.encoding import EncodeRequest, Encoding
 
 pytestmark = pytest.mark.skipif(
-    not kernels_cpu.is_available(), reason=f"no CPU kernel: {kernels_cpu.why_unavailable()}"
+    kernels_cpu.LIBRARY.why_unavailable() is not None,
+    reason=f"no CPU kernel: {kernels_cpu.LIBRARY.why_unavailable()}",
 )
 F = np.float32
 
@@ -74,5 +75,7 @@ def test_views_that_only_say_they_are_negated_are_negated():
     assert torch.equal(ours, -kernels_cpu.scale_and_bias(x, 1.5, bias, torch.empty(9, 33)))
     amax = torch.tensor(-3.0)
     encoding = Encoding(format=NVFP4)
-    ours = kernels_cpu.encode(x, encoding, tensor_amax=negated(amax))
-    assert torch.equal(ours.tensor_scale, kernels_cpu.encode(x, encoding, tensor_amax=-amax).tensor_scale)
+    ours = kernels_cpu.encode(EncodeRequest(x, encoding, tensor_amax=negated(amax)))
+    assert torch.equal(
+        ours.tensor_scale, kernels_cpu.encode(EncodeRequest(x, encoding, tensor_amax=-amax)).tensor_scale
+    )

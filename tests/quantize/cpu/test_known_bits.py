@@ -61,8 +61,8 @@ def test_all_orders_in_memory_and_all_dtypes_have_one_answer():
 
 
 def test_one_wrong_bit_shows():
-    def encode(*arguments, **options):
-        encoded = reference.encode(*arguments, **options)
+    def encode(request):
+        encoded = reference.encode(request)
         encoded.codes[-1, -1] ^= 8
         return encoded
 

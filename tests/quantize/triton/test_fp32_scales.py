@@ -9,7 +9,7 @@ from triton_comparison import compare_in_a_process
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 PROGRAM = str(HERE / "triton_8bit_comparison.py")
 EVERY_GROUP = pytest.mark.parametrize("group", ["blocks", "one_scale", "mixed", "numbers", "decoding"])
 

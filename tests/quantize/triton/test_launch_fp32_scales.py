@@ -7,8 +7,9 @@ import torch
 from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, BlockFormat
 from megalowbit.formats.element import E2M1, E3M2, E4M3, E5M2, INT4, INT8, INT8_E5M2, TERNARY
 from megalowbit.quantize import backends
+from megalowbit.quantize.backends import can_encode
 from megalowbit.quantize.cpu import fp32_scales as kernels_cpu_8bit
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.encoding import EncodeRequest, Encoding
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
 from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
 
@@ -21,18 +22,45 @@ INT8_TENSOR = BlockFormat(element=INT8, block=None, scale="fp32")
 def test_these_formats_are_claimed_for_every_dtype_and_rounding(element, block, dtype):
     format = BlockFormat(element=element, block=block, scale="fp32")
     assert launch_triton_8bit.is_for(format)
-    assert launch_triton_8bit.supports(dtype, Encoding(format=format, is_stochastic=True), torch.float16)
-    assert launch_triton_8bit.supports_decoding(format, dtype)
+    assert can_encode(
+        launch_triton_8bit,
+        EncodeRequest(
+            torch.empty(1, 16, dtype=dtype),
+            Encoding(format=format, is_stochastic=True),
+            operand_dtype=torch.float16,
+        ),
+    )
+    assert launch_triton_8bit.covers(format, dtype)
 
 
 def test_what_is_not_covered_is_said_beforehand():
-    assert launch_triton_8bit.supports(torch.bfloat16, Encoding(format=MIXED_INT8), torch.bfloat16)
-    assert launch_triton_8bit.supports_decoding(
+    assert can_encode(
+        launch_triton_8bit,
+        EncodeRequest(
+            torch.empty(1, 16, dtype=torch.bfloat16),
+            Encoding(format=MIXED_INT8),
+            operand_dtype=torch.bfloat16,
+        ),
+    )
+    assert launch_triton_8bit.covers(
         BlockFormat(element=INT8_E5M2, block=(1, 32), scale="signed_fp32"), torch.float16
     )
-    assert not launch_triton_8bit.supports(torch.float64, Encoding(format=INT8_TENSOR))
-    assert not launch_triton_8bit.supports(torch.float32, Encoding(format=INT8_TENSOR), torch.float64)
-    assert not launch_triton_8bit.supports(torch.float32, Encoding(format=INT8_TENSOR, scale_from="mean"))
+    assert not can_encode(
+        launch_triton_8bit,
+        EncodeRequest(torch.empty(1, 16, dtype=torch.float64), Encoding(format=INT8_TENSOR)),
+    )
+    assert not can_encode(
+        launch_triton_8bit,
+        EncodeRequest(
+            torch.empty(1, 16, dtype=torch.float32), Encoding(format=INT8_TENSOR), operand_dtype=torch.float64
+        ),
+    )
+    assert not can_encode(
+        launch_triton_8bit,
+        EncodeRequest(
+            torch.empty(1, 16, dtype=torch.float32), Encoding(format=INT8_TENSOR, scale_from="mean")
+        ),
+    )
     for format in (
         BlockFormat(element=E3M2, block=None, scale="fp32"),
         BlockFormat(element=TERNARY, block=(1, 16), scale="fp32"),
@@ -40,7 +68,7 @@ def test_what_is_not_covered_is_said_beforehand():
         BlockFormat(element=INT8, block=(4, 16), scale="fp32"),
         NVFP4,
     ):
-        assert not launch_triton_8bit.supports_decoding(format, torch.float32)
+        assert not launch_triton_8bit.covers(format, torch.float32)
 
 
 def test_the_backends_lead_each_format_to_its_own_kernels():
@@ -53,5 +81,6 @@ def test_the_backends_lead_each_format_to_its_own_kernels():
 
 
 def test_importing_the_launcher_does_not_import_triton():
-    code = "import sys; from megalowbit.quantize import launch_triton_8bit; sys.exit('triton' in sys.modules)"
+    launcher = "megalowbit.quantize.triton.launch_fp32_scales"
+    code = f"import sys; import {launcher}; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,7 +5,8 @@ import torch
 
 from megalowbit.formats.block_format import MXFP4, NVFP4, BlockFormat
 from megalowbit.formats.element import E3M2
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.backends import can_encode
+from megalowbit.quantize.encoding import EncodeRequest, Encoding
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
 
 
@@ -19,15 +20,28 @@ def test_devices_triton_does_not_know_have_no_triton_path():
 
 
 def test_only_what_the_kernels_know_is_claimed():
-    assert launch_triton.supports(torch.bfloat16, Encoding(format=NVFP4), torch.float32)
-    assert launch_triton.supports(torch.float16, Encoding(format=MXFP4, scale_rounding="up"))
-    assert not launch_triton.supports(torch.float64, Encoding(format=NVFP4))
-    assert not launch_triton.supports(torch.float32, Encoding(format=NVFP4), torch.float16)
-    assert not launch_triton.supports_decoding(
-        BlockFormat(element=E3M2, block=(1, 16), scale="fp32"), torch.float32
+    assert can_encode(
+        launch_triton,
+        EncodeRequest(
+            torch.empty(1, 16, dtype=torch.bfloat16), Encoding(format=NVFP4), operand_dtype=torch.float32
+        ),
     )
+    assert can_encode(
+        launch_triton,
+        EncodeRequest(torch.empty(1, 16, dtype=torch.float16), Encoding(format=MXFP4, scale_rounding="up")),
+    )
+    assert not can_encode(
+        launch_triton, EncodeRequest(torch.empty(1, 16, dtype=torch.float64), Encoding(format=NVFP4))
+    )
+    assert not can_encode(
+        launch_triton,
+        EncodeRequest(
+            torch.empty(1, 16, dtype=torch.float32), Encoding(format=NVFP4), operand_dtype=torch.float16
+        ),
+    )
+    assert not launch_triton.covers(BlockFormat(element=E3M2, block=(1, 16), scale="fp32"), torch.float32)
 
 
 def test_importing_the_launcher_does_not_import_triton():
-    code = "import sys; from megalowbit.quantize import launch_triton; sys.exit('triton' in sys.modules)"
+    code = "import sys; from megalowbit.quantize.triton import launch_fp4; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

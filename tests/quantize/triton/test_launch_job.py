@@ -3,6 +3,7 @@ import torch
 
 from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, NVFP4_TILED, BlockFormat
 from megalowbit.formats.element import E4M3
+from megalowbit.quantize.encoding import EncodeRequest, Encoding, new_encoded
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.triton import launch_job as job
 
@@ -18,7 +19,10 @@ def test_key_and_step_become_four_signed_words():
 @pytest.mark.parametrize("is_turned", [False, True])
 def test_tiles_hold_whole_blocks_and_cover_the_padded_matrix(format, is_turned):
     x = torch.zeros(300, 37).t() if is_turned else torch.zeros(37, 300)
-    arguments, programs = job.reading(x, format, None, tall_rows=64)
+    rounding = "up" if format is MXFP4 else "nearest"
+    arguments, programs = job.reading(
+        EncodeRequest(x, Encoding(format=format, scale_rounding=rounding)), tall_rows=64
+    )
     rows, cols = arguments["TILE_ROWS"], arguments["TILE_GROUPS"] * 16
     block_rows, block_cols = format.block or (1, 16)
     assert rows % block_rows == 0
@@ -61,10 +65,13 @@ def test_words_hold_the_codes_in_order_wherever_they_lie_in_memory():
 
 
 def test_the_counts_of_programs_are_added_up_beyond_32_bits():
-    counts, errors = job.partial_counts(3, torch.device("cpu"))
-    counts.fill_(2**30)
-    errors.fill_(0.5)
-    total, error = job.total_counts(counts, errors, elements=77, blocks=5)
-    assert total.tolist() == [77, *[3 * 2**30] * 4, 5, *[3 * 2**30] * 2]
-    assert error.tolist() == [1.5, 1.5]
-    assert job.total_counts(None, None, 77, 5) == (None, None)
+    request = EncodeRequest(torch.zeros(7, 80), Encoding(format=NVFP4), with_counts=True)
+    partial = job.partial_counts(request, 3)
+    partial[0].fill_(2**30)
+    partial[1].fill_(0.5)
+    encoded = job.with_counts(new_encoded(request), partial, elements=560)
+    assert encoded.counts.tolist() == [560, *[3 * 2**30] * 4, 7 * 5, *[3 * 2**30] * 2]
+    assert encoded.error.tolist() == [1.5, 1.5]
+    partial = job.partial_counts(request._replace(with_counts=False), 3)
+    assert partial == (None, None)
+    assert job.with_counts(new_encoded(request), partial, 560).counts is None

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalowbit.quantize.counts import ERROR_NAMES
+from megalowbit.quantize.encoding import ERROR_NAMES
 from megalowbit.telemetry.overflow.counters import TABLE_NAMES, OperandCounts, ratio
 
 counts = st.builds(OperandCounts, **{name: st.integers(0, 2**62) for name in TABLE_NAMES})

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
-from megalowbit.quantize.counts import COUNT_NAMES
+from megalowbit.quantize.encoding import COUNT_NAMES
 from megalowbit.telemetry.overflow.counters import ROLES, OperandCounts
 from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
 

@@ -9,9 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalowbit.errors import UserError
-from megalowbit.quantize import backends, tensor_moments
-from megalowbit.quantize.cpu import moments as kernels_cpu_moments
-from megalowbit.quantize.tensor_moments import CPU_PIECE, in_memory_order
+from megalowbit.quantize import backends, tensor_statistics
+from megalowbit.quantize.tensor_statistics import CPU_PIECE, in_memory_order
 
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -38,18 +37,18 @@ def _fresh_choice(monkeypatch):
     monkeypatch.delenv(backends.BACKEND_VARIABLE, raising=False)
     yield
     backends._backend_for.cache_clear()
-    tensor_moments._has_kernel.cache_clear()
+    tensor_statistics._has_kernel.cache_clear()
 
 
 def calls_of_the_kernel(monkeypatch):
-    calls, inner = [], kernels_cpu_moments.moments
-    monkeypatch.setattr(kernels_cpu_moments, "moments", lambda x: calls.append(x) or inner(x))
+    calls, inner = [], tensor_statistics.moments_on_cpu
+    monkeypatch.setattr(tensor_statistics, "moments_on_cpu", lambda x: calls.append(x) or inner(x))
     return calls
 
 
 def check(x):
     wide = x.double().numpy()
-    found = tensor_moments.tensor_moments(x)
+    found = tensor_statistics.tensor_moments(x)
     assert found.largest.dtype == found.squares.dtype == torch.float64
     assert found.largest.item() == np.abs(wide).max()
     assert found.squares.item() == pytest.approx(np.sum(wide**2), rel=1e-12, abs=0)
@@ -71,13 +70,13 @@ def test_what_is_not_finite_shows_and_what_is_empty_is_zero(backend, monkeypatch
     for spoiler in (math.inf, -math.inf):
         x = gaussian(30, 50)
         x[7, 9] = spoiler
-        assert [each.item() for each in tensor_moments.tensor_moments(x)] == [math.inf, math.inf]
+        assert [each.item() for each in tensor_statistics.tensor_moments(x)] == [math.inf, math.inf]
         x[20, 3] = math.nan
-        assert all(each.isnan() for each in tensor_moments.tensor_moments(x))
+        assert all(each.isnan() for each in tensor_statistics.tensor_moments(x))
     for shape in ((0,), (0, 5), (3, 0, 2)):
         for dtype in DTYPES:
             assert [
-                each.item() for each in tensor_moments.tensor_moments(torch.empty(shape, dtype=dtype))
+                each.item() for each in tensor_statistics.tensor_moments(torch.empty(shape, dtype=dtype))
             ] == [
                 0,
                 0,
@@ -127,14 +126,14 @@ def test_what_is_not_plain_memory_goes_through_plain_torch(monkeypatch):
     with Recording():
         check(x)
     with FakeTensorMode() as mode:
-        assert tensor_moments.tensor_moments(mode.from_tensor(x)).largest.shape == ()
+        assert tensor_statistics.tensor_moments(mode.from_tensor(x)).largest.shape == ()
     assert not calls
 
 
 @pytest.fixture
 def no_library(monkeypatch):
-    monkeypatch.setattr(kernels_cpu_moments, "_loaded", lambda: (None, "it fails its self-check: set CC"))
-    tensor_moments._has_kernel.cache_clear()
+    monkeypatch.setattr(tensor_statistics.LIBRARY, "_loaded", (None, "it fails its self-check: set CC"))
+    tensor_statistics._has_kernel.cache_clear()
 
 
 @needs_compiler
@@ -152,7 +151,7 @@ def test_without_the_library_plain_torch_serves_which_is_said_once(no_library, c
 def test_without_the_library_it_is_an_error_where_it_is_forced(no_library, monkeypatch):
     monkeypatch.setenv(backends.BACKEND_VARIABLE, "c")
     with pytest.raises(UserError, match="MEGALOWBIT_BACKEND=c cannot be used to look at operands: it fails"):
-        tensor_moments.tensor_moments(gaussian(30, 40))
+        tensor_statistics.tensor_moments(gaussian(30, 40))
 
 
 @needs_compiler

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalowbit.formats.block_format import NVFP4
-from megalowbit.quantize.counts import COUNT_NAMES
+from megalowbit.quantize.encoding import COUNT_NAMES
 from megalowbit.quantize.names import quantizer
 
 EVERY_KIND_OF_SCALE = ("nvfp4e2m1bnosr", "nvfp4e2m1bnosr:tile16", "mxfp4e2m1bnosr:floor", "int8b", "fp8e4m3")

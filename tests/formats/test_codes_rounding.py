@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalowbit.formats.codes import code_values, nearest_codes, stochastic_codes
 from megalowbit.formats.element import E2M1, ELEMENTS
-from megalowbit.formats.rounding import code_values, nearest_codes, stochastic_codes
 
 EVERY_ELEMENT = pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
 GRID = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalowbit.formats.packing import pack_codes, unpack_codes
+from megalowbit.formats.codes import pack_codes, unpack_codes
 
 EVERY_WIDTH = pytest.mark.parametrize("bits", [2, 4, 6, 8])
 

@@ -7,7 +7,7 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.quantize.names import quantizer
-from megalowbit.quantize.tensor_maximum import needs_maximum, tensor_maximum
+from megalowbit.quantize.tensor_statistics import needs_maximum, tensor_maximum
 
 NAMES = ("nvfp4e2m1bnosr", "nvfp4e2m1bnosr:tile16", "nvfp4e2m1bnosr:4over6", "nvfp4e2m1bnosr:q_scalar=1.5")
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megalowbit.formats.element import E2M1
-from megalowbit.quantize.fp8_operand import BIAS, DEPTH, E4M3, E5M2, MANTISSA, SHIFT
+from megalowbit.quantize.encoding import BIAS, DEPTH, E4M3, E5M2, MANTISSA, SHIFT
 
 
 def is_exact(dtype, exponent):

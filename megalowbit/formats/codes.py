@@ -1,7 +1,8 @@
-"""Rounding already-scaled numbers onto an element grid: nearest even, and stochastic.
+"""Codes of an element grid: rounding scaled numbers to them, the numbers they stand for, their bytes.
 
-Both return codes: the position in the grid, with the sign bit of the input above it (of a zero too, as
-hardware does). NaN gives code 0; what a NaN means is the block scale's business.
+Rounding is to nearest even or stochastic. Both return the position in the grid, with the sign bit of the
+input above it (of a zero too, as hardware does). NaN gives code 0; what a NaN means is the block scale's
+business.
 
 Stochastic rounding adds a random byte to the real-valued code and floors,
 
@@ -17,6 +18,9 @@ lost. Unbiased rounding takes a random odd multiple r of 2⁻²⁴ instead,
 
 which errs by at most 2⁻²⁴ in probability, and by what t loses in fp32: at most 2⁻¹⁸ of a gap (E4M3, E5M2),
 2⁻²² (E2M1) or nothing (integers), rounded to nearest.
+
+In bytes the first code stands in the lowest bits: two four-bit codes make (first | second << 4), the order of
+every FP4 library and of the hardware. Four codes of six bits fill three bytes.
 """
 
 from __future__ import annotations
@@ -89,3 +93,37 @@ def _values(element: ElementFormat, device: torch.device) -> Tensor:
 def code_values(codes: Tensor, element: ElementFormat) -> Tensor:
     """The numbers codes stand for: fp32, same shape."""
     return _values(element, codes.device)[codes.to(torch.int32)]
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes along the last axis.
+
+    Args:
+        codes: uint8 (…, n), each below 2^bits; n·bits is a multiple of 8 (of 24 for 6 bits).
+        bits: 2, 4, 6 or 8.
+
+    Returns:
+        uint8 (…, n·bits/8).
+    """
+    if bits == 8:
+        return codes
+    count = 4 if bits == 6 else 8 // bits
+    parts = codes.to(torch.int32).unflatten(-1, (-1, count))
+    shifts = torch.arange(count, device=codes.device, dtype=torch.int32) * bits
+    words = (parts << shifts).sum(-1, dtype=torch.int32)
+    if bits != 6:
+        return words.to(torch.uint8)
+    byte_shifts = torch.arange(3, device=codes.device, dtype=torch.int32) * 8
+    return (words.unsqueeze(-1) >> byte_shifts & 0xFF).to(torch.uint8).flatten(-2)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """Inverse of `pack_codes`: uint8 codes, the last axis 8/bits times as long."""
+    if bits == 8:
+        return packed
+    words, count = packed.to(torch.int32), 8 // bits
+    if bits == 6:
+        byte_shifts = torch.arange(3, device=packed.device, dtype=torch.int32) * 8
+        words, count = (words.unflatten(-1, (-1, 3)) << byte_shifts).sum(-1, dtype=torch.int32), 4
+    shifts = torch.arange(count, device=packed.device, dtype=torch.int32) * bits
+    return (words.unsqueeze(-1) >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
