@@ -18,6 +18,7 @@ from timing import interleaved, keep_freed_memory, parser, positive, print_table
 
 import megalowbit as mlb
 from megalowbit.quantize import reference
+from megalowbit.quantize.encoding import EncodeRequest
 
 NAMES = (
     "nvfp4e2m1bnosr",
@@ -80,7 +81,7 @@ def main() -> None:
     slow = {name: candidates[name] for name in (*NAMES[:2], *PLAIN)}
     for name in (NAMES[0], *PLAIN):
         encoding = mlb.quantizer(name).encoding
-        slow[f"plain torch, {name}"] = functools.partial(reference.encode, x, encoding)
+        slow[f"plain torch, {name}"] = functools.partial(reference.encode, EncodeRequest(x, encoding))
     slow |= torchao_casts(x)
     slow["1p58bit"] = functools.partial(mlb.quantizer("1p58bit").quantize, x)
     times = interleaved(slow, max(3, options.rounds // 3), options.device)
