@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megalowbit.quantize.names import quantizer
-from megalowbit.quantize.quantizer import BlockQuantizer
+from megalowbit.formats.element import ELEMENTS
 from megalowbit.speculation.noise.rounding import Floats, rounding_error
 
 RATIO_STEPS = 4
@@ -27,23 +26,12 @@ LAST_CENTER = 4.0
 EVEN_POINTS = 8192
 SMALLEST = 1e-300  # a table holds logarithms
 
-# The quantiser with one scale whose grid an element format has; INT8 is what mixed blocks are at first.
-ONE_SCALE = {
-    "e2m1": "fp4e2m1",
-    "e3m2": "fp6e3m2",
-    "e4m3": "fp8e4m3",
-    "e5m2": "fp8e5m2",
-    "int8": "int8",
-    "int8_e5m2": "int8",
-    "int4": "int4",
-}
-
 
 class Grid(NamedTuple):
     """The numbers of an element format, and how they are rounded to.
 
     Attributes:
-        element: name of the format, a key of `ONE_SCALE`.
+        element: name of the format, a key of `formats.element.ELEMENTS`; mixed blocks have that of INT8.
         is_stochastic: or to nearest.
     """
 
@@ -54,9 +42,7 @@ class Grid(NamedTuple):
 @functools.lru_cache(maxsize=32)
 def magnitudes(element: str) -> Floats:
     """The format's non-negative numbers over its largest: rising from 0 to 1."""
-    owner = quantizer(ONE_SCALE[element])
-    assert isinstance(owner, BlockQuantizer)
-    numbers = np.array(owner.encoding.format.element.grid, dtype=np.float64)
+    numbers = np.array(ELEMENTS[element].grid, dtype=np.float64)
     return numbers / numbers[-1]
 
 

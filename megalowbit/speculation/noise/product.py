@@ -28,7 +28,7 @@ from megalowbit.formats.mixed_blocks import THRESHOLD
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.speculation.noise.block import Blocks, clean_error, largest_error, widening
-from megalowbit.speculation.noise.grid import ONE_SCALE, Grid, even_error, gaussian_error
+from megalowbit.speculation.noise.grid import Grid, even_error, gaussian_error
 from megalowbit.speculation.noise.rounding import rounding_error, zero_probability
 from megalowbit.speculation.statistics import OUTLIER_SIGMAS, OperandStatistics
 
@@ -251,11 +251,10 @@ def _format(name: str) -> _Format | None:
     if owner.is_identity:
         return None
     encoding = owner.encoding if isinstance(owner, BlockQuantizer) else None
-    is_known = encoding is not None and encoding.format.element.name in ONE_SCALE
-    if encoding is None or not is_known or encoding.q_scalar != 1 or encoding.four_over_six:
+    if encoding is None or encoding.scale_from != "amax" or encoding.q_scalar != 1 or encoding.four_over_six:
         raise UserError(
-            f"quantizer {name!r} has no noise model: use one of {', '.join(ONE_SCALE.values())}, their forms "
-            "with b, nvfp4…, mxfp4… or int8e5m2b, without q_scalar and 4over6"
+            f"quantizer {name!r} has no noise model: use one of fp4e2m1, fp6e3m2, fp8e4m3, fp8e5m2, "
+            "int8, int8, int4, their forms with b, nvfp4…, mxfp4… or int8e5m2b, without q_scalar and 4over6"
         )
     element = encoding.format.element
     grid = Grid(element.name, encoding.is_stochastic)

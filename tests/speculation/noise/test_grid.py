@@ -7,7 +7,6 @@ import torch
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.speculation.noise.grid import (
-    ONE_SCALE,
     Grid,
     even_error,
     exact_error,
@@ -16,13 +15,20 @@ from megalowbit.speculation.noise.grid import (
     magnitudes,
 )
 
-NAMES = {element: name for element, name in ONE_SCALE.items() if element != "int8_e5m2"}
+NAMES = {  # quantisers with one scale, by the format of their elements
+    "e2m1": "fp4e2m1",
+    "e3m2": "fp6e3m2",
+    "e4m3": "fp8e4m3",
+    "e5m2": "fp8e5m2",
+    "int8": "int8",
+    "int4": "int4",
+}
 GRIDS = [Grid(element, is_stochastic) for element in NAMES for is_stochastic in (False, True)]
 
 
 def measured(x, grid):
     """Mean squared error of the quantiser itself."""
-    name = ONE_SCALE[grid.element] + (":sr" if grid.is_stochastic else "")
+    name = NAMES[grid.element] + (":sr" if grid.is_stochastic else "")
     x = torch.as_tensor(x, dtype=torch.float32)
     return (quantizer(name)(x, random_key=RandomKey(11)).double() - x.double()).square().mean().item()
 
