@@ -14,7 +14,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.settings import build_grad_scaler
-from megalowbit.optim.optimizers.options import StepOptions
+from megalowbit.optim.optimizers.options import options_in
 from megalowbit.optim.optimizers.param_groups import weight_decay_groups
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 
@@ -143,10 +143,8 @@ def wrap_optimizer(
 
     settings = parts.settings
     grad_scaler = build_grad_scaler(settings.grad_scaler, settings.precision)
-    options: StepOptions = {
-        "clip_grad": parts.deepspeed["gradient_clipping"],
-        "log_num_zeros_in_grad": settings.log_num_zeros_in_grad,
-        "gradient_norm": settings.gradient_norm,
+    options = {
+        **step_options(parts),
         "before_step": regularizer.add_gradients if regularizer is not None else None,
         "model_parallel_group": mpu.get_model_parallel_group() if mpu is not None else None,
         "tensor_parallel_group": _tensor_parallel_group(mpu),
@@ -165,6 +163,11 @@ def wrap_optimizer(
         if parameter.dtype == torch.float32 and not is_kept_fp32(parameter):
             parameter.data = parameter.data.to(HALF[settings.precision])
     return wrapped
+
+
+def step_options(parts: DeepSpeedConfigParts) -> dict[str, Any]:
+    """What a configuration says of every step, at all stages; see `StepOptions`."""
+    return {"clip_grad": parts.deepspeed["gradient_clipping"], **options_in(parts.settings)}
 
 
 def copies_group(mpu: Any) -> dist.ProcessGroup | None:

@@ -18,13 +18,15 @@ import torch.distributed as dist
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.config.zero import NOT_ELEMENTWISE
 from megalowbit.distributed import process_group
-from megalowbit.engine.model_optimizer import HALF, copies_group
+from megalowbit.engine.model_optimizer import HALF, copies_group, step_options
 from megalowbit.engine.parameters.user_gradients import piece_of
-from megalowbit.engine.zero.regularizer import PieceRegularizer
+from megalowbit.engine.zero.pieces import GradientPieces, PieceRegularizer
+from megalowbit.engine.zero.scaler import ZeroLossScaler
 from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.settings import build_grad_scaler
+from megalowbit.optim.optimizers.options import StepOptions
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class ZeroStart:
         mpu: Any,
         regularizer: DualRangeRegularizer | None,
     ) -> None:
-        self._model, self._settings, self._mpu = model, parts.settings, mpu
+        self._model, self._parts, self._mpu = model, parts, mpu
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._grad_scaler = build_grad_scaler(parts.settings.grad_scaler, parts.settings.precision)
         self._instruments: Instruments | None = None
@@ -99,34 +101,31 @@ class ZeroStart:
 
     def finish(self, engine: Any) -> None:
         """To be called once the engine stands; collective over all ranks."""
-        from megalowbit.engine.zero import optimizer as zero_optimizer
-        from megalowbit.engine.zero.measure import GradientPieces, ZeroParts
-        from megalowbit.engine.zero.scaler import ZeroLossScaler
+        from megalowbit.engine.zero.optimizer import ZeroParts, replace_optimizer_class
 
         assert self._instruments is not None
         trained = _all_parameters(engine.optimizer)
+        options = StepOptions(**step_options(self._parts), training_group=_world_group())
+        gradients = GradientPieces(
+            trained,
+            names=[self._names[id(parameter)] for parameter in trained],
+            options=options,
+            copies=copies_group(self._mpu),
+            peers=dist.get_process_group_ranks(engine.seq_data_parallel_group),
+        )
+        before_measure = None
+        if self._regularizer is not None:
+            before_measure = partial(
+                self._regularizer.add_gradients, group=engine.seq_data_parallel_group, device=engine.device
+            )
         parts = ZeroParts(
             loss_scaler=ZeroLossScaler(self._grad_scaler),
-            gradients=GradientPieces(
-                trained,
-                names=[self._names[id(parameter)] for parameter in trained],
-                gradient_norm=self._settings.gradient_norm,
-                copies=copies_group(self._mpu),
-                group=_world_group(),
-                peers=dist.get_process_group_ranks(engine.seq_data_parallel_group),
-            ),
+            gradients=gradients,
             instruments=self._instruments,
-            before_measure=None
-            if self._regularizer is None
-            else partial(
-                self._regularizer.add_gradients,
-                group=engine.seq_data_parallel_group,
-                device=engine.device,
-            ),
+            options=options,
+            before_measure=before_measure,
         )
-        zero_optimizer.adopt(
-            engine.optimizer, parts, log_num_zeros_in_grad=self._settings.log_num_zeros_in_grad
-        )
+        replace_optimizer_class(engine.optimizer, parts)
         self._write_masters(engine)
 
     @torch.no_grad()

@@ -21,7 +21,8 @@ from megalowbit.optim.gradients.norm import (
     measure_each_gradient,
     measure_gradients,
 )
-from megalowbit.optim.gradients.overflow import RankOverflow
+from megalowbit.optim.gradients.overflow import RankOverflow, joined, locate_overflow
+from megalowbit.optim.gradients.report import Overflow
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
 
 
@@ -160,3 +161,18 @@ class StepGradients:
     def _others(self) -> list[Any]:
         """Parameters whose gradients are in no buffer of this package."""
         return [m for m in self._models if not self._has_main_grad or not hasattr(m, "grad_buffer")]
+
+
+def locate(each: Sequence[StepGradients], group: dist.ProcessGroup | None) -> Overflow | None:
+    """Where gradients overflowed, before averaging or else as they are now; collective over `group`.
+
+    Args:
+        each: gradients of the optimizers that step together.
+        group: all ranks that share the step; None: this process alone.
+    """
+    for is_before in (True, False):
+        seen = [gradients.overflow_here(is_before=is_before) for gradients in each]
+        found = locate_overflow(joined(seen), group)
+        if found is not None:
+            return found
+    return None

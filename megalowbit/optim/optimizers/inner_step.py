@@ -110,7 +110,7 @@ class InnerStep:
         if path in ("one_pass", "apex"):
             is_clearing = clears_gradients and path == "one_pass"
             return self._run_adam(path, gradients, grad_scale, found_inf, rates, is_clearing=is_clearing)
-        with _learning_rates(groups, rates):
+        with stepping_at(groups, rates):
             self._run_torch(path, gradients, grad_scale, found_inf)
         return False
 
@@ -288,7 +288,8 @@ def _gradients_in_place(
 
 
 @contextmanager
-def _learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> Iterator[None]:
+def stepping_at(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> Iterator[None]:
+    """Let a step see these learning rates in its groups; schedulers go on seeing `lr`."""
     before = [group["lr"] for group in groups]
     try:
         for group, rate in zip(groups, rates, strict=True):

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.zero.optimizer import adopt
+from megalowbit.engine.zero.optimizer import PhaseTimers, replace_optimizer_class
 from megalowbit.errors import UserError
+from megalowbit.optim.kernels import cpu as cpu_kernels
 from megalowbit.optim.timers import StepTimers
 
 
@@ -48,6 +49,28 @@ def test_timers_of_ours_and_of_deepspeed_live_side_by_side(stage):
     assert list(engine.optimizer.timers.milliseconds()) == ["inspect"]
 
 
+def test_a_phase_timer_passes_on_what_is_deepspeeds():
+    class Theirs:
+        def __call__(self, name):
+            return f"timer {name}"
+
+        def log(self, names):
+            return f"log {names}"
+
+    timers = PhaseTimers(Theirs())
+    assert (timers("step"), timers.log(["a"])) == ("timer step", "log ['a']")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_huge_finite_gradient_is_measured_again_and_applied(stage, monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "is_available", lambda: False)  # its squares are exact at once
+    engine = start(stage, precision="fp32", grad_scaler=None)
+    engine.backward(engine(torch.ones(1, 3)).sum() * 1e30)
+    report = engine.step() or engine.optimizer.report
+    assert report.is_applied
+    assert report.grad_norm == pytest.approx(8**0.5 * 1e30, rel=1e-6)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_neither_closures_nor_later_parameters_are_taken(stage):
     optimizer = start(stage).optimizer
@@ -65,9 +88,9 @@ def test_a_backward_without_the_scale_is_an_error_with_a_constant_scale_too(stag
         engine(torch.ones(1, 3).half()).float().sum().backward()
 
 
-def test_an_optimizer_of_another_kind_is_not_adopted():
+def test_an_optimizer_of_another_kind_is_refused():
     with pytest.raises(UserError, match="asks for DeepSpeed's SGD, which is not supported"):
-        adopt(torch.optim.SGD([torch.zeros(1)]), None, log_num_zeros_in_grad=False)
+        replace_optimizer_class(torch.optim.SGD([torch.zeros(1)]), None)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
