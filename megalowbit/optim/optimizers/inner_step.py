@@ -55,7 +55,7 @@ class InnerStep:
         self.optimizer = optimizer
         self._half_of = {id(master): half for master, half in half_of.items()}
         self._gradient_of = gradient_of
-        self._cohorts = apex_kernels.Cohorts()
+        self._lists = apex_kernels.TensorLists()
 
     @property
     def path(self) -> StepPath:
@@ -156,7 +156,7 @@ class InnerStep:
             if path == "one_pass":
                 cpu_kernels.adam_step(items, scale, flag, clears_gradients=is_clearing)
             else:
-                apex_kernels.adam_step(self._cohorts.of(items), scale, flag)
+                apex_kernels.adam_step(self._lists.of(items), scale, flag)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
         # neither half gradients nor those whose copy was used: these lie otherwise in memory
         places = {item.gradient.data_ptr() for item in items if item.gradient.dtype == torch.float32}
