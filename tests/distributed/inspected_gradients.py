@@ -1,13 +1,12 @@
 """Gradients measured and read by the host, as a step does it."""
 
-from megalowbit.optim.gradients.norm import Measurement
+from megalowbit.optim.gradients.norm import measure_gradients
 
 
-def inspected(measure, gradients, *, count_zeros=False, **options):
+def inspected(gradients, **options):
     """What a step comes to know: a flag is looked into before it is believed."""
     for is_exact in (False, True):
-        measured = measure(gradients, count_zeros=count_zeros, is_exact=is_exact, **options)
-        facts, _ = Measurement.of(measured, has_zeros=count_zeros).read()
+        facts, _ = measure_gradients(gradients, is_exact=is_exact, **options).read()
         if not facts.found_inf:
             break
     return facts

@@ -61,14 +61,12 @@ class ZeroParts:
     Attributes:
         loss_scaler: over the run's grad scaler.
         gradients: measures this rank's pieces.
-        instruments: hooks of scale strategies.
         options: of the steps; clipping is DeepSpeed's.
         before_measure: of the regulariser; None: nothing is added.
     """
 
     loss_scaler: ZeroLossScaler
     gradients: GradientPieces
-    instruments: Instruments
     options: StepOptions
     before_measure: BeforeMeasure | None = None
 
@@ -134,14 +132,10 @@ class ZeroSurface(LastStep):
         return self._parts.gradients
 
     @property
-    def instruments(self) -> Instruments:
-        """Hooks of scale strategies."""
-        return self._parts.instruments
-
-    @property
     def all_instruments(self) -> Sequence[Instruments]:
         """As `Steppable`: those of the run."""
-        return [self._parts.instruments]
+        assert self._parts.options.instruments is not None
+        return [self._parts.options.instruments]
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:

@@ -73,26 +73,23 @@ class GradientPieces:
 
     def measure(self, pieces: Sequence[Piece], *, is_exact: bool) -> Measurement:
         """Look at this rank's pieces of all gradients of a step; collective. The norm is 0 with the flag."""
-        counted: list[Tensor] = []
-        uncounted: list[Tensor] = []
-        for piece in pieces:
-            is_mine = self._is_counted[self._places[id(piece.parameter)]]
-            (counted if is_mine else uncounted).append(piece.gradient)
         # without the group: pieces that were offloaded lie where the group cannot exchange anything
-        has_zeros = self._options.log_num_zeros_in_grad
-        norm, flag, zeros = measure_gradients(
-            counted, uncounted=uncounted, count_zeros=has_zeros, is_exact=is_exact
+        own = measure_gradients(
+            [piece.gradient for piece in pieces],
+            is_counted=[self._is_counted[self._places[id(piece.parameter)]] for piece in pieces],
+            count_zeros=self._options.log_num_zeros_in_grad,
+            is_exact=is_exact,
         )
-        device = process_group.exchange_device(self._group) if self._group is not None else norm.device
-        squares = norm.square().reshape(1)
+        squares = own.norm.square().reshape(1)
         if self._options.gradient_norm == "sum_of_norms":
-            squares = self._squares_of_each(pieces, norm.device)
-        squares = torch.where(flag > 0, 0.0, squares)
-        packet = torch.cat([flag.reshape(1), zeros.reshape(1), squares]).to(device)
+            squares = self._squares_of_each(pieces, own.norm.device)
+        zeros = torch.zeros_like(own.norm) if own.zeros is None else own.zeros
+        packet = torch.cat([torch.stack([own.flag, zeros]), torch.where(own.flag > 0, 0.0, squares)])
         if self._group is not None:
+            packet = packet.to(process_group.exchange_device(self._group))
             dist.all_reduce(packet, op=dist.ReduceOp.SUM, group=self._group)
         return Measurement(
-            norm=packet[2:].sqrt().sum(), flag=packet[0], zeros=packet[1] if has_zeros else None
+            norm=packet[2:].sqrt().sum(), flag=packet[0], zeros=None if own.zeros is None else packet[1]
         )
 
     def _squares_of_each(self, pieces: Sequence[Piece], device: torch.device) -> Tensor:

@@ -103,9 +103,10 @@ class ZeroStart:
         """To be called once the engine stands; collective over all ranks."""
         from megalowbit.engine.zero.optimizer import ZeroParts, replace_optimizer_class
 
-        assert self._instruments is not None
         trained = _all_parameters(engine.optimizer)
-        options = StepOptions(**step_options(self._parts), training_group=_world_group())
+        options = StepOptions(
+            **step_options(self._parts), training_group=_world_group(), instruments=self._instruments
+        )
         gradients = GradientPieces(
             trained,
             names=[self._names[id(parameter)] for parameter in trained],
@@ -121,7 +122,6 @@ class ZeroStart:
         parts = ZeroParts(
             loss_scaler=ZeroLossScaler(self._grad_scaler),
             gradients=gradients,
-            instruments=self._instruments,
             options=options,
             before_measure=before_measure,
         )

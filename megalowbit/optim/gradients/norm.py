@@ -60,12 +60,6 @@ class Measurement:
     flag: torch.Tensor
     zeros: torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, numbers: torch.Tensor, *, has_zeros: bool) -> Measurement:
-        """Take apart what the functions below return; without `has_zeros` the zeros mean nothing."""
-        norm, flag, zeros = numbers.unbind()
-        return cls(norm=norm, flag=flag, zeros=zeros if has_zeros else None)
-
     def to(self, device: torch.device) -> Measurement:
         """The same on another device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
@@ -98,72 +92,49 @@ def is_counted_once(parameter: torch.Tensor, group: dist.ProcessGroup | None = N
 
 @torch.no_grad()
 def measure_gradients(
-    gradients: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
     *,
-    uncounted: Sequence[torch.Tensor] = (),
+    is_counted: Sequence[bool] | None = None,
+    kind: GradientNorm = "global",
     count_zeros: bool = False,
     group: dist.ProcessGroup | None = None,
     is_exact: bool = False,
-) -> torch.Tensor:
+) -> Measurement:
     """Look at all gradients of a step; collective over `group`, also for a rank without any gradient.
 
     Args:
-        gradients: fp32 or half-precision gradients that this rank counts.
-        uncounted: gradients whose norm another rank or module counts; only checked for inf and NaN.
+        gradients: fp32 or half-precision; None where a parameter has none.
+        is_counted: of each, whether this rank counts it (or its shard); others are only checked for inf and
+            NaN, as another rank or module counts them. None: all are.
+        kind: the norm of all gradients together, or the sum of their norms. Of that, every rank of `group`
+            must hold the same parameters in the same order, as under tensor parallelism: shards are matched
+            by their place.
         count_zeros: also count the elements that are exactly zero.
         group: the model-parallel group; None where gradients are not sharded.
         is_exact: take every square in float64; slower.
-
-    Returns:
-        (3,) float64 on the gradients' device: norm, whether any is not finite (> 0), zeros. The norm means
-        nothing where the flag is set.
     """
-    device = _device(gradients, uncounted, group)
-    squares = _squares(gradients, device, is_exact)
-    others = _squares(uncounted, device, is_exact)
-    is_suspicious = ~(torch.isfinite(squares).all() & torch.isfinite(others).all())
-    zeros = _count_zeros(gradients, device) if count_zeros else _nothing(device)
-    total = torch.where(is_suspicious, 0.0, squares.sum())
-    reduced = _sum_over(torch.stack([total, is_suspicious.double(), zeros]), group)
-    return torch.cat([reduced[:1] ** 0.5, reduced[1:]])
-
-
-@torch.no_grad()
-def measure_each_gradient(
-    gradients: Sequence[torch.Tensor | None],
-    *,
-    is_counted: Sequence[bool],
-    count_zeros: bool = False,
-    group: dist.ProcessGroup | None = None,
-    is_exact: bool = False,
-) -> torch.Tensor:
-    """Like `measure_gradients`, but the norm is the sum over the parameters of each gradient's 2-norm.
-
-    Collective over `group`, in which every rank must hold the same parameters in the same order, as under
-    tensor parallelism: shards are matched by their place.
-
-    Args:
-        gradients: one entry a parameter; None where it has no gradient.
-        is_counted: of each parameter, whether this rank counts it (or its shard).
-        count_zeros: also count the elements that are exactly zero.
-        group: the model-parallel group; None where gradients are not sharded.
-        is_exact: take every norm in float64; slower.
-    """
-    present = [gradient for gradient in gradients if gradient is not None]
-    counted = [
-        gradient
-        for gradient, counts in zip(gradients, is_counted, strict=True)
-        if gradient is not None and counts
-    ]
-    device = _device(present, (), group)
-    zeros = _count_zeros(counted, device) if count_zeros else _nothing(device)
-    squares = _squares_of_each(gradients, device, is_exact)  # (parameters,)
+    counts = [True] * len(gradients) if is_counted is None else is_counted
+    present = [(each, is_own) for each, is_own in zip(gradients, counts, strict=True) if each is not None]
+    counted = [each for each, is_own in present if is_own]
+    others = [each for each, is_own in present if not is_own]
+    device = _device([*counted, *others], group)
+    if kind == "sum_of_norms":
+        squares = _squares_of_each(gradients, device, is_exact)  # (parameters,)
+        zero = _nothing(device)
+        own = [square if is_own else zero for square, is_own in zip(squares, counts, strict=True)]
+        own_squares = torch.stack([zero, *own])
+    else:
+        of_counted, of_others = (_squares(each, device, is_exact) for each in (counted, others))
+        squares, own_squares = torch.cat([of_counted, of_others]), of_counted.sum().reshape(1)
     is_suspicious = ~torch.isfinite(squares).all()
-    zero = _nothing(device)
-    mine = [square if counts else zero for square, counts in zip(squares, is_counted, strict=True)]
-    own = torch.where(is_suspicious, 0.0, torch.stack([zero, *mine]))
-    packet = _sum_over(torch.cat([torch.stack([is_suspicious.double(), zeros]), own]), group)
-    return torch.cat([packet[2:].sqrt().sum().reshape(1), packet[:2]])
+    zeros = _count_zeros(counted, device) if count_zeros else _nothing(device)
+    packet = torch.cat(
+        [torch.stack([is_suspicious.double(), zeros]), torch.where(is_suspicious, 0.0, own_squares)]
+    )
+    if group is not None and process_group.world_size(group) > 1:
+        dist.all_reduce(packet, op=dist.ReduceOp.SUM, group=group)
+    norm = packet[2:].sqrt().sum()
+    return Measurement(norm=norm, flag=packet[0], zeros=packet[1] if count_zeros else None)
 
 
 def check_same_parameters(count: int, group: dist.ProcessGroup | None) -> None:
@@ -262,16 +233,8 @@ def _count_zeros(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
     return total
 
 
-def _sum_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    if group is not None and process_group.world_size(group) > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
-    return values
-
-
-def _device(
-    gradients: Sequence[torch.Tensor], uncounted: Sequence[torch.Tensor], group: dist.ProcessGroup | None
-) -> torch.device:
-    for tensor in (*gradients, *uncounted):
-        return tensor.device
+def _device(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.device:
+    if gradients:
+        return gradients[0].device
     # a rank without gradients still has to send its zeros
     return process_group.exchange_device(group) if group is not None else torch.device("cpu")

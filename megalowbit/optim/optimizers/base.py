@@ -210,13 +210,12 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
 
     def measure(self, *, is_exact: bool = False) -> Measurement:
         """Look at the scaled gradients; collective over model parallel."""
-        numbers = self.gradients.measure(
+        return self.gradients.measure(
             self.gradient_norm,
             count_zeros=self.log_num_zeros_in_grad,
             group=self.model_parallel_group,
             is_exact=is_exact,
         )
-        return Measurement.of(numbers, has_zeros=self.log_num_zeros_in_grad)
 
     @property
     def is_late_flag_possible(self) -> bool:
