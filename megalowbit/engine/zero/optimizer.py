@@ -18,8 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,30 +46,6 @@ from megalowbit.optim.step import take_step
 from megalowbit.optim.timers import StepTimers, timed
 
 
-class BeforeMeasure(Protocol):
-    """Adds to the gradients of a step before they are measured."""
-
-    def __call__(self, pieces: list[Piece], loss_scale: float) -> object:
-        """`pieces` are this rank's; their gradients are multiplied by `loss_scale`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroParts:
-    """What our classes add to DeepSpeed's objects.
-
-    Attributes:
-        loss_scaler: over the run's grad scaler.
-        gradients: measures this rank's pieces.
-        options: of the steps; clipping is DeepSpeed's.
-        before_measure: of the regulariser; None: nothing is added.
-    """
-
-    loss_scaler: ZeroLossScaler
-    gradients: GradientPieces
-    options: StepOptions
-    before_measure: BeforeMeasure | None = None
-
-
 class PhaseTimers:
     """Our timers by name of phase where DeepSpeed's code calls its own."""
 
@@ -94,13 +69,16 @@ class ZeroSurface(LastStep):
 
     Attributes:
         report: what the last step did; None before the first.
+        gradients: measures this rank's pieces.
         layer_scaling: never at these stages.
     """
 
     is_flag_shared = True  # pieces are measured over all ranks
     is_late_flag_possible = False  # DeepSpeed's step decides on the host
 
-    _parts: ZeroParts
+    gradients: GradientPieces
+    _loss_scaler: ZeroLossScaler
+    _options: StepOptions
     _has_sums: bool  # since the last step, of any micro-batch
     _has_gradients: bool  # of all micro-batches, or set by hand
     _is_stepping: bool
@@ -112,9 +90,15 @@ class ZeroSurface(LastStep):
     param_groups: list[dict[str, Any]]
     _global_grad_norm: float | None
 
-    def attach(self, parts: ZeroParts) -> None:
-        """Take the place of DeepSpeed's attributes of the same names; once, right after its constructor."""
-        self._parts = parts
+    def attach(self, loss_scaler: ZeroLossScaler, gradients: GradientPieces, options: StepOptions) -> None:
+        """Take the place of DeepSpeed's attributes of the same names; once, right after its constructor.
+
+        Args:
+            loss_scaler: over the run's grad scaler.
+            gradients: measures this rank's pieces.
+            options: of every step; clipping is DeepSpeed's.
+        """
+        self._loss_scaler, self.gradients, self._options = loss_scaler, gradients, options
         self._timers = PhaseTimers(self.__dict__.pop("timers"))
         for name in ("loss_scaler", "dynamic_loss_scale"):
             self.__dict__.pop(name, None)
@@ -124,44 +108,39 @@ class ZeroSurface(LastStep):
     @property
     def grad_scaler(self) -> GradScaler | None:
         """The run's scaler."""
-        return self._parts.loss_scaler.grad_scaler
-
-    @property
-    def gradients(self) -> GradientPieces:
-        """What measures this rank's pieces."""
-        return self._parts.gradients
+        return self._loss_scaler.grad_scaler
 
     @property
     def all_instruments(self) -> Sequence[Instruments]:
         """As `Steppable`: those of the run."""
-        assert self._parts.options.instruments is not None
-        return [self._parts.options.instruments]
+        assert self._options.instruments is not None
+        return [self._options.instruments]
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
         """All ranks, which take each step together; None where there is one process."""
-        return self._parts.options.training_group
+        return self._options.training_group
 
     @property
     def log_num_zeros_in_grad(self) -> bool:
         """Whether exact zeros are counted at each step."""
-        return self._parts.options.log_num_zeros_in_grad
+        return self._options.log_num_zeros_in_grad
 
     @property
     def loss_scaler(self) -> ZeroLossScaler:
         """What DeepSpeed takes the scale from."""
-        return self._parts.loss_scaler
+        return self._loss_scaler
 
     @loss_scaler.setter
     def loss_scaler(self, saved: Any) -> None:
         # DeepSpeed assigns what it found in a checkpoint; the live one takes its state and stays
-        if saved is not self._parts.loss_scaler:
-            self._parts.loss_scaler.load_state_dict(saved)
+        if saved is not self._loss_scaler:
+            self._loss_scaler.load_state_dict(saved)
 
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the scale can change."""
-        return self._parts.loss_scaler.dynamic
+        return self._loss_scaler.dynamic
 
     @dynamic_loss_scale.setter
     def dynamic_loss_scale(self, saved: bool) -> None:
@@ -183,7 +162,8 @@ class ZeroSurface(LastStep):
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """DeepSpeed's own look at the gradients, for which `measure` stands."""
 
-    def _pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's gradients, scaled."""
         raise NotImplementedError
 
     def _deepspeed_step(self) -> None:
@@ -237,12 +217,12 @@ class ZeroSurface(LastStep):
         """Make the gradients ready to be measured."""
         if not self._has_gradients:
             raise UserError(NO_GRADIENTS)
-        if self._parts.before_measure is not None:
-            self._parts.before_measure(list(self._pieces()), loss_scale)
+        if self._options.before_step is not None:
+            self._options.before_step(loss_scale)
 
     def measure(self, *, is_exact: bool = False) -> Measurement:
         """Look at the scaled gradients; collective over all ranks."""
-        return self.gradients.measure(list(self._pieces()), is_exact=is_exact)
+        return self.gradients.measure(list(self.pieces()), is_exact=is_exact)
 
     def update(self, measured: Measurement, facts: GradientFacts | None) -> None:  # noqa: ARG002
         """Take DeepSpeed's step."""
@@ -251,7 +231,7 @@ class ZeroSurface(LastStep):
 
     def locate(self) -> Overflow | None:
         """Where gradients overflowed; collective over all ranks."""
-        return self.gradients.locate(list(self._pieces()))
+        return self.gradients.locate(list(self.pieces()))
 
     def end_step(self, report: StepReport) -> None:
         """Forget the gradients; a step that is skipped goes through DeepSpeed's as well, which drops it."""
@@ -283,8 +263,8 @@ class ZeroSurface(LastStep):
 class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
     """`DeepSpeedZeroOptimizer`, stages 1 and 2, under our rules."""
 
-    def attach(self, parts: ZeroParts) -> None:
-        super().attach(parts)
+    def attach(self, loss_scaler: ZeroLossScaler, gradients: GradientPieces, options: StepOptions) -> None:
+        super().attach(loss_scaler, gradients, options)
         self.check_grad_overflow = True  # or bf16 steps are taken whatever the norm is
 
     def begin_step(self, loss_scale: float) -> None:
@@ -336,7 +316,7 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
         DeepSpeedZeroOptimizer.load_state_dict(self, *arguments, **named)
         self.clip_grad = clip_grad
 
-    def _pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         for group, parameters in enumerate(self.params_in_partition):
             gradients = self._gradients_of(group, parameters)
             for parameter, gradient in zip(parameters, gradients, strict=False):
@@ -401,7 +381,7 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
     def _get_norm_groups(self) -> list[Tensor]:
         return [self._norm]
 
-    def _pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         for group, parameters in enumerate(self.fp16_groups):
             flat = self.fp32_partitioned_groups_flat[group].grad if self.offload_optimizer else None
             for index, parameter in enumerate(parameters):
@@ -435,8 +415,14 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
                 partition.grad.zero_()
 
 
-def replace_optimizer_class(optimizer: Any, parts: ZeroParts) -> None:
-    """Turn the engine's ZeRO optimizer into ours, in place: hooks of the model hold on to the object."""
+def replace_optimizer_class(optimizer: Any) -> None:
+    """Turn the engine's ZeRO optimizer into ours, in place: hooks of the model hold on to the object.
+
+    `ZeroSurface.attach` must follow.
+
+    Raises:
+        UserError: it is of another class.
+    """
     classes: dict[type, type] = {
         DeepSpeedZeroOptimizer: ZeroOptimizer,
         DeepSpeedZeroOptimizer_Stage3: ZeroOptimizerStage3,
@@ -448,4 +434,3 @@ def replace_optimizer_class(optimizer: Any, parts: ZeroParts) -> None:
             "remove what asks for it"
         )
     optimizer.__class__ = found
-    optimizer.attach(parts)

@@ -7,7 +7,7 @@ ranks hold alike, which are counted once. So squares just add up over all ranks,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -154,7 +154,7 @@ class PieceRegularizer:
 
     @torch.no_grad()
     def add_gradients(
-        self, pieces: Sequence[Piece], loss_scale: float, *, group: dist.ProcessGroup, device: torch.device
+        self, pieces: Iterable[Piece], loss_scale: float, *, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         """Once per optimizer step; collective.
 

@@ -9,7 +9,6 @@ Not covered: models built under `deepspeed.zero.Init`, whose values are in piece
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.settings import build_grad_scaler
-from megalowbit.optim.optimizers.options import StepOptions
+from megalowbit.optim.optimizers.options import BeforeStep, StepOptions
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 
 logger = logging.getLogger(__name__)
@@ -101,12 +100,15 @@ class ZeroStart:
 
     def finish(self, engine: Any) -> None:
         """To be called once the engine stands; collective over all ranks."""
-        from megalowbit.engine.zero.optimizer import ZeroParts, replace_optimizer_class
+        from megalowbit.engine.zero.optimizer import replace_optimizer_class
 
-        trained = _all_parameters(engine.optimizer)
         options = StepOptions(
-            **step_options(self._parts), training_group=_world_group(), instruments=self._instruments
+            **step_options(self._parts),
+            training_group=_world_group(),
+            before_step=self._regularization(engine),
+            instruments=self._instruments,
         )
+        trained = _all_parameters(engine.optimizer)
         gradients = GradientPieces(
             trained,
             names=[self._names[id(parameter)] for parameter in trained],
@@ -114,19 +116,16 @@ class ZeroStart:
             copies=copies_group(self._mpu),
             peers=dist.get_process_group_ranks(engine.seq_data_parallel_group),
         )
-        before_measure = None
-        if self._regularizer is not None:
-            before_measure = partial(
-                self._regularizer.add_gradients, group=engine.seq_data_parallel_group, device=engine.device
-            )
-        parts = ZeroParts(
-            loss_scaler=ZeroLossScaler(self._grad_scaler),
-            gradients=gradients,
-            options=options,
-            before_measure=before_measure,
-        )
-        replace_optimizer_class(engine.optimizer, parts)
+        replace_optimizer_class(engine.optimizer)
+        engine.optimizer.attach(ZeroLossScaler(self._grad_scaler), gradients, options)
         self._write_masters(engine)
+
+    def _regularization(self, engine: Any) -> BeforeStep | None:
+        regularizer, optimizer = self._regularizer, engine.optimizer
+        if regularizer is None:
+            return None
+        group, device = engine.seq_data_parallel_group, engine.device
+        return lambda scale: regularizer.add_gradients(optimizer.pieces(), scale, group=group, device=device)
 
     @torch.no_grad()
     def _write_masters(self, engine: Any) -> None:

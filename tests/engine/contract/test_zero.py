@@ -126,7 +126,7 @@ def test_gradients_are_reduced_and_added_up_in_fp32(stage):
     for factor in (1.0, 2.0**-12):  # fp16 has 11 bits: the second would be lost in 1 + 2^-12
         engine.backward(engine() * factor)
         if factor < 1:
-            piece = next(optimizer._pieces())
+            piece = next(optimizer.pieces())
             assert piece.gradient.dtype == torch.float32
             expected = (1 + 2.0**-12) / 2 * optimizer.loss_scale
             assert piece.gradient.flatten()[0].item() == expected, "a micro-batch was lost to rounding"
