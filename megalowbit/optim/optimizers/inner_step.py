@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from megalowbit.errors import UserError
+from megalowbit.optim.gradients.buffer import SPARSE
 from megalowbit.optim.kernels import apex as apex_kernels
 from megalowbit.optim.kernels import cpu as cpu_kernels
 from megalowbit.optim.kernels.cpu import AdamSettings, AdamTensors
@@ -117,7 +118,7 @@ class InnerStep:
     def _dense_gradient(self, master: Tensor) -> Tensor | None:
         gradient = self._gradient_of(master)
         if gradient is not None and gradient.layout != torch.strided:
-            raise UserError("sparse gradients are not supported: build embeddings with sparse=False")
+            raise UserError(SPARSE)
         return gradient
 
     def _fits_one_pass(self, master: Tensor) -> bool:
