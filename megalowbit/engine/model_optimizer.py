@@ -14,7 +14,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.settings import build_grad_scaler
-from megalowbit.optim.optimizers.options import StepOptions
+from megalowbit.optim.optimizers.options import options_in
 from megalowbit.optim.optimizers.param_groups import weight_decay_groups
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 
@@ -75,10 +75,10 @@ def _check_trained(model: torch.nn.Module, parameters: Iterable[torch.nn.Paramet
 
 
 def _check_client(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    strangers = _count_strangers(model, optimizer.param_groups)
-    if strangers:
+    foreign = _count_foreign_parameters(model, optimizer.param_groups)
+    if foreign:
         raise UserError(
-            f"optimizer holds {strangers} parameters that are not (or no longer) the model's, whose layers "
+            f"optimizer holds {foreign} parameters that are not (or no longer) the model's, whose layers "
             "have been cut or converted: pass a callable from parameters to optimizer, such as "
             "lambda groups: AdamW(groups, lr=1e-4)"
         )
@@ -97,7 +97,7 @@ def _check_client(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
                 )
 
 
-def _count_strangers(model: torch.nn.Module, groups: Iterable[dict[str, Any]]) -> int:
+def _count_foreign_parameters(model: torch.nn.Module, groups: Iterable[dict[str, Any]]) -> int:
     known = {id(parameter) for parameter in model.parameters()}
     return sum(id(parameter) not in known for group in groups for parameter in group["params"])
 
@@ -112,10 +112,10 @@ def parameter_groups(
     given: list[Any] = list(model_parameters)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     groups = [{**group, "params": list(group["params"])} for group in groups]
-    strangers = _count_strangers(model, groups)
-    if strangers or not any(group["params"] for group in groups):
+    foreign = _count_foreign_parameters(model, groups)
+    if foreign or not any(group["params"] for group in groups):
         raise UserError(
-            f"model_parameters holds {strangers} parameters that are not (or no longer) the model's: "
+            f"model_parameters holds {foreign} parameters that are not (or no longer) the model's: "
             "convert the model first, then collect its parameters"
             + (
                 ", or leave them out where tensor parallelism cuts it"
@@ -143,10 +143,8 @@ def wrap_optimizer(
 
     settings = parts.settings
     grad_scaler = build_grad_scaler(settings.grad_scaler, settings.precision)
-    options: StepOptions = {
-        "clip_grad": parts.deepspeed["gradient_clipping"],
-        "log_num_zeros_in_grad": settings.log_num_zeros_in_grad,
-        "gradient_norm": settings.gradient_norm,
+    options = {
+        **step_options(parts),
         "before_step": regularizer.add_gradients if regularizer is not None else None,
         "model_parallel_group": mpu.get_model_parallel_group() if mpu is not None else None,
         "tensor_parallel_group": _tensor_parallel_group(mpu),
@@ -165,6 +163,11 @@ def wrap_optimizer(
         if parameter.dtype == torch.float32 and not is_kept_fp32(parameter):
             parameter.data = parameter.data.to(HALF[settings.precision])
     return wrapped
+
+
+def step_options(parts: DeepSpeedConfigParts) -> dict[str, Any]:
+    """What a configuration says of every step, at all stages; see `StepOptions`."""
+    return {"clip_grad": parts.deepspeed["gradient_clipping"], **options_in(parts.settings)}
 
 
 def copies_group(mpu: Any) -> dist.ProcessGroup | None:

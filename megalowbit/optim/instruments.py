@@ -124,6 +124,40 @@ class Instruments:
             self.probe.is_armed = grad_scaler is not None and grad_scaler.wants_probe
 
 
+def adapt(
+    each: Sequence[Instruments],
+    grad_scaler: GradScaler | None,
+    numbers: Sequence[Sequence[float]],
+    *,
+    is_applied: bool,
+    loss_scale: float,
+) -> None:
+    """Let scaler and factors by block learn from a step, and arm probes for the next one.
+
+    Args:
+        each: instruments of the optimizers that were stepped together.
+        grad_scaler: which all of them have.
+        numbers: of each, what it took.
+        is_applied: whether the step was.
+        loss_scale: S of that step.
+    """
+    statistics = []
+    scalings: dict[LayerScaling, list[float]] = {}  # several optimizers may share one
+    for instruments, own in zip(each, numbers, strict=True):
+        seen, amaxes = instruments.read(own, loss_scale)
+        statistics.append(seen)
+        scaling = instruments.layer_scaling
+        if scaling is not None:
+            scalings[scaling] = list(map(max, amaxes, scalings.get(scaling, amaxes)))
+    blamed = [scaling.update(amaxes, not is_applied, loss_scale) for scaling, amaxes in scalings.items()]
+    if grad_scaler is not None and any(blamed):
+        grad_scaler.restart_growth()
+    elif grad_scaler is not None:
+        grad_scaler.update(not is_applied, joined_statistics(statistics))
+    for instruments in each:
+        instruments.prepare(grad_scaler)
+
+
 def joined_statistics(each: Sequence[GradientStatistics]) -> GradientStatistics:
     """What several optimizers of one step saw, as one: the largest maximum, the first probe that told."""
     amaxes = [one.amax for one in each if one.amax is not None]

@@ -16,7 +16,7 @@ from megalowbit.distributed.agreement import raised_on_all_ranks
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.parameters.split import WeightSplitReport
 from megalowbit.errors import UserError
-from megalowbit.optim.optimizers.base import learning_rate
+from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.pretrain.components.speculation import line_after_switch, look_facts
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.overflow_retry import take_step

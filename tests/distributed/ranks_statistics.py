@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from tiny_training import rank_and_size, report
 
+from megalowbit.engine.overflow_retry import StepSnapshot, retry_step
 from megalowbit.optim.loss_scale.base import DynamicGradScaler
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 from megalowbit.optim.statistics.amax import GradientWatch
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
 from megalowbit.optim.statistics.probe import GradientProbe
-from megalowbit.optim.step_retry import StepSnapshot, retry_step
 
 
 def model_of():

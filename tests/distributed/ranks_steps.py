@@ -1,11 +1,11 @@
 """Two ranks: overflow on one of them, clipping, trajectory, stock regression; see test_steps.py."""
 
 import torch
+from inspected_gradients import inspected
 from tiny_training import TinyModel, config, facts, make, rank_and_size, report, train_step, weights
 
 from megalowbit.distributed.agreement import agree
 from megalowbit.errors import TransientError, UserError
-from megalowbit.optim.gradients.norm import inspect_each_gradient, inspect_gradients
 from megalowbit.optim.optimizers.mixed_precision import FP32Optimizer
 
 
@@ -81,16 +81,12 @@ def sharded_norm():
     rank, _ = rank_and_size()
     group = torch.distributed.group.WORLD
     shard, replica = torch.tensor([[3.0], [4.0]][rank]), torch.tensor([12.0])
-    counted, uncounted = ([shard, replica], []) if rank == 0 else ([shard], [replica])
-    facts = [
-        inspect_gradients(counted, uncounted=uncounted, norm_type=p, group=group) for p in (2, torch.inf)
-    ]
+    facts = [inspected([shard, replica], is_counted=[True, rank == 0], group=group)]
     lonely = [torch.tensor([5.0, 0.0])] if rank == 1 else []
-    facts.append(inspect_gradients(lonely, group=group, count_zeros=True))
-    for value, p in ((torch.nan, 2), (torch.inf, torch.inf), (3e30, 2)):
-        facts.append(
-            inspect_gradients([torch.tensor([value if rank == 1 else 4e30])], norm_type=p, group=group)
-        )
+    facts.append(inspected(lonely, group=group, count_zeros=True))
+    for value in (torch.nan, torch.inf, 3e30):
+        gradients = [torch.tensor([value if rank == 1 else 4e30])]
+        facts.append(inspected(gradients, group=group))
     return [[f.found_inf, None if f.found_inf else f.norm, f.num_zeros] for f in facts]
 
 
@@ -99,14 +95,14 @@ def sum_of_norms():
     rank, _ = rank_and_size()
     group = torch.distributed.group.WORLD
     shard, replica = torch.tensor([[3.0], [4.0]][rank]), torch.tensor([12.0, 0.0])
+    by_parameter = {"kind": "sum_of_norms", "is_counted": [True, rank == 0], "group": group}
     seen = []
     for own in (shard, None if rank == 0 else shard, shard * 1e30):
-        found = inspect_each_gradient(
-            [own, replica], is_counted=[True, rank == 0], count_zeros=True, group=group
-        )
+        found = inspected([own, replica], count_zeros=True, **by_parameter)
         seen.append([found.found_inf, found.norm, found.num_zeros])
     bad = torch.tensor([torch.nan if rank == 1 else 1.0])
-    seen.append(inspect_each_gradient([bad, replica], is_counted=[True, rank == 0], group=group).found_inf)
+    found = inspected([bad, replica], **by_parameter)
+    seen.append(found.found_inf)
 
     sharded, whole = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(2))
     sharded.tensor_model_parallel = True

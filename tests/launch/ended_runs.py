@@ -21,3 +21,15 @@ def contents(folder):
 def rows(folder, name="metrics.jsonl"):
     """Steps with a line in a file of records."""
     return [json.loads(line)["step"] for line in (folder / name).read_text().splitlines()]
+
+
+def dangle(folder):
+    """Let a run's checkpoints be a link to a folder that does not exist."""
+    (folder / "checkpoints").rename(folder.parent / "moved")
+    (folder / "checkpoints").symlink_to(folder / "gone")
+
+
+def remove_manifests(folder):
+    """Leave a run's checkpoints without what vouches for them."""
+    for path in (folder / "checkpoints").glob("step-*/manifest.json"):
+        path.unlink()

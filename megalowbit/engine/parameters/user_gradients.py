@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalowbit.errors import UserError
-
 NO_GRADIENTS = "engine.step() before any backward: call engine.backward(loss) first"
 
 
@@ -46,25 +44,6 @@ class ZeroGrad:
 def attach_zero_grad(engine: Any) -> None:
     """Let `engine.zero_grad()` and `engine.module.zero_grad()` forget all gradients since the last step."""
     engine.module.zero_grad = engine.zero_grad = ZeroGrad(engine.module, engine.optimizer)
-
-
-def check_shape(name: str, gradient: Tensor, parameter: torch.nn.Parameter) -> None:
-    """Refuse a gradient that does not fit.
-
-    Args:
-        name: of the parameter.
-        gradient: set by hand.
-        parameter: whole, or partitioned by ZeRO stage 3.
-
-    Raises:
-        UserError: names both shapes and devices.
-    """
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    if (gradient.shape, gradient.device) != (shape, parameter.device):
-        raise UserError(
-            f"{name}.grad has shape {tuple(gradient.shape)} on {gradient.device}, the parameter "
-            f"{tuple(shape)} on {parameter.device}: set a gradient of that shape and device"
-        )
 
 
 def drop_from_host(parameters: Iterable[torch.nn.Parameter]) -> None:

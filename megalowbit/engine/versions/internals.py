@@ -167,6 +167,7 @@ INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "_lazy_init_hp_params_optimizer_state": (LOW, LOADED),
         "_link_all_hp_params": (LOW, LOADED),
         "_set_fp32_optimizer_param_groups": (THREE, LOADED),
+        "_wait_for_offload_copies": (LOW, MEASURED),
         "all_grad_tensors": (LOW, FORGOTTEN),
         "average_tensor": (LOW, "stage 2 divides gradients by the ranks in fp32"),
         "averaged_gradients": (ALL, MEASURED),

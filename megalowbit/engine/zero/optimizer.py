@@ -4,99 +4,143 @@ ZeRO keeps fp32 masters, gradients and moments in pieces; how it reduces, update
 DeepSpeed's. Ours is what decides a step: the pieces are measured by one pass and one message over all ranks,
 so that inf and NaN are found in every precision and on model-parallel ranks too, the norm counts every
 parameter once, and the scale changes only after the step that it belongs to. The engine builds its own
-class; `adopt` then gives the object one of the two classes below, which override no more than they name.
+class; `replace_optimizer_class` then gives the object one of the two below, which override no more than they
+name.
 DeepSpeed leaves gradients of parameters that a step has not used in its buffers, and all of them after
 `zero_grad`; they are cleared here, or they would be applied again.
+`take_step` orders a step as at stage 0; DeepSpeed's own step is the update, and is handed the norm.
 Not covered: where an overflow was before ranks were averaged.
 What is used of DeepSpeed is listed, with what breaks without it, in engine/versions/internals.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
 from torch import Tensor
 
-from megalowbit.engine.parameters.user_gradients import NO_GRADIENTS, check_shape, drop_from_host, piece_of
-from megalowbit.engine.zero.measure import GradientPieces, Piece, ZeroParts
-from megalowbit.engine.zero.phases import PhaseTimers, scaled_learning_rates
+from megalowbit.engine.parameters.user_gradients import NO_GRADIENTS, drop_from_host, piece_of
+from megalowbit.engine.zero.pieces import GradientPieces, Piece
 from megalowbit.engine.zero.scaler import ZeroLossScaler
 from megalowbit.errors import UserError
-from megalowbit.optim.gradients.report import LastStep, StepReport
+from megalowbit.optim.gradients.buffer import check_fit
+from megalowbit.optim.gradients.norm import GradientFacts, Measurement
+from megalowbit.optim.gradients.report import LastStep, Overflow, StepReport
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.base import GradScaler
+from megalowbit.optim.optimizers.base import no_later_parameters
+from megalowbit.optim.optimizers.inner_step import stepping_at
+from megalowbit.optim.optimizers.options import StepOptions
+from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
+from megalowbit.optim.step import take_step
 from megalowbit.optim.timers import StepTimers, timed
 
 
+class PhaseTimers:
+    """Our timers by name of phase where DeepSpeed's code calls its own."""
+
+    def __init__(self, deepspeed_timers: Any) -> None:
+        self.deepspeed_timers = deepspeed_timers
+        self.ours: StepTimers | None = None
+
+    def __call__(self, name: str) -> Any:
+        return self.deepspeed_timers(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.deepspeed_timers, name)
+
+    def milliseconds(self) -> dict[str, float]:
+        """Of our phases; empty where nobody asked for times."""
+        return self.ours.milliseconds() if self.ours is not None else {}
+
+
 class ZeroSurface(LastStep):
-    """What both classes share: the same names as our optimizer at stage 0 has them.
+    """What both classes share: a step, and the same names as our optimizer at stage 0 has them.
 
     Attributes:
         report: what the last step did; None before the first.
+        gradients: measures this rank's pieces.
         layer_scaling: never at these stages.
     """
 
-    _parts: ZeroParts
+    is_flag_shared = True  # pieces are measured over all ranks
+    is_late_flag_possible = False  # DeepSpeed's step decides on the host
+
+    gradients: GradientPieces
+    _loss_scaler: ZeroLossScaler
+    _options: StepOptions
     _has_sums: bool  # since the last step, of any micro-batch
     _has_gradients: bool  # of all micro-batches, or set by hand
     _is_stepping: bool
     is_gradient_accumulation_boundary: Callable[[], bool]
     _timers: PhaseTimers
-    report: StepReport | None
-    layer_scaling: LayerScaling | None
-    log_num_zeros_in_grad: bool
+    _norm: Tensor  # of the scaled gradients, 0-dim float64 on the host; infinite where the step is skipped
+    layer_scaling: LayerScaling | None = None
     overflow: bool
     param_groups: list[dict[str, Any]]
     _global_grad_norm: float | None
 
-    def adopt(self, parts: ZeroParts, *, log_num_zeros_in_grad: bool) -> None:
-        """Take the place of DeepSpeed's attributes of the same names; once, right after its constructor."""
-        self._parts = parts
+    def attach(self, loss_scaler: ZeroLossScaler, gradients: GradientPieces, options: StepOptions) -> None:
+        """Take the place of DeepSpeed's attributes of the same names; once, right after its constructor.
+
+        Args:
+            loss_scaler: over the run's grad scaler.
+            gradients: measures this rank's pieces.
+            options: of every step; clipping is DeepSpeed's.
+        """
+        self._loss_scaler, self.gradients, self._options = loss_scaler, gradients, options
         self._timers = PhaseTimers(self.__dict__.pop("timers"))
         for name in ("loss_scaler", "dynamic_loss_scale"):
             self.__dict__.pop(name, None)
         self.report = None
-        self.layer_scaling = None
         self._has_sums = self._has_gradients = self._is_stepping = False
-        self.log_num_zeros_in_grad = log_num_zeros_in_grad
 
     @property
     def grad_scaler(self) -> GradScaler | None:
         """The run's scaler."""
-        return self._parts.loss_scaler.grad_scaler
+        return self._loss_scaler.grad_scaler
 
     @property
-    def gradients(self) -> GradientPieces:
-        """What measures this rank's pieces."""
-        return self._parts.gradients
+    def all_instruments(self) -> Sequence[Instruments]:
+        """As `Steppable`: those of the run."""
+        assert self._options.instruments is not None
+        return [self._options.instruments]
 
     @property
-    def instruments(self) -> Instruments:
-        """Hooks of scale strategies."""
-        return self._parts.instruments
+    def training_group(self) -> dist.ProcessGroup | None:
+        """All ranks, which take each step together; None where there is one process."""
+        return self._options.training_group
+
+    @property
+    def log_num_zeros_in_grad(self) -> bool:
+        """Whether exact zeros are counted at each step."""
+        return self._options.log_num_zeros_in_grad
 
     @property
     def loss_scaler(self) -> ZeroLossScaler:
         """What DeepSpeed takes the scale from."""
-        return self._parts.loss_scaler
+        return self._loss_scaler
 
     @loss_scaler.setter
     def loss_scaler(self, saved: Any) -> None:
         # DeepSpeed assigns what it found in a checkpoint; the live one takes its state and stays
-        if saved is not self._parts.loss_scaler:
-            self._parts.loss_scaler.load_state_dict(saved)
+        if saved is not self._loss_scaler:
+            self._loss_scaler.load_state_dict(saved)
 
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the scale can change."""
-        return self._parts.loss_scaler.dynamic
+        return self._loss_scaler.dynamic
 
     @dynamic_loss_scale.setter
     def dynamic_loss_scale(self, saved: bool) -> None:
@@ -116,9 +160,14 @@ class ZeroSurface(LastStep):
         return self.grad_scaler is not None
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
-        """DeepSpeed's own look at the gradients, for which `_measure` stands."""
+        """DeepSpeed's own look at the gradients, for which `measure` stands."""
 
-    def _pieces(self) -> list[Piece]:
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's gradients, scaled."""
+        raise NotImplementedError
+
+    def _deepspeed_step(self) -> None:
+        """Step by `_norm`: clip, or drop everything where it is infinite."""
         raise NotImplementedError
 
     def _clear(self) -> None:
@@ -148,57 +197,59 @@ class ZeroSurface(LastStep):
         hand_set = [each for each in parameters if each.grad is not None]
         for parameter in hand_set:
             assert parameter.grad is not None
-            check_shape(self._parts.gradients.name_of(parameter), parameter.grad, parameter)
+            name, shape = self.gradients.name_of(parameter), getattr(parameter, "ds_shape", parameter.shape)
+            check_fit(name, parameter.grad, shape, parameter.device)
         if hand_set:
             self._set_by_hand(hand_set)
             self._has_sums = self._has_gradients = True
         for parameter in hand_set:
             parameter.grad = None
 
-    def _measure(self) -> Tensor:
-        """Norm of the scaled gradients as 0-dim float64 on the host, infinite where some are not finite."""
-        pieces, parts, loss_scale = self._pieces(), self._parts, self._parts.loss_scaler.cur_scale
-        if parts.before_measure is not None:
-            parts.before_measure(pieces, loss_scale)
-        with timed(self._timers.ours, "inspect"):
-            norm, flag, zeros, *self._figures = parts.gradients.measure(
-                pieces,
-                count_zeros=self.log_num_zeros_in_grad,
-                figures=parts.instruments.take(parts.gradients.group),
-            )
-        overflow = parts.gradients.locate_overflow(pieces) if flag else None
-        self.report = StepReport(
-            is_applied=not flag,
-            grad_norm=norm / loss_scale,
-            num_zeros=int(zeros) if self.log_num_zeros_in_grad else None,
-            loss_scale=loss_scale,
-            overflow=overflow,
-        )
-        return torch.tensor(torch.inf if flag else norm, dtype=torch.float64)
+    def step(self, closure: object = None) -> StepReport:
+        """As `MegatronOptimizer.step`; collective over all ranks."""
+        return take_step(self, closure)
 
-    def _take_step(self, deepspeed_step: Callable[[], object], closure: object) -> StepReport:
-        if closure is not None:
-            raise TypeError("step takes no closure: call backward first")
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        """Time the inspection; DeepSpeed has timers for its update."""
+        return timed(self._timers.ours if phase == "inspect" else None, phase)
+
+    def begin_step(self, loss_scale: float) -> None:
+        """Make the gradients ready to be measured."""
         if not self._has_gradients:
             raise UserError(NO_GRADIENTS)
-        self.report = None
+        if self._options.before_step is not None:
+            self._options.before_step(loss_scale)
+
+    def measure(self, *, is_exact: bool = False) -> Measurement:
+        """Look at the scaled gradients; collective over all ranks."""
+        return self.gradients.measure(list(self.pieces()), is_exact=is_exact)
+
+    def update(self, measured: Measurement, facts: GradientFacts | None) -> None:  # noqa: ARG002
+        """Take DeepSpeed's step."""
+        assert facts is not None, "the host decides first"
+        self._step_by(facts.norm)
+
+    def locate(self) -> Overflow | None:
+        """Where gradients overflowed; collective over all ranks."""
+        return self.gradients.locate(list(self.pieces()))
+
+    def end_step(self, report: StepReport) -> None:
+        """Forget the gradients; a step that is skipped goes through DeepSpeed's as well, which drops it."""
+        if not report.is_applied:
+            self._step_by(math.inf)
+        self._clear()
+        self.report = report
+        self.overflow, self._global_grad_norm = not report.is_applied, report.grad_norm
+
+    def _step_by(self, norm: float) -> None:
+        self._norm = torch.tensor(norm, dtype=torch.float64)
         self._is_stepping = True
         try:
-            with scaled_learning_rates(self.param_groups):
-                deepspeed_step()
+            with stepping_at(self.param_groups, [learning_rate(group) for group in self.param_groups]):
+                self._deepspeed_step()
         finally:
             self._is_stepping = False
         self._has_sums = self._has_gradients = False
-        report: StepReport | None = self.report
-        assert report is not None
-        self._clear()
-        self.overflow, self._global_grad_norm = not report.is_applied, report.grad_norm
-        scaler, instruments = self.grad_scaler, self._parts.instruments
-        if scaler is not None:
-            statistics, _ = instruments.read(self._figures, report.loss_scale)
-            scaler.update(not report.is_applied, statistics)
-        instruments.prepare(scaler)
-        return report
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
         """Not supported once the optimizer is built.
@@ -206,30 +257,29 @@ class ZeroSurface(LastStep):
         Raises:
             UserError: always.
         """
-        raise UserError(
-            "add_param_group: parameters cannot be added later; build the optimizer with all of them, and "
-            "set the lr of a group to 0 until its time has come"
-        )
+        raise no_later_parameters()
 
 
 class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
     """`DeepSpeedZeroOptimizer`, stages 1 and 2, under our rules."""
 
-    def adopt(self, parts: ZeroParts, *, log_num_zeros_in_grad: bool) -> None:
-        super().adopt(parts, log_num_zeros_in_grad=log_num_zeros_in_grad)
+    def attach(self, loss_scaler: ZeroLossScaler, gradients: GradientPieces, options: StepOptions) -> None:
+        super().attach(loss_scaler, gradients, options)
         self.check_grad_overflow = True  # or bf16 steps are taken whatever the norm is
 
-    def step(self, closure: object = None) -> StepReport:
-        """As `MegatronOptimizer.step`; collective over all ranks."""
+    def begin_step(self, loss_scale: float) -> None:
         if not self.ready_for_gradients:  # else they are a backward's, and not reduced yet
             self._take_in(parameter for group in self.bit16_groups for parameter in group)
+        self._wait_for_offload_copies()
+        super().begin_step(loss_scale)
+
+    def _deepspeed_step(self) -> None:
         was_linked: bool = self._hp_optimizer_states_linked  # type: ignore[has-type]
-        report = self._take_step(lambda: DeepSpeedZeroOptimizer.step(self), closure)
+        DeepSpeedZeroOptimizer.step(self)
         if not was_linked and self._hp_optimizer_states_linked:  # type: ignore[has-type]
             # DeepSpeed did it after the first group's update, when the other groups had no states yet
             self._hp_optimizer_states_linked = False
             self._lazy_init_hp_params_optimizer_state()
-        return report
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
         """Forget all gradients since the last step."""
@@ -246,7 +296,7 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
 
     def scaled_global_norm(self, norm_type: float = 2) -> Tensor:  # noqa: ARG002
         """Called by DeepSpeed's step, which skips where it is infinite and clips by it otherwise."""
-        return self._measure()
+        return self._norm
 
     def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """Reduce a bucket; at stage 2 DeepSpeed would divide gradients by the ranks in half precision."""
@@ -266,10 +316,7 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
         DeepSpeedZeroOptimizer.load_state_dict(self, *arguments, **named)
         self.clip_grad = clip_grad
 
-    def _pieces(self) -> list[Piece]:
-        return list(self._each_piece())
-
-    def _each_piece(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         for group, parameters in enumerate(self.params_in_partition):
             gradients = self._gradients_of(group, parameters)
             for parameter, gradient in zip(parameters, gradients, strict=False):
@@ -314,10 +361,12 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
 class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
     """`DeepSpeedZeroOptimizer_Stage3` under our rules."""
 
-    def step(self, closure: object = None) -> StepReport:
-        """As `MegatronOptimizer.step`; collective over all ranks."""
+    def begin_step(self, loss_scale: float) -> None:
         self._take_in(parameter for group in self.fp16_groups for parameter in group)
-        return self._take_step(lambda: DeepSpeedZeroOptimizer_Stage3.step(self), closure)
+        super().begin_step(loss_scale)
+
+    def _deepspeed_step(self) -> None:
+        DeepSpeedZeroOptimizer_Stage3.step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
         """Forget all gradients since the last step."""
@@ -330,12 +379,9 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
         self._after_reduction()
 
     def _get_norm_groups(self) -> list[Tensor]:
-        return [self._measure()]
+        return [self._norm]
 
-    def _pieces(self) -> list[Piece]:
-        return list(self._each_piece())
-
-    def _each_piece(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         for group, parameters in enumerate(self.fp16_groups):
             flat = self.fp32_partitioned_groups_flat[group].grad if self.offload_optimizer else None
             for index, parameter in enumerate(parameters):
@@ -369,8 +415,14 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
                 partition.grad.zero_()
 
 
-def adopt(optimizer: Any, parts: ZeroParts, *, log_num_zeros_in_grad: bool) -> Any:
-    """Turn the engine's ZeRO optimizer into ours, in place: hooks of the model hold on to the object."""
+def replace_optimizer_class(optimizer: Any) -> None:
+    """Turn the engine's ZeRO optimizer into ours, in place: hooks of the model hold on to the object.
+
+    `ZeroSurface.attach` must follow.
+
+    Raises:
+        UserError: it is of another class.
+    """
     classes: dict[type, type] = {
         DeepSpeedZeroOptimizer: ZeroOptimizer,
         DeepSpeedZeroOptimizer_Stage3: ZeroOptimizerStage3,
@@ -382,5 +434,3 @@ def adopt(optimizer: Any, parts: ZeroParts, *, log_num_zeros_in_grad: bool) -> A
             "remove what asks for it"
         )
     optimizer.__class__ = found
-    optimizer.adopt(parts, log_num_zeros_in_grad=log_num_zeros_in_grad)
-    return optimizer

@@ -2,7 +2,7 @@
 
 They ask `loss_scaler` for the scale before backward and again when they unscale, and tell it of overflows in
 between: a scaler that adapts at once unscales by a scale that the gradients do not have, half of a growth
-step. So nothing happens here when they tell; `zero_optimizer` tells our scaler once the step is over. In
+step. So nothing happens here when they tell; `take_step` updates our scaler once the step is over. In
 checkpoints it is plain data, and what another program left there is refused and never installed.
 """
 

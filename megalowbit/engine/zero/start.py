@@ -9,7 +9,6 @@ Not covered: models built under `deepspeed.zero.Init`, whose values are in piece
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +17,15 @@ import torch.distributed as dist
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.config.zero import NOT_ELEMENTWISE
 from megalowbit.distributed import process_group
-from megalowbit.engine.model_optimizer import HALF, copies_group
+from megalowbit.engine.model_optimizer import HALF, copies_group, step_options
 from megalowbit.engine.parameters.user_gradients import piece_of
-from megalowbit.engine.zero.regularizer import PieceRegularizer
+from megalowbit.engine.zero.pieces import GradientPieces, PieceRegularizer
+from megalowbit.engine.zero.scaler import ZeroLossScaler
 from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.settings import build_grad_scaler
+from megalowbit.optim.optimizers.options import BeforeStep, StepOptions
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class ZeroStart:
         mpu: Any,
         regularizer: DualRangeRegularizer | None,
     ) -> None:
-        self._model, self._settings, self._mpu = model, parts.settings, mpu
+        self._model, self._parts, self._mpu = model, parts, mpu
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._grad_scaler = build_grad_scaler(parts.settings.grad_scaler, parts.settings.precision)
         self._instruments: Instruments | None = None
@@ -99,35 +100,32 @@ class ZeroStart:
 
     def finish(self, engine: Any) -> None:
         """To be called once the engine stands; collective over all ranks."""
-        from megalowbit.engine.zero import optimizer as zero_optimizer
-        from megalowbit.engine.zero.measure import GradientPieces, ZeroParts
-        from megalowbit.engine.zero.scaler import ZeroLossScaler
+        from megalowbit.engine.zero.optimizer import replace_optimizer_class
 
-        assert self._instruments is not None
-        trained = _all_parameters(engine.optimizer)
-        parts = ZeroParts(
-            loss_scaler=ZeroLossScaler(self._grad_scaler),
-            gradients=GradientPieces(
-                trained,
-                names=[self._names[id(parameter)] for parameter in trained],
-                gradient_norm=self._settings.gradient_norm,
-                copies=copies_group(self._mpu),
-                group=_world_group(),
-                peers=dist.get_process_group_ranks(engine.seq_data_parallel_group),
-            ),
+        options = StepOptions(
+            **step_options(self._parts),
+            training_group=_world_group(),
+            before_step=self._regularization(engine),
             instruments=self._instruments,
-            before_measure=None
-            if self._regularizer is None
-            else partial(
-                self._regularizer.add_gradients,
-                group=engine.seq_data_parallel_group,
-                device=engine.device,
-            ),
         )
-        zero_optimizer.adopt(
-            engine.optimizer, parts, log_num_zeros_in_grad=self._settings.log_num_zeros_in_grad
+        trained = _all_parameters(engine.optimizer)
+        gradients = GradientPieces(
+            trained,
+            names=[self._names[id(parameter)] for parameter in trained],
+            options=options,
+            copies=copies_group(self._mpu),
+            peers=dist.get_process_group_ranks(engine.seq_data_parallel_group),
         )
+        replace_optimizer_class(engine.optimizer)
+        engine.optimizer.attach(ZeroLossScaler(self._grad_scaler), gradients, options)
         self._write_masters(engine)
+
+    def _regularization(self, engine: Any) -> BeforeStep | None:
+        regularizer, optimizer = self._regularizer, engine.optimizer
+        if regularizer is None:
+            return None
+        group, device = engine.seq_data_parallel_group, engine.device
+        return lambda scale: regularizer.add_gradients(optimizer.pieces(), scale, group=group, device=device)
 
     @torch.no_grad()
     def _write_masters(self, engine: Any) -> None:

@@ -230,12 +230,7 @@ class GradBuffer:
             return
         if gradient.is_sparse:
             raise UserError(SPARSE)
-        if (gradient.shape, gradient.device) != (main_grad.shape, main_grad.device):
-            name = (names or {}).get(key, "a parameter")
-            raise UserError(
-                f"{name}.grad has shape {tuple(gradient.shape)} on {gradient.device}, the parameter "
-                f"{tuple(main_grad.shape)} on {main_grad.device}: set a gradient of that shape and device"
-            )
+        check_fit((names or {}).get(key, "a parameter"), gradient, main_grad.shape, main_grad.device)
         main_grad.copy_(gradient.detach())
         self._show(parameter)
 
@@ -250,6 +245,19 @@ class GradBuffer:
             self._aliases[id(parameter)] = alias, address
         parameter.grad = alias
         self._shown.add(id(parameter))
+
+
+def check_fit(name: str, gradient: torch.Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Refuse a `.grad` set by hand that does not fit the parameter `name`, of this shape and device.
+
+    Raises:
+        UserError: names both shapes and devices.
+    """
+    if (gradient.shape, gradient.device) != (shape, device):
+        raise UserError(
+            f"{name}.grad has shape {tuple(gradient.shape)} on {gradient.device}, the parameter "
+            f"{tuple(shape)} on {device}: set a gradient of that shape and device"
+        )
 
 
 def _is_accumulating() -> bool:

@@ -1,8 +1,8 @@
 """Is any gradient non-finite, how large are all together, how many are exactly zero: one pass, one message.
 
 The gradients may be sharded over a model-parallel group. Each rank sums what it owns and the sums travel
-together in one small all-reduce; the result stays on the device (`measure_…`) until someone reads it
-(`inspect_…`). Parameters that several ranks or modules hold alike are counted once: those marked `shared`,
+together in one small all-reduce; the result stays on the device until someone reads it (`Measurement`).
+Parameters that several ranks or modules hold alike are counted once: those marked `shared`,
 and those not marked `tensor_model_parallel` on ranks other than the group's first (Megatron's attributes).
 MAX over gradient values is never used: gloo's MAX drops NaN. What is summed is a 0/1 flag.
 Beside the norm of all gradients together there is the sum of their norms, by which Metis clips; a sharded
@@ -13,9 +13,9 @@ measures again with `is_exact` before believing it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -33,17 +33,53 @@ GradientNorm = Literal["global", "sum_of_norms"]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFacts:
-    """What one pass over the gradients found.
+    """What the host has read about the scaled gradients of a step.
 
     Attributes:
         found_inf: some gradient on some rank is infinite or NaN.
-        norm: norm over all ranks and parameters; meaningless where `found_inf`.
+        norm: over all ranks and parameters; meaningless where `found_inf`.
         num_zeros: elements that are exactly zero, or None if not asked for.
     """
 
     found_inf: bool
     norm: float
     num_zeros: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What is known of the scaled gradients of a step on the device: 0-dim float64 each.
+
+    Attributes:
+        norm: over all parameters; meaningless where the flag is set.
+        flag: > 0 where some gradient is not finite.
+        zeros: number of elements that are exactly zero; None: not counted.
+    """
+
+    norm: torch.Tensor
+    flag: torch.Tensor
+    zeros: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> Measurement:
+        """The same on another device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return Measurement(norm=self.norm.to(device), flag=self.flag.to(device), zeros=zeros)
+
+    def read(self, figures: Sequence[Sequence[torch.Tensor]] = ()) -> tuple[GradientFacts, list[list[float]]]:
+        """Read everything in one packet, the one host read of an applied step.
+
+        Args:
+            figures: lists of (n,) tensors, read together with the rest.
+
+        Returns:
+            The facts, and the numbers of each list of figures one after the other.
+        """
+        own = [self.norm, self.flag, *(() if self.zeros is None else (self.zeros,))]
+        others = [each.to(self.norm.device) for some in figures for each in some]
+        numbers = iter(torch.cat([torch.stack(own), *others]).tolist())
+        norm, flag, *zeros = islice(numbers, len(own))
+        facts = GradientFacts(found_inf=flag > 0, norm=norm, num_zeros=int(zeros[0]) if zeros else None)
+        return facts, [list(islice(numbers, sum(map(len, some)))) for some in figures]
 
 
 def is_counted_once(parameter: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
@@ -56,81 +92,49 @@ def is_counted_once(parameter: torch.Tensor, group: dist.ProcessGroup | None = N
 
 @torch.no_grad()
 def measure_gradients(
-    gradients: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
     *,
-    uncounted: Sequence[torch.Tensor] = (),
-    norm_type: float = 2.0,
+    is_counted: Sequence[bool] | None = None,
+    kind: GradientNorm = "global",
     count_zeros: bool = False,
     group: dist.ProcessGroup | None = None,
     is_exact: bool = False,
-) -> torch.Tensor:
+) -> Measurement:
     """Look at all gradients of a step; collective over `group`, also for a rank without any gradient.
 
     Args:
-        gradients: fp32 or half-precision gradients that this rank counts.
-        uncounted: gradients whose norm another rank or module counts; only checked for inf and NaN.
-        norm_type: p ≥ 1 of the p-norm; `math.inf` for the largest magnitude.
+        gradients: fp32 or half-precision; None where a parameter has none.
+        is_counted: of each, whether this rank counts it (or its shard); others are only checked for inf and
+            NaN, as another rank or module counts them. None: all are.
+        kind: the norm of all gradients together, or the sum of their norms. Of that, every rank of `group`
+            must hold the same parameters in the same order, as under tensor parallelism: shards are matched
+            by their place.
         count_zeros: also count the elements that are exactly zero.
         group: the model-parallel group; None where gradients are not sharded.
-        is_exact: take every power in float64; slower.
-
-    Returns:
-        (3,) float64 on the gradients' device: norm, whether any is not finite (> 0), zeros. The norm means
-        nothing where the flag is set.
-
-    Raises:
-        UserError: `norm_type` is not in [1, inf].
+        is_exact: take every square in float64; slower.
     """
-    if not norm_type >= 1:
-        raise UserError(f"norm_type must be a number ≥ 1 or inf, not {norm_type!r}")
-    device = _device(gradients, uncounted, group)
-    powers = _powers(gradients, norm_type, device, is_exact)
-    others = _powers(uncounted, norm_type, device, is_exact)
-    is_suspicious = ~(torch.isfinite(powers).all() & torch.isfinite(others).all())
-    zeros = _count_zeros(gradients, device) if count_zeros else _nothing(device)
-    if norm_type == math.inf:
-        return _largest(powers, is_suspicious, zeros, group)
-    total = torch.where(is_suspicious, 0.0, powers.sum())
-    reduced = _sum_over(torch.stack([total, is_suspicious.double(), zeros]), group)
-    return torch.cat([reduced[:1] ** (1 / norm_type), reduced[1:]])
-
-
-@torch.no_grad()
-def measure_each_gradient(
-    gradients: Sequence[torch.Tensor | None],
-    *,
-    is_counted: Sequence[bool],
-    count_zeros: bool = False,
-    group: dist.ProcessGroup | None = None,
-    is_exact: bool = False,
-) -> torch.Tensor:
-    """Like `measure_gradients`, but the norm is the sum over the parameters of each gradient's 2-norm.
-
-    Collective over `group`, in which every rank must hold the same parameters in the same order, as under
-    tensor parallelism: shards are matched by their place.
-
-    Args:
-        gradients: one entry a parameter; None where it has no gradient.
-        is_counted: of each parameter, whether this rank counts it (or its shard).
-        count_zeros: also count the elements that are exactly zero.
-        group: the model-parallel group; None where gradients are not sharded.
-        is_exact: take every norm in float64; slower.
-    """
-    present = [gradient for gradient in gradients if gradient is not None]
-    counted = [
-        gradient
-        for gradient, counts in zip(gradients, is_counted, strict=True)
-        if gradient is not None and counts
-    ]
-    device = _device(present, (), group)
-    zeros = _count_zeros(counted, device) if count_zeros else _nothing(device)
-    squares = _squares_of_each(gradients, device, is_exact)  # (parameters,)
+    counts = [True] * len(gradients) if is_counted is None else is_counted
+    present = [(each, is_own) for each, is_own in zip(gradients, counts, strict=True) if each is not None]
+    counted = [each for each, is_own in present if is_own]
+    others = [each for each, is_own in present if not is_own]
+    device = _device([*counted, *others], group)
+    if kind == "sum_of_norms":
+        squares = _squares_of_each(gradients, device, is_exact)  # (parameters,)
+        zero = _nothing(device)
+        own = [square if is_own else zero for square, is_own in zip(squares, counts, strict=True)]
+        own_squares = torch.stack([zero, *own])
+    else:
+        of_counted, of_others = (_squares(each, device, is_exact) for each in (counted, others))
+        squares, own_squares = torch.cat([of_counted, of_others]), of_counted.sum().reshape(1)
     is_suspicious = ~torch.isfinite(squares).all()
-    zero = _nothing(device)
-    mine = [square if counts else zero for square, counts in zip(squares, is_counted, strict=True)]
-    own = torch.where(is_suspicious, 0.0, torch.stack([zero, *mine]))
-    packet = _sum_over(torch.cat([torch.stack([is_suspicious.double(), zeros]), own]), group)
-    return torch.cat([packet[2:].sqrt().sum().reshape(1), packet[:2]])
+    zeros = _count_zeros(counted, device) if count_zeros else _nothing(device)
+    packet = torch.cat(
+        [torch.stack([is_suspicious.double(), zeros]), torch.where(is_suspicious, 0.0, own_squares)]
+    )
+    if group is not None and process_group.world_size(group) > 1:
+        dist.all_reduce(packet, op=dist.ReduceOp.SUM, group=group)
+    norm = packet[2:].sqrt().sum()
+    return Measurement(norm=norm, flag=packet[0], zeros=packet[1] if count_zeros else None)
 
 
 def check_same_parameters(count: int, group: dist.ProcessGroup | None) -> None:
@@ -150,78 +154,43 @@ def check_same_parameters(count: int, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def inspect_gradients(
-    gradients: Sequence[torch.Tensor],
-    *,
-    uncounted: Sequence[torch.Tensor] = (),
-    norm_type: float = 2.0,
-    count_zeros: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> GradientFacts:
-    """What `measure_gradients` finds, read by the host; a flag is looked into before it is believed."""
-
-    def measure(is_exact: bool) -> torch.Tensor:
-        return measure_gradients(
-            gradients,
-            uncounted=uncounted,
-            norm_type=norm_type,
-            count_zeros=count_zeros,
-            group=group,
-            is_exact=is_exact,
-        )
-
-    return _read(measure, count_zeros)
-
-
-def inspect_each_gradient(
-    gradients: Sequence[torch.Tensor | None],
-    *,
-    is_counted: Sequence[bool],
-    count_zeros: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> GradientFacts:
-    """What `measure_each_gradient` finds, read by the host; a flag is looked into before it is believed."""
-
-    def measure(is_exact: bool) -> torch.Tensor:
-        return measure_each_gradient(
-            gradients, is_counted=is_counted, count_zeros=count_zeros, group=group, is_exact=is_exact
-        )
-
-    return _read(measure, count_zeros)
-
-
 def clip_coefficient(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
     """Factor ≤ 1, 0-dim, that brings `norm` down to `max_norm`."""
     return torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
 
 
-def _read(measure: Callable[[bool], torch.Tensor], count_zeros: bool) -> GradientFacts:
-    norm, flag, num_zeros = measure(False).tolist()
-    if flag > 0:
-        norm, flag, num_zeros = measure(True).tolist()
-    return GradientFacts(found_inf=flag > 0, norm=norm, num_zeros=int(num_zeros) if count_zeros else None)
+def gradient_divisor(norm: torch.Tensor, loss_scale: float, clip_grad: float) -> torch.Tensor | None:
+    """What scaled gradients are divided by to unscale and clip them, 0-dim fp32; None: they stay as they are.
+
+    Args:
+        norm: of the scaled gradients, 0-dim float64.
+        loss_scale: S by which they are multiplied.
+        clip_grad: largest norm of the unscaled gradients; 0 turns clipping off.
+    """
+    if clip_grad > 0:
+        coefficient = clip_coefficient(clip_grad, norm / loss_scale)
+        # an absurd norm must not make the factor 0 and an applied step of nothing
+        return (loss_scale / coefficient).clamp(max=torch.finfo(torch.float32).max).float()
+    return torch.full_like(norm, loss_scale, dtype=torch.float32) if loss_scale != 1.0 else None
 
 
 def _nothing(device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=torch.float64, device=device)
 
 
-def _powers(
-    tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device, is_exact: bool
-) -> torch.Tensor:
-    """Sums of |x|^p (inf: the largest |x|) over pieces of the tensors, (pieces,) float64, never empty."""
+def _squares(tensors: Sequence[torch.Tensor], device: torch.device, is_exact: bool) -> torch.Tensor:
+    """Sums of squares of pieces of the tensors, (pieces,) float64, never empty."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return _nothing(device).reshape(1)
-    if norm_type == 2.0 and _has_kernel(tensors):
+    if _has_kernel(tensors):
         return cpu_kernels.sums_of_squares(tensors)
     if is_exact:
-        norms = [torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64) for tensor in tensors]
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
     else:
         chunks = [chunk for tensor in tensors for chunk in _chunks(tensor)]
-        norms = list(torch._foreach_norm(chunks, ord=norm_type, dtype=torch.float32))
-    of_all = torch.stack(norms).double()
-    return of_all if norm_type == math.inf else of_all**norm_type
+        norms = list(torch._foreach_norm(chunks, dtype=torch.float32))
+    return torch.stack(norms).double() ** 2
 
 
 def _squares_of_each(
@@ -257,18 +226,6 @@ def _has_kernel(tensors: Sequence[torch.Tensor]) -> bool:
     return all(map(cpu_kernels.supports, tensors)) and cpu_kernels.is_available()
 
 
-def _largest(
-    norms: torch.Tensor, found_inf: torch.Tensor, zeros: torch.Tensor, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    # One slot per rank turns the maximum into a SUM, so flag, zeros and maxima still travel together.
-    world_size = process_group.world_size(group) if group is not None else 1
-    slots = torch.zeros(world_size, dtype=torch.float64, device=norms.device)
-    mine = process_group.rank(group) if group is not None else 0
-    slots[mine] = torch.where(found_inf, 0.0, norms.max())
-    packet = _sum_over(torch.cat([torch.stack([found_inf.double(), zeros]), slots]), group)
-    return torch.cat([packet[2:].max().reshape(1), packet[:2]])
-
-
 def _count_zeros(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     total = _nothing(device)
     for gradient in gradients:
@@ -276,16 +233,8 @@ def _count_zeros(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
     return total
 
 
-def _sum_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    if group is not None and process_group.world_size(group) > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
-    return values
-
-
-def _device(
-    gradients: Sequence[torch.Tensor], uncounted: Sequence[torch.Tensor], group: dist.ProcessGroup | None
-) -> torch.device:
-    for tensor in (*gradients, *uncounted):
-        return tensor.device
+def _device(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.device:
+    if gradients:
+        return gradients[0].device
     # a rank without gradients still has to send its zeros
     return process_group.exchange_device(group) if group is not None else torch.device("cpu")

@@ -2,7 +2,7 @@
 
 A report is a tuple `(applied, grad_norm, num_zeros)`, as Megatron's optimizers return it, and knows more by
 name. Numbers are plain Python: the step has read them from the device, all at once. Not here: how a step
-finds them out (`optimizer_step`), or the overflow (`overflow_location`).
+finds them out (`optim.step`), or the overflow (`overflow`).
 """
 
 from __future__ import annotations

@@ -15,13 +15,9 @@ import torch.distributed as dist
 from megalowbit.distributed import process_group
 from megalowbit.errors import UserError
 from megalowbit.optim.gradients.buffer import GradBuffer
-from megalowbit.optim.gradients.norm import (
-    GradientNorm,
-    is_counted_once,
-    measure_each_gradient,
-    measure_gradients,
-)
-from megalowbit.optim.gradients.overflow import RankOverflow
+from megalowbit.optim.gradients.norm import GradientNorm, Measurement, is_counted_once, measure_gradients
+from megalowbit.optim.gradients.overflow import RankOverflow, joined, locate_overflow
+from megalowbit.optim.gradients.report import Overflow
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
 
 
@@ -80,17 +76,10 @@ class StepGradients:
         others = (self.of(model) for model in self._others())
         return any(gradient is not None and bool(gradient.any()) for gradient in others)
 
-    def measure(self, kind: GradientNorm, **options: Any) -> torch.Tensor:
-        """Norm, flag and zeros, (3,) float64; `options` and the rest as for `measure_gradients`."""
+    def measure(self, kind: GradientNorm, **options: Any) -> Measurement:
+        """Look at all of them; `options` as for `measure_gradients`."""
         gradients = [self.of(model) for model in self._models]
-        if kind == "sum_of_norms":
-            return measure_each_gradient(gradients, is_counted=self._is_counted, **options)
-        counted: list[torch.Tensor] = []
-        uncounted: list[torch.Tensor] = []
-        for gradient, is_counted in zip(gradients, self._is_counted, strict=True):
-            if gradient is not None:
-                (counted if is_counted else uncounted).append(gradient)
-        return measure_gradients(counted, uncounted=uncounted, **options)
+        return measure_gradients(gradients, is_counted=self._is_counted, kind=kind, **options)
 
     def zero(self) -> None:
         """Clear them: `.grad`s of models and masters become None, `main_grad`s zero."""
@@ -160,3 +149,18 @@ class StepGradients:
     def _others(self) -> list[Any]:
         """Parameters whose gradients are in no buffer of this package."""
         return [m for m in self._models if not self._has_main_grad or not hasattr(m, "grad_buffer")]
+
+
+def locate(each: Sequence[StepGradients], group: dist.ProcessGroup | None) -> Overflow | None:
+    """Where gradients overflowed, before averaging or else as they are now; collective over `group`.
+
+    Args:
+        each: gradients of the optimizers that step together.
+        group: all ranks that share the step; None: this process alone.
+    """
+    for is_before in (True, False):
+        seen = [gradients.overflow_here(is_before=is_before) for gradients in each]
+        found = locate_overflow(joined(seen), group)
+        if found is not None:
+            return found
+    return None

@@ -2,7 +2,7 @@
 
 The package named `apex` on PyPI is another one, so it is known by `apex.multi_tensor_apply` and its compiled
 `amp_C`; where they do not import, there is simply no such path. Its kernels take one step count for a list of
-tensors, torch's state one for each: `Cohorts` puts those of equal count together.
+tensors, torch's state one for each: `TensorLists` puts those of equal count together.
 
 Checked only against a stand-in that does what `amp_C` documents, never on a machine with apex. Apex rounds
 otherwise than torch in the last bits, so a run that changes between them does not repeat itself bit by bit.
@@ -29,7 +29,7 @@ def is_available(device: torch.device) -> bool:
     return device.type == "cuda" and _library() is not None
 
 
-class Cohorts:
+class TensorLists:
     """Lists of parameters that have the same settings and have taken the same number of steps.
 
     Parameters that step together keep equal counts, so these are read on the host only at the first step and
@@ -51,26 +51,26 @@ class Cohorts:
         return list(lists.values())
 
 
-def adam_step(cohorts: Sequence[Sequence[AdamTensors]], grad_scale: Tensor, found_inf: Tensor) -> None:
+def adam_step(lists: Sequence[Sequence[AdamTensors]], grad_scale: Tensor, found_inf: Tensor) -> None:
     """Take one step of Adam on gradients ÷ `grad_scale`, or change nothing where `found_inf` is 1.
 
     Args:
-        cohorts: from `Cohorts`. Gradients are overwritten.
+        lists: from `TensorLists`. Gradients are overwritten.
         grad_scale: 0-dim fp32.
         found_inf: 0-dim fp32, 0 or 1.
     """
     flag = found_inf.reshape(1).to(torch.int32)
     inverse = grad_scale.reshape(1).reciprocal()
-    for cohort in cohorts:
+    for together in lists:
         by_dtype: dict[tuple[torch.dtype, ...], list[AdamTensors]] = defaultdict(list)
-        for item in cohort:
+        for item in together:
             by_dtype[item.gradient.dtype, item.master.dtype if item.half is None else item.half.dtype].append(
                 item
             )
-        next_step = (cohort[0].step + 1).reshape(1).to(torch.int32)
+        next_step = (together[0].step + 1).reshape(1).to(torch.int32)
         for items in by_dtype.values():
             _launch(items, flag, inverse, next_step)
-        torch._foreach_add_([item.step for item in cohort], 1 - found_inf)
+        torch._foreach_add_([item.step for item in together], 1 - found_inf)
 
 
 def _launch(items: Sequence[AdamTensors], flag: Tensor, inverse: Tensor, next_step: Tensor) -> None:

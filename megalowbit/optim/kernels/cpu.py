@@ -33,7 +33,6 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FUSED = ("AVX2", "AVX512")  # where torch's Adam is compiled to fused multiply-adds
 logger = logging.getLogger("megalowbit")
 
-_NUMBERS = "x", "dtype", "count"
 _POINTERS = "master", "exp_avg", "exp_avg_sq", "step", "gradient", "half"
 _INTEGERS = "gradient_dtype", "half_dtype", "is_decoupled", "count"
 _REALS = "learning_rate", "beta1", "beta2", "epsilon", "weight_decay"

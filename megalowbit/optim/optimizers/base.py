@@ -1,9 +1,8 @@
-"""One optimizer step on scaled fp32 gradients, the same for half-precision and fp32 models.
+"""What every mixed-precision optimizer shares: masters, the parts of a step, and saved states.
 
-Inspect the scaled gradients, skip if any is non-finite, else unscale and clip, step the masters, copy them to
-the model, and tell the scaler: `take_step` has the order, for one optimizer or several.
-Here is what it needs of each optimizer. A step leaves no gradient behind: one that stayed would be applied a
-second time. Which parameters have masters is the business of the subclasses in `mixed_precision`.
+`take_step` orders a step, for one optimizer or several; here is what it needs of each. A step leaves no
+gradient behind: one that stayed would be applied a second time. Which parameters have masters is the business
+of the subclasses in `mixed_precision`.
 Between steps others may change weights: `master_of`, `state_of`, then `masters_have_changed`.
 """
 
@@ -11,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,24 +20,25 @@ import torch.distributed as dist
 from megalowbit.distributed import process_group
 from megalowbit.errors import UserError
 from megalowbit.optim.gradients.buffer import GradBuffer
-from megalowbit.optim.gradients.norm import GradientNorm, check_same_parameters
-from megalowbit.optim.gradients.report import LastStep, StepReport
-from megalowbit.optim.gradients.step_gradients import StepGradients
+from megalowbit.optim.gradients.norm import (
+    GradientFacts,
+    Measurement,
+    check_same_parameters,
+    gradient_divisor,
+)
+from megalowbit.optim.gradients.report import LastStep, Overflow, StepReport
+from megalowbit.optim.gradients.step_gradients import StepGradients, locate
 from megalowbit.optim.instruments import Instruments, complete_instruments
 from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.optim.optimizers.inner_step import InnerStep
-from megalowbit.optim.optimizers.options import BeforeStep, NamedParameters, check_step_options
+from megalowbit.optim.optimizers.options import NamedParameters, StepOptions
+from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.optim.optimizers.saved_state import check_inner_state, check_masters, copy_masters, find_key
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
 from megalowbit.optim.step import take_step
-from megalowbit.optim.timers import StepTimers
+from megalowbit.optim.timers import timed
 
 logger = logging.getLogger(__name__)
-
-
-def learning_rate(group: Mapping[str, Any]) -> float:
-    """What a step multiplies a group's update by: `lr`, times `lr_scale` where the group has one."""
-    return group["lr"] * group.get("lr_scale", 1.0)
 
 
 def not_copied(optimizer: torch.optim.Optimizer) -> UserError:
@@ -48,12 +49,25 @@ def not_copied(optimizer: torch.optim.Optimizer) -> UserError:
     )
 
 
-class MegatronOptimizer(LastStep, torch.optim.Optimizer):
+def no_later_parameters() -> UserError:
+    """Why an optimizer takes no further parameters: masters and gradient buffer are made with it."""
+    return UserError(
+        "add_param_group: parameters cannot be added later; build the optimizer with all of them, and "
+        "set the lr of a group to 0 until its time has come"
+    )
+
+
+class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
     """What both optimizers share; a torch `Optimizer`, so that any learning-rate scheduler takes it.
 
     `param_groups` and `state` are those of the inner optimizer. A group may hold `lr_scale`, by which its
     learning rate is multiplied at each step; schedulers, which write `lr`, do not see it, and it is saved
-    with the group. `before_step` may be set at any time.
+    with the group. Options are attributes; `before_step` may be set at any time.
+
+    Args:
+        optimizer: the inner one, over the model's parameters.
+        grad_scaler: of the loss; None: there is no loss scale.
+        options: see `StepOptions`.
 
     Attributes:
         report: what the last step did; None before the first.
@@ -61,68 +75,55 @@ class MegatronOptimizer(LastStep, torch.optim.Optimizer):
         grad_buffer: made by this optimizer; None where gradients lie elsewhere.
     """
 
+    instruments: Instruments
+
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        grad_scaler: GradScaler | None,
-        clip_grad: float,
-        log_num_zeros_in_grad: bool = False,
-        params_have_main_grad: bool = True,
-        model_parallel_group: dist.ProcessGroup | None = None,
-        tensor_parallel_group: dist.ProcessGroup | None = None,
-        training_group: dist.ProcessGroup | None = None,
-        is_flag_shared: bool = False,
-        gradient_norm: GradientNorm = "global",
-        before_step: BeforeStep | None = None,
-        named_parameters: NamedParameters | None = None,
-        instruments: Instruments | None = None,
-        timers: StepTimers | None = None,
+        self, optimizer: torch.optim.Optimizer, *, grad_scaler: GradScaler | None, **options: Any
     ) -> None:
-        check_step_options(clip_grad, gradient_norm, params_have_main_grad, instruments)
+        StepOptions.__init__(self, **options)
         self.optimizer = optimizer
-        self.clip_grad = clip_grad
-        self.log_num_zeros_in_grad = log_num_zeros_in_grad
-        self.params_have_main_grad = params_have_main_grad
         self.grad_scaler = grad_scaler
-        self.model_parallel_group = model_parallel_group
-        self.is_flag_shared = is_flag_shared
-        self.gradient_norm = gradient_norm
-        self.before_step = before_step
-        self.timers = timers
         self.report: StepReport | None = None
-        self._training_group = training_group
         self._are_gradients_cleared = False
-        self.float16_groups: list[list[torch.nn.Parameter]] = []
-        self.fp32_from_float16_groups: list[list[torch.Tensor]] = []
-        self.fp32_from_fp32_groups: list[list[torch.nn.Parameter]] = []
-        for group in optimizer.param_groups:
-            self._adopt_group(group)
-        groups, state = optimizer.param_groups, optimizer.state
-        super().__init__(groups, optimizer.defaults)  # for torch's step hooks; adds these very groups again
-        self.state = state
-        self._pairs = list(self._model_and_master())
-        self._models = {id(master): model for model, master in self._pairs}
-        self._masters = {id(model): master for model, master in self._pairs}
-        self._names = self._name_all(named_parameters)
-        named = [(self._names[id(model)], model) for model, _ in self._pairs]
-        # before the buffer: its hooks take `.grad` away
-        self.instruments = complete_instruments(instruments, grad_scaler, named)
-        self.grad_buffer = self._make_grad_buffer() if params_have_main_grad else None
-        self.gradients = StepGradients(
-            self._pairs,
-            names=self._names,
-            has_main_grad=params_have_main_grad,
-            copies=tensor_parallel_group or model_parallel_group,
-            layer_scaling=self.layer_scaling,
-        )
+        self._replace_by_masters()
+        self._names = self._name_all(self.named_parameters)
+        self.named_parameters = None  # may hold on to the model
+        self._find_gradients()
         self._inner_step = InnerStep(
             optimizer,
             {master: model for model, master in self._pairs if master is not model},
             gradient_of=lambda master: self.gradients.of(self._models[id(master)]),
         )
-        if gradient_norm == "sum_of_norms":
-            check_same_parameters(len(self._pairs), model_parallel_group)
+        if self.gradient_norm == "sum_of_norms":
+            check_same_parameters(len(self._pairs), self.model_parallel_group)
+
+    def _replace_by_masters(self) -> None:
+        """Let the inner optimizer's groups hold masters, and be the groups of this one."""
+        self.float16_groups: list[list[torch.nn.Parameter]] = []
+        self.fp32_from_float16_groups: list[list[torch.Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[torch.nn.Parameter]] = []
+        for group in self.optimizer.param_groups:
+            self._adopt_group(group)
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        # for torch's step hooks; adds these very groups again
+        torch.optim.Optimizer.__init__(self, groups, self.optimizer.defaults)
+        self.state = state
+        self._pairs = list(self._model_and_master())
+        self._models = {id(master): model for model, master in self._pairs}
+        self._masters = {id(model): master for model, master in self._pairs}
+
+    def _find_gradients(self) -> None:
+        named = [(self._names[id(model)], model) for model, _ in self._pairs]
+        # before the buffer: its hooks take `.grad` away
+        self.instruments = complete_instruments(self.instruments, self.grad_scaler, named)
+        self.grad_buffer = self._make_grad_buffer() if self.params_have_main_grad else None
+        self.gradients = StepGradients(
+            self._pairs,
+            names=self._names,
+            has_main_grad=self.params_have_main_grad,
+            copies=self.tensor_parallel_group or self.model_parallel_group,
+            layer_scaling=self.layer_scaling,
+        )
 
     # Property and not alias: loading a state gives the inner optimizer new objects.
     @property
@@ -164,6 +165,15 @@ class MegatronOptimizer(LastStep, torch.optim.Optimizer):
             return dist.group.WORLD
         return self._training_group
 
+    @training_group.setter
+    def training_group(self, group: dist.ProcessGroup | None) -> None:
+        self._training_group = group
+
+    @property
+    def all_instruments(self) -> Sequence[Instruments]:
+        """As `Steppable`: this optimizer's alone."""
+        return [self.instruments]
+
     def step(self, closure: Callable[[], float] | None = None) -> StepReport:  # type: ignore[override]
         """Apply the gathered gradients, or skip them if any is infinite or NaN.
 
@@ -177,9 +187,7 @@ class MegatronOptimizer(LastStep, torch.optim.Optimizer):
             A tuple `(True, norm, num_zeros)`, or `(False, None, None)` after a skip, which leaves masters,
             moments and step counts as they were; and more by name, see `StepReport`.
         """
-        if closure is not None:
-            raise TypeError("step takes no closure: call backward first")
-        return take_step([self], self.grad_scaler)
+        return take_step(self, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
         """Clear the gradients of model and masters; `.grad`s are always set to None, `main_grad`s to zero.
@@ -188,16 +196,20 @@ class MegatronOptimizer(LastStep, torch.optim.Optimizer):
         """
         self.gradients.zero()
 
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        """Time a phase of the step, where there are timers."""
+        return timed(self.timers, phase)
+
     def begin_step(self, loss_scale: float) -> None:
-        """Make the gradients ready to be measured; first of what `take_step` calls."""
+        """Make the gradients ready to be measured."""
         self.gradients.check_factors()
         self.gradients.collect()
         self._are_gradients_cleared = False
         if self.before_step is not None:
             self.before_step(loss_scale)
 
-    def measure(self, *, is_exact: bool = False) -> torch.Tensor:
-        """Norm of the scaled gradients, flag and zeros, (3,) float64; collective over model parallel."""
+    def measure(self, *, is_exact: bool = False) -> Measurement:
+        """Look at the scaled gradients; collective over model parallel."""
         return self.gradients.measure(
             self.gradient_norm,
             count_zeros=self.log_num_zeros_in_grad,
@@ -207,21 +219,26 @@ class MegatronOptimizer(LastStep, torch.optim.Optimizer):
 
     @property
     def is_late_flag_possible(self) -> bool:
-        """Whether `update` may be launched before the host knows if gradients overflowed."""
+        """Whether the inner optimizer can skip a step by itself."""
         return self._inner_step.is_late_flag_possible
 
-    def update(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Step masters and model on gradients ÷ `grad_scale`, unless `found_inf` is 1: `InnerStep.run`."""
+    def update(self, measured: Measurement, facts: GradientFacts | None) -> None:
+        """Step masters and model; without `facts` the device skips by the flag."""
         self._are_gradients_cleared = self._inner_step.run(
-            grad_scale,
-            found_inf,
+            gradient_divisor(measured.norm, self.loss_scale, self.clip_grad),
+            (measured.flag > 0).float() if facts is None else None,  # fused optimizers want exactly 0 or 1
             [learning_rate(group) for group in self.param_groups],
             clears_gradients=self.params_have_main_grad,
         )
 
-    def end_step(self, *, is_applied: bool) -> None:
+    def locate(self) -> Overflow | None:
+        """Where gradients overflowed; collective over the training group."""
+        return locate([self.gradients], self.training_group)
+
+    def end_step(self, report: StepReport) -> None:
         """Forget the gradients, unless the update has cleared them while it read them."""
-        if is_applied and self._are_gradients_cleared:
+        self.report = report
+        if report.is_applied and self._are_gradients_cleared:
             self.gradients.were_zeroed()
         else:
             self.gradients.zero()
@@ -233,10 +250,7 @@ class MegatronOptimizer(LastStep, torch.optim.Optimizer):
             UserError: always, for a user's call.
         """
         if hasattr(self, "_inner_step"):
-            raise UserError(
-                "add_param_group: parameters cannot be added later; build the optimizer with all of them, "
-                "and set the lr of a group to 0 until its time has come"
-            )
+            raise no_later_parameters()
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megalowbit.errors import UserError
-from megalowbit.optim.gradients.report import StepReport
+from megalowbit.optim.gradients.norm import GradientFacts, Measurement
+from megalowbit.optim.gradients.report import Overflow, StepReport
+from megalowbit.optim.gradients.step_gradients import locate
+from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.base import GradScaler
-from megalowbit.optim.optimizers.base import MegatronOptimizer, not_copied
+from megalowbit.optim.optimizers.base import MegatronOptimizer, no_later_parameters, not_copied
+from megalowbit.optim.optimizers.options import SHARED
 from megalowbit.optim.optimizers.saved_state import REMEDY
 from megalowbit.optim.step import take_step
-
-SHARED_SETTINGS = ("clip_grad", "gradient_norm", "log_num_zeros_in_grad", "training_group")
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
@@ -46,7 +50,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for other in optimizers[1:]:
             if other.grad_scaler is not lead.grad_scaler:
                 raise UserError("chained optimizers have different grad scalers: pass one object to all")
-            for name in SHARED_SETTINGS:
+            for name in SHARED:
                 if getattr(other, name) != getattr(lead, name):
                     raise UserError(
                         f"chained optimizers differ in {name}: {getattr(lead, name)!r} and "
@@ -104,9 +108,63 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> StepReport:  # type: ignore[override]
         """Apply all gradients, or none if any is infinite or NaN; see `MegatronOptimizer.step`."""
-        if closure is not None:
-            raise TypeError("step takes no closure: call backward first")
-        return take_step(self.chained_optimizers, self.grad_scaler)
+        return take_step(self, closure)
+
+    @property
+    def all_instruments(self) -> Sequence[Instruments]:
+        """As `Steppable`: those of all."""
+        return [each.instruments for each in self.chained_optimizers]
+
+    @property
+    def training_group(self) -> dist.ProcessGroup | None:
+        """All ranks that take each step together; None where there is one process."""
+        return self.chained_optimizers[0].training_group
+
+    @property
+    def is_flag_shared(self) -> bool:
+        """Never of several: each reduces over a group of its own."""
+        return len(self.chained_optimizers) == 1 and self.chained_optimizers[0].is_flag_shared
+
+    @property
+    def is_late_flag_possible(self) -> bool:
+        """Whether all can skip by themselves."""
+        return all(each.is_late_flag_possible for each in self.chained_optimizers)
+
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        """The first one's timers serve all."""
+        return self.chained_optimizers[0].timed(phase)
+
+    def begin_step(self, loss_scale: float) -> None:
+        """Make all gradients ready to be measured."""
+        for each in self.chained_optimizers:
+            each.begin_step(loss_scale)
+
+    def measure(self, *, is_exact: bool = False) -> Measurement:
+        """One norm over all gradients, on the first one's device; collective over the groups of all."""
+        each = [optimizer.measure(is_exact=is_exact) for optimizer in self.chained_optimizers]
+        each = [one.to(each[0].norm.device) for one in each]
+        norms = torch.stack([one.norm for one in each])
+        is_sum = self.chained_optimizers[0].gradient_norm == "sum_of_norms"
+        zeros = [one.zeros for one in each if one.zeros is not None]
+        return Measurement(
+            norm=norms.sum() if is_sum else norms.square().sum().sqrt(),
+            flag=torch.stack([one.flag for one in each]).max(),
+            zeros=torch.stack(zeros).sum() if zeros else None,
+        )
+
+    def update(self, measured: Measurement, facts: GradientFacts | None) -> None:
+        """Step all, by one norm and flag."""
+        for each in self.chained_optimizers:
+            each.update(measured, facts)
+
+    def locate(self) -> Overflow | None:
+        """Where gradients of any of them overflowed; collective over the training group."""
+        return locate([each.gradients for each in self.chained_optimizers], self.training_group)
+
+    def end_step(self, report: StepReport) -> None:
+        """Forget all gradients."""
+        for each in self.chained_optimizers:
+            each.end_step(report)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all."""
@@ -120,7 +178,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             UserError: always, for a user's call.
         """
         if self.chained_optimizers:
-            self.chained_optimizers[0].add_param_group(param_group)  # which says why not
+            raise no_later_parameters()
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from megalowbit.errors import UserError
+from megalowbit.optim.gradients.buffer import SPARSE
 from megalowbit.optim.kernels import apex as apex_kernels
 from megalowbit.optim.kernels import cpu as cpu_kernels
 from megalowbit.optim.kernels.cpu import AdamSettings, AdamTensors
@@ -55,7 +56,7 @@ class InnerStep:
         self.optimizer = optimizer
         self._half_of = {id(master): half for master, half in half_of.items()}
         self._gradient_of = gradient_of
-        self._cohorts = apex_kernels.Cohorts()
+        self._lists = apex_kernels.TensorLists()
 
     @property
     def path(self) -> StepPath:
@@ -110,14 +111,14 @@ class InnerStep:
         if path in ("one_pass", "apex"):
             is_clearing = clears_gradients and path == "one_pass"
             return self._run_adam(path, gradients, grad_scale, found_inf, rates, is_clearing=is_clearing)
-        with _learning_rates(groups, rates):
+        with stepping_at(groups, rates):
             self._run_torch(path, gradients, grad_scale, found_inf)
         return False
 
     def _dense_gradient(self, master: Tensor) -> Tensor | None:
         gradient = self._gradient_of(master)
         if gradient is not None and gradient.layout != torch.strided:
-            raise UserError("sparse gradients are not supported: build embeddings with sparse=False")
+            raise UserError(SPARSE)
         return gradient
 
     def _fits_one_pass(self, master: Tensor) -> bool:
@@ -156,7 +157,7 @@ class InnerStep:
             if path == "one_pass":
                 cpu_kernels.adam_step(items, scale, flag, clears_gradients=is_clearing)
             else:
-                apex_kernels.adam_step(self._cohorts.of(items), scale, flag)
+                apex_kernels.adam_step(self._lists.of(items), scale, flag)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
         # neither half gradients nor those whose copy was used: these lie otherwise in memory
         places = {item.gradient.data_ptr() for item in items if item.gradient.dtype == torch.float32}
@@ -288,7 +289,8 @@ def _gradients_in_place(
 
 
 @contextmanager
-def _learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> Iterator[None]:
+def stepping_at(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> Iterator[None]:
+    """Let a step see these learning rates in its groups; schedulers go on seeing `lr`."""
     before = [group["lr"] for group in groups]
     try:
         for group, rate in zip(groups, rates, strict=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,6 +27,7 @@ from megalowbit.optim.loss_scale.rules import SCALE_RULE, is_count, is_scale
 from megalowbit.optim.optimizers.base import MegatronOptimizer
 from megalowbit.optim.optimizers.chained import ChainedOptimizer
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megalowbit.optim.optimizers.options import options_in
 from megalowbit.optim.optimizers.param_groups import ParameterCondition, weight_decay_groups
 
 UpdateRule = Literal["adam", "sgd"]
@@ -42,7 +43,8 @@ def _is_share(value: object) -> bool:
     return _is_number(value, 0) and value < 1  # type: ignore[operator]
 
 
-# what a value must be, and how to tell
+SWITCH = (lambda value: isinstance(value, bool), "True or False")
+# what a value must be, and how to tell; switches apart
 RULES: dict[str, tuple[Callable[[object], bool], str]] = {
     **{
         name: (lambda value: _is_number(value, 0), "a finite number ≥ 0")
@@ -56,13 +58,7 @@ RULES: dict[str, tuple[Callable[[object], bool], str]] = {
     "min_loss_scale": (is_scale, SCALE_RULE),
     "loss_scale_window": (is_count, "a whole number > 0"),
     "hysteresis": (is_count, "a whole number > 0"),
-    **{
-        name: (lambda value: isinstance(value, bool), "True or False")
-        for name in (
-            "fp16", "bf16", "decoupled_weight_decay", "log_num_zeros_in_grad", "params_have_main_grad",
-        )
-    },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +111,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.optimizer not in get_args(UpdateRule):
             raise unknown_name("optimizer", self.optimizer, get_args(UpdateRule))
-        for name, (is_valid, rule) in RULES.items():
+        switches = [field.name for field in fields(self) if field.type == "bool"]
+        for name, (is_valid, rule) in {**RULES, **dict.fromkeys(switches, SWITCH)}.items():
             if not is_valid(getattr(self, name)):
                 raise UserError(f"{name} must be {rule}, not {shown(getattr(self, name))}")
         if self.fp16 and self.bf16:
@@ -177,34 +174,40 @@ def get_megatron_optimizer(
         scale_lr_cond=scale_lr_cond,
         lr_mult=lr_mult,
     )
-    if grad_scaler is not None and not (config.fp16 or config.bf16):
-        raise UserError(
-            "grad_scaler is given, but fp16 and bf16 are off in the config: fp32 uses no loss scale"
-        )
-    _check_fit(model, [parameter for group in groups for parameter in group["params"]], config)
+    _check_fit(model, [parameter for group in groups for parameter in group["params"]], config, grad_scaler)
     options: dict[str, Any] = {
-        "grad_scaler": _grad_scaler(config) if grad_scaler is None else grad_scaler,
         "instruments": instruments,
         "named_parameters": list(_named_parameters(chunks)),
         "model_parallel_group": model_parallel_group,
         "tensor_parallel_group": tensor_parallel_group,
         "training_group": training_group,
     }
+    return _with_experts(groups, config, grad_scaler or _grad_scaler(config), options, expert_parallel_group)
+
+
+def _with_experts(
+    groups: Sequence[dict[str, Any]],
+    config: OptimizerConfig,
+    grad_scaler: GradScaler | None,
+    options: dict[str, Any],
+    expert_parallel_group: dist.ProcessGroup | None,
+) -> MegatronOptimizer | ChainedOptimizer:
+    """One optimizer, or two where there are experts."""
     dense, experts = (_members(groups, wanted) for wanted in (False, True))
-    if experts and expert_parallel_group is None and process_group.world_size(training_group) > 1:
+    if experts and expert_parallel_group is None and process_group.world_size(options["training_group"]) > 1:
         raise UserError(
             "the model has experts (parameters with allreduce = False), whose norm is summed over the "
             "ranks that hold different ones: pass expert_parallel_group"
         )
     if not experts and expert_parallel_group is None:
-        return _mixed_precision(dense, config, options)
+        return _mixed_precision(dense, config, grad_scaler, options)
     # chained also where this rank has none: all ranks must take part in the same collectives
     of_experts = {**options, "model_parallel_group": expert_parallel_group}
     nothing: list[dict[str, Any]] = [{"params": []}]
     return ChainedOptimizer(
         [
-            _mixed_precision(dense or nothing, config, options),
-            _mixed_precision(experts or nothing, config, of_experts),
+            _mixed_precision(dense or nothing, config, grad_scaler, options),
+            _mixed_precision(experts or nothing, config, grad_scaler, of_experts),
         ]
     )
 
@@ -226,7 +229,12 @@ def _check_fit(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     parameters: Sequence[torch.nn.Parameter],
     config: OptimizerConfig,
+    grad_scaler: GradScaler | None,
 ) -> None:
+    if grad_scaler is not None and not (config.fp16 or config.bf16):
+        raise UserError(
+            "grad_scaler is given, but fp16 and bf16 are off in the config: fp32 uses no loss scale"
+        )
     found = {parameter.dtype for parameter in parameters}
     if config.dtype not in found or found - {config.dtype, torch.float32}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
@@ -280,18 +288,17 @@ def _members(groups: Sequence[dict[str, Any]], wants_experts: bool) -> list[dict
 
 
 def _mixed_precision(
-    groups: list[dict[str, Any]], config: OptimizerConfig, options: dict[str, Any]
+    groups: list[dict[str, Any]],
+    config: OptimizerConfig,
+    grad_scaler: GradScaler | None,
+    options: dict[str, Any],
 ) -> MegatronOptimizer:
-    common: dict[str, Any] = {
-        "clip_grad": config.clip_grad,
-        "log_num_zeros_in_grad": config.log_num_zeros_in_grad,
-        "params_have_main_grad": config.params_have_main_grad,
-    }
     inner = _inner_optimizer(groups, config)
     if config.dtype == torch.float32:
-        without_scaler = {name: value for name, value in options.items() if name != "grad_scaler"}
-        return FP32Optimizer(inner, **common, **without_scaler)
-    return Float16OptimizerWithFloat16Params(inner, bf16=config.bf16, **common, **options)
+        return FP32Optimizer(inner, **options_in(config), **options)
+    return Float16OptimizerWithFloat16Params(
+        inner, grad_scaler=grad_scaler, bf16=config.bf16, **options_in(config), **options
+    )
 
 
 def _inner_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:

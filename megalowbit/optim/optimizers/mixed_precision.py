@@ -11,12 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from typing_extensions import Unpack
 
 from megalowbit.errors import UserError
 from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.optim.optimizers.base import MegatronOptimizer
-from megalowbit.optim.optimizers.options import StepOptions
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -52,7 +50,7 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
         grad_scaler: GradScaler | None,
         bf16: bool = False,
         cast_parameters: bool = False,
-        **options: Unpack[StepOptions],
+        **options: Any,
     ) -> None:
         if grad_scaler is None and not bf16:
             raise UserError("fp16 expects a grad scaler. Pass grad_scaler=DynamicGradScaler(), or bf16=True")
@@ -99,7 +97,7 @@ class FP32Optimizer(MegatronOptimizer):
         TypeError: a parameter is not fp32.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, **options: Unpack[StepOptions]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         super().__init__(optimizer, grad_scaler=None, **options)
 
     def _adopt_group(self, group: dict[str, Any]) -> None:

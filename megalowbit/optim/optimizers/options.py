@@ -1,13 +1,13 @@
-"""The keyword arguments that both mixed-precision optimizers take, and which of them go together."""
+"""How an optimizer steps: every option once, with its default and what it must be."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypedDict, get_args
+from dataclasses import dataclass, fields
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Required
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.optim.gradients.norm import GradientNorm
@@ -18,8 +18,9 @@ BeforeStep = Callable[[float], object]
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 
-class StepOptions(TypedDict, total=False):
-    """Keyword arguments of both optimizers.
+@dataclass(kw_only=True, eq=False, repr=False)
+class StepOptions:
+    """Keyword arguments of both mixed-precision optimizers, whose attributes they are then.
 
     Attributes:
         clip_grad: largest gradient norm; 0 turns clipping off.
@@ -41,36 +42,43 @@ class StepOptions(TypedDict, total=False):
         named_parameters: names for reports, as from `model.named_parameters()`; others may be among them.
         instruments: hooks of scale strategies and layer scaling; what needs no model is made here.
         timers: measure the phases "inspect" and "update".
-    """
-
-    clip_grad: Required[float]
-    log_num_zeros_in_grad: bool
-    params_have_main_grad: bool
-    model_parallel_group: dist.ProcessGroup | None
-    tensor_parallel_group: dist.ProcessGroup | None
-    training_group: dist.ProcessGroup | None
-    is_flag_shared: bool
-    gradient_norm: GradientNorm
-    before_step: BeforeStep | None
-    named_parameters: NamedParameters | None
-    instruments: Instruments | None
-    timers: StepTimers | None
-
-
-def check_step_options(
-    clip_grad: float,
-    gradient_norm: GradientNorm,
-    params_have_main_grad: bool,
-    instruments: Instruments | None,
-) -> None:
-    """Refuse what no step could do.
 
     Raises:
-        UserError: names the argument, its value and the remedy.
+        UserError: a value no step could work with.
     """
-    if gradient_norm not in get_args(GradientNorm):
-        raise unknown_name("gradient_norm", gradient_norm, get_args(GradientNorm))
-    if not 0 <= clip_grad < float("inf"):
-        raise UserError(f"clip_grad must be a finite number ≥ 0 (0 turns clipping off), not {clip_grad!r}")
-    if instruments is not None and instruments.layer_scaling is not None and not params_have_main_grad:
-        raise UserError("layer scaling divides its factors out of main_grad: use params_have_main_grad=True")
+
+    clip_grad: float
+    log_num_zeros_in_grad: bool = False
+    params_have_main_grad: bool = True
+    model_parallel_group: dist.ProcessGroup | None = None
+    tensor_parallel_group: dist.ProcessGroup | None = None
+    training_group: dist.ProcessGroup | None = None
+    is_flag_shared: bool = False
+    gradient_norm: GradientNorm = "global"
+    before_step: BeforeStep | None = None
+    named_parameters: NamedParameters | None = None
+    instruments: Instruments | None = None
+    timers: StepTimers | None = None
+
+    def __post_init__(self) -> None:
+        if self.gradient_norm not in get_args(GradientNorm):
+            raise unknown_name("gradient_norm", self.gradient_norm, get_args(GradientNorm))
+        if not 0 <= self.clip_grad < float("inf"):
+            raise UserError(
+                f"clip_grad must be a finite number ≥ 0 (0 turns clipping off), not {self.clip_grad!r}"
+            )
+        scaling = self.instruments.layer_scaling if self.instruments is not None else None
+        if scaling is not None and not self.params_have_main_grad:
+            raise UserError(
+                "layer scaling divides its factors out of main_grad: use params_have_main_grad=True"
+            )
+
+
+# the same for all optimizers that step as one
+SHARED = ("clip_grad", "gradient_norm", "log_num_zeros_in_grad", "training_group")
+
+
+def options_in(settings: object) -> dict[str, Any]:
+    """Those of `StepOptions` that a configuration holds under the same names."""
+    names = (field.name for field in fields(StepOptions))
+    return {name: getattr(settings, name) for name in names if hasattr(settings, name)}

@@ -9,7 +9,7 @@ copied parameter loses what was set on it. Conditions on names and parameters ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,11 @@ import torch
 from megalowbit.errors import UserError
 
 ParameterCondition = Callable[[str, torch.nn.Parameter], bool]  # (name in the model, parameter)
+
+
+def learning_rate(group: Mapping[str, Any]) -> float:
+    """What a step multiplies a group's update by: `lr`, times `lr_scale` where the group has one."""
+    return group["lr"] * group.get("lr_scale", 1.0)
 
 
 def weight_decay_groups(

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.parameters.whole_weights import whole_numel
-from megalowbit.optim.optimizers.base import learning_rate
+from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.pretrain.components.speculation import describe_speculation
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.kernels import describe_kernels

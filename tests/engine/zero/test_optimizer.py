@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.zero.optimizer import adopt
+from megalowbit.engine.zero.optimizer import PhaseTimers, replace_optimizer_class
 from megalowbit.errors import UserError
+from megalowbit.optim.kernels import cpu as cpu_kernels
 from megalowbit.optim.timers import StepTimers
 
 
@@ -39,6 +40,26 @@ def test_the_surface_is_that_of_stage_0(stage):
     assert [group["lr"] for group in found.param_groups] == [group["lr"] for group in expected.param_groups]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_has_one_order_at_every_stage(stage, monkeypatch):
+    engine, calls = start(stage), []
+
+    def noted(name, method):
+        return lambda *arguments, **named: calls.append(name) or method(*arguments, **named)
+
+    for name in ("begin_step", "measure", "update", "locate", "end_step"):
+        monkeypatch.setattr(engine.optimizer, name, noted(name, getattr(engine.optimizer, name)))
+    step(engine)
+    assert calls == ["begin_step", "measure", "update", "end_step"]
+    calls.clear()
+    hook = engine.module.weight.register_hook(lambda gradient: gradient * float("nan"))
+    step(engine)
+    hook.remove()
+    late = ["update"] if stage == 0 else []  # launched before the host knows, and skips itself
+    assert calls == ["begin_step", "measure", *late, "measure", "locate", "end_step"]
+    assert not engine.optimizer.report.is_applied
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_timers_of_ours_and_of_deepspeed_live_side_by_side(stage):
     engine = start(stage)
@@ -46,6 +67,28 @@ def test_timers_of_ours_and_of_deepspeed_live_side_by_side(stage):
     engine.optimizer.timers = StepTimers()
     step(engine)
     assert list(engine.optimizer.timers.milliseconds()) == ["inspect"]
+
+
+def test_a_phase_timer_passes_on_what_is_deepspeeds():
+    class Theirs:
+        def __call__(self, name):
+            return f"timer {name}"
+
+        def log(self, names):
+            return f"log {names}"
+
+    timers = PhaseTimers(Theirs())
+    assert (timers("step"), timers.log(["a"])) == ("timer step", "log ['a']")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_huge_finite_gradient_is_measured_again_and_applied(stage, monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "is_available", lambda: False)  # its squares are exact at once
+    engine = start(stage, precision="fp32", grad_scaler=None)
+    engine.backward(engine(torch.ones(1, 3)).sum() * 1e30)
+    report = engine.step() or engine.optimizer.report
+    assert report.is_applied
+    assert report.grad_norm == pytest.approx(8**0.5 * 1e30, rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -65,9 +108,9 @@ def test_a_backward_without_the_scale_is_an_error_with_a_constant_scale_too(stag
         engine(torch.ones(1, 3).half()).float().sum().backward()
 
 
-def test_an_optimizer_of_another_kind_is_not_adopted():
+def test_an_optimizer_of_another_kind_is_refused():
     with pytest.raises(UserError, match="asks for DeepSpeed's SGD, which is not supported"):
-        adopt(torch.optim.SGD([torch.zeros(1)]), None, log_num_zeros_in_grad=False)
+        replace_optimizer_class(torch.optim.SGD([torch.zeros(1)]))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -83,11 +83,11 @@ def test_gradients_are_found_where_they_are_kept_and_measured_as_they_are(keeper
     exact = exact_norm(p.grad for p in twin.parameters())
     each = sum(exact_norm([p.grad]) for p in twin.parameters())
     for is_exact in (False, True):
-        norm, flag, zeros = gradients.measure("global", count_zeros=True, is_exact=is_exact).tolist()
-        assert (norm, flag) == (pytest.approx(exact, rel=1e-6), 0)
-        assert zeros == sum(int((p.grad == 0).sum()) for p in twin.parameters())
-        measured = gradients.measure("sum_of_norms", is_exact=is_exact).tolist()
-        assert measured[0] == pytest.approx(each, rel=1e-6)
+        facts, _ = gradients.measure("global", count_zeros=True, is_exact=is_exact).read()
+        assert (facts.norm, facts.found_inf) == (pytest.approx(exact, rel=1e-6), False)
+        assert facts.num_zeros == sum(int((p.grad == 0).sum()) for p in twin.parameters())
+        measured = gradients.measure("sum_of_norms", is_exact=is_exact)
+        assert float(measured.norm) == pytest.approx(each, rel=1e-6)
 
 
 def test_a_parameter_without_a_gradient_has_none_and_is_measured_as_nothing():
@@ -95,8 +95,9 @@ def test_a_parameter_without_a_gradient_has_none_and_is_measured_as_nothing():
     gradients = gradients_of(model, has_main_grad=False)
     model[2].bias.grad = torch.tensor([3.0, 4.0]).half()
     assert gradients.of(model[0].weight) is None
-    assert gradients.measure("global").tolist() == [5.0, 0, 0]
-    assert gradients.measure("sum_of_norms").tolist() == [5.0, 0, 0]
+    for kind in ("global", "sum_of_norms"):
+        facts, _ = gradients.measure(kind, count_zeros=True).read()
+        assert (facts.norm, facts.found_inf, facts.num_zeros) == (5.0, False, 0)
 
 
 @pytest.mark.parametrize("kind", ["global", "sum_of_norms"])
@@ -110,8 +111,8 @@ def test_what_another_counts_is_not_in_the_norm_but_its_overflow_is_seen(kind, b
     model[2].bias.main_grad.copy_(torch.tensor([3.0, 4.0]))
     if bad is not None:
         model[0].weight.main_grad[0, 0] = bad
-    norm, flag, _ = gradients.measure(kind).tolist()
-    assert flag > 0 if bad is not None else (norm, flag) == (5.0, 0)
+    facts, _ = gradients.measure(kind).read()
+    assert facts.found_inf if bad is not None else (facts.norm, facts.found_inf) == (5.0, False)
 
 
 @pytest.mark.parametrize("keeper", KEEPERS)
@@ -189,8 +190,9 @@ def test_no_parameters_at_all_are_fine():
         nothing.zero()
         nothing.were_zeroed()
         nothing.check_factors()
-        assert nothing.measure("global").tolist() == [0, 0, 0]
-        assert nothing.measure("sum_of_norms").tolist() == [0, 0, 0]
+        for kind in ("global", "sum_of_norms"):
+            facts, _ = nothing.measure(kind, count_zeros=True).read()
+            assert (facts.norm, facts.found_inf, facts.num_zeros) == (0, False, 0)
         assert list(nothing.overflow_here(is_before=True).tensors) == []
 
 

@@ -126,7 +126,7 @@ def test_a_step_is_that_of_torch(amp_c, dtype, half, is_decoupled):
     optimizer.step()
     mine = items(dtype, half, is_decoupled=is_decoupled)
     with torch.no_grad():
-        apex_kernels.adam_step(apex_kernels.Cohorts().of(mine), torch.tensor(8.0), CLEAN)
+        apex_kernels.adam_step(apex_kernels.TensorLists().of(mine), torch.tensor(8.0), CLEAN)
     assert amp_c.launches == [("master" if half is not None and dtype == half else "plain", 3)]
     for item, master in zip(mine, masters, strict=True):
         torch.testing.assert_close(item.master, master.detach(), rtol=1e-5, atol=1e-6)
@@ -137,7 +137,7 @@ def test_a_step_is_that_of_torch(amp_c, dtype, half, is_decoupled):
 
 def test_a_flagged_step_changes_no_state(amp_c):
     mine = items(torch.float16, torch.float16, step=4.0)
-    apex_kernels.adam_step(apex_kernels.Cohorts().of(mine), torch.tensor(8.0), FLAGGED)
+    apex_kernels.adam_step(apex_kernels.TensorLists().of(mine), torch.tensor(8.0), FLAGGED)
     for item, master in zip(mine, numbers(0), strict=True):
         assert torch.equal(item.master, master)
         assert not item.exp_avg.any()
@@ -147,11 +147,11 @@ def test_a_flagged_step_changes_no_state(amp_c):
 def test_lists_hold_equal_settings_and_counts_and_counts_are_read_only_when_needed():
     young, old = items(torch.float32, None), items(torch.float32, None, step=7.0)
     fast = items(torch.float32, None, learning_rate=0.5)
-    cohorts = apex_kernels.Cohorts()
-    assert cohorts.of([*young, *old, *fast]) == [young, old, fast]
+    lists = apex_kernels.TensorLists()
+    assert lists.of([*young, *old, *fast]) == [young, old, fast]
     young[0].step.fill_(3.0)  # which does not happen: those that step together stay together
-    assert cohorts.of([*young, *old, *fast]) == [young, old, fast]
-    assert cohorts.of(young) == [young[:1], young[1:]]
+    assert lists.of([*young, *old, *fast]) == [young, old, fast]
+    assert lists.of(young) == [young[:1], young[1:]]
 
 
 def test_inner_steps_by_apex_follow_torch_over_several_steps(amp_c):

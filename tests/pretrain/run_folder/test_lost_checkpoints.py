@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from ended_runs import STEPS, Killed, contents, rows
+from ended_runs import STEPS, Killed, contents, dangle, remove_manifests, rows
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
@@ -25,16 +25,6 @@ def remove(folder):
 def remove_steps(folder):
     for path in (folder / "checkpoints").glob("step-*"):
         shutil.rmtree(path)
-
-
-def dangle(folder):
-    (folder / "checkpoints").rename(folder.parent / "moved")
-    (folder / "checkpoints").symlink_to(folder / "gone")
-
-
-def remove_manifests(folder):
-    for path in (folder / "checkpoints").glob("step-*/manifest.json"):
-        path.unlink()
 
 
 def put_a_file(folder):

@@ -4,23 +4,13 @@ import os
 import shutil
 
 import pytest
-from ended_runs import STEPS, Killed, contents, rows
+from ended_runs import STEPS, Killed, contents, dangle, remove_manifests, rows
 from unprivileged import said_without_privileges
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.pretrain.run import pretrain
 from megalowbit.pretrain.run_folder.restart import check_restart
-
-
-def dangle(folder):
-    (folder / "checkpoints").rename(folder.parent / "moved")
-    (folder / "checkpoints").symlink_to(folder / "gone")
-
-
-def remove_manifests(folder):
-    for path in (folder / "checkpoints").glob("step-*/manifest.json"):
-        path.unlink()
 
 
 def test_restart_moves_all_aside_and_trains_the_same_again(resolve, finished):

@@ -3,10 +3,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megalowbit.engine.overflow_retry import StepSnapshot, retry_step
 from megalowbit.errors import UserError
 from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
 from megalowbit.optim.statistics.layer_scaling import LayerScaling, find_blocks
-from megalowbit.optim.step_retry import StepSnapshot, retry_step
 
 
 class Model(torch.nn.Module):

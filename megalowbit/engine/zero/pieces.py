@@ -1,4 +1,4 @@
-"""Norm, flag and zeros of gradients of which every rank holds pieces.
+"""Gradients of which every rank holds pieces: norm, flag and zeros, overflows, and the regulariser's share.
 
 A parameter is cut over the data-parallel ranks wherever ZeRO's flat buffers end, and perhaps over
 model-parallel ranks before that. Every element lies on one rank, but for parameters that model-parallel
@@ -7,9 +7,8 @@ ranks hold alike, which are counted once. So squares just add up over all ranks,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import gather
-from megalowbit.engine.zero.scaler import ZeroLossScaler
-from megalowbit.optim.gradients.norm import GradientNorm, is_counted_once, measure_gradients
+from megalowbit.layers.regularizer import DualRangeRegularizer, whole_numel
+from megalowbit.optim.gradients.norm import Measurement, is_counted_once, measure_gradients
 from megalowbit.optim.gradients.report import Overflow
-from megalowbit.optim.instruments import Instruments
+from megalowbit.optim.optimizers.options import StepOptions
 
 
 class Piece(NamedTuple):
@@ -37,13 +36,6 @@ class Piece(NamedTuple):
     start: int
 
 
-class BeforeMeasure(Protocol):
-    """Adds to the gradients of a step before they are measured."""
-
-    def __call__(self, pieces: list[Piece], loss_scale: float) -> object:
-        """`pieces` are this rank's; their gradients are multiplied by `loss_scale`."""
-
-
 class GradientPieces:
     """Measures the pieces of all ranks together.
 
@@ -51,9 +43,8 @@ class GradientPieces:
         parameters: all that are trained, also those this rank has no piece of; in the same order on ranks
             that hold the same.
         names: of each.
-        gradient_norm: "global" or "sum_of_norms".
+        options: what is measured, over the training group; None: this process alone.
         copies: ranks that hold copies of what is not sharded; None: there are none.
-        group: all ranks; None: this process alone.
         peers: the data-parallel ranks, over which gradients are averaged.
 
     Attributes:
@@ -65,16 +56,14 @@ class GradientPieces:
         parameters: Sequence[torch.nn.Parameter],
         *,
         names: Sequence[str],
-        gradient_norm: GradientNorm,
+        options: StepOptions,
         copies: dist.ProcessGroup | None,
-        group: dist.ProcessGroup | None,
         peers: Sequence[int] = (0,),
     ) -> None:
-        self.group = group
         self.later_stages = 0
+        self._options, self._group = options, options.training_group
         self._peers = tuple(peers)
         self._names = list(names)
-        self._gradient_norm = gradient_norm
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._is_counted = [_is_counted(parameter, copies) for parameter in parameters]
 
@@ -82,44 +71,26 @@ class GradientPieces:
         """Its name."""
         return self._names[self._places[id(parameter)]]
 
-    def measure(
-        self, pieces: Sequence[Piece], *, count_zeros: bool, figures: Sequence[Tensor] = ()
-    ) -> list[float]:
-        """Look at all gradients of a step; collective.
-
-        Args:
-            pieces: this rank's.
-            count_zeros: also count elements that are exactly zero.
-            figures: (n,) each; read together with the result.
-
-        Returns:
-            Norm (0 where the flag is set), flag (> 0: something is not finite), zeros, then the figures.
-        """
-        measured = self._measure(pieces, count_zeros=count_zeros, is_exact=False)
-        norm, flag, zeros, *rest = torch.cat([measured, *(each.to(measured) for each in figures)]).tolist()
-        if flag > 0:  # rare: was it only a square that fp32 does not hold?
-            norm, flag, zeros = self._measure(pieces, count_zeros=count_zeros, is_exact=True).tolist()
-        return [norm, flag, zeros, *rest]
-
-    def _measure(self, pieces: Sequence[Piece], *, count_zeros: bool, is_exact: bool) -> Tensor:
-        counted: list[Tensor] = []
-        uncounted: list[Tensor] = []
-        for piece in pieces:
-            is_mine = self._is_counted[self._places[id(piece.parameter)]]
-            (counted if is_mine else uncounted).append(piece.gradient)
+    def measure(self, pieces: Sequence[Piece], *, is_exact: bool) -> Measurement:
+        """Look at this rank's pieces of all gradients of a step; collective. The norm is 0 with the flag."""
         # without the group: pieces that were offloaded lie where the group cannot exchange anything
-        norm, flag, zeros = measure_gradients(
-            counted, uncounted=uncounted, count_zeros=count_zeros, is_exact=is_exact
+        own = measure_gradients(
+            [piece.gradient for piece in pieces],
+            is_counted=[self._is_counted[self._places[id(piece.parameter)]] for piece in pieces],
+            count_zeros=self._options.log_num_zeros_in_grad,
+            is_exact=is_exact,
         )
-        device = process_group.exchange_device(self.group) if self.group is not None else norm.device
-        squares = norm.square().reshape(1)
-        if self._gradient_norm == "sum_of_norms":
-            squares = self._squares_of_each(pieces, norm.device)
-        squares = torch.where(flag > 0, 0.0, squares)
-        packet = torch.cat([flag.reshape(1), zeros.reshape(1), squares]).to(device)
-        if self.group is not None:
-            dist.all_reduce(packet, op=dist.ReduceOp.SUM, group=self.group)
-        return torch.cat([packet[2:].sqrt().sum().reshape(1), packet[:2]])
+        squares = own.norm.square().reshape(1)
+        if self._options.gradient_norm == "sum_of_norms":
+            squares = self._squares_of_each(pieces, own.norm.device)
+        zeros = torch.zeros_like(own.norm) if own.zeros is None else own.zeros
+        packet = torch.cat([torch.stack([own.flag, zeros]), torch.where(own.flag > 0, 0.0, squares)])
+        if self._group is not None:
+            packet = packet.to(process_group.exchange_device(self._group))
+            dist.all_reduce(packet, op=dist.ReduceOp.SUM, group=self._group)
+        return Measurement(
+            norm=packet[2:].sqrt().sum(), flag=packet[0], zeros=None if own.zeros is None else packet[1]
+        )
 
     def _squares_of_each(self, pieces: Sequence[Piece], device: torch.device) -> Tensor:
         squares = torch.zeros(len(self._is_counted), dtype=torch.float64, device=device)
@@ -129,7 +100,7 @@ class GradientPieces:
                 squares[place] += torch.linalg.vector_norm(piece.gradient, dtype=torch.float64) ** 2
         return squares
 
-    def locate_overflow(self, pieces: Sequence[Piece]) -> Overflow | None:
+    def locate(self, pieces: Sequence[Piece]) -> Overflow | None:
         """The first gradient in the order of backward that is not finite; collective, reads the device.
 
         Gradients have been averaged by now, so a rank is named only where it holds its part of the model
@@ -142,7 +113,7 @@ class GradientPieces:
             if not (_is_copy(piece.parameter) or torch.isfinite(piece.gradient).all())
         }
         own = (self.later_stages, self._peers, mine, len(self._names))
-        gathered = [own] if self.group is None else gather(own, self.group)
+        gathered = [own] if self._group is None else gather(own, self._group)
         hit = [each for each in gathered if each[2]]
         if not hit:
             return None
@@ -166,18 +137,44 @@ def _is_copy(parameter: torch.nn.Parameter) -> bool:
     return getattr(parameter, "ds_pipe_replicated", False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ZeroParts:
-    """What an adopted optimizer works with.
+class PieceRegularizer:
+    """Adds the dual-range regulariser's gradient to pieces. Make it before the parameters are partitioned.
 
-    Attributes:
-        loss_scaler: over the run's grad scaler.
-        gradients: measures this rank's pieces.
-        instruments: hooks of scale strategies.
-        before_measure: of the regulariser; None: nothing is added.
+    The gradient is made element by element from the weight and the number of the whole weight's elements,
+    so each rank adds it to the pieces it owns, before they are measured; only its value is summed over the
+    ranks.
+
+    Args:
+        regularizer: whose settings and weights it takes, and whose `value` it sets.
     """
 
-    loss_scaler: ZeroLossScaler
-    gradients: GradientPieces
-    instruments: Instruments
-    before_measure: BeforeMeasure | None = None
+    def __init__(self, regularizer: DualRangeRegularizer) -> None:
+        self._regularizer = regularizer
+        self._numel = {id(weight): whole_numel(weight) for weight in regularizer.weights()}
+
+    @torch.no_grad()
+    def add_gradients(
+        self, pieces: Iterable[Piece], loss_scale: float, *, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Once per optimizer step; collective.
+
+        Args:
+            pieces: this rank's.
+            loss_scale: S by which their gradients are multiplied.
+            group: the data-parallel ranks, over which the value is summed.
+            device: one that `group` can exchange.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for parameter, gradient, start in pieces:
+            numel = self._numel.get(id(parameter))
+            if numel is None:
+                continue
+            partition = getattr(parameter, "ds_tensor", None)
+            weight = parameter.data.view(-1)[start:] if partition is None else partition.data
+            weight = weight[: gradient.numel()].to(gradient.device)
+            total += self._regularizer.add_piece(weight, gradient.view(-1), loss_scale, numel=numel).to(
+                device
+            )
+        if process_group.world_size(group) > 1:
+            dist.all_reduce(total, group=group)
+        self._regularizer.value = self._regularizer.sum_over_shards(total)

@@ -1,0 +1,12 @@
+"""Gradients measured and read by the host, as a step does it."""
+
+from megalowbit.optim.gradients.norm import measure_gradients
+
+
+def inspected(gradients, **options):
+    """What a step comes to know: a flag is looked into before it is believed."""
+    for is_exact in (False, True):
+        facts, _ = measure_gradients(gradients, is_exact=is_exact, **options).read()
+        if not facts.found_inf:
+            break
+    return facts
