@@ -84,6 +84,19 @@ def unreadable(path: str | Path, error: Exception) -> UserError:
     return from_system(f"{path} cannot be read ({reason}): use an older checkpoint", error)
 
 
+def unwritable(path: str | Path, error: Exception) -> UserError:
+    """What is said of a file that cannot be written: which one, why, what to do."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    reason = getattr(error, "strerror", None) or lines[0]
+    is_of_disk = isinstance(error, (OSError, MemoryError)) or type(error) is RuntimeError  # torch's own
+    remedy = (
+        "free space or choose another folder"
+        if is_of_disk
+        else "leave it out of what is saved, or save its numbers, texts and tensors"
+    )
+    return from_system(f"{path}: {reason}; {remedy} (earlier checkpoints are untouched)", error)
+
+
 @contextmanager
 def reading(where: str) -> Iterator[None]:
     """Say in one line that what is read contradicts itself, whatever that leads to.
