@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from megalowbit.distributed import process_group
@@ -147,13 +146,13 @@ def adapt_mpu(mpu: Any) -> ModelParallelUnit | None:
 
 
 def find_grid(
-    config: Mapping[str, Any], *, model: torch.nn.Module | None = None, mpu: ModelParallelUnit | None = None
+    config: Mapping[str, Any], *, stages: int | None = None, mpu: ModelParallelUnit | None = None
 ) -> ProcessGrid:
     """Where this process stands, from whatever cuts the job: an mpu, a pipeline module or the configuration.
 
     Args:
         config: DeepSpeed's.
-        model: a `PipelineModule` brings its number of stages along.
+        stages: of a pipeline module, which brings them along; None: the model is none.
         mpu: adapted.
 
     Raises:
@@ -167,10 +166,9 @@ def find_grid(
                 f"mpu and the configuration ({grid}) both cut the model: leave one of them out, "
                 f"{TENSOR_KEY} for an mpu of your own"
             )
-        if _num_stages(model) is not None:
+        if stages is not None:
             raise UserError("mpu and a pipeline module both cut the job: leave mpu out, stages have groups")
         return _grid_of(mpu)
-    stages = _num_stages(model)
     if stages is None or stages == grid.pipeline_size:
         return grid
     if grid.pipeline_size > 1:
@@ -179,14 +177,6 @@ def find_grid(
             "remove pipeline.stages"
         )
     return ProcessGrid(rank, world_size, tensor_size=grid.tensor_size, pipeline_size=stages)
-
-
-def _num_stages(model: torch.nn.Module | None) -> int | None:
-    if model is None:
-        return None
-    from deepspeed.pipe import PipelineModule
-
-    return int(model.num_stages) if isinstance(model, PipelineModule) else None
 
 
 def _grid_of(mpu: ModelParallelUnit) -> ProcessGrid:

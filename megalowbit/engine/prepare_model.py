@@ -71,7 +71,7 @@ def prepare_model(
         UserError: the model does not fit the configuration.
     """
     mpu = shard_model(model, parts) or mpu
-    recipe = succeed_together(lambda: _prepare_part(model, parts, grid, seed))
+    recipe = succeed_together(_prepare_part, model, parts, grid, seed)
     return PreparedModel(recipe=recipe, low_bit=low_bit_names(model), mpu=mpu, groups=groups_of(model) or mpu)
 
 

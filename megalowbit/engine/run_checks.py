@@ -3,8 +3,8 @@
 Ranks that were started with different code, settings or models train apart, or wait for each other for ever
 in the first collective that differs. So the first thing they exchange is two digests each; only if those
 differ are the facts behind them gathered, to say what differs and on which ranks. Facts of the run must be
-equal everywhere, facts of the model among the ranks that hold the same part of it. Further: low-bit layers
-that DeepSpeed has replaced, and a loss scaler that is not ours.
+equal everywhere, facts of the model among the ranks that hold the same part of it. Further: arguments that
+contradict each other, low-bit layers that DeepSpeed has replaced, and a loss scaler that is not ours.
 Not covered: values of weights, which DeepSpeed broadcasts; paths, whose contents are compared instead.
 """
 
@@ -22,12 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megalowbit
-from megalowbit.config.deepspeed_json import BLOCK, DeepSpeedConfigParts
+from megalowbit.config.deepspeed_json import BLOCK, DeepSpeedConfigParts, EngineSettings
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import gather, raised_on_all_ranks
 from megalowbit.distributed.process_grid import ProcessGrid
+from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
 from megalowbit.errors import UserError, shown
+from megalowbit.layers.conversion.convert import bit_layers, random_stream
+from megalowbit.layers.conversion.partitioned import refuse_partitioned
+from megalowbit.optim.loss_scale.base import GradScaler
 
 Facts = Mapping[str, str]
 
@@ -56,13 +59,14 @@ REMEDIES = {
     "random": "convert with the same seed on every rank, the rank makes the numbers differ",
     "argument": "call megalowbit.initialize alike on every rank",
 }
+PACKAGE = Path(__file__).parents[1]
 DIGEST_BYTES = 32
 RANKS_NAMED = 4
 
 
 def installation_facts() -> dict[str, str]:
     """What this process computes with: code, versions, kernel choice, kind of device."""
-    facts = {"code of megalowbit": code_digest(Path(megalowbit.__file__).parent)}
+    facts = {"code of megalowbit": code_digest(PACKAGE)}
     for name in DISTRIBUTIONS:
         try:
             facts[f"version of {name}"] = importlib.metadata.version(name)
@@ -85,8 +89,6 @@ def configuration_facts(parts: DeepSpeedConfigParts) -> dict[str, str]:
 
 def model_facts(model: torch.nn.Module) -> dict[str, str]:
     """Number, names, shapes and types of a model's parameters; the random numbers of one converted before."""
-    from megalowbit.layers.conversion.convert import random_stream
-
     parameters = {name: (p, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
     stream = random_stream(model)
@@ -169,10 +171,42 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {named}{more}"
 
 
+def check_arguments(
+    model: torch.nn.Module,
+    settings: EngineSettings,
+    optimizer: ClientOptimizer | None,
+    model_parameters: ModelParameters | None,
+    lr_scheduler: object,
+) -> None:
+    """Refuse arguments of `initialize` that contradict each other or the configured precision.
+
+    Raises:
+        UserError: names the argument or the parameter.
+    """
+    is_built = isinstance(optimizer, torch.optim.Optimizer)
+    if optimizer is not None and not is_built and not callable(optimizer):
+        raise UserError(
+            f"optimizer is a {type(optimizer).__name__}: pass a torch optimizer, or a callable that makes one"
+        )
+    if is_built and model_parameters is not None:
+        raise UserError("pass optimizer or model_parameters, not both: an optimizer has its parameters")
+    is_bound = isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    if is_bound and getattr(lr_scheduler, "optimizer", None) is not optimizer:
+        raise UserError(
+            "lr_scheduler belongs to another optimizer: pass a callable from optimizer to scheduler instead"
+        )
+    refuse_partitioned(model)
+    allowed = {torch.float32, HALF.get(settings.precision, torch.float32)}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in allowed:
+            raise UserError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')} but precision is "
+                f"{settings.precision}: call model.float() first"
+            )
+
+
 def low_bit_names(model: torch.nn.Module) -> tuple[str, ...]:
     """Names of a model's low-bit layers."""
-    from megalowbit.layers.conversion.convert import bit_layers
-
     return tuple(bit_layers(model))
 
 
@@ -203,8 +237,6 @@ def check_scaler(engine: Any) -> None:
     Raises:
         UserError: the engine's optimizer has another scaler than the one it was made with.
     """
-    from megalowbit.optim.loss_scale.base import GradScaler
-
     optimizer = engine.optimizer
     scaler = getattr(optimizer, "grad_scaler", None)
     of_deepspeed = getattr(optimizer, "loss_scaler", None)

@@ -6,8 +6,9 @@ import types
 import pytest
 import torch
 
-from megalowbit.config.deepspeed_json import read_deepspeed_config
+from megalowbit.config.deepspeed_json import EngineSettings, read_deepspeed_config
 from megalowbit.engine.run_checks import (
+    check_arguments,
     check_layers_kept,
     check_ranks_agree,
     check_scaler,
@@ -134,3 +135,29 @@ def test_another_scaler_is_refused(attribute):
     optimizer = types.SimpleNamespace(**{"grad_scaler": ConstantGradScaler(8.0), attribute: LossScaler(8.0)})
     with pytest.raises(UserError, match=r"is a deepspeed\.runtime\.fp16\.loss_scaler\.LossScaler and not"):
         check_scaler(types.SimpleNamespace(optimizer=optimizer))
+
+
+def check_call(model, *, precision="bf16", optimizer=None, model_parameters=None, lr_scheduler=None):
+    settings = EngineSettings.model_validate({"precision": precision})
+    check_arguments(model, settings, optimizer, model_parameters, lr_scheduler)
+
+
+def test_fp32_and_the_configured_precision_pass_and_others_are_named():
+    check_call(torch.nn.Linear(2, 2))
+    check_call(torch.nn.Linear(2, 2).bfloat16())
+    with pytest.raises(UserError, match="parameter weight is float16 but precision is bf16"):
+        check_call(torch.nn.Linear(2, 2).half())
+    with pytest.raises(UserError, match="parameter weight is bfloat16 but precision is fp32"):
+        check_call(torch.nn.Linear(2, 2).bfloat16(), precision="fp32")
+
+
+def test_an_optimizer_has_its_own_parameters_and_a_bound_scheduler_its_own_optimizer():
+    model = torch.nn.Linear(2, 2)
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    check_call(model, optimizer=optimizer, lr_scheduler=scheduler)
+    with pytest.raises(UserError, match="not both"):
+        check_call(model, optimizer=optimizer, model_parameters=model.parameters())
+    for wrong in (other, None):
+        with pytest.raises(UserError, match="belongs to another optimizer"):
+            check_call(model, optimizer=wrong, lr_scheduler=scheduler)
