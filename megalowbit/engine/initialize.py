@@ -40,14 +40,14 @@ from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.build_optimizer import OptimizerStart
 from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
 from megalowbit.engine.model_optimizer import ClientOptimizer, ModelParameters
-from megalowbit.engine.nested_blocks import QUIET, check_parts
 from megalowbit.engine.parameters.layout import lay_out_parameters
 from megalowbit.engine.parameters.user_gradients import attach_zero_grad
 from megalowbit.engine.pipeline.setup import attach_pipeline, check_block, check_stages, release_whole
 from megalowbit.engine.prepare_model import check_prepared, prepare_model
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
-from megalowbit.engine.run_checks import (
-    check_arguments,
+from megalowbit.engine.run_checks.deepspeed_blocks import QUIET, check_parts
+from megalowbit.engine.run_checks.model import check_arguments
+from megalowbit.engine.run_checks.ranks_agree import (
     check_ranks_agree,
     configuration_facts,
     installation_facts,

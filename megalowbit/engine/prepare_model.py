@@ -20,7 +20,7 @@ from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.mpu import ModelParallelUnit
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.pipeline.setup import begin_stage, groups_of, has_low_bit_layers_elsewhere, whole_of
-from megalowbit.engine.run_checks import check_layers_kept, check_scaler, low_bit_names
+from megalowbit.engine.run_checks.model import check_layers_kept, check_scaler, low_bit_names
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, convert

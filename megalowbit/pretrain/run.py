@@ -17,7 +17,11 @@ from megalowbit.distributed.process_group import ProcessIdentity, is_true_anywhe
 from megalowbit.engine.parameters.whole_weights import whole_state_dict
 from megalowbit.engine.pipeline.setup import gather_weights
 from megalowbit.engine.process_start import start_process_group
-from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts, installation_facts
+from megalowbit.engine.run_checks.ranks_agree import (
+    check_ranks_agree,
+    configuration_facts,
+    installation_facts,
+)
 from megalowbit.errors import TransientError, UserError, from_system
 from megalowbit.hf.generation import remember, remembered
 from megalowbit.hf.model import random_model, save_hf

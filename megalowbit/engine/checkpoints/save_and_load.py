@@ -45,7 +45,7 @@ from megalowbit.durable_files import (
 )
 from megalowbit.engine.checkpoints.layout import describe_layout
 from megalowbit.engine.checkpoints.reshape import check_fits, load_reshaped
-from megalowbit.engine.run_checks import check_scaler
+from megalowbit.engine.run_checks.model import check_scaler
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.state_dict_layout import parameter_layout

@@ -1,10 +1,9 @@
-"""Checks that refuse a run before its first step, on every rank and with one line.
+"""Whether all ranks were started with the same code, settings and model: one line on every rank if not.
 
 Ranks that were started with different code, settings or models train apart, or wait for each other for ever
 in the first collective that differs. So the first thing they exchange is two digests each; only if those
 differ are the facts behind them gathered, to say what differs and on which ranks. Facts of the run must be
-equal everywhere, facts of the model among the ranks that hold the same part of it. Further: arguments that
-contradict each other, low-bit layers that DeepSpeed has replaced, and a loss scaler that is not ours.
+equal everywhere, facts of the model among the ranks that hold the same part of it.
 Not covered: values of weights, which DeepSpeed broadcasts; paths, whose contents are compared instead.
 """
 
@@ -15,22 +14,19 @@ import importlib.metadata
 import json
 import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megalowbit.config.deepspeed_json import BLOCK, DeepSpeedConfigParts, EngineSettings
+from megalowbit.config.deepspeed_json import BLOCK, DeepSpeedConfigParts
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import gather, raised_on_all_ranks
 from megalowbit.distributed.process_grid import ProcessGrid
-from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
-from megalowbit.errors import UserError, shown
-from megalowbit.layers.conversion.convert import bit_layers, random_stream
-from megalowbit.layers.conversion.partitioned import refuse_partitioned
-from megalowbit.optim.loss_scale.base import GradScaler
+from megalowbit.errors import shown
+from megalowbit.layers.conversion.convert import random_stream
 
 Facts = Mapping[str, str]
 
@@ -59,7 +55,7 @@ REMEDIES = {
     "random": "convert with the same seed on every rank, the rank makes the numbers differ",
     "argument": "call megalowbit.initialize alike on every rank",
 }
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 DIGEST_BYTES = 32
 RANKS_NAMED = 4
 
@@ -169,86 +165,6 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:RANKS_NAMED]))
     more = f" and {len(ranks) - RANKS_NAMED} more" if len(ranks) > RANKS_NAMED else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {named}{more}"
-
-
-def check_arguments(
-    model: torch.nn.Module,
-    settings: EngineSettings,
-    optimizer: ClientOptimizer | None,
-    model_parameters: ModelParameters | None,
-    lr_scheduler: object,
-) -> None:
-    """Refuse arguments of `initialize` that contradict each other or the configured precision.
-
-    Raises:
-        UserError: names the argument or the parameter.
-    """
-    is_built = isinstance(optimizer, torch.optim.Optimizer)
-    if optimizer is not None and not is_built and not callable(optimizer):
-        raise UserError(
-            f"optimizer is a {type(optimizer).__name__}: pass a torch optimizer, or a callable that makes one"
-        )
-    if is_built and model_parameters is not None:
-        raise UserError("pass optimizer or model_parameters, not both: an optimizer has its parameters")
-    is_bound = isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
-    if is_bound and getattr(lr_scheduler, "optimizer", None) is not optimizer:
-        raise UserError(
-            "lr_scheduler belongs to another optimizer: pass a callable from optimizer to scheduler instead"
-        )
-    refuse_partitioned(model)
-    allowed = {torch.float32, HALF.get(settings.precision, torch.float32)}
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in allowed:
-            raise UserError(
-                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')} but precision is "
-                f"{settings.precision}: call model.float() first"
-            )
-
-
-def low_bit_names(model: torch.nn.Module) -> tuple[str, ...]:
-    """Names of a model's low-bit layers."""
-    return tuple(bit_layers(model))
-
-
-def check_layers_kept(module: torch.nn.Module, converted: Collection[str]) -> None:
-    """Make sure that DeepSpeed has left every low-bit layer in its place.
-
-    Args:
-        module: the engine's module.
-        converted: names of the low-bit layers before DeepSpeed got the model.
-
-    Raises:
-        UserError: one of them is gone, or another layer now.
-    """
-    present = set(low_bit_names(module))
-    missing = [name for name in converted if name not in present]
-    if missing:
-        modules = dict(module.named_modules())
-        now = type(modules[missing[0]]).__name__ if missing[0] in modules else "gone"
-        raise UserError(
-            f"{len(missing)} of {len(converted)} low-bit layers were lost when DeepSpeed took the model "
-            f"over ({missing[0]} is {now}): turn off what replaces layers in the configuration"
-        )
-
-
-def check_scaler(engine: Any) -> None:
-    """Make sure that the loss scale is in our hands; to be called before the first step and after a load.
-
-    Raises:
-        UserError: the engine's optimizer has another scaler than the one it was made with.
-    """
-    optimizer = engine.optimizer
-    scaler = getattr(optimizer, "grad_scaler", None)
-    of_deepspeed = getattr(optimizer, "loss_scaler", None)
-    is_ours = scaler is None or isinstance(scaler, GradScaler)
-    is_adapter = of_deepspeed is None or type(of_deepspeed).__module__.startswith(f"{BLOCK}.")
-    if not (hasattr(optimizer, "grad_scaler") and is_ours and is_adapter):
-        found = of_deepspeed if is_ours and of_deepspeed is not None else scaler
-        kind = f"{type(found).__module__}.{type(found).__name__}"
-        raise UserError(
-            f"the engine's loss scaler is a {kind} and not the one of "
-            "megalowbit.grad_scaler: do not replace it, and resume from checkpoints of megalowbit only"
-        )
 
 
 def code_digest(folder: Path) -> str:
