@@ -1,4 +1,4 @@
-"""What `engine.group_timeouts`, `engine.notice_board` and `engine.call_site` use of torch's inside."""
+"""What `timeouts`, `heartbeat_store` and `collective_trace` of supervision use of torch's inside."""
 
 import importlib
 import inspect
