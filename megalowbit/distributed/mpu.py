@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,32 +33,11 @@ REFUSED = {
 }
 
 
-class ModelParallelUnit(Protocol):
-    """What DeepSpeed 0.19.8 asks of an mpu, but for sequence parallelism.
-
-    Groups are process groups that this rank belongs to; ranks are 0 … world_size-1 in the group, but those of
-    `src_rank` and `group_ranks`, which are of the world.
-    """
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup: ...
-    def get_data_parallel_rank(self) -> int: ...
-    def get_data_parallel_world_size(self) -> int: ...
-    def get_data_parallel_group_ranks(self) -> list[int]: ...
-    def get_model_parallel_group(self) -> dist.ProcessGroup: ...
-    def get_model_parallel_rank(self) -> int: ...
-    def get_model_parallel_world_size(self) -> int: ...
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup: ...
-    def get_tensor_model_parallel_rank(self) -> int: ...
-    def get_tensor_model_parallel_world_size(self) -> int: ...
-    def get_tensor_model_parallel_src_rank(self) -> int: ...
-    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup | None: ...
-    def get_pipeline_model_parallel_rank(self) -> int: ...
-    def get_pipeline_model_parallel_world_size(self) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class GroupsOfRank:
-    """A `ModelParallelUnit` over four process groups of this rank.
+    """What DeepSpeed 0.19.8 asks of an mpu, over four process groups of this rank; no sequence parallelism.
+
+    Ranks are 0 … world_size-1 in the group; those of `src_rank` and `group_ranks` are of the world.
 
     Attributes:
         data: ranks with the same weights.
@@ -115,7 +94,7 @@ class GroupsOfRank:
         return 1 if self.pipeline is None else dist.get_world_size(self.pipeline)
 
 
-def adapt_mpu(mpu: Any) -> ModelParallelUnit | None:
+def adapt_mpu(mpu: Any) -> GroupsOfRank | None:
     """Complete an mpu for DeepSpeed; not collective, and in an initialised process group only.
 
     Args:
@@ -146,7 +125,7 @@ def adapt_mpu(mpu: Any) -> ModelParallelUnit | None:
 
 
 def find_grid(
-    config: Mapping[str, Any], *, stages: int | None = None, mpu: ModelParallelUnit | None = None
+    config: Mapping[str, Any], *, stages: int | None = None, mpu: GroupsOfRank | None = None
 ) -> ProcessGrid:
     """Where this process stands, from whatever cuts the job: an mpu, a pipeline module or the configuration.
 
@@ -179,7 +158,7 @@ def find_grid(
     return ProcessGrid(rank, world_size, tensor_size=grid.tensor_size, pipeline_size=stages)
 
 
-def _grid_of(mpu: ModelParallelUnit) -> ProcessGrid:
+def _grid_of(mpu: GroupsOfRank) -> ProcessGrid:
     return ProcessGrid(
         process_group.rank(),
         process_group.world_size(),

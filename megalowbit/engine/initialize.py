@@ -35,7 +35,7 @@ from megalowbit.config.pipeline import set_by_user
 from megalowbit.config.zero import zero_stage
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import succeed_together
-from megalowbit.distributed.mpu import ModelParallelUnit, adapt_mpu, find_grid
+from megalowbit.distributed.mpu import GroupsOfRank, adapt_mpu, find_grid
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.build_optimizer import OptimizerStart
 from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
@@ -168,7 +168,7 @@ def initialize(
 def _read(
     config: Config,
     model: torch.nn.Module,
-    mpu: ModelParallelUnit | None,
+    mpu: GroupsOfRank | None,
     total_steps: int | None,
     optimizer: object,
 ) -> tuple[DeepSpeedConfigParts, ProcessGrid]:

@@ -17,7 +17,7 @@ import torch
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import succeed_together
-from megalowbit.distributed.mpu import ModelParallelUnit
+from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.pipeline.setup import begin_stage, groups_of, has_low_bit_layers_elsewhere, whole_of
 from megalowbit.engine.run_checks.model import check_layers_kept, check_scaler, low_bit_names
@@ -46,8 +46,8 @@ class PreparedModel:
 
     recipe: Recipe | None
     low_bit: Collection[str]
-    mpu: ModelParallelUnit | None
-    groups: ModelParallelUnit | None
+    mpu: GroupsOfRank | None
+    groups: GroupsOfRank | None
 
 
 def prepare_model(
@@ -55,7 +55,7 @@ def prepare_model(
     parts: DeepSpeedConfigParts,
     grid: ProcessGrid,
     *,
-    mpu: ModelParallelUnit | None,
+    mpu: GroupsOfRank | None,
     seed: int,
 ) -> PreparedModel:
     """Cut, convert and mark `model` in place; every rank must call it.

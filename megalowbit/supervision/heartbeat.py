@@ -30,7 +30,11 @@ class StoreSilentError(RuntimeError):
 
 
 class HeartbeatThread:
-    """Gives the heartbeats of one rank, from `start` to `stop`."""
+    """Gives the heartbeats of one rank, from `start` to `stop`.
+
+    Attributes:
+        lost: why the connection to the store has ended; None while it has not.
+    """
 
     def __init__(
         self,
@@ -54,13 +58,8 @@ class HeartbeatThread:
         self._count, self._has_alarmed = 0, False
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._busy_since: float | None = None
-        self._lost: str | None = None
+        self.lost: str | None = None
         self._thread = threading.Thread(target=self._run, name="megalowbit-heartbeat", daemon=True)
-
-    @property
-    def lost(self) -> str | None:
-        """Why the connection to the store has ended; None while it has not."""
-        return self._lost
 
     def start(self) -> None:
         """Give the first heartbeat before anything else happens, then more in the background."""
@@ -87,8 +86,8 @@ class HeartbeatThread:
         since = self._busy_since
         if since is not None:  # one that hangs already is not waited for once more
             limit = max(0.0, limit - (time.monotonic() - since))
-        if self._lost is not None:
-            raise StoreSilentError(self._lost)
+        if self.lost is not None:
+            raise StoreSilentError(self.lost)
         future: Future[Any] = Future()
         self._requests.put((request, future))
         try:
@@ -100,7 +99,7 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         due = time.monotonic() + self.interval
-        while self._lost is None:
+        while self.lost is None:
             try:
                 request = self._requests.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
@@ -118,7 +117,7 @@ class HeartbeatThread:
         try:
             work()
         except RuntimeError as error:
-            self._lost = _first_line(error)
+            self.lost = _first_line(error)
         finally:
             self._busy_since = None
 

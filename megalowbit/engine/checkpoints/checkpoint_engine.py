@@ -10,7 +10,6 @@ calls, and objects become plain data, so that loading executes nothing. Of a los
 from __future__ import annotations
 
 import os
-import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,14 +22,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from megalowbit.checkpoints.shards import (
-    ORIGIN_KEY,
-    check_origin,
-    foreign,
-    origin_of,
-    unreadable,
-    unwritable,
-)
+from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, load_content, origin_of, unwritable
 from megalowbit.distributed.agreement import gather, raised_on_all_ranks
 from megalowbit.distributed.process_group import is_true_anywhere
 from megalowbit.durable_files import FileFacts, HashingFile, atomic_file
@@ -101,12 +93,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         """
         if path in self._read:
             return self._read[path]
-        try:
-            content = torch.load(path, map_location=map_location, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise foreign(path, error) from error
-        except Exception as error:  # of many kinds, if a file is not what torch has written
-            raise unreadable(path, error) from error
+        content = load_content(path, map_location=map_location)
         if self.step is not None and isinstance(content, dict):
             check_origin(content, Path(path), self.step)
         return content

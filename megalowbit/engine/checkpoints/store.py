@@ -27,7 +27,7 @@ from megalowbit.distributed.generator_states import (
     restore_random_state,
     saved_random_state,
     saved_rank_of,
-    seed_missing_rank,
+    seed_generators,
 )
 from megalowbit.durable_files import (
     MANIFEST,
@@ -235,19 +235,16 @@ class CheckpointStore:
             UserError: it cannot be read on some rank; all ranks raise it.
         """
         with failing_together(), reading(f"checkpoint {path}"):
-            return self._rank_state(engine, Path(path))
-
-    def _rank_state(self, engine: Any, path: Path) -> dict[str, Any] | None:
-        own = load_file(header_file(path))[ENGINE_KEY]
-        layout, grid = own.get(LAYOUT_KEY), engine.process_grid
-        if not is_cut_alike(layout, grid):
-            return None
-        rank = saved_rank_of(layout, len(own["random_states"]), grid)
-        if rank is None or not (path / _rank_file(rank)).is_file():
-            return None
-        state = load_file(path / _rank_file(rank), is_mapped=False)
-        check_origin(state, path / _rank_file(rank), own["step"])
-        return {key: value for key, value in state.items() if key != ORIGIN_KEY}
+            own = load_file(header_file(Path(path)))[ENGINE_KEY]
+            layout, grid = own.get(LAYOUT_KEY), engine.process_grid
+            if not is_cut_alike(layout, grid):
+                return None
+            rank = saved_rank_of(layout, len(own["random_states"]), grid)
+            if rank is None or not (file := Path(path) / _rank_file(rank)).is_file():
+                return None
+            state = load_file(file, is_mapped=False)
+            check_origin(state, file, own["step"])
+            return {key: value for key, value in state.items() if key != ORIGIN_KEY}
 
     def _tidy_up(self, saved: Path, spare: Collection[int]) -> None:
         """`_prune`; what keeps older checkpoints from being removed is logged, for the new one is there."""
@@ -303,7 +300,7 @@ class CheckpointStore:
         if saved is not None:
             restore_random_state(saved_random_state(states, saved), engine.device)
             return
-        seed = seed_missing_rank(own["step"], engine.process_grid.data_rank)
+        seed = seed_generators(own["step"], engine.process_grid.data_rank)
         logger.warning("rank %d was not part of the saved run: its generators start from seed %d", rank, seed)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -20,6 +21,8 @@ from megalowbit.layers.recipe import recipe
 
 # DeepSpeed's throughput timer waits for the device twice a step, for a figure that telemetry has already.
 QUIET: dict[str, Any] = {"log_level": "warning", "timers": {"throughput": {"enabled": False}}}
+# the one thing that `DeepSpeedConfig` asks of an mpu; without a process group it does not ask
+ONE_PROCESS = SimpleNamespace(get_data_parallel_world_size=lambda: 1)
 ONE_OF_EACH = {TRAIN: 1, MICRO: 1, STEPS: 1}  # batch sizes are checked where they are filled in
 
 
@@ -62,7 +65,7 @@ def _read(config: dict[str, Any], block: str | None) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
-        DeepSpeedConfig({**QUIET, **config}, _OneProcess())
+        DeepSpeedConfig({**QUIET, **config}, ONE_PROCESS)
     except ValidationError as error:
         problems = Problems()
         for each in error.errors():
@@ -110,10 +113,3 @@ def _check_truth_values(where: str, block: Mapping[str, Any], model: type[BaseMo
 def _leaves(annotation: Any) -> set[Any]:
     arguments = get_args(annotation)
     return set().union(*map(_leaves, arguments)) if arguments else {annotation}
-
-
-class _OneProcess:
-    """The one thing that `DeepSpeedConfig` asks of an mpu; without a process group it does not ask."""
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megalowbit.config.deepspeed_json import BLOCK, DeepSpeedConfigParts
 from megalowbit.distributed import process_group
-from megalowbit.distributed.agreement import gather, raised_on_all_ranks
+from megalowbit.distributed.agreement import gather, gather_bytes, raised_on_all_ranks
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.errors import shown
 from megalowbit.layers.conversion.convert import random_stream
@@ -117,7 +116,7 @@ def check_ranks_agree(
         return
     part = (0, 0) if grid is None else (grid.stage, grid.tensor_rank)
     own = (dict(everywhere), dict(of_this_part or {}), part)
-    digests = _gather_digests(b"".join(_digest(each) for each in own))
+    digests = [bytes(row.tolist()) for row in gather_bytes(b"".join(map(_digest, own)))]
     if len({each[:DIGEST_BYTES] for each in digests}) == 1:
         # a digest for each part: those of the model are as many as there are parts
         of_parts = defaultdict(set)
@@ -126,14 +125,6 @@ def check_ranks_agree(
         if all(len(found) == 1 for found in of_parts.values()):
             return
     raise raised_on_all_ranks(_first_difference(gather(own)))
-
-
-def _gather_digests(mine: bytes) -> list[bytes]:
-    device = process_group.exchange_device(None)
-    local = torch.tensor(list(mine), dtype=torch.uint8, device=device)
-    everyone = [torch.empty_like(local) for _ in range(process_group.world_size())]
-    dist.all_gather(everyone, local)
-    return [bytes(each.tolist()) for each in everyone]
 
 
 def _first_difference(gathered: Sequence[tuple[Facts, Facts, tuple[int, int]]]) -> str:
