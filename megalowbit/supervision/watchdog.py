@@ -122,7 +122,7 @@ class Watchdog:
         self._raised: BaseException | None = None  # by `finish`
         self._heartbeat_thread: HeartbeatThread | None = None
         self._diagnosis: Diagnosis | None = None
-        self._is_being_diagnosed = threading.Lock()
+        self._diagnosis_lock = threading.Lock()
         self._alarmed, self._leaving, self._stopped = (threading.Event() for _ in range(3))
         self._sigterm: _Termination | None = None
         self._thread = threading.Thread(target=self._watch, name="megalowbit-watchdog", daemon=True)
@@ -246,7 +246,7 @@ class Watchdog:
     def _find_out(self) -> Diagnosis:
         """The diagnosis; found once, by whichever thread comes first."""
         assert self._heartbeat_thread is not None
-        with self._is_being_diagnosed:
+        with self._diagnosis_lock:
             if self._diagnosis is None:
                 self._diagnosis = diagnose_together(
                     self._heartbeat_thread, lambda: self._describe(0), rank=self._rank

@@ -47,11 +47,14 @@ def check_nested_blocks(config: Mapping[str, Any]) -> None:
     Raises:
         UserError: a line for each of their findings.
     """
+    import_deepspeed()
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
     problems = Problems()
     for key, value in config.items():
         with problems.collect():
             if key == "zero_optimization" and isinstance(value, Mapping):
-                _check_truth_values(key, value, _zero_model())
+                _check_truth_values(key, value, DeepSpeedZeroConfig)
             if key not in ONE_OF_EACH:
                 _read({**ONE_OF_EACH, key: value}, key)
     if not problems:
@@ -61,7 +64,6 @@ def check_nested_blocks(config: Mapping[str, Any]) -> None:
 
 def _read(config: dict[str, Any], block: str | None) -> None:
     """Let DeepSpeed read a configuration; `block` is the one key that could be wrong, if it is known."""
-    import_deepspeed()
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
@@ -83,13 +85,6 @@ def _read(config: dict[str, Any], block: str | None) -> None:
         where = f"{block} = {shown(config[block])}" if block else "the configuration"
         reason = shortened(str(error)) or type(error).__name__
         raise UserError(f"DeepSpeed rejects {where} ({reason}): correct it, or remove it") from None
-
-
-def _zero_model() -> type[BaseModel]:
-    import_deepspeed()
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    return DeepSpeedZeroConfig
 
 
 def _check_truth_values(where: str, block: Mapping[str, Any], model: type[BaseModel]) -> None:
