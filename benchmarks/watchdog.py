@@ -19,8 +19,7 @@ from timing import interleaved, parser, positive, ratio
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.process_start import start_process_group
-from megalowbit.supervision.diagnosis import Beat
-from megalowbit.supervision.heartbeat_store import NoticeBoard
+from megalowbit.supervision.heartbeat_store import Heartbeat, HeartbeatStore
 from megalowbit.supervision.settings import WatchdogSettings
 from megalowbit.supervision.watchdog import Watchdog
 
@@ -43,7 +42,7 @@ def print_rows(title: str, times: dict[str, list[float]], peer: str, calls: int,
         print(f"  {name:<34}{amount:10.3g}  {ratio(times, name, peer):6.2f} × {peer}")
 
 
-def per_step_and_beat(rounds: int) -> Beat:
+def per_step_and_beat(rounds: int) -> Heartbeat:
     """Print both; a beat as it is sent."""
     with Watchdog(WatchdogSettings(), ProcessIdentity()) as watchdog:
         marks: dict[str, Callable[[], object]] = {
@@ -51,31 +50,31 @@ def per_step_and_beat(rounds: int) -> Beat:
             "mark": repeated(lambda: watchdog.mark("step 123456"), MARKS),
         }
         print_rows("every step, µs", interleaved(marks, rounds, "cpu"), "time.monotonic()", MARKS, 1e-6)
-        board = NoticeBoard(0, 1)
-        note = watchdog._beat(123456)
+        store = HeartbeatStore(0, 1)
+        note = watchdog._describe(123456)
 
         def beat() -> None:
-            board.publish(watchdog._beat(123456))
-            board.is_alarmed()
+            store.publish(watchdog._describe(123456))
+            store.is_alarmed()
 
         beats: dict[str, Callable[[], object]] = {
-            "one write": repeated(lambda: board.publish(note), BEATS),
+            "one write": repeated(lambda: store.publish(note), BEATS),
             "beat": repeated(beat, BEATS),
         }
         print_rows("every 5 s, µs", interleaved(beats, rounds, "cpu"), "one write", BEATS, 1e-6)
     return note
 
 
-def reading(note: Beat, ranks: int, rounds: int) -> None:
+def reading(note: Heartbeat, ranks: int, rounds: int) -> None:
     """Print what the rank that looks into a failure takes to read the notes of all."""
-    board = NoticeBoard(0, ranks)
-    keys = [f"beat/{rank}" for rank in range(ranks)]
+    store = HeartbeatStore(0, ranks)
+    keys = [f"heartbeat/{rank}" for rank in range(ranks)]
     for key in keys:
-        board._store.set(key, note.to_text())
-    assert len(board.beats()) == ranks
+        store._store.set(key, note.to_text())
+    assert len(store.heartbeats()) == ranks
     ways: dict[str, Callable[[], object]] = {
-        "a request for each": lambda: [Beat.from_text(board._store.get(key)) for key in keys],
-        "notes of all": board.beats,
+        "a request for each": lambda: [Heartbeat.from_text(store._store.get(key)) for key in keys],
+        "notes of all": store.heartbeats,
     }
     times = interleaved(ways, rounds, "cpu")
     print_rows(f"when something has failed, {ranks:,} ranks, s", times, "a request for each", 1, 1.0)

@@ -210,10 +210,6 @@ class CheckpointContents:
         index, stored = self._places_of(name)[0]
         return {} if stored.state == NOWHERE else self._files.hyper_parameters(index, stored)
 
-    def stored_parameter(self, name: str) -> StoredParameter:
-        """What is written of a parameter, in the first slice that has it."""
-        return self._places_of(name)[0][1]
-
     @property
     def _files(self) -> Shards:
         if self._shards is None:

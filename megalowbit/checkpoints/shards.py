@@ -61,27 +61,45 @@ def files_of(layout: Layout) -> list[str]:
     return list(names)
 
 
-def load_file(path: Path, *, is_mapped: bool = True) -> dict[str, Any]:
-    """Read one file, or map it into memory.
+def load_content(path: str | Path, *, map_location: Any = "cpu", is_mapped: bool = False) -> Any:
+    """Read one file, or map it into memory, executing nothing.
 
     Raises:
-        UserError: it cannot be read, holds objects that only their program can make, or is no mapping.
+        UserError: it cannot be read, or holds objects that only their program can make.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
-        raise foreign(path, error) from error
+        raise _foreign(path, error) from error
     except Exception as error:  # of many kinds, if a file is not what torch has written
-        raise unreadable(path, error) from error
+        reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
+        message = f"{path} cannot be read ({reason}): use an older checkpoint"
+        raise from_system(message, error) from error
+
+
+def load_file(path: Path, *, is_mapped: bool = True) -> dict[str, Any]:
+    """`load_content` of a file that holds names and what they stand for.
+
+    Raises:
+        UserError: as `load_content`, or it is no mapping.
+    """
+    content = load_content(path, is_mapped=is_mapped)
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint: name another")
     return content
 
 
-def unreadable(path: str | Path, error: Exception) -> UserError:
-    """What is said of a file that torch cannot read."""
-    reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
-    return from_system(f"{path} cannot be read ({reason}): use an older checkpoint", error)
+def unwritable(path: str | Path, error: Exception) -> UserError:
+    """What is said of a file that cannot be written: which one, why, what to do."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    reason = getattr(error, "strerror", None) or lines[0]
+    is_of_disk = isinstance(error, (OSError, MemoryError)) or type(error) is RuntimeError  # torch's own
+    remedy = (
+        "free space or choose another folder"
+        if is_of_disk
+        else "leave it out of what is saved, or save its numbers, texts and tensors"
+    )
+    return from_system(f"{path}: {reason}; {remedy} (earlier checkpoints are untouched)", error)
 
 
 @contextmanager
@@ -159,7 +177,7 @@ def _described(value: object) -> Iterator[str]:
         yield f"{type(value).__name__} {value!r},"
 
 
-def foreign(path: str | Path, error: pickle.UnpicklingError) -> UserError:
+def _foreign(path: str | Path, error: pickle.UnpicklingError) -> UserError:
     """What is said of a file that is refused; torch's own message advises to execute it."""
     kinds = str(error).split("GLOBAL ")[1].split()[0] if "GLOBAL " in str(error) else "pickled"
     return UserError(f"checkpoint file {path} is not loaded: {FOREIGN.format(kinds)}")

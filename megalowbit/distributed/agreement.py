@@ -2,13 +2,15 @@
 
 What touches the file system or may fail on one rank only (a folder, a checksum, a full disk) is done by rank
 0; its result or its error is then broadcast (`agree`). What every rank must do for itself ends on all ranks
-where it fails on one (`succeed_together`). Without a process group everything is local.
+where it fails on one (`failing_together`; `succeed_together` is the same for a single call). Without a
+process group everything is local.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from megalowbit.distributed import process_group
 from megalowbit.errors import TransientError, UserError
@@ -17,26 +19,29 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def agree(decide: Callable[[], T]) -> T:
-    """Run `decide` on rank 0 only and return its result on every rank; collective.
+def agree(decide: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Call `decide(*arguments, **named)` on rank 0 only and return its result on every rank; collective.
 
     Args:
         decide: called on rank 0; its result must be picklable.
+        arguments: for `decide`.
+        named: for `decide`.
 
     Raises:
         UserError: `decide` raised one; raised on every rank with the same message.
         RuntimeError: `decide` raised something else on rank 0, which itself raises the original.
     """
     if process_group.world_size() == 1:
-        return decide()
+        return decide(*arguments, **named)
     outcome: list[Any] = [None, None, None]  # result; kind and message of a UserError; any other failure
     failure: Exception | None = None
     if process_group.rank() == 0:
         try:
-            outcome[0] = decide()
+            outcome[0] = decide(*arguments, **named)
         except UserError as error:
             outcome[1] = (isinstance(error, TransientError), str(error))
         except Exception as error:  # must reach the other ranks before it goes on its way
@@ -56,37 +61,45 @@ def agree(decide: Callable[[], T]) -> T:
     return result
 
 
-def succeed_together(work: Callable[[], T]) -> T:
-    """Run `work` on every rank; where it fails on any, all raise. Collective, and `work` must not be.
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """A block that every rank runs; where it fails on any, all raise. Its end is collective, its body is not.
 
     Raises:
-        UserError: `work` raised one on some rank; the first such rank's message, naming the rank unless all
-            say the same.
+        UserError: the block raised one on some rank; the first such rank's message, naming the rank unless
+            all say the same.
         RuntimeError: it raised something else elsewhere; the rank itself raises the original.
     """
-    if process_group.world_size() == 1:
-        return work()
-    import torch.distributed as dist
-
     failure: Exception | None = None
-    result: Any = None
     try:
-        result = work()
+        yield
     except Exception as error:  # must reach the other ranks before it goes on its way
         failure = error
-    if not process_group.is_true_anywhere(failure is not None):  # one number; objects only of failures
-        done: T = result
-        return done
-    mine = None if failure is None else (_kind(failure), _line(failure))
-    everyone: list[tuple[str, str] | None] = [None] * process_group.world_size()
-    dist.all_gather_object(everyone, mine)
-    if failure is not None and not isinstance(failure, UserError):
+    of_all = failure if process_group.world_size() == 1 else _failure_of_all(failure)
+    if of_all is failure and failure is not None:
         raise failure
+    if of_all is not None:
+        raise of_all from None  # a rank's own mistake is repeated in it
+
+
+def succeed_together(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Return `work(*arguments, **named)` on every rank, as the one statement of a `failing_together`."""
+    with failing_together():
+        return work(*arguments, **named)
+
+
+def _failure_of_all(failure: Exception | None) -> Exception | None:
+    """What this rank must raise for its own failure or another rank's; None where no rank failed."""
+    if not process_group.is_true_anywhere(failure is not None):  # one number; objects only of failures
+        return None
+    everyone = gather(None if failure is None else (_kind(failure), _line(failure)))
+    if failure is not None and not isinstance(failure, UserError):
+        return failure
     rank, (kind, line) = next((rank, each) for rank, each in enumerate(everyone) if each is not None)
     message = line if set(everyone) == {everyone[rank]} else f"rank {rank}: {line}"
     if kind == "defect":
-        raise RuntimeError(message)
-    raise raised_on_all_ranks(message, is_transient=kind == "transient")
+        return RuntimeError(message)
+    return raised_on_all_ranks(message, is_transient=kind == "transient")
 
 
 def raised_on_all_ranks(message: str, *, is_transient: bool = False) -> UserError:

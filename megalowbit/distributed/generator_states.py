@@ -71,11 +71,6 @@ def seed_generators(number: int, rank: int) -> int:
     return seed
 
 
-def seed_missing_rank(step: int, rank: int) -> int:
-    """Seed a rank that has no state in the checkpoint of `step`; returns the seed."""
-    return seed_generators(step, rank)
-
-
 def is_cut_alike(layout: Mapping[str, Any] | None, grid: ProcessGrid) -> bool:
     """Whether a saved run had its model cut over ranks as `grid` has; `layout` as for `saved_rank_of`."""
     sizes = (1, 1) if layout is None else (layout["tensor_size"], layout["pipeline_size"])

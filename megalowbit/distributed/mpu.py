@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megalowbit.distributed import process_group
@@ -34,32 +33,11 @@ REFUSED = {
 }
 
 
-class ModelParallelUnit(Protocol):
-    """What DeepSpeed 0.19.8 asks of an mpu, but for sequence parallelism.
-
-    Groups are process groups that this rank belongs to; ranks are 0 … world_size-1 in the group, but those of
-    `src_rank` and `group_ranks`, which are of the world.
-    """
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup: ...
-    def get_data_parallel_rank(self) -> int: ...
-    def get_data_parallel_world_size(self) -> int: ...
-    def get_data_parallel_group_ranks(self) -> list[int]: ...
-    def get_model_parallel_group(self) -> dist.ProcessGroup: ...
-    def get_model_parallel_rank(self) -> int: ...
-    def get_model_parallel_world_size(self) -> int: ...
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup: ...
-    def get_tensor_model_parallel_rank(self) -> int: ...
-    def get_tensor_model_parallel_world_size(self) -> int: ...
-    def get_tensor_model_parallel_src_rank(self) -> int: ...
-    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup | None: ...
-    def get_pipeline_model_parallel_rank(self) -> int: ...
-    def get_pipeline_model_parallel_world_size(self) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class GroupsOfRank:
-    """A `ModelParallelUnit` over four process groups of this rank.
+    """What DeepSpeed 0.19.8 asks of an mpu, over four process groups of this rank; no sequence parallelism.
+
+    Ranks are 0 … world_size-1 in the group; those of `src_rank` and `group_ranks` are of the world.
 
     Attributes:
         data: ranks with the same weights.
@@ -116,7 +94,7 @@ class GroupsOfRank:
         return 1 if self.pipeline is None else dist.get_world_size(self.pipeline)
 
 
-def adapt_mpu(mpu: Any) -> ModelParallelUnit | None:
+def adapt_mpu(mpu: Any) -> GroupsOfRank | None:
     """Complete an mpu for DeepSpeed; not collective, and in an initialised process group only.
 
     Args:
@@ -147,13 +125,13 @@ def adapt_mpu(mpu: Any) -> ModelParallelUnit | None:
 
 
 def find_grid(
-    config: Mapping[str, Any], *, model: torch.nn.Module | None = None, mpu: ModelParallelUnit | None = None
+    config: Mapping[str, Any], *, stages: int | None = None, mpu: GroupsOfRank | None = None
 ) -> ProcessGrid:
     """Where this process stands, from whatever cuts the job: an mpu, a pipeline module or the configuration.
 
     Args:
         config: DeepSpeed's.
-        model: a `PipelineModule` brings its number of stages along.
+        stages: of a pipeline module, which brings them along; None: the model is none.
         mpu: adapted.
 
     Raises:
@@ -167,10 +145,9 @@ def find_grid(
                 f"mpu and the configuration ({grid}) both cut the model: leave one of them out, "
                 f"{TENSOR_KEY} for an mpu of your own"
             )
-        if _num_stages(model) is not None:
+        if stages is not None:
             raise UserError("mpu and a pipeline module both cut the job: leave mpu out, stages have groups")
         return _grid_of(mpu)
-    stages = _num_stages(model)
     if stages is None or stages == grid.pipeline_size:
         return grid
     if grid.pipeline_size > 1:
@@ -181,15 +158,7 @@ def find_grid(
     return ProcessGrid(rank, world_size, tensor_size=grid.tensor_size, pipeline_size=stages)
 
 
-def _num_stages(model: torch.nn.Module | None) -> int | None:
-    if model is None:
-        return None
-    from deepspeed.pipe import PipelineModule
-
-    return int(model.num_stages) if isinstance(model, PipelineModule) else None
-
-
-def _grid_of(mpu: ModelParallelUnit) -> ProcessGrid:
+def _grid_of(mpu: GroupsOfRank) -> ProcessGrid:
     return ProcessGrid(
         process_group.rank(),
         process_group.world_size(),

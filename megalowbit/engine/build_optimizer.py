@@ -14,7 +14,7 @@ from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.config.optimizer import build_optimizer
 from megalowbit.config.zero import zero_stage
 from megalowbit.distributed.agreement import succeed_together
-from megalowbit.distributed.mpu import ModelParallelUnit
+from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.engine.model_optimizer import (
     ClientOptimizer,
     ModelParameters,
@@ -49,7 +49,7 @@ class OptimizerStart:
         model: torch.nn.Module,
         parts: DeepSpeedConfigParts,
         *,
-        groups: ModelParallelUnit | None,
+        groups: GroupsOfRank | None,
         optimizer: ClientOptimizer | None,
         model_parameters: ModelParameters | None,
     ) -> None:

@@ -35,18 +35,19 @@ from megalowbit.config.pipeline import set_by_user
 from megalowbit.config.zero import zero_stage
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import succeed_together
-from megalowbit.distributed.mpu import ModelParallelUnit, adapt_mpu, find_grid
+from megalowbit.distributed.mpu import GroupsOfRank, adapt_mpu, find_grid
 from megalowbit.distributed.process_grid import ProcessGrid
-from megalowbit.engine.argument_checks import check_arguments
 from megalowbit.engine.build_optimizer import OptimizerStart
+from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
 from megalowbit.engine.model_optimizer import ClientOptimizer, ModelParameters
-from megalowbit.engine.nested_blocks import QUIET, check_parts
 from megalowbit.engine.parameters.layout import lay_out_parameters
 from megalowbit.engine.parameters.user_gradients import attach_zero_grad
 from megalowbit.engine.pipeline.setup import attach_pipeline, check_block, check_stages, release_whole
 from megalowbit.engine.prepare_model import check_prepared, prepare_model
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
-from megalowbit.engine.run_checks import (
+from megalowbit.engine.run_checks.deepspeed_blocks import QUIET, check_parts
+from megalowbit.engine.run_checks.model import check_arguments
+from megalowbit.engine.run_checks.ranks_agree import (
     check_ranks_agree,
     configuration_facts,
     installation_facts,
@@ -131,16 +132,14 @@ def initialize(
     tell_local_rank(args, identity.local_rank)
     deepspeed = import_deepspeed()
     _forget_earlier_unit()
-    unit = succeed_together(lambda: adapt_mpu(mpu))
-    parts, grid = succeed_together(lambda: _read(config, model, unit, total_steps, optimizer))
+    unit = succeed_together(adapt_mpu, mpu)
+    parts, grid = succeed_together(_read, config, model, unit, total_steps, optimizer)
     _check_ranks_agree(parts, grid, model, optimizer, seed, unit)
-    if unit is None:  # on all ranks alike from here on
-        succeed_together(lambda: check_stages(model, parts, grid))
-    succeed_together(lambda: check_parts(parts))
-    succeed_together(
-        lambda: check_arguments(model, parts.settings, optimizer, model_parameters, lr_scheduler)
-    )
-    succeed_together(lambda: lay_out_parameters(model, stage=zero_stage(parts.deepspeed)))
+    if unit is None:  # the same on all ranks from here on
+        succeed_together(check_stages, model, parts, grid)
+    succeed_together(check_parts, parts)
+    succeed_together(check_arguments, model, parts.settings, optimizer, model_parameters, lr_scheduler)
+    succeed_together(lay_out_parameters, model, stage=zero_stage(parts.deepspeed))
     prepared = prepare_model(model, parts, grid, mpu=unit, seed=seed)
     if parts is not config:  # the pretraining loop, which keeps to schedules, has read it already
         _warn_of_guesses(parts)
@@ -159,56 +158,29 @@ def initialize(
         config={**QUIET, **parts.deepspeed, **start.deepspeed_keys},
     )
     start.finish(engine)
-    _finish(engine, parts.settings, start.regularizer, grid)
-    succeed_together(lambda: check_prepared(engine, prepared))
+    _attach(engine, parts.settings, start.regularizer, grid)
+    succeed_together(check_prepared, engine, prepared)
     release_whole(engine.module)
-    if timeout is None and parts.settings.watchdog.timeout is not None:
-        timeout = timedelta(seconds=parts.settings.watchdog.timeout)
-    if timeout is not None:  # of DeepSpeed's groups too, which it makes without one
-        set_group_timeouts(timeout)
+    _limit_collectives(timeout, parts.settings.watchdog.timeout)
     return engine, wrapped, dataloader, scheduler
-
-
-def _forget_earlier_unit() -> None:
-    """Let no engine ask the groups of one before it, which DeepSpeed keeps for the whole process."""
-    from deepspeed.utils import groups
-
-    groups.mpu = None
-
-
-def _finish(
-    engine: Any, settings: EngineSettings, regularizer: DualRangeRegularizer | None, grid: ProcessGrid
-) -> None:
-    """Put into the engine what DeepSpeed has no argument for."""
-    from megalowbit.engine.checkpoints.checkpoint_engine import AtomicCheckpointEngine
-    from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
-
-    engine.clip_fp32_gradients = _leave_clipping_to_the_optimizer
-    engine.checkpoint_engine = AtomicCheckpointEngine(engine)
-    attach_zero_grad(engine)
-    engine.regularizer = regularizer
-    engine.process_grid = grid
-    attach_pipeline(engine)
-    check_first_batch(engine)
-    attach_checkpoint_methods(engine)
-    if settings.autocast.enabled:
-        # hooks of the module, and not the engine's forward: evaluation and recomputation take the same casts
-        classes = settings.autocast.op_classes()
-        attach_autocast(engine.module, settings.precision, engine.device.type, classes)
 
 
 def _read(
     config: Config,
     model: torch.nn.Module,
-    mpu: ModelParallelUnit | None,
+    mpu: GroupsOfRank | None,
     total_steps: int | None,
     optimizer: object,
 ) -> tuple[DeepSpeedConfigParts, ProcessGrid]:
+    """The configuration, unless it was read already, and where it places this process."""
+    from deepspeed.pipe import PipelineModule
+
+    stages = int(model.num_stages) if isinstance(model, PipelineModule) else None
     if isinstance(config, DeepSpeedConfigParts):
         check_block(model, set_by_user(config.deepspeed))
-        return config, find_grid(config.deepspeed, model=model, mpu=mpu)
+        return config, find_grid(config.deepspeed, stages=stages, mpu=mpu)
     raw = config if isinstance(config, dict) else load_json(config)
-    grid = find_grid(raw, model=model, mpu=mpu)
+    grid = find_grid(raw, stages=stages, mpu=mpu)
     parts = read_deepspeed_config(
         raw,
         world_size=grid.data_size,
@@ -239,6 +211,45 @@ def _check_ranks_agree(
     check_ranks_agree(everywhere, of_this_part=model_facts(model), grid=grid)
 
 
+def _forget_earlier_unit() -> None:
+    """Let no engine ask the groups of one before it, which DeepSpeed keeps for the whole process."""
+    from deepspeed.utils import groups
+
+    groups.mpu = None
+
+
+def _attach(
+    engine: Any, settings: EngineSettings, regularizer: DualRangeRegularizer | None, grid: ProcessGrid
+) -> None:
+    """Put into the engine what DeepSpeed has no argument for."""
+    from megalowbit.engine.checkpoints.checkpoint_engine import AtomicCheckpointEngine  # imports deepspeed
+
+    engine.clip_fp32_gradients = _leave_clipping_to_the_optimizer
+    engine.checkpoint_engine = AtomicCheckpointEngine(engine)
+    attach_zero_grad(engine)
+    engine.regularizer = regularizer
+    engine.process_grid = grid
+    attach_pipeline(engine)
+    check_first_batch(engine)
+    attach_checkpoint_methods(engine)
+    if settings.autocast.enabled:
+        # hooks of the module, and not the engine's forward: evaluation and recomputation take the same casts
+        classes = settings.autocast.op_classes()
+        attach_autocast(engine.module, settings.precision, engine.device.type, classes)
+
+
+def _leave_clipping_to_the_optimizer() -> None:
+    """Take the place of the engine's own clipping, which would come before S is divided out."""
+
+
+def _limit_collectives(timeout: timedelta | None, configured: float | None) -> None:
+    """Set the timeout of all groups, those included that DeepSpeed has made without one."""
+    if timeout is None and configured is not None:
+        timeout = timedelta(seconds=configured)
+    if timeout is not None:
+        set_group_timeouts(timeout)
+
+
 def _warn_of_guesses(parts: DeepSpeedConfigParts) -> None:
     if parts.guesses and process_group.rank() == 0:
         logger.warning(
@@ -263,7 +274,3 @@ def _warn_of_schedules(parts: DeepSpeedConfigParts, recipe: Recipe | None) -> No
         )
     if recipe is not None and recipe.parameter_split is not None:
         logger.warning("recipe.parameter_split: call mlb.split_weights(engine) before the steps that are due")
-
-
-def _leave_clipping_to_the_optimizer() -> None:
-    """Take the place of the engine's own clipping, which would come before S is divided out."""

@@ -17,10 +17,10 @@ import torch
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import succeed_together
-from megalowbit.distributed.mpu import ModelParallelUnit
+from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.pipeline.setup import begin_stage, groups_of, has_low_bit_layers_elsewhere, whole_of
-from megalowbit.engine.run_checks import check_layers_kept, check_scaler, low_bit_names
+from megalowbit.engine.run_checks.model import check_layers_kept, check_scaler, low_bit_names
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, convert
@@ -46,8 +46,8 @@ class PreparedModel:
 
     recipe: Recipe | None
     low_bit: Collection[str]
-    mpu: ModelParallelUnit | None
-    groups: ModelParallelUnit | None
+    mpu: GroupsOfRank | None
+    groups: GroupsOfRank | None
 
 
 def prepare_model(
@@ -55,7 +55,7 @@ def prepare_model(
     parts: DeepSpeedConfigParts,
     grid: ProcessGrid,
     *,
-    mpu: ModelParallelUnit | None,
+    mpu: GroupsOfRank | None,
     seed: int,
 ) -> PreparedModel:
     """Cut, convert and mark `model` in place; every rank must call it.
@@ -71,7 +71,7 @@ def prepare_model(
         UserError: the model does not fit the configuration.
     """
     mpu = shard_model(model, parts) or mpu
-    recipe = succeed_together(lambda: _prepare_part(model, parts, grid, seed))
+    recipe = succeed_together(_prepare_part, model, parts, grid, seed)
     return PreparedModel(recipe=recipe, low_bit=low_bit_names(model), mpu=mpu, groups=groups_of(model) or mpu)
 
 

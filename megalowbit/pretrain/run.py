@@ -17,7 +17,11 @@ from megalowbit.distributed.process_group import ProcessIdentity, is_true_anywhe
 from megalowbit.engine.parameters.whole_weights import whole_state_dict
 from megalowbit.engine.pipeline.setup import gather_weights
 from megalowbit.engine.process_start import start_process_group
-from megalowbit.engine.run_checks import check_ranks_agree, configuration_facts, installation_facts
+from megalowbit.engine.run_checks.ranks_agree import (
+    check_ranks_agree,
+    configuration_facts,
+    installation_facts,
+)
 from megalowbit.errors import TransientError, UserError, from_system
 from megalowbit.hf.generation import remember, remembered
 from megalowbit.hf.model import random_model, save_hf
@@ -34,7 +38,7 @@ from megalowbit.pretrain.run_folder.folder import RunFolder, claim
 from megalowbit.pretrain.run_folder.lost_checkpoints import check_checkpoints_are_there
 from megalowbit.pretrain.run_folder.restart import check_restart, move_aside
 from megalowbit.pretrain.validation import check_config
-from megalowbit.supervision.collective_trace import is_failed_collective, site_of_error
+from megalowbit.supervision.collective_trace import is_failed_collective, trace_of_error
 from megalowbit.supervision.watchdog import Watchdog, print_error
 from megalowbit.telemetry.sinks.console import Console
 
@@ -184,7 +188,7 @@ def naming_lost_ranks(identity: ProcessIdentity) -> Iterator[None]:
         if not is_failed_collective(error):
             raise
         raise TransientError(
-            f"rank {identity.rank} has lost another rank in {site_of_error(error).text}, at the run's start "
+            f"rank {identity.rank} has lost another rank in {trace_of_error(error).text}, at the run's start "
             "or end: what ended that one is above, or in its node's log"
         ) from error
 

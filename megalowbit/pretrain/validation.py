@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalowbit.engine.nested_blocks import check_parts
+from megalowbit.engine.run_checks.deepspeed_blocks import check_parts
 from megalowbit.errors import Problems
 from megalowbit.hf.checkpoint import read_config
 from megalowbit.layers.recipe import recipe as recipe_of

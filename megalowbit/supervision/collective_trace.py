@@ -4,8 +4,8 @@ A stack is read from its innermost frame outwards. Frames of torch.distributed a
 collective it is, the first frame outside them where it was called. An operation that was started earlier is
 waited for in C, where Python has no frame: there the line itself says it (`handle.wait()`).
 
-Errors of a transport are told by their words, since gloo raises plain `RuntimeError`s. Sizes that do not
-fit (`enforce fail`) are a defect, though gloo reports them. Not covered: a GPU that waits for others is a
+Errors of a transport are recognised by their words, since gloo raises plain `RuntimeError`s. Sizes that do
+not fit (`enforce fail`) are a defect, though gloo reports them. Not covered: a GPU that waits for others is a
 host that reads a number; that place is named, but nothing says that a collective is the reason.
 """
 
@@ -37,16 +37,16 @@ NEAR_COLLECTIVES = re.compile(
 NEVER = re.compile(r"enforce fail")
 
 
-class CallSite(NamedTuple):
+class CollectiveTrace(NamedTuple):
     """Where a thread is.
 
     Attributes:
         text: `"all_reduce (telemetry/step_facts.py:92 reduce_step_facts)"`, or the place alone.
-        is_collective: whether it waits for other ranks there.
+        is_waiting: for other ranks, in a collective.
     """
 
     text: str
-    is_collective: bool
+    is_waiting: bool
 
 
 class _Frame(NamedTuple):
@@ -55,19 +55,19 @@ class _Frame(NamedTuple):
     function: str
 
 
-def site_of_frame(frame: FrameType | None) -> CallSite:
+def trace_of_frame(frame: FrameType | None) -> CollectiveTrace:
     """Where a living thread is, from its innermost frame."""
     frames = []
     while frame is not None:
         frames.append(_Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
-    return _site(frames)
+    return _trace(frames)
 
 
-def site_of_error(error: BaseException) -> CallSite:
+def trace_of_error(error: BaseException) -> CollectiveTrace:
     """Where an error was raised; of one that was raised because of another, where that was."""
     *_, root = _chain(error)
-    return _site(_frames_of(root.__traceback__))
+    return _trace(_frames_of(root.__traceback__))
 
 
 def is_failed_collective(error: BaseException) -> bool:
@@ -105,9 +105,9 @@ def _frames_of(trace: TracebackType | None) -> list[_Frame]:
     return walked[::-1]
 
 
-def _site(frames: list[_Frame]) -> CallSite:
+def _trace(frames: list[_Frame]) -> CollectiveTrace:
     if not frames:
-        return CallSite("no Python code", False)
+        return CollectiveTrace("no Python code", False)
     inside = list(itertools.takewhile(lambda frame: _is_passed_over(frame.file), frames))
     # a thread that ends in such frames alone was started there
     caller = frames[len(inside)] if len(inside) < len(frames) else frames[-1]
@@ -115,10 +115,11 @@ def _site(frames: list[_Frame]) -> CallSite:
     if name is None and _waits(caller):
         name = "wait"
     if name is not None:
-        return CallSite(f"{name} ({_place(caller)})", True)
+        return CollectiveTrace(f"{name} ({_place(caller)})", True)
     # of a library's inside people want to know who called it
     own = next((frame for frame in frames if not _is_installed(frame.file)), caller)
-    return CallSite(_place(caller) if own is caller else f"{_place(caller)}, from {_place(own)}", False)
+    text = _place(caller) if own is caller else f"{_place(caller)}, from {_place(own)}"
+    return CollectiveTrace(text, False)
 
 
 def _collective(inside: Iterable[_Frame]) -> str | None:

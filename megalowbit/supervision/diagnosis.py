@@ -1,175 +1,242 @@
-"""Which rank is to blame, from what all ranks have said of themselves twice: pure, and one line for people.
+"""Why a run does not go on: one rank finds out from the heartbeats of all, the others read its diagnosis.
 
-A rank that says nothing new between the two looks has been killed or stopped, or is cut off the network. Of
-the others those are named that are not where the rest waits. Where all wait, the line says so and what that
-can mean. A step that goes on, only slowly, is told as slow and not as hung.
+The first rank to claim it reads everybody's heartbeat, waits for the next ones and compares (`diagnose`, a
+pure function); a failure that a rank has reported ends the search at once. A rank that says nothing new
+between the two readings has been killed or stopped, or is cut off the network. Of the others those are named
+that are not where the rest waits. Where all wait, the line says so and what that can mean. A step that goes
+on, only slowly, is called slow and not hung.
+
+Where the store does not answer there is nobody to ask: then a rank says what it knows by itself, after one
+attempt to connect that tells a process that has ended from a machine that cannot be reached. Every step has a
+time limit; all take less than four intervals.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
+import socket
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from megalowbit.supervision.heartbeat import HeartbeatThread, StoreSilentError
+from megalowbit.supervision.heartbeat_store import (
+    DIAGNOSES,
+    LOSS,
+    Heartbeat,
+    HeartbeatSnapshot,
+    PublishedDiagnosis,
+)
+
+INTERVALS_BETWEEN_READINGS = 2.5
+INTERVALS_FOR_READERS = 2.5
+POLLS_AN_INTERVAL = 4
+SECONDS_TO_CONNECT = 2.0
 SHOWN_PLACES = 4  # of ranks that wait in different places
 SHOWN_RANGES = 8
 SHOWN_HOSTS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beat:
-    """What a rank says of itself, a few times per timeout.
+class Diagnosis(NamedTuple):
+    """Why the run ends.
 
     Attributes:
-        count: grows with every beat; a rank is silent where it does not.
-        mark: what its training loop is at: `"step 7"`, `"the save of step 7"`.
-        seconds: since it began with that.
-        place: where its main thread is.
-        is_waiting: in a collective, for other ranks.
-        is_done: it has left training as it should.
-        host: name of its machine.
+        line: for people, without full stop.
+        kind: one of `heartbeat_store.KINDS`.
+        is_mine: this rank prints it, and no other.
+        is_hang: some rank answers but does not come, so its stack says more.
+        is_open: no rank is the cause, so the error that a rank has met says more.
     """
 
-    count: int
-    mark: str
-    seconds: float
-    place: str
-    is_waiting: bool
-    is_done: bool = False
-    host: str
-
-    def to_text(self) -> str:
-        """As a store keeps it, in JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str | bytes) -> Beat:
-        """The counterpart of `to_text`."""
-        return cls(**json.loads(text))
+    line: str
+    kind: str = LOSS
+    is_mine: bool = True
+    is_hang: bool = False
+    is_open: bool = False
 
 
-class Look(NamedTuple):
-    """The beats of all ranks, twice, a few intervals apart; ranks that never gave one are missing."""
+def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat], *, rank: int) -> Diagnosis:
+    """Find out why the run does not go on; every rank that notices calls this, once.
 
-    first: Mapping[int, Beat]
-    second: Mapping[int, Beat]
-    world_size: int
-
-    @property
-    def silent(self) -> list[int]:
-        """Ranks that have said nothing new."""
-        return [rank for rank in range(self.world_size) if not self._has_spoken(rank)]
-
-    @property
-    def living(self) -> list[int]:
-        """Ranks that have."""
-        return [rank for rank in range(self.world_size) if self._has_spoken(rank)]
-
-    def _has_spoken(self, rank: int) -> bool:
-        now, before = self.second.get(rank), self.first.get(rank)
-        return now is not None and (now.is_done or before is None or now.count > before.count)
-
-    def is_stuck(self, rank: int) -> bool:
-        """Whether its main thread was at the same place both times."""
-        before, now = self.first.get(rank), self.second[rank]
-        return before is not None and (before.place, before.mark) == (now.place, now.mark)
+    Args:
+        thread: of this rank, still beating.
+        describe: this rank's own state.
+        rank: this one.
+    """
+    try:
+        if thread.ask(lambda store: store.claim(DIAGNOSES)):
+            return _publish(thread, rank)
+        return _read(thread, describe, rank)
+    except StoreSilentError as silence:
+        line = _of_silent_store(thread, str(silence), describe().host)
+        return Diagnosis(f"{line}; {_own(describe(), rank)}")
 
 
-def blame(look: Look, *, observer: int) -> str:
+def wait_until_known(thread: HeartbeatThread) -> None:
+    """Stay until all others know, where the store ends with this process; some intervals at most."""
+    if not thread.store.is_served_here:
+        return
+    end = time.monotonic() + INTERVALS_FOR_READERS * thread.interval
+    try:
+        while time.monotonic() < end and not thread.ask(lambda store: store.is_known_to_all()):
+            time.sleep(thread.interval / POLLS_AN_INTERVAL)
+    except StoreSilentError:
+        return  # nobody can read
+
+
+def _publish(thread: HeartbeatThread, rank: int) -> Diagnosis:
+    """Find out, and let the others read it."""
+    thread.ask(lambda store: store.raise_alarm())
+    first = thread.ask(lambda store: store.heartbeats())
+    end = time.monotonic() + INTERVALS_BETWEEN_READINGS * thread.interval
+    while (failure := thread.ask(lambda store: store.failure())) is None and time.monotonic() < end:
+        time.sleep(thread.interval / POLLS_AN_INTERVAL)
+    if failure is not None:
+        diagnosis, living = Diagnosis(str(failure), failure.kind), len(first)
+    else:
+        snapshot = thread.ask(lambda store: store.snapshot(first))
+        is_hang = has_culprit_elsewhere(snapshot)
+        is_open = not (is_hang or snapshot.silent)
+        diagnosis = Diagnosis(diagnose(snapshot, observer=rank), is_hang=is_hang, is_open=is_open)
+        living = len(snapshot.living)
+    published = PublishedDiagnosis(diagnosis.line, diagnosis.kind, living)
+    thread.ask(lambda store: store.publish_diagnosis(published))
+    return diagnosis
+
+
+def _read(thread: HeartbeatThread, describe: Callable[[], Heartbeat], rank: int) -> Diagnosis:
+    # as long as the other one may take, and until it is noticed
+    end = time.monotonic() + (INTERVALS_BETWEEN_READINGS + 1.5) * thread.interval
+    while time.monotonic() < end:
+        published = thread.ask(lambda store: store.read_diagnosis())
+        if published is not None:
+            return Diagnosis(published.line, published.kind, is_mine=False)
+        time.sleep(thread.interval / POLLS_AN_INTERVAL)
+    other = thread.ask(lambda store: store.claimant(DIAGNOSES))
+    return Diagnosis(
+        f"rank {other} was to find out why the run stands still, and has ended; {_own(describe(), rank)}"
+    )
+
+
+def _own(heartbeat: Heartbeat, rank: int) -> str:
+    return f"rank {rank} (host {heartbeat.host}) {describe_wait(heartbeat)} since {heartbeat.mark}"
+
+
+def _of_silent_store(thread: HeartbeatThread, silence: str, host: str) -> str:
+    address = thread.store.address
+    if address is None:
+        return f"the store of the process group does not answer ({silence})"
+    is_main = address.is_main_process
+    who = f"the main process (rank 0, at {address})" if is_main else f"the launcher's store (at {address})"
+    try:
+        socket.create_connection((address.number, address.port), SECONDS_TO_CONNECT).close()
+    except ConnectionRefusedError:
+        return f"{who} has ended: its port refuses connections"
+    except OSError as error:
+        return (
+            f"{who} cannot be reached ({error.strerror or error}): this machine (host {host}) or that one is "
+            "down or cut off the network"
+        )
+    if thread.lost is not None:
+        return f"{who} has ended: it has closed its connections"
+    return f"{who} does not answer, though its machine does ({silence}): it is stopped, hung or far too busy"
+
+
+def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> str:
     """Say what has happened.
 
     Args:
-        look: what is known of all ranks.
-        observer: the rank that has noticed; its own waiting is told too, or another's if it does not wait.
+        snapshot: what is known of all ranks.
+        observer: the rank that has noticed; its own waiting is added, or another's if it does not wait.
 
     Returns:
         A line without full stop: `"rank 1 (host n2) does not answer: silent since step 7 (…); rank 0 …"`.
     """
-    told = _of_silent(look, observer) or _of_elsewhere(look) or _of_all(look)
-    waiting = [rank for rank in look.living if look.second[rank].is_waiting]
-    if not waiting or told.startswith("all ranks"):
-        return told
+    line = _of_silent(snapshot, observer) or _of_elsewhere(snapshot) or _of_all(snapshot)
+    waiting = [rank for rank in snapshot.living if snapshot.second[rank].is_waiting]
+    if not waiting or line.startswith("all ranks"):
+        return line
     witness = observer if observer in waiting else waiting[0]
-    return f"{told}; {named([witness], look.second)} {waited(look.second[witness])}"
+    return f"{line}; {name_ranks([witness], snapshot.second)} {describe_wait(snapshot.second[witness])}"
 
 
-def waited(beat: Beat) -> str:
+def describe_wait(heartbeat: Heartbeat) -> str:
     """`"waited 6 s in all_reduce (…)"`, or where it was."""
-    return f"{'waited' if beat.is_waiting else 'was'} {beat.seconds:.0f} s in {beat.place}"
+    return f"{'waited' if heartbeat.is_waiting else 'was'} {heartbeat.seconds:.0f} s in {heartbeat.place}"
 
 
-def has_culprit_elsewhere(look: Look) -> bool:
+def has_culprit_elsewhere(snapshot: HeartbeatSnapshot) -> bool:
     """Whether a rank answers and is not where others wait, so that its stack is worth a look."""
-    return not look.silent and bool(_elsewhere(look))
+    return not snapshot.silent and bool(_elsewhere(snapshot))
 
 
-def _of_silent(look: Look, observer: int) -> str | None:
-    silent = look.silent
+def _of_silent(snapshot: HeartbeatSnapshot, observer: int) -> str | None:
+    silent = snapshot.silent
     if not silent:
         return None
-    known = {**look.first, **look.second}
+    known = {**snapshot.first, **snapshot.second}
     # steps are common to all; what the silent said last may be older than the step they were lost in
     since = f"silent since {known[observer].mark}" if observer in known else "silent"
     verb = "does" if len(silent) == 1 else "do"
-    return f"{named(silent, known)} {verb} not answer: {since} (killed, stopped, or cut off the network)"
+    return f"{name_ranks(silent, known)} {verb} not answer: {since} (killed, stopped, or cut off the network)"
 
 
-def _of_elsewhere(look: Look) -> str | None:
-    elsewhere = _elsewhere(look)
+def _of_elsewhere(snapshot: HeartbeatSnapshot) -> str | None:
+    elsewhere = _elsewhere(snapshot)
     if not elsewhere:
         return None
     rank = elsewhere[0]
-    beat = look.second[rank]
-    who, verb = named(elsewhere, look.second), "" if len(elsewhere) > 1 else "s"
-    if beat.is_done:
+    heartbeat = snapshot.second[rank]
+    who, verb = name_ranks(elsewhere, snapshot.second), "" if len(elsewhere) > 1 else "s"
+    if heartbeat.is_done:
         have = "have" if len(elsewhere) > 1 else "has"
-        return f"{who} {have} ended training after {beat.mark}, the others have not"
+        return f"{who} {have} ended training after {heartbeat.mark}, the others have not"
     example = "" if len(elsewhere) == 1 else f"rank {rank} "
-    if look.is_stuck(rank):
-        return f"{who} hang{verb} since {beat.mark}: {example}is in {beat.place}"
-    return f"{who} work{verb} since {beat.mark} for {beat.seconds:.0f} s: {example}is now in {beat.place}"
+    if snapshot.is_stuck(rank):
+        return f"{who} hang{verb} since {heartbeat.mark}: {example}is in {heartbeat.place}"
+    seconds = f"{heartbeat.seconds:.0f} s"
+    return f"{who} work{verb} since {heartbeat.mark} for {seconds}: {example}is now in {heartbeat.place}"
 
 
-def _elsewhere(look: Look) -> list[int]:
-    """Living ranks that are not where the others are; none where all are alike, or as many here as there.
+def _elsewhere(snapshot: HeartbeatSnapshot) -> list[int]:
+    """Living ranks that are not where the others are; none where all are, or as many here as there.
 
-    Waiting in a collective is where others are. Where no rank is seen to (as with GPUs, that wait inside a
-    number's way to the host), the place that most ranks share is.
+    Waiting in a collective is where others are. Where no rank is seen to wait (as with GPUs, where a host
+    waits for a number), the place that most ranks share is.
     """
-    beats = {rank: look.second[rank] for rank in look.living}
-    if any(beat.is_waiting for beat in beats.values()):
-        return [rank for rank, beat in beats.items() if not beat.is_waiting]
-    places = Counter(beat.place for beat in beats.values()).most_common()
+    heartbeats = {rank: snapshot.second[rank] for rank in snapshot.living}
+    if any(heartbeat.is_waiting for heartbeat in heartbeats.values()):
+        return [rank for rank, heartbeat in heartbeats.items() if not heartbeat.is_waiting]
+    places = Counter(heartbeat.place for heartbeat in heartbeats.values()).most_common()
     if len(places) < 2 or places[0][1] == places[1][1]:
         return []
-    return [rank for rank, beat in beats.items() if beat.place != places[0][0]]
+    return [rank for rank, heartbeat in heartbeats.items() if heartbeat.place != places[0][0]]
 
 
-def _of_all(look: Look) -> str:
+def _of_all(snapshot: HeartbeatSnapshot) -> str:
     """Where nobody is silent, and nobody elsewhere."""
-    beats = {rank: look.second[rank] for rank in look.living}
+    heartbeats = {rank: snapshot.second[rank] for rank in snapshot.living}
     places: dict[str, list[int]] = {}
-    for rank, beat in beats.items():
-        places.setdefault(beat.place, []).append(rank)
-    beat = next(iter(beats.values()))
-    since = f"since {beat.mark}, for {beat.seconds:.0f} s"
+    for rank, heartbeat in heartbeats.items():
+        places.setdefault(heartbeat.place, []).append(rank)
+    heartbeat = next(iter(heartbeats.values()))
+    since = f"since {heartbeat.mark}, for {heartbeat.seconds:.0f} s"
     if len(places) == 1:
-        if not beat.is_waiting:
-            who = "all ranks hang" if len(beats) > 1 else f"{named(beats, beats)} hangs"
-            return f"{who} {since}: {'they are' if len(beats) > 1 else 'it is'} in {beat.place}"
+        if not heartbeat.is_waiting:
+            who = "all ranks hang" if len(heartbeats) > 1 else f"{name_ranks(heartbeats, heartbeats)} hangs"
+            return f"{who} {since}: {'they are' if len(heartbeats) > 1 else 'it is'} in {heartbeat.place}"
         return (
-            f"all ranks answer and wait in {beat.place} {since}: no data pass between them "
+            f"all ranks answer and wait in {heartbeat.place} {since}: no data pass between them "
             "(NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, a link that is down)"
         )
-    parts = [f"{named(ranks, beats)} in {place}" for place, ranks in list(places.items())[:SHOWN_PLACES]]
+    shown = list(places.items())[:SHOWN_PLACES]
+    parts = [f"{name_ranks(ranks, heartbeats)} in {place}" for place, ranks in shown]
     more = "" if len(places) <= SHOWN_PLACES else f", and {len(places) - SHOWN_PLACES} places more"
     return f"all ranks answer and none goes on {since}: {', '.join(parts)}{more}"
 
 
-def named(ranks: Iterable[int], known: Mapping[int, Beat]) -> str:
+def name_ranks(ranks: Iterable[int], known: Mapping[int, Heartbeat]) -> str:
     """`"rank 1 (host n2)"`, `"ranks 8-15, 24 (hosts n2, n4)"`."""
     ranks = sorted(ranks)
     ranges = []

@@ -2,7 +2,7 @@
 
 Requests to a store block for as long as the network is cut, in C, where nothing can end them. So nobody
 else makes any: who wants one asks this thread and waits for a limited time, and that it does not answer is
-an answer too (`StoreSilentError`). A beat costs one small write and one look for an alarm; a step costs
+an answer too (`StoreSilentError`). A heartbeat costs one small write and one read of the alarm; a step costs
 nothing.
 """
 
@@ -17,11 +17,10 @@ from concurrent.futures import TimeoutError as NotInTime  # Python 3.10 has two 
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from megalowbit.supervision.diagnosis import Beat
-from megalowbit.supervision.heartbeat_store import NoticeBoard
+from megalowbit.supervision.heartbeat_store import Heartbeat, HeartbeatStore
 
 T = TypeVar("T")
-Request = tuple[Callable[[NoticeBoard], Any], "Future[Any]"]
+Request = tuple[Callable[[HeartbeatStore], Any], "Future[Any]"]
 
 INTERVALS_TO_ANSWER = 2.0
 
@@ -30,13 +29,17 @@ class StoreSilentError(RuntimeError):
     """The store did not answer in time, or its connection has ended."""
 
 
-class Heartbeat:
-    """Beats of one rank, from `start` to `stop`."""
+class HeartbeatThread:
+    """Gives the heartbeats of one rank, from `start` to `stop`.
+
+    Attributes:
+        lost: why the connection to the store has ended; None while it has not.
+    """
 
     def __init__(
         self,
-        board: NoticeBoard,
-        describe: Callable[[int], Beat],
+        store: HeartbeatStore,
+        describe: Callable[[int], Heartbeat],
         *,
         interval: float,
         at_alarm: Callable[[], None],
@@ -44,41 +47,36 @@ class Heartbeat:
         """Prepare the thread.
 
         Args:
-            board: used by this thread alone from now on.
-            describe: makes the beat of a given number; called in the thread.
-            interval: seconds between beats.
+            store: used by this thread alone from now on.
+            describe: makes the heartbeat of a given number; called in the thread.
+            interval: seconds between heartbeats.
             at_alarm: called once, in the thread, when another rank has raised an alarm.
         """
-        self.board = board
+        self.store = store
         self.interval = interval
         self._describe, self._at_alarm = describe, at_alarm
         self._count, self._has_alarmed = 0, False
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._busy_since: float | None = None
-        self._lost: str | None = None
+        self.lost: str | None = None
         self._thread = threading.Thread(target=self._run, name="megalowbit-heartbeat", daemon=True)
 
-    @property
-    def lost(self) -> str | None:
-        """Why the connection to the store has ended; None while it has not."""
-        return self._lost
-
     def start(self) -> None:
-        """Give the first beat before anything else happens, then beat in the background."""
+        """Give the first heartbeat before anything else happens, then more in the background."""
         self._beat()
         self._thread.start()
 
     def stop(self, *, is_done: bool) -> None:
-        """Give a last beat and end.
+        """Give a last heartbeat and end.
 
         Args:
-            is_done: wait for the last beat, two intervals at most; else it is of no use to anybody.
+            is_done: wait for the last heartbeat, two intervals at most; else it is of no use to anybody.
         """
         self._requests.put(None)
         if is_done:
             self._thread.join(INTERVALS_TO_ANSWER * self.interval)
 
-    def ask(self, request: Callable[[NoticeBoard], T]) -> T:
+    def ask(self, request: Callable[[HeartbeatStore], T]) -> T:
         """Run a short request in the thread, and wait for its result for two intervals at most.
 
         Raises:
@@ -88,8 +86,8 @@ class Heartbeat:
         since = self._busy_since
         if since is not None:  # one that hangs already is not waited for once more
             limit = max(0.0, limit - (time.monotonic() - since))
-        if self._lost is not None:
-            raise StoreSilentError(self._lost)
+        if self.lost is not None:
+            raise StoreSilentError(self.lost)
         future: Future[Any] = Future()
         self._requests.put((request, future))
         try:
@@ -101,7 +99,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         due = time.monotonic() + self.interval
-        while self._lost is None:
+        while self.lost is None:
             try:
                 request = self._requests.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
@@ -111,7 +109,7 @@ class Heartbeat:
             if request is None:
                 self._safely(self._beat)
                 return
-            self._safely(partial(_answer, *request, self.board))
+            self._safely(partial(_answer, *request, self.store))
 
     def _safely(self, work: Callable[[], None]) -> None:
         """Keep what a broken connection raises, which all later requests would too."""
@@ -119,21 +117,21 @@ class Heartbeat:
         try:
             work()
         except RuntimeError as error:
-            self._lost = _first_line(error)
+            self.lost = _first_line(error)
         finally:
             self._busy_since = None
 
     def _beat(self) -> None:
         self._count += 1
-        self.board.publish(self._describe(self._count))
-        if not self._has_alarmed and self.board.is_alarmed():
+        self.store.publish(self._describe(self._count))
+        if not self._has_alarmed and self.store.is_alarmed():
             self._has_alarmed = True
             self._at_alarm()
 
 
-def _answer(run: Callable[[NoticeBoard], Any], future: Future[Any], board: NoticeBoard) -> None:
+def _answer(run: Callable[[HeartbeatStore], Any], future: Future[Any], store: HeartbeatStore) -> None:
     try:
-        future.set_result(run(board))
+        future.set_result(run(store))
     except RuntimeError as error:
         future.set_exception(error)
         raise

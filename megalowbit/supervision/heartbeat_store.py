@@ -1,11 +1,11 @@
-"""What ranks tell each other beside their collectives: notes in the store that the group began with.
+"""What ranks write for each other beside their collectives, in the store that the process group began with.
 
-Every rank keeps one note of its own (its beat). Beyond that a run that goes well writes nothing. When
-something has failed there are a few notes more: that there is an alarm, who looks into it (the first who
-says so), a rank's own account of its failure, and the finding, which all others read, so that one rank asks
-and one speaks, however many there are. All calls go through a connection of its own (a clone), since the
-group's may be waiting; they block while the network is cut, so a thread makes them that nobody waits for.
-Values are JSON.
+Every rank keeps one entry, its heartbeat. Beyond that a run that goes well writes nothing. When something has
+failed there are a few entries more: that there is an alarm, which rank diagnoses it (the first that claims
+it), a rank's own report of its failure, and the diagnosis, which all others read; so one rank asks and one
+speaks, however many there are. All calls go through a connection of its own (a clone), since the group's may
+be waiting; they block while the network is cut, so a thread makes them that nobody waits for. Values are
+JSON.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megalowbit.supervision.diagnosis import Beat, Look
-
-ALARM, FAILURE, FINDING, INFORMED, ENTERED = "alarm", "failure", "finding", "informed", "entered"
-LOOKS, TELLS_OF_SIGTERM = "looks", "tells of SIGTERM"  # what one rank alone does
+ALARM, FAILURE, DIAGNOSIS, INFORMED, ENTERED = "alarm", "failure", "diagnosis", "informed", "entered"
+DIAGNOSES, REPORTS_SIGTERM = "diagnoses", "reports SIGTERM"  # what one rank alone does
 IS_STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
 # a mistake is found again by the next try, an interrupt was asked for, and the rest may have gone
 KINDS = DEFECT, MISTAKE, INTERRUPT, LOSS = "defect", "mistake", "interrupt", "loss"
@@ -29,7 +28,66 @@ KEYS_A_REQUEST = 256
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 
-class Failure(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """What a rank says of itself, a few times per timeout.
+
+    Attributes:
+        count: grows with every heartbeat; a rank is silent where it does not.
+        mark: what its training loop is at: `"step 7"`, `"the save of step 7"`.
+        seconds: since it began with that.
+        place: where its main thread is.
+        is_waiting: in a collective, for other ranks.
+        is_done: it has left training as it should.
+        host: name of its machine.
+    """
+
+    count: int
+    mark: str
+    seconds: float
+    place: str
+    is_waiting: bool
+    is_done: bool = False
+    host: str
+
+    def to_text(self) -> str:
+        """As a store keeps it, in JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> Heartbeat:
+        """The counterpart of `to_text`."""
+        return cls(**json.loads(text))
+
+
+class HeartbeatSnapshot(NamedTuple):
+    """Heartbeats of all ranks, read twice, a few intervals apart; ranks that never gave one are missing."""
+
+    first: Mapping[int, Heartbeat]
+    second: Mapping[int, Heartbeat]
+    world_size: int
+
+    @property
+    def silent(self) -> list[int]:
+        """Ranks that have said nothing new."""
+        return [rank for rank in range(self.world_size) if not self._has_spoken(rank)]
+
+    @property
+    def living(self) -> list[int]:
+        """Ranks that have."""
+        return [rank for rank in range(self.world_size) if self._has_spoken(rank)]
+
+    def _has_spoken(self, rank: int) -> bool:
+        now, before = self.second.get(rank), self.first.get(rank)
+        return now is not None and (now.is_done or before is None or now.count > before.count)
+
+    def is_stuck(self, rank: int) -> bool:
+        """Whether its main thread was at the same place both times."""
+        before, now = self.first.get(rank), self.second[rank]
+        return before is not None and (before.place, before.mark) == (now.place, now.mark)
+
+
+class FailureReport(NamedTuple):
     """A rank's own account of why it ends.
 
     Attributes:
@@ -51,13 +109,13 @@ class Failure(NamedTuple):
         return f"rank {self.rank} (host {self.host}) failed in {self.mark}: {self.line}{where}"
 
 
-class Finding(NamedTuple):
-    """What the rank that looked has found.
+class PublishedDiagnosis(NamedTuple):
+    """What the rank that diagnosed has found.
 
     Attributes:
         line: for people.
-        kind: see `Failure`.
-        living: ranks that are expected to read it, the finder among them.
+        kind: see `FailureReport`.
+        living: ranks that are expected to read it, this one among them.
     """
 
     line: str
@@ -65,7 +123,7 @@ class Finding(NamedTuple):
     living: int
 
 
-class Address(NamedTuple):
+class StoreAddress(NamedTuple):
     """Where the store is served.
 
     Attributes:
@@ -84,8 +142,8 @@ class Address(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-class NoticeBoard:
-    """The notes of one training loop; every method is one or a few requests to the store."""
+class HeartbeatStore:
+    """The entries of one training loop; every method is one or a few requests to the store."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         """Open a connection; needs a process group, and all ranks to come by as often.
@@ -107,32 +165,32 @@ class NoticeBoard:
 
     @property
     def is_served_here(self) -> bool:
-        """Whether the notes end with this process."""
+        """Whether the entries end with this process."""
         return self._rank == 0 and (self.address is None or self.address.is_main_process)
 
-    def publish(self, beat: Beat) -> None:
-        """Replace this rank's beat."""
-        self._store.set(_beat_key(self._rank), beat.to_text())
+    def publish(self, heartbeat: Heartbeat) -> None:
+        """Replace this rank's heartbeat."""
+        self._store.set(_key_of(self._rank), heartbeat.to_text())
 
-    def beats(self) -> dict[int, Beat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         """Of all ranks that have given one."""
         ranks = [
             rank
             for start in range(0, self._world_size, KEYS_A_REQUEST)
             for rank in self._present(range(start, min(start + KEYS_A_REQUEST, self._world_size)))
         ]
-        texts = self._store.multi_get([_beat_key(rank) for rank in ranks]) if ranks else []
-        return {rank: Beat.from_text(text) for rank, text in zip(ranks, texts, strict=True)}
+        texts = self._store.multi_get([_key_of(rank) for rank in ranks]) if ranks else []
+        return {rank: Heartbeat.from_text(text) for rank, text in zip(ranks, texts, strict=True)}
 
     def _present(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Those of some ranks that have given a beat: one request if all have."""
-        if self._store.check([_beat_key(rank) for rank in ranks]):
+        """Those of some ranks that have given a heartbeat: one request if all have."""
+        if self._store.check([_key_of(rank) for rank in ranks]):
             return ranks
-        return [rank for rank in ranks if self._store.check([_beat_key(rank)])]
+        return [rank for rank in ranks if self._store.check([_key_of(rank)])]
 
-    def look(self, first: dict[int, Beat]) -> Look:
-        """Compare an earlier reading of beats with one of now."""
-        return Look(first, self.beats(), self._world_size)
+    def snapshot(self, first: Mapping[int, Heartbeat]) -> HeartbeatSnapshot:
+        """An earlier reading of heartbeats beside one of now."""
+        return HeartbeatSnapshot(first, self.heartbeats(), self._world_size)
 
     def raise_alarm(self) -> None:
         """Let every rank know that there is something to read."""
@@ -150,33 +208,34 @@ class NoticeBoard:
         """The rank that does it, if any."""
         return int(self._store.get(what)) if self._has(what) else None
 
-    def report(self, failure: Failure) -> None:
+    def report(self, failure: FailureReport) -> None:
         """Leave a failure to be found, unless there is one already, and raise the alarm."""
         self._store.compare_set(FAILURE, "", json.dumps(failure))
         self._store.add(INFORMED, 1)
         self.raise_alarm()
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> FailureReport | None:
         """The first that was reported."""
-        return Failure(*self._read(FAILURE)) if self._has(FAILURE) else None
+        return FailureReport(*self._read(FAILURE)) if self._has(FAILURE) else None
 
-    def tell(self, finding: Finding) -> None:
+    def publish_diagnosis(self, diagnosis: PublishedDiagnosis) -> None:
         """Let all ranks read what was found."""
-        self._store.set(FINDING, json.dumps(finding))
+        self._store.set(DIAGNOSIS, json.dumps(diagnosis))
         self._store.add(INFORMED, 1)
 
-    def finding(self) -> Finding | None:
+    def read_diagnosis(self) -> PublishedDiagnosis | None:
         """What another rank has found; each call that finds it counts as a rank that knows."""
-        if not self._has(FINDING):
+        if not self._has(DIAGNOSIS):
             return None
         self._store.add(INFORMED, 1)
-        return Finding(*self._read(FINDING))
+        return PublishedDiagnosis(*self._read(DIAGNOSIS))
 
     def is_known_to_all(self) -> bool:
         """Whether every rank that lives has found, read or reported what has happened."""
         informed = self._store.add(INFORMED, 0)
-        living = Finding(*self._read(FINDING)).living if self._has(FINDING) else self._world_size
-        return informed >= living
+        if not self._has(DIAGNOSIS):
+            return informed >= self._world_size
+        return informed >= PublishedDiagnosis(*self._read(DIAGNOSIS)).living
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
@@ -185,18 +244,18 @@ class NoticeBoard:
         return json.loads(self._store.get(key))
 
 
-def _beat_key(rank: int) -> str:
-    return f"beat/{rank}"
+def _key_of(rank: int) -> str:
+    return f"heartbeat/{rank}"
 
 
-def _address(store: Any) -> Address | None:
+def _address(store: Any) -> StoreAddress | None:
     """Of the server behind a store; None where it is not one of TCP."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
         return None
     is_launchers = os.environ.get(IS_STORE_OF_LAUNCHER) == str(True)
-    return Address(store.host, _look_up(store.host), store.port, not is_launchers)
+    return StoreAddress(store.host, _look_up(store.host), store.port, not is_launchers)
 
 
 def _look_up(host: str) -> str:

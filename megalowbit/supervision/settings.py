@@ -11,16 +11,16 @@ from megalowbit.values import SettingsModel
 SHORTEST_TIMEOUT = 5.0  # seconds; below it a busy machine is taken for a broken one
 LONGEST_TIMEOUT = 7 * 86400.0  # a week; clocks of libraries overflow far above
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.5, 5.0  # seconds
-BEATS_IN_A_TIMEOUT = 12
+HEARTBEATS_IN_A_TIMEOUT = 12
 
 
 class WatchdogSettings(SettingsModel):
-    """`"watchdog"`: when a run counts as stuck, and which steps are told as slow.
+    """`"watchdog"`: when a run counts as stuck, and which steps count as slow.
 
     Attributes:
         timeout: seconds that a collective may take, and that may pass without a step, a load, a save or an
-            export coming to its end; None: torch's own timeouts (30 minutes or none), and nobody looks.
-        slow_step: a step slower than so many medians of the last 50 is told; None: none is.
+            export coming to its end; None: torch's own timeouts (30 minutes or none), and nothing is watched.
+        slow_step: warn when a step takes more than so many times the median of the last 50; None: never.
         termination_seconds: that a step may go on after SIGTERM, before the process ends without a
             checkpoint; a few less than whoever sent it waits until SIGKILL. A save has until `timeout`.
         stop_with_launcher: save and end when the launcher of this process has ended; None: where there is
@@ -35,7 +35,7 @@ class WatchdogSettings(SettingsModel):
 
     @property
     def interval(self) -> float:
-        """Seconds between two beats of a rank."""
+        """Seconds between two heartbeats of a rank."""
         if self.timeout is None:
             return LONGEST_INTERVAL
-        return min(max(self.timeout / BEATS_IN_A_TIMEOUT, SHORTEST_INTERVAL), LONGEST_INTERVAL)
+        return min(max(self.timeout / HEARTBEATS_IN_A_TIMEOUT, SHORTEST_INTERVAL), LONGEST_INTERVAL)

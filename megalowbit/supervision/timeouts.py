@@ -2,9 +2,9 @@
 
 DeepSpeed makes its groups without one, so that a collective with a rank that is cut off the network would
 wait for half an hour. torch has no public way to set the timeout of an existing group; what is used of its
-inside is held by a test. Over gloo a collective that takes too long raises an error, which `engine.watchdog`
-makes a verdict of. Over NCCL torch ends the process, with its own lines; beside a watchdog it is given
-longer, so that the verdict comes first. Not reached: transfers from one rank to one other over gloo (`send`,
+inside is held by a test. Over gloo a collective that takes too long raises an error, which the watchdog makes
+a diagnosis of. Over NCCL torch ends the process, with its own lines; beside a watchdog it is given longer,
+for the diagnosis to come first. Not reached: transfers from one rank to one other over gloo (`send`,
 `recv`), which keep what their group was made with; the watchdog ends a process that waits in one.
 """
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megalowbit.distributed import process_group
 
-# timeouts beside a watchdog, in its own; torch can set no other backend's. A watchdog's verdict is told
+# timeouts beside a watchdog, in its own; torch can set no other backend's. A watchdog's diagnosis is printed
 # 1.15 timeouts after the last mark, 1.41 if they are shorter than a minute; all must have ended at 1.5
 BESIDE_A_WATCHDOG = MappingProxyType({"gloo": 1.0, "nccl": 1.4})
 

@@ -1,11 +1,11 @@
-"""Ends a run that cannot go on, in time and with one line: which rank is to blame, where others wait.
+"""Ends a run that cannot go on, in time and with one line: which rank is the cause, where others wait.
 
 A collective with a lost rank fails after the group's timeout, or waits for ever where the backend has none.
-Two threads look after that: the heartbeat (`engine.heartbeat`) talks to the other ranks, and this file's
+Two threads look after that: the heartbeat (`supervision.heartbeat`) talks to the other ranks, and this file's
 thread, which needs no network, ends the process when the loop has made no progress, when another rank has
 raised the alarm and the main thread does not come out by itself, or when SIGTERM waits and no step ends
 (that alone where there is no timeout, and with no heartbeat).
-Where a collective fails with an error, that error becomes a `TransientError` with the verdict. A rank that
+Where a collective fails with an error, that error becomes a `TransientError` with the diagnosis. A rank that
 fails for any other reason lets the others know first, so that they name it instead of its silence.
 
 Ending is `os._exit`, for a thread that hangs in C cannot be unwound; files written by renaming stay whole.
@@ -36,27 +36,34 @@ from megalowbit.distributed import process_group
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.durable_files import open_regular
 from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError
-from megalowbit.supervision.collective_trace import is_failed_collective, site_of_error, site_of_frame
-from megalowbit.supervision.diagnosis import Beat, blame, named, waited
-from megalowbit.supervision.heartbeat import Heartbeat, StoreSilentError
+from megalowbit.supervision.collective_trace import is_failed_collective, trace_of_error, trace_of_frame
+from megalowbit.supervision.diagnosis import (
+    Diagnosis,
+    describe_wait,
+    diagnose,
+    diagnose_together,
+    name_ranks,
+    wait_until_known,
+)
+from megalowbit.supervision.heartbeat import HeartbeatThread, StoreSilentError
 from megalowbit.supervision.heartbeat_store import (
     DEFECT,
     INTERRUPT,
     LOSS,
     MISTAKE,
-    TELLS_OF_SIGTERM,
-    Failure,
-    NoticeBoard,
+    REPORTS_SIGTERM,
+    FailureReport,
+    Heartbeat,
+    HeartbeatStore,
 )
 from megalowbit.supervision.settings import WatchdogSettings
-from megalowbit.supervision.shared_diagnosis import Verdict, inquire, wait_until_known
 from megalowbit.supervision.timeouts import set_group_timeouts
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_CODES = MappingProxyType({MISTAKE: EXIT_USER_ERROR, INTERRUPT: 128 + signal.SIGINT})
 TIMEOUTS_WITHOUT_PROGRESS = 1.1  # a little later than the collectives' own, which end a run more cleanly
 INTERVALS_TO_COME_OUT = 0.5
-INTERVALS_TO_END = 6.0  # `wait_until_known` takes 4.5 where the store falls silent; the rest is for telling
+INTERVALS_TO_END = 6.0  # `wait_until_known` takes 4.5 where the store falls silent; the rest is for printing
 BEGINNING = "the beginning"
 STEPS_REMEMBERED, STEPS_NEEDED = 50, 10
 LONGEST_LINE = 300  # characters of another rank's error
@@ -73,7 +80,7 @@ class _Termination(NamedTuple):
 
     mark: _Mark
     time: float
-    beats: dict[int, Beat] | None
+    heartbeats: dict[int, Heartbeat] | None
 
 
 def print_error(error: UserError) -> None:
@@ -85,7 +92,7 @@ def print_error(error: UserError) -> None:
 class Watchdog:
     """Looks after a training loop, as a context around it; with one rank too.
 
-    With `timeout` None it tells slow steps, and ends a process that does not come to see a SIGTERM.
+    With `timeout` None it reports slow steps, and ends a process that does not come to see a SIGTERM.
     """
 
     def __init__(
@@ -113,9 +120,9 @@ class Watchdog:
         self._place: str | None = None  # of a collective that has failed already
         self._is_done = self._is_finished = False
         self._raised: BaseException | None = None  # by `finish`
-        self._heartbeat: Heartbeat | None = None
-        self._verdict: Verdict | None = None
-        self._inquiry = threading.Lock()
+        self._heartbeat_thread: HeartbeatThread | None = None
+        self._diagnosis: Diagnosis | None = None
+        self._diagnosis_lock = threading.Lock()
         self._alarmed, self._leaving, self._stopped = (threading.Event() for _ in range(3))
         self._sigterm: _Termination | None = None
         self._thread = threading.Thread(target=self._watch, name="megalowbit-watchdog", daemon=True)
@@ -126,13 +133,13 @@ class Watchdog:
         if self._settings.timeout is not None:
             set_group_timeouts(timedelta(seconds=self._settings.timeout), is_watched=True)
         if self._settings.timeout is not None and process_group.world_size() > 1:
-            self._heartbeat = Heartbeat(
-                NoticeBoard(self._rank, process_group.world_size()),
-                self._beat,
+            self._heartbeat_thread = HeartbeatThread(
+                HeartbeatStore(self._rank, process_group.world_size()),
+                self._describe,
                 interval=self._settings.interval,
                 at_alarm=self._alarmed.set,
             )
-            self._heartbeat.start()
+            self._heartbeat_thread.start()
         self._thread.start()
         return self
 
@@ -186,12 +193,12 @@ class Watchdog:
             self._stopped.set()
             self._thread.join(self._settings.interval)  # or it might arm the backstop once more
             faulthandler.cancel_dump_traceback_later()
-            if self._heartbeat is not None:
-                self._heartbeat.stop(is_done=error is None)
+            if self._heartbeat_thread is not None:
+                self._heartbeat_thread.stop(is_done=error is None)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Raise the verdict in the place of `error`, if others are the reason; tell others, if it is ours."""
-        if self._heartbeat is None or (isinstance(error, UserError) and error.is_on_all_ranks):
+        """Raise the diagnosis in the place of `error`, if others are the reason; report it, if it is ours."""
+        if self._heartbeat_thread is None or (isinstance(error, UserError) and error.is_on_all_ranks):
             return
         if error is None:
             if not self._is_finished:  # a rank that has failed will not come to what follows
@@ -202,28 +209,28 @@ class Watchdog:
         if not isinstance(error, Exception) or not is_failed_collective(error):
             self._report(error)
             return
-        self._place = site_of_error(error).text
+        self._place = trace_of_error(error).text
         self._leaving.set()
-        verdict = self._find_out()
-        if verdict.is_open:
-            verdict = verdict._replace(line=f"{verdict.line} ({_on_a_line(error)})")
-        wait_until_known(self._heartbeat)
-        raise _error(verdict) from error
+        diagnosis = self._find_out()
+        if diagnosis.is_open:
+            diagnosis = diagnosis._replace(line=f"{diagnosis.line} ({_on_a_line(error)})")
+        wait_until_known(self._heartbeat_thread)
+        raise _error(diagnosis) from error
 
     def _raise_alarm(self) -> None:
-        """Raise the verdict, if another rank has failed."""
-        if self._heartbeat is None or not self._alarmed.is_set():
+        """Raise the diagnosis, if another rank has failed."""
+        if self._heartbeat_thread is None or not self._alarmed.is_set():
             return
         self._leaving.set()
         self._raised = error = _error(self._find_out())
-        wait_until_known(self._heartbeat)
+        wait_until_known(self._heartbeat_thread)
         raise error
 
     def _report(self, error: BaseException) -> None:
         """Let the others know why this rank ends."""
-        assert self._heartbeat is not None
+        assert self._heartbeat_thread is not None
         self._leaving.set()
-        failure = Failure(
+        failure = FailureReport(
             rank=self._rank,
             host=self._host,
             mark=self._mark.what,
@@ -231,28 +238,30 @@ class Watchdog:
             kind=_kind_of(error),
         )
         try:
-            self._heartbeat.ask(lambda board: board.report(failure))
+            self._heartbeat_thread.ask(lambda store: store.report(failure))
         except StoreSilentError:
-            return  # the error itself is still told here
-        wait_until_known(self._heartbeat)
+            return  # the error itself is still printed here
+        wait_until_known(self._heartbeat_thread)
 
-    def _find_out(self) -> Verdict:
-        """The verdict; found once, by whichever thread comes first."""
-        assert self._heartbeat is not None
-        with self._inquiry:
-            if self._verdict is None:
-                self._verdict = inquire(self._heartbeat, lambda: self._beat(0), rank=self._rank)
-                if self._verdict.is_hang and self._folder is not None:
-                    self._verdict = self._verdict._replace(
-                        line=f"{self._verdict.line} (its stack: {self._folder / 'stack-rank*.txt'})"
+    def _find_out(self) -> Diagnosis:
+        """The diagnosis; found once, by whichever thread comes first."""
+        assert self._heartbeat_thread is not None
+        with self._diagnosis_lock:
+            if self._diagnosis is None:
+                self._diagnosis = diagnose_together(
+                    self._heartbeat_thread, lambda: self._describe(0), rank=self._rank
+                )
+                if self._diagnosis.is_hang and self._folder is not None:
+                    self._diagnosis = self._diagnosis._replace(
+                        line=f"{self._diagnosis.line} (its stack: {self._folder / 'stack-rank*.txt'})"
                     )
-            return self._verdict
+            return self._diagnosis
 
-    def _beat(self, count: int) -> Beat:
+    def _describe(self, count: int) -> Heartbeat:
         mark, place, is_waiting = self._mark, self._place, True
         if place is None:
-            place, is_waiting = site_of_frame(sys._current_frames().get(self._main_thread))
-        return Beat(
+            place, is_waiting = trace_of_frame(sys._current_frames().get(self._main_thread))
+        return Heartbeat(
             count=count,
             mark=mark.what,
             seconds=round(time.monotonic() - mark.time, 1),
@@ -284,17 +293,17 @@ class Watchdog:
 
     def _end_with_others(self) -> None:
         """Another rank has raised the alarm: end, unless the main thread comes out by itself."""
-        verdict = self._find_out()
+        diagnosis = self._find_out()
         if not self._leaving.wait(INTERVALS_TO_COME_OUT * self._settings.interval):
-            self._end(verdict)
+            self._end(diagnosis)
 
     def _end_of_patience(self) -> None:
         """Nothing has moved for too long."""
-        if self._heartbeat is None:
-            beat = self._beat(0)
-            who = named([self._rank], {self._rank: beat})
+        if self._heartbeat_thread is None:
+            own = self._describe(0)
+            who = name_ranks([self._rank], {self._rank: own})
             self._end(
-                Verdict(f"{who} hangs since {beat.mark}, for {beat.seconds:.0f} s: it is in {beat.place}")
+                Diagnosis(f"{who} hangs since {own.mark}, for {own.seconds:.0f} s: it is in {own.place}")
             )
         else:
             self._end_with_others()
@@ -305,18 +314,18 @@ class Watchdog:
             return False
         mark = self._mark
         if self._sigterm is None or self._sigterm.mark is not mark:
-            self._sigterm = _Termination(mark, time.monotonic(), self._first_look())
+            self._sigterm = _Termination(mark, time.monotonic(), self._first_heartbeats())
         seconds = time.monotonic() - self._sigterm.time
         return not mark.is_save and seconds > self._settings.termination_seconds
 
-    def _first_look(self) -> dict[int, Beat] | None:
-        """Everybody's beats, for the one rank that will tell what has become of them; None for the others."""
-        if self._heartbeat is None:
+    def _first_heartbeats(self) -> dict[int, Heartbeat] | None:
+        """Everybody's, for the one rank that will report what has become of them; None for the others."""
+        if self._heartbeat_thread is None:
             return {}
         try:
-            if not self._heartbeat.ask(lambda board: board.claim(TELLS_OF_SIGTERM)):
+            if not self._heartbeat_thread.ask(lambda store: store.claim(REPORTS_SIGTERM)):
                 return None
-            return self._heartbeat.ask(lambda board: board.beats())
+            return self._heartbeat_thread.ask(lambda store: store.heartbeats())
         except StoreSilentError:
             return {}
 
@@ -324,39 +333,42 @@ class Watchdog:
         assert self._sigterm is not None
         self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
         since = f"no step has ended for {self._settings.termination_seconds:g} s"
-        what = self._state_since(self._sigterm.beats or {})
+        what = self._state_since(self._sigterm.heartbeats or {})
         error = TransientError(f"ended by SIGTERM without a checkpoint, for {since}: {what}")
-        error.is_told = self._sigterm.beats is None
+        error.is_told = self._sigterm.heartbeats is None
         self._tell(error)
         os._exit(EXIT_TERMINATED)
 
-    def _state_since(self, first: dict[int, Beat]) -> str:
-        """What has become of the ranks since a first look; of this one, where there was none."""
-        beat = self._beat(0)
-        own = f"{named([self._rank], {self._rank: beat})} {waited(beat)} since {beat.mark}"
-        if self._heartbeat is None or not first:
+    def _state_since(self, first: dict[int, Heartbeat]) -> str:
+        """What has become of the ranks since a first reading; of this one, where there was none."""
+        heartbeat = self._describe(0)
+        who = name_ranks([self._rank], {self._rank: heartbeat})
+        own = f"{who} {describe_wait(heartbeat)} since {heartbeat.mark}"
+        if self._heartbeat_thread is None or not first:
             return own
         try:
-            return blame(self._heartbeat.ask(lambda board: board.look(first)), observer=self._rank)
+            return diagnose(
+                self._heartbeat_thread.ask(lambda store: store.snapshot(first)), observer=self._rank
+            )
         except StoreSilentError:
             return own
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, diagnosis: Diagnosis) -> None:
         """End this process, now."""
         # a terminal or a disk may hang as well
         self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
-        error = _error(verdict)
+        error = _error(diagnosis)
         if isinstance(error, UserError):
             self._tell(error)
-        site = site_of_frame(sys._current_frames().get(self._main_thread))
-        if not site.is_collective and self._folder is not None:
-            # the line has been told, which matters more than a disk that is full
+        trace = trace_of_frame(sys._current_frames().get(self._main_thread))
+        if not trace.is_waiting and self._folder is not None:
+            # the line has been printed, which matters more than a disk that is full
             path = self._folder / f"stack-rank{self._rank}.txt"
             with suppress(OSError, UserError), open_regular(path, "w") as file:
                 faulthandler.dump_traceback(file)
-        if self._heartbeat is not None:
-            wait_until_known(self._heartbeat)
-        os._exit(EXIT_CODES.get(verdict.kind, EXIT_TRANSIENT))
+        if self._heartbeat_thread is not None:
+            wait_until_known(self._heartbeat_thread)
+        os._exit(EXIT_CODES.get(diagnosis.kind, EXIT_TRANSIENT))
 
 
 def _on_a_line(error: BaseException) -> str:
@@ -373,13 +385,13 @@ def _kind_of(error: BaseException) -> str:
     return MISTAKE if isinstance(error, UserError) else DEFECT
 
 
-def _error(verdict: Verdict) -> UserError | KeyboardInterrupt:
+def _error(diagnosis: Diagnosis) -> UserError | KeyboardInterrupt:
     """What this rank raises for what has happened elsewhere."""
-    if verdict.kind == INTERRUPT:
-        return KeyboardInterrupt(verdict.line)
-    if verdict.kind == MISTAKE:
-        error = UserError(verdict.line)
+    if diagnosis.kind == INTERRUPT:
+        return KeyboardInterrupt(diagnosis.line)
+    if diagnosis.kind == MISTAKE:
+        error = UserError(diagnosis.line)
     else:
-        error = TransientError(f"{verdict.line}; continue from the last checkpoint")
-    error.is_told = not verdict.is_mine
+        error = TransientError(f"{diagnosis.line}; continue from the last checkpoint")
+    error.is_told = not diagnosis.is_mine
     return error

@@ -101,7 +101,7 @@ def pipeline():
     from deepspeed.pipe import PipelineModule
 
     module = PipelineModule([torch.nn.Linear(2, 2) for _ in range(4)], num_stages=2)
-    grid = find_grid({}, model=module)
+    grid = find_grid({}, stages=module.num_stages)
     return [numbers(adapt_mpu(module.mpu())), of_grid(grid)]
 
 

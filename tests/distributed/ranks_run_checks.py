@@ -11,7 +11,8 @@ from tiny_training import TinyModel, config, facts, rank_and_size, report, train
 from megalowbit.distributed.agreement import gather_bytes, share, succeed_together
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.process_start import start_process_group
-from megalowbit.engine.run_checks import check_ranks_agree, check_scaler, code_digest
+from megalowbit.engine.run_checks.model import check_scaler
+from megalowbit.engine.run_checks.ranks_agree import check_ranks_agree, code_digest
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.optim.loss_scale.base import DynamicGradScaler

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalowbit.distributed.agreement import agree, gather_bytes, share
+from megalowbit.distributed.agreement import agree, failing_together, gather_bytes, share, succeed_together
 from megalowbit.errors import UserError
 
 
@@ -19,6 +19,21 @@ def test_an_error_is_raised_as_it_is(error):
     with pytest.raises(type(error)) as caught:
         agree(decide)
     assert caught.value is error
+
+
+def test_arguments_are_passed_on():
+    assert agree(divmod, 7, 2) == succeed_together(divmod, 7, 2) == (3, 1)
+    assert agree(int, "11", base=2) == succeed_together(int, "11", base=2) == 3
+
+
+@pytest.mark.parametrize("error", [UserError("wrong"), KeyError("odd"), StopIteration(), KeyboardInterrupt()])
+def test_a_block_raises_what_one_process_raises_in_it(error):
+    error.__context__ = cause = ValueError("before")
+    with pytest.raises(type(error)) as caught, failing_together():
+        raise error
+    assert caught.value is error
+    assert error.__context__ is cause
+    assert not error.__suppress_context__
 
 
 def test_one_process_shares_and_gathers_its_own():

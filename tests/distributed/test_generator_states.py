@@ -13,7 +13,7 @@ from megalowbit.distributed.generator_states import (
     restore_random_state,
     saved_random_state,
     saved_rank_of,
-    seed_missing_rank,
+    seed_generators,
 )
 from megalowbit.distributed.process_grid import ProcessGrid
 
@@ -44,7 +44,7 @@ def test_every_generator_continues_where_it_was(tmp_path_factory, seed, used):
 def test_generators_continue_from_a_row_among_those_of_other_ranks(tmp_path):
     rows, expected = [], []
     for seed in range(3):
-        seed_missing_rank(seed, 0)
+        seed_generators(seed, 0)
         rows.append(packed_random_state(CPU))
         expected.append(draws())
     longest = max(map(len, rows)) + 5  # what fills a row up is not read
@@ -57,7 +57,7 @@ def test_generators_continue_from_a_row_among_those_of_other_ranks(tmp_path):
 
 
 def test_generators_continue_from_a_list_as_older_checkpoints_have_it():
-    seed_missing_rank(1, 0)
+    seed_generators(1, 0)
     states = [random_state(CPU), {}]
     expected = draws()
     restore_random_state(saved_random_state(states, 0), CPU)
@@ -66,7 +66,7 @@ def test_generators_continue_from_a_list_as_older_checkpoints_have_it():
 
 def test_a_missing_rank_is_seeded_by_step_and_rank_alone():
     def run(step, rank):
-        return seed_missing_rank(step, rank), draws()
+        return seed_generators(step, rank), draws()
 
     assert run(40, 2) == run(40, 2)
     assert len({run(step, rank)[0] for step in (40, 41) for rank in range(8)}) == 16

@@ -324,10 +324,10 @@ def test_the_configured_norm_is_the_one_that_is_reported(precision):
 def test_deepspeeds_own_reading_of_the_configuration_fails_on_all_ranks_together(monkeypatch):
     depth, seen = [], []
 
-    def together(work):
+    def together(work, *arguments, **named):
         depth.append(work)
         try:
-            return work()
+            return work(*arguments, **named)
         finally:
             depth.pop()
 

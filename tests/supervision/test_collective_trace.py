@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
-from megalowbit.supervision.collective_trace import is_failed_collective, site_of_error, site_of_frame
+from megalowbit.supervision.collective_trace import is_failed_collective, trace_of_error, trace_of_frame
 
-HERE = "engine/test_call_site.py"
+HERE = "supervision/test_collective_trace.py"
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 SIZES = "[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4"
 
@@ -53,15 +53,15 @@ def test_an_error_of_a_collective_names_it_and_its_caller():
     def share():
         dist.broadcast(torch.ones(1), src=3)
 
-    site = site_of_error(raised(share))
-    assert site.is_collective
+    site = trace_of_error(raised(share))
+    assert site.is_waiting
     assert site.text.startswith(f"broadcast ({HERE}:")
     assert site.text.endswith(" share)")
 
 
 def test_collectives_of_objects_are_named_and_not_those_within():
     start_process_group()
-    site = site_of_error(raised(lambda: dist.all_gather_object([None], threading.Lock())))
+    site = trace_of_error(raised(lambda: dist.all_gather_object([None], threading.Lock())))
     assert site.text.startswith(f"all_gather_object ({HERE}:")
 
 
@@ -80,9 +80,9 @@ def test_deepspeeds_wrappers_are_passed_over(tmp_path):
     frame, end = frame_of(average)
     while frame.f_code.co_name == "wait":
         frame = frame.f_back
-    site = site_of_frame(frame)
+    site = trace_of_frame(frame)
     end()
-    assert site.is_collective
+    assert site.is_waiting
     assert site.text.startswith(f"all_reduce ({HERE}:")
     assert site.text.endswith(" average)")
 
@@ -100,7 +100,7 @@ def test_waiting_for_an_operation_started_earlier_is_a_collective_too(tmp_path):
     frame, end = frame_of(lambda wait: module.Handle().fetch(Handle(wait)))
     while frame.f_code.co_name != "fetch":
         frame = frame.f_back
-    site = site_of_frame(frame)
+    site = trace_of_frame(frame)
     end()
     assert site == ("wait (runtime/stage3.py:3 fetch)", True)
 
@@ -110,16 +110,16 @@ def test_a_thread_inside_a_library_says_who_called_it():
         wait()
 
     frame, end = frame_of(read)
-    site = site_of_frame(frame)
+    site = trace_of_frame(frame)
     end()
-    assert not site.is_collective
+    assert not site.is_waiting
     assert "/threading.py:" in site.text
     assert f" wait, from {HERE}:" in site.text
     assert site.text.endswith(" read")
 
 
 def test_a_thread_that_has_ended_has_no_place():
-    assert site_of_frame(None) == ("no Python code", False)
+    assert trace_of_frame(None) == ("no Python code", False)
 
 
 def chained(message):

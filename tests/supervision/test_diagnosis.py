@@ -1,13 +1,16 @@
 import pytest
 
-from megalowbit.supervision.diagnosis import Beat, Look, blame, has_culprit_elsewhere, named
+from megalowbit.supervision.diagnosis import diagnose, has_culprit_elsewhere, name_ranks
+from megalowbit.supervision.heartbeat_store import Heartbeat, HeartbeatSnapshot
 
 REDUCE = "all_reduce (telemetry/step_facts.py:92 reduce_step_facts)"
 LOADER = "data/loader.py:88 next_batch"
 
 
-def beat(count=1, *, place=REDUCE, is_waiting=True, host="n1", mark="step 7", seconds=20.0, is_done=False):
-    return Beat(
+def heartbeat(
+    count=1, *, place=REDUCE, is_waiting=True, host="n1", mark="step 7", seconds=20.0, is_done=False
+):
+    return Heartbeat(
         count=count,
         mark=mark,
         seconds=seconds,
@@ -19,66 +22,66 @@ def beat(count=1, *, place=REDUCE, is_waiting=True, host="n1", mark="step 7", se
 
 
 def elsewhere(count=1, place=LOADER, **more):
-    return beat(count, place=place, is_waiting=False, **more)
+    return heartbeat(count, place=place, is_waiting=False, **more)
 
 
-def look(*pairs):
-    """Of each rank the first beat and the second; None where there was none."""
+def snapshot(*pairs):
+    """Of each rank the first heartbeat and the second; None where there was none."""
     first = {rank: pair[0] for rank, pair in enumerate(pairs) if pair[0] is not None}
     second = {rank: pair[1] for rank, pair in enumerate(pairs) if pair[1] is not None}
-    return Look(first, second, len(pairs))
+    return HeartbeatSnapshot(first, second, len(pairs))
 
 
-WAITS = (beat(1), beat(4))
+WAITS = (heartbeat(1), heartbeat(4))
 
 
-def test_beats_survive_the_store():
-    assert Beat.from_text(beat().to_text().encode()) == beat()
+def test_heartbeats_survive_the_store():
+    assert Heartbeat.from_text(heartbeat().to_text().encode()) == heartbeat()
 
 
 def test_a_silent_rank_is_named_with_its_host():
-    silent = beat(9, host="n2", mark="step 5")
-    assert blame(look(WAITS, (silent, silent)), observer=0) == (
+    silent = heartbeat(9, host="n2", mark="step 5")
+    assert diagnose(snapshot(WAITS, (silent, silent)), observer=0) == (
         "rank 1 (host n2) does not answer: silent since step 7 (killed, stopped, or cut off the network); "
         f"rank 0 (host n1) waited 20 s in {REDUCE}"
     )
 
 
 def test_a_rank_that_never_spoke_is_silent_too():
-    line = blame(look(WAITS, (None, None)), observer=0)
+    line = diagnose(snapshot(WAITS, (None, None)), observer=0)
     assert line.startswith("rank 1 does not answer: ")
 
 
-def test_a_first_beat_between_the_looks_is_an_answer():
-    assert look(WAITS, (None, beat())).silent == []
+def test_a_first_heartbeat_between_the_readings_is_an_answer():
+    assert snapshot(WAITS, (None, heartbeat())).silent == []
 
 
 def test_silence_comes_before_a_rank_that_hangs():
-    silent = beat(9, host="n2")
-    line = blame(look(WAITS, (silent, silent), (elsewhere(1), elsewhere(4))), observer=0)
+    silent = heartbeat(9, host="n2")
+    line = diagnose(snapshot(WAITS, (silent, silent), (elsewhere(1), elsewhere(4))), observer=0)
     assert line.startswith("rank 1 (host n2) does not answer")
 
 
 def test_a_rank_that_hangs_is_named_with_its_place():
-    found = look(WAITS, (elsewhere(1, host="n2"), elsewhere(4, host="n2")))
+    found = snapshot(WAITS, (elsewhere(1, host="n2"), elsewhere(4, host="n2")))
     assert has_culprit_elsewhere(found)
     expected = (
         f"rank 1 (host n2) hangs since step 7: is in {LOADER}; rank 0 (host n1) waited 20 s in {REDUCE}"
     )
-    assert blame(found, observer=0) == expected
-    assert blame(found, observer=1) == expected  # it is not its own witness
+    assert diagnose(found, observer=0) == expected
+    assert diagnose(found, observer=1) == expected  # it is not its own witness
 
 
 def test_a_rank_that_is_only_slow_is_not_said_to_hang():
-    found = look(WAITS, (elsewhere(1), elsewhere(4, place="layers/matmul/gemms.py:10 multiply")))
-    assert blame(found, observer=0).startswith(
+    found = snapshot(WAITS, (elsewhere(1), elsewhere(4, place="layers/matmul/gemms.py:10 multiply")))
+    assert diagnose(found, observer=0).startswith(
         "rank 1 (host n1) works since step 7 for 20 s: is now in layers/matmul/gemms.py:10 multiply; rank 0 "
     )
 
 
 def test_a_rank_that_has_ended_training_is_named():
-    done = beat(3, is_waiting=False, is_done=True, host="n2")
-    line = blame(look(WAITS, (done, done)), observer=0)
+    done = heartbeat(3, is_waiting=False, is_done=True, host="n2")
+    line = diagnose(snapshot(WAITS, (done, done)), observer=0)
     assert line.startswith("rank 1 (host n2) has ended training after step 7, the others have not; ")
 
 
@@ -86,24 +89,26 @@ def test_where_nobody_is_seen_to_wait_the_few_are_named():
     # as on GPUs, where a host waits for a number
     read = "telemetry/step_facts.py:95 reduce_step_facts"
     waits = (elsewhere(1, read), elsewhere(4, read))
-    line = blame(look(waits, waits, (elsewhere(1, host="n2"), elsewhere(4, host="n2"))), observer=0)
+    line = diagnose(snapshot(waits, waits, (elsewhere(1, host="n2"), elsewhere(4, host="n2"))), observer=0)
     assert line == f"rank 2 (host n2) hangs since step 7: is in {LOADER}"
 
 
-def test_of_two_places_alike_none_is_blamed():
-    found = look(
+def test_of_two_places_with_as_many_ranks_none_is_the_cause():
+    found = snapshot(
         (elsewhere(1, "a.py:1 f"), elsewhere(4, "a.py:1 f")), (elsewhere(1), elsewhere(4, host="n2"))
     )
     assert not has_culprit_elsewhere(found)
-    assert blame(found, observer=0) == (
+    assert diagnose(found, observer=0) == (
         "all ranks answer and none goes on since step 7, for 20 s: rank 0 (host n1) in a.py:1 f, "
         f"rank 1 (host n2) in {LOADER}"
     )
 
 
-def test_ranks_in_different_collectives_are_told_apart():
+def test_ranks_in_different_collectives_are_listed():
     other = "broadcast (hf/save.py:9 save)"
-    line = blame(look(WAITS, WAITS, (beat(1, place=other), beat(4, place=other))), observer=2)
+    line = diagnose(
+        snapshot(WAITS, WAITS, (heartbeat(1, place=other), heartbeat(4, place=other))), observer=2
+    )
     assert line == (
         f"all ranks answer and none goes on since step 7, for 20 s: ranks 0-1 (host n1) in {REDUCE}, "
         f"rank 2 (host n1) in {other}"
@@ -111,7 +116,7 @@ def test_ranks_in_different_collectives_are_told_apart():
 
 
 def test_all_in_one_collective_means_that_no_data_pass():
-    line = blame(look(WAITS, WAITS), observer=0)
+    line = diagnose(snapshot(WAITS, WAITS), observer=0)
     assert line.startswith(f"all ranks answer and wait in {REDUCE} since step 7, for 20 s: no data pass")
     assert "NCCL_SOCKET_IFNAME" in line
 
@@ -119,7 +124,8 @@ def test_all_in_one_collective_means_that_no_data_pass():
 def test_all_in_one_place_of_their_own_hang():
     both = (elsewhere(1), elsewhere(4))
     assert (
-        blame(look(both, both), observer=0) == f"all ranks hang since step 7, for 20 s: they are in {LOADER}"
+        diagnose(snapshot(both, both), observer=0)
+        == f"all ranks hang since step 7, for 20 s: they are in {LOADER}"
     )
 
 
@@ -137,14 +143,14 @@ def test_all_in_one_place_of_their_own_hang():
     ],
 )
 def test_ranks_are_named_shortly(ranks, expected):
-    known = {rank: beat(host=f"n{rank}") for rank in range(40)}
-    assert named(ranks, known) == expected
+    known = {rank: heartbeat(host=f"n{rank}") for rank in range(40)}
+    assert name_ranks(ranks, known) == expected
 
 
 def test_sixteen_thousand_ranks_fit_on_one_line():
-    lost = {rank: beat(9, host=f"node{rank // 8}") for rank in range(64, 72)}
-    rest = {rank: beat(1, host=f"node{rank // 8}") for rank in range(16384) if rank not in lost}
-    later = {rank: beat(4, host=f"node{rank // 8}") for rank in rest}
-    line = blame(Look({**rest, **lost}, {**later, **lost}, 16384), observer=3)
+    lost = {rank: heartbeat(9, host=f"node{rank // 8}") for rank in range(64, 72)}
+    rest = {rank: heartbeat(1, host=f"node{rank // 8}") for rank in range(16384) if rank not in lost}
+    later = {rank: heartbeat(4, host=f"node{rank // 8}") for rank in rest}
+    line = diagnose(HeartbeatSnapshot({**rest, **lost}, {**later, **lost}, 16384), observer=3)
     assert line.startswith("ranks 64-71 (host node8) do not answer: silent since step 7 ")
     assert len(line) < 300

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.process_start import start_process_group
+from megalowbit.supervision.diagnosis import INTERVALS_BETWEEN_READINGS
 from megalowbit.supervision.settings import WatchdogSettings
-from megalowbit.supervision.shared_diagnosis import INTERVALS_BETWEEN_LOOKS
 from megalowbit.supervision.timeouts import set_group_timeouts, timeout_of
 from megalowbit.supervision.watchdog import TIMEOUTS_WITHOUT_PROGRESS
 
@@ -47,8 +47,8 @@ def test_nccl_ends_a_process_after_the_watchdog_has_lost_patience_and_in_time(ti
         return timeout_of(backend, timedelta(seconds=timeout), **how).total_seconds()
 
     assert of("nccl", is_watched=False) == of("gloo", is_watched=False) == timeout
-    assert of("gloo", is_watched=True) == timeout  # its errors are raised, and become the verdict
-    looking = INTERVALS_BETWEEN_LOOKS * WatchdogSettings(timeout=timeout).interval
+    assert of("gloo", is_watched=True) == timeout  # its errors are raised, and become the diagnosis
+    looking = INTERVALS_BETWEEN_READINGS * WatchdogSettings(timeout=timeout).interval
     assert TIMEOUTS_WITHOUT_PROGRESS * timeout + looking < of("nccl", is_watched=True) < 1.5 * timeout
 
 

@@ -10,7 +10,6 @@ calls, and objects become plain data, so that loading executes nothing. Of a los
 from __future__ import annotations
 
 import os
-import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,11 +22,11 @@ import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, foreign, origin_of, unreadable
+from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, load_content, origin_of, unwritable
 from megalowbit.distributed.agreement import gather, raised_on_all_ranks
 from megalowbit.distributed.process_group import is_true_anywhere
 from megalowbit.durable_files import FileFacts, HashingFile, atomic_file
-from megalowbit.errors import TransientError, UserError, from_system
+from megalowbit.errors import TransientError, UserError
 
 LOSS_SCALER = "loss_scaler"  # DeepSpeed's key in the state of a ZeRO optimizer
 ATOMS = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device)
@@ -94,12 +93,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         """
         if path in self._read:
             return self._read[path]
-        try:
-            content = torch.load(path, map_location=map_location, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise foreign(path, error) from error
-        except Exception as error:  # of many kinds, if a file is not what torch has written
-            raise unreadable(path, error) from error
+        content = load_content(path, map_location=map_location)
         if self.step is not None and isinstance(content, dict):
             check_origin(content, Path(path), self.step)
         return content
@@ -163,7 +157,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
             action()
         except Exception as error:  # whatever it is (a full disk, an unpicklable object): others wait for us
             if self._failure is None:
-                self._failure = from_system(describe_write_error(path, error), error)
+                self._failure = unwritable(path, error)
 
 
 def plain_data(value: Any, where: str = "") -> Any:
@@ -200,19 +194,6 @@ def plain_data(value: Any, where: str = "") -> Any:
     raise TypeError(
         f"{where.lstrip('.')} is a {kind.__module__}.{kind.__qualname__}, which could only be pickled"
     )
-
-
-def describe_write_error(path: str | Path, error: Exception) -> str:
-    """One line: which file, why, what to do."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    reason = getattr(error, "strerror", None) or lines[0]
-    is_of_disk = isinstance(error, (OSError, MemoryError)) or type(error) is RuntimeError  # torch's own
-    remedy = (
-        "free space or choose another folder"
-        if is_of_disk
-        else "leave it out of what is saved, or save its numbers, texts and tensors"
-    )
-    return f"{path}: {reason}; {remedy} (earlier checkpoints are untouched)"
 
 
 def _plain_scaler(scaler: Any, where: str) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from megalowbit.checkpoints.layout import NOWHERE, Layout, Slice, StoredParameter
 from megalowbit.checkpoints.shards import model_file
-from megalowbit.distributed.agreement import gather, share, succeed_together
+from megalowbit.distributed.agreement import failing_together, gather, share
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 
@@ -30,7 +30,8 @@ def describe_layout(engine: Any) -> Layout:
     Raises:
         UserError: a parameter has no place, or ranks of one slice disagree; all ranks raise it.
     """
-    own = succeed_together(lambda: (own_slice(engine), tied_names(engine)))
+    with failing_together():
+        own = own_slice(engine), tied_names(engine)
     # digests of all, but each slice from one rank: it is a line for every parameter
     digest = hashlib.sha256(repr(own).encode()).digest()
     first: dict[int, tuple[int, bytes]] = {}

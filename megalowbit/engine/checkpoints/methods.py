@@ -90,7 +90,7 @@ class CheckpointMethods:
             UserError: it is damaged, incomplete, or does not fit; all ranks raise it.
         """
         if all(gather(tag is None)):
-            tag = agree(lambda: _latest(Path(load_dir)))
+            tag = agree(_latest, Path(load_dir))
             if tag is None:
                 return None, None
         path = _agreed_path(load_dir, tag)
@@ -102,10 +102,10 @@ class CheckpointMethods:
             ("custom_load_fn", custom_load_fn, None),
         )
         options = {name: value for name, value, default in defaults if value != default}
-        agree(lambda: _check_complete(path))
+        agree(_check_complete, path)
         verify_together(path, remedy="use another checkpoint")
-        own, state = load_together(self._engine, path, options)
-        return str(header_file(path)), {key: state[key] for key in own["client_keys"]}
+        _, client_state = load_together(self._engine, path, options)
+        return str(header_file(path)), client_state
 
 
 def _path(folder: str | Path, tag: object) -> Path:
@@ -119,7 +119,7 @@ def _path(folder: str | Path, tag: object) -> Path:
 
 def _agreed_path(folder: str | Path, tag: object) -> Path:
     """`_path`, which must be the same on every rank; collective."""
-    path = succeed_together(lambda: _path(folder, tag))
+    path = succeed_together(_path, folder, tag)
     everyone = gather(str(path))
     for rank, other in enumerate(everyone):
         if other != everyone[0]:

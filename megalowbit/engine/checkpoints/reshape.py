@@ -78,7 +78,7 @@ def load_reshaped(engine: Any, contents: CheckpointContents, present: Layout) ->
     """
     if present.stage == 3:
         engine.optimizer.checkpoint_event_prologue()
-    succeed_together(lambda: _fill(engine, contents, present))
+    succeed_together(_fill, engine, contents, present)
     if present.stage == 3:
         engine.optimizer.checkpoint_event_epilogue()
 

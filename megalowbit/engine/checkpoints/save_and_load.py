@@ -15,11 +15,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megalowbit.checkpoints.contents import CheckpointContents, check_files
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY, RANK_FILES_KEY
-from megalowbit.checkpoints.shards import reading
+from megalowbit.checkpoints.shards import reading, unwritable
 from megalowbit.distributed import process_group
-from megalowbit.distributed.agreement import agree, gather, gather_bytes, succeed_together
+from megalowbit.distributed.agreement import (
+    agree,
+    failing_together,
+    gather,
+    gather_bytes,
+    succeed_together,
+)
 from megalowbit.distributed.generator_states import packed_random_state
 from megalowbit.durable_files import (
     LATEST,
@@ -34,12 +43,18 @@ from megalowbit.durable_files import (
     verify_folder,
     write_manifest,
 )
-from megalowbit.errors import UserError, from_system
+from megalowbit.engine.checkpoints.layout import describe_layout
+from megalowbit.engine.checkpoints.reshape import check_fits, load_reshaped
+from megalowbit.engine.run_checks.model import check_scaler
+from megalowbit.errors import UserError
+from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.state_dict_layout import parameter_layout
 
 logger = logging.getLogger(__name__)
 
 ADAMS = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+# what DeepSpeed's loader raises where states have other keys, shapes or kinds than the engine's
+MISFITS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 WHOLE: Mapping[str, Any] = MappingProxyType({})  # options of a load that takes everything
 
 
@@ -71,7 +86,7 @@ def begin_folder(path: Path, *, is_named_by_user: bool = False) -> None:
         path.mkdir(parents=True)
         (path / SAVING).touch()
     except OSError as error:
-        raise from_system(f"checkpoint {_write_error(path, error)}", error) from error
+        raise unwritable(f"checkpoint {path}", error) from error
 
 
 def save_together(
@@ -102,10 +117,10 @@ def save_together(
     """
     if engine.micro_steps % engine.gradient_accumulation_steps():
         raise UserError("save between optimizer steps: gradients of a half-accumulated step are not saved")
-    agree(lambda: begin_folder(path, is_named_by_user=is_named_by_user))
+    agree(begin_folder, path, is_named_by_user=is_named_by_user)
     try:
         facts = _write_files(engine, path, client_state, step=step, rank_file=rank_file)
-        agree(lambda: _commit(path, facts, is_latest=is_latest, is_latest_needed=is_named_by_user))
+        agree(_commit, path, facts, is_latest=is_latest, is_latest_needed=is_named_by_user)
     except Exception as error:  # goes on its way: a folder that is not complete is in nobody's
         engine.checkpoint_engine.take_facts(path)
         # one that is complete stays where only the others could not be told of it
@@ -122,7 +137,7 @@ def _commit(path: Path, facts: Iterable[FileFacts], *, is_latest: bool, is_lates
         if is_latest and is_latest_needed:
             _write_latest(path)
     except OSError as error:
-        raise from_system(f"checkpoint {_write_error(path, error)}", error) from error
+        raise unwritable(f"checkpoint {path}", error) from error
     if is_latest and not is_latest_needed:
         point_latest_at(path)
 
@@ -158,7 +173,7 @@ def _write_files(
         if rank_file is not None:
             writer.save(dict(rank_file[1]), str(path / rank_file[0]))
         save(engine, str(path.parent), tag=path.name, client_state=state, save_latest=False)
-    facts = succeed_together(lambda: writer.take_facts(path))
+    facts = succeed_together(writer.take_facts, path)
     return [entry for each in gather(facts) for entry in each]
 
 
@@ -174,8 +189,8 @@ def verify_together(path: Path, *, remedy: str, step: int | None = None) -> None
         UserError: a file is missing or damaged; all ranks raise it.
     """
     rank, size = process_group.rank(), process_group.world_size()
-    succeed_together(lambda: verify_folder(path, remedy=remedy, share=rank, shares=size))
-    succeed_together(lambda: check_files(path, remedy=remedy, step=step))
+    succeed_together(verify_folder, path, remedy=remedy, share=rank, shares=size)
+    succeed_together(check_files, path, remedy=remedy, step=step)
 
 
 def load_together(
@@ -189,54 +204,40 @@ def load_together(
         options: arguments of DeepSpeed's `load_checkpoint` that are not its defaults.
 
     Returns:
-        The engine's own part of the client state, and the whole of it.
+        The engine's own part of what was saved, and the client state.
 
     Raises:
         UserError: it is of another model, update rule or program, or has replaced the scaler; all ranks
             raise it.
     """
-    from megalowbit.engine.checkpoints.layout import describe_layout
-    from megalowbit.engine.checkpoints.reshape import check_fits, load_reshaped
-    from megalowbit.engine.run_checks import check_scaler
-
-    contents = succeed_together(lambda: _read_contents(path))
+    with failing_together(), reading(f"checkpoint {path}"):
+        contents = CheckpointContents(path)
     own = contents.header.get(ENGINE_KEY)
     if not isinstance(own, dict):
         raise UserError(f"checkpoint {path} is of another program: start from its weights instead")
     takes_states = options.get("load_optimizer_states", True) and not options.get("load_module_only")
     if takes_states:
-        succeed_together(lambda: _check_update_rule(path, own, engine))
-    state = contents.header
+        succeed_together(_check_update_rule, path, own, engine)
     present = None if contents.layout is None else describe_layout(engine)
-    if contents.layout is not None and present is not None:
-        succeed_together(
-            lambda: check_fits(contents, present, recipes=(own.get("recipe"), recipes_of(engine)))
-        )
-    if contents.layout is None or contents.layout == present:
+    if present is not None:
+        recipes = own.get("recipe"), recipes_of(engine)
+        succeed_together(check_fits, contents, present, recipes=recipes)
+    if contents.layout is None or present is None or contents.layout == present:
         with engine.checkpoint_engine.of_step(own.get("step")):
             state = _load_as_saved(engine, path, options)
     else:
-        assert present is not None
         how = f"checkpoint of {contents.layout.describe()} continued on {present.describe()}"
         if options:
             raise UserError(f"{how}: not with {', '.join(options)}; leave it away, or use the same layout")
         if process_group.rank() == 0:
             logger.warning("%s", how)
         load_reshaped(engine, contents, present)
+        state = contents.header
     if takes_states:
-        succeed_together(lambda: _restore_scaler(path, engine, own))
-    succeed_together(lambda: check_scaler(engine))
-    return own, state
-
-
-def _read_contents(path: Path) -> CheckpointContents:
-    with reading(f"checkpoint {path}"):
-        return CheckpointContents(path)
-
-
-def _restore_scaler(path: Path, engine: Any, own: Mapping[str, Any]) -> None:
-    with reading(f"the loss scaler's state in checkpoint {path}"):
-        restore_scaler(engine, own)
+        with failing_together(), reading(f"the loss scaler's state in checkpoint {path}"):
+            restore_scaler(engine, own)
+    succeed_together(check_scaler, engine)
+    return own, {key: state[key] for key in own["client_keys"]}
 
 
 def restore_scaler(engine: Any, own: Mapping[str, Any]) -> None:
@@ -264,8 +265,6 @@ def update_rule(engine: Any) -> str:
 
 def recipes_of(engine: Any) -> str:
     """Names of the recipes at work in this rank's layers."""
-    from megalowbit.layers.bitlinear import BitLinear
-
     layers = [module for module in engine.module.modules() if isinstance(module, BitLinear)]
     return ", ".join(sorted({layer.recipe.name for layer in layers})) or "none"
 
@@ -278,47 +277,41 @@ def remove_checkpoint(path: Path) -> None:
         logger.warning("checkpoint %s could not be removed: %s", path, error)
 
 
-def _write_error(path: Path, error: OSError) -> str:
-    """One line: which file, why, what to do."""
-    from megalowbit.engine.checkpoints.checkpoint_engine import describe_write_error
-
-    return describe_write_error(path, error)
-
-
 def _load_as_saved(engine: Any, path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """By DeepSpeed's own loader, into an engine cut as the saved one was."""
-    parent, tag = str(path.parent), path.name
-
-    def load() -> dict[str, Any]:
-        try:  # the class's, and not the method of the object, which leads here
-            with parameter_layout(engine.module):
-                _, state = type(engine).load_checkpoint(engine, parent, tag=tag, **options)
-        except (UserError, OSError, MemoryError):
-            raise
-        except Exception as error:  # of many kinds: DeepSpeed takes files to be as it has written them
-            reason = " ".join(str(error).split())[:300]
-            raise UserError(
-                f"checkpoint {path} does not fit the model: {reason}; use the model it was saved with"
-            ) from error
-        if engine.zero_optimization_stage() == 0 and _leaves_masters(options):
-            engine.optimizer.reload_model_params()  # or the next step would undo the load
-        return dict(state)
-
     if engine.zero_optimization_stage() < 3:
-        return succeed_together(load)
+        return succeed_together(_load_with_deepspeed, engine, path, options)
     if _leaves_masters(options):
         raise UserError(
             f"{', '.join(options)}: ZeRO 3 has its weights in the optimizer's files only; load all of "
             f"{path}, or export it and start from that"
         )
     # loading is collective: what can fail on one rank alone must have happened before
+    parent, tag = str(path.parent), path.name
     files = [engine._get_ckpt_name(parent, tag), engine._get_zero_ckpt_name(parent, tag)]
     reader = engine.checkpoint_engine
-    succeed_together(lambda: reader.read_ahead(files))
+    succeed_together(reader.read_ahead, files)
     try:
-        return load()
+        return _load_with_deepspeed(engine, path, options)
     finally:
         reader.forget()
+
+
+def _load_with_deepspeed(engine: Any, path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    load = type(engine).load_checkpoint  # and not the method of the object, which leads here
+    try:
+        with parameter_layout(engine.module):
+            _, state = load(engine, str(path.parent), tag=path.name, **options)
+    except (UserError, torch.OutOfMemoryError, dist.DistError):
+        raise
+    except MISFITS as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"checkpoint {path} does not fit the model: {reason}; use the model it was saved with"
+        ) from error
+    if engine.zero_optimization_stage() == 0 and _leaves_masters(options):
+        engine.optimizer.reload_model_params()  # or the next step would undo the load
+    return dict(state)
 
 
 def _leaves_masters(options: Mapping[str, Any]) -> bool:
@@ -337,11 +330,9 @@ def _check_update_rule(path: Path, own: Mapping[str, Any], engine: Any) -> None:
 def _engine_state(
     engine: Any, step: int, client_state: Mapping[str, Any], rank_file: tuple[str, Any] | None
 ) -> dict[str, Any]:
-    from megalowbit.engine.checkpoints.layout import describe_layout
-
-    def of_this_rank() -> dict[str, Any]:
+    with failing_together():  # before any rank waits for the others' generators
         scaler = engine.optimizer.grad_scaler
-        return {
+        own: dict[str, Any] = {
             "format": 1,
             "step": step,
             "client_keys": list(dict(client_state)),
@@ -350,8 +341,6 @@ def _engine_state(
             "optimizer": update_rule(engine),
             "recipe": recipes_of(engine),
         }
-
-    own = succeed_together(of_this_rank)  # before any rank waits for the others' generators
     states = gather_bytes(own["random_states"])
     rank_files = [name for name in gather(None if rank_file is None else rank_file[0]) if name is not None]
     return {

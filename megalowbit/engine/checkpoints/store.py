@@ -21,13 +21,13 @@ from megalowbit.checkpoints.contents import check_files, header_file
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY
 from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, load_file, reading
 from megalowbit.distributed import process_group
-from megalowbit.distributed.agreement import agree, succeed_together
+from megalowbit.distributed.agreement import agree, failing_together
 from megalowbit.distributed.generator_states import (
     is_cut_alike,
     restore_random_state,
     saved_random_state,
     saved_rank_of,
-    seed_missing_rank,
+    seed_generators,
 )
 from megalowbit.durable_files import (
     MANIFEST,
@@ -91,19 +91,23 @@ class CheckpointStore:
             UserError: there were checkpoints, and all of them are damaged, also if that was found before.
         """
         agree(self._warn_of_incomplete)
-        while (path := agree(lambda: self._newest(until, every))) is not None:
+        while (path := agree(self._newest, until, every)) is not None:
             if until is not None:
                 self._verified.discard(path)  # hours may have passed; whoever goes back must not meet damage
             reason = self._damage_of(path)
             if reason is None:
                 return path
-            agree(lambda path=path, reason=reason: self._set_aside(path, reason))  # type: ignore[misc]
-        if aside := agree(lambda: [] if self.steps() else damaged_in(self.folder)):
+            agree(self._set_aside, path, reason)
+        if aside := agree(self._only_damaged):
             raise UserError(
                 f"all {len(aside)} checkpoints in {self.folder} are damaged (newest: {aside[-1]}): start "
                 "again in another folder, or repair one and take .damaged off its name"
             )
         return None
+
+    def _only_damaged(self) -> list[str]:
+        """Names of damaged checkpoints, where there are no others."""
+        return [] if self.steps() else damaged_in(self.folder)
 
     def _newest(self, until: int | None, every: int) -> Path | None:
         steps = [step for step in self.steps() if (until is None or step <= until) and step % every == 0]
@@ -115,7 +119,7 @@ class CheckpointStore:
         Args:
             step: has a complete checkpoint, which is the newest then.
         """
-        self._verified.difference_update(agree(lambda: self._remove_after(step)))
+        self._verified.difference_update(agree(self._remove_after, step))
 
     def _remove_after(self, step: int) -> list[Path]:
         later = [self.path_of(each) for each in steps_in(self.folder) if each > step]
@@ -148,7 +152,7 @@ class CheckpointStore:
         return None
 
     def _verify_together(self, path: Path) -> None:
-        verify_together(path, remedy=agree(lambda: self._remedy(path)), step=self._step_of(path))
+        verify_together(path, remedy=agree(self._remedy, path), step=self._step_of(path))
         self._verified.add(path)
 
     def _set_aside(self, path: Path, reason: str) -> None:
@@ -184,7 +188,7 @@ class CheckpointStore:
         path = self.path_of(step)
         rank_file = (_rank_file(process_group.rank()), rank_state) if rank_state else None
         save_together(engine, path, client_state, step=step, rank_file=rank_file)
-        agree(lambda: self._tidy_up(path, spare))
+        agree(self._tidy_up, path, spare)
         self._verified.discard(path)
         return path
 
@@ -212,14 +216,10 @@ class CheckpointStore:
         path = Path(path)
         if path not in self._verified:
             self._verify_together(path)
-        own, state = load_together(engine, path)
-
-        def restore() -> None:
-            with reading(f"the random generators' states in checkpoint {path}"):
-                self._restore_random(own, engine)
-
-        succeed_together(restore)
-        return {key: state[key] for key in own["client_keys"]}
+        own, client_state = load_together(engine, path)
+        with failing_together(), reading(f"the random generators' states in checkpoint {path}"):
+            self._restore_random(own, engine)
+        return client_state
 
     def rank_state(self, engine: Any, path: str | Path) -> dict[str, Any] | None:
         """What this rank, or the one that had its place, saved as its own in a checkpoint that is verified.
@@ -234,24 +234,17 @@ class CheckpointStore:
         Raises:
             UserError: it cannot be read on some rank; all ranks raise it.
         """
-
-        def read() -> dict[str, Any] | None:
-            with reading(f"checkpoint {path}"):
-                return self._rank_state(engine, Path(path))
-
-        return succeed_together(read)
-
-    def _rank_state(self, engine: Any, path: Path) -> dict[str, Any] | None:
-        own = load_file(header_file(path))[ENGINE_KEY]
-        layout, grid = own.get(LAYOUT_KEY), engine.process_grid
-        if not is_cut_alike(layout, grid):
-            return None
-        rank = saved_rank_of(layout, len(own["random_states"]), grid)
-        if rank is None or not (path / _rank_file(rank)).is_file():
-            return None
-        state = load_file(path / _rank_file(rank), is_mapped=False)
-        check_origin(state, path / _rank_file(rank), own["step"])
-        return {key: value for key, value in state.items() if key != ORIGIN_KEY}
+        with failing_together(), reading(f"checkpoint {path}"):
+            own = load_file(header_file(Path(path)))[ENGINE_KEY]
+            layout, grid = own.get(LAYOUT_KEY), engine.process_grid
+            if not is_cut_alike(layout, grid):
+                return None
+            rank = saved_rank_of(layout, len(own["random_states"]), grid)
+            if rank is None or not (file := Path(path) / _rank_file(rank)).is_file():
+                return None
+            state = load_file(file, is_mapped=False)
+            check_origin(state, file, own["step"])
+            return {key: value for key, value in state.items() if key != ORIGIN_KEY}
 
     def _tidy_up(self, saved: Path, spare: Collection[int]) -> None:
         """`_prune`; what keeps older checkpoints from being removed is logged, for the new one is there."""
@@ -307,7 +300,7 @@ class CheckpointStore:
         if saved is not None:
             restore_random_state(saved_random_state(states, saved), engine.device)
             return
-        seed = seed_missing_rank(own["step"], engine.process_grid.data_rank)
+        seed = seed_generators(own["step"], engine.process_grid.data_rank)
         logger.warning("rank %d was not part of the saved run: its generators start from seed %d", rank, seed)
 
 

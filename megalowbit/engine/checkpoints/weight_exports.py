@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from megalowbit.checkpoints.shards import unwritable
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import agree
 from megalowbit.durable_files import atomic_file
-from megalowbit.engine.checkpoints.checkpoint_engine import describe_write_error
 from megalowbit.engine.parameters.whole_weights import whole_state_dict
 from megalowbit.engine.pipeline.setup import gather_weights, stage_of
-from megalowbit.errors import UserError, from_system
+from megalowbit.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class WeightExports:
                 logger.warning("%s is not written: %s is false", path, key)
             return False
         state = self.consolidated(exclude_frozen_parameters)
-        agree(lambda: _write(state, path))
+        agree(_write, state, path)
         return True
 
 
@@ -88,4 +88,4 @@ def _write(state: dict[str, torch.Tensor] | None, path: Path) -> None:
         with atomic_file(path, "wb") as file:
             torch.save(state, file)
     except (OSError, RuntimeError) as error:
-        raise from_system(describe_write_error(path, error), error) from error
+        raise unwritable(path, error) from error

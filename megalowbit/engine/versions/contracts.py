@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -109,26 +110,17 @@ def broken_contracts() -> list[Contract]:
 
 
 def _source_contracts() -> Iterator[Contract]:
-    for place, text, breaks in SOURCES:
-        yield Contract(
-            name=f"source of {_short(place)} has {text!r}",
-            breaks=breaks,
-            check=partial(_has_source, place, text),
-        )
-    for place, text, breaks in ABSENT:
-        yield Contract(
-            name=f"source of {_short(place)} is without {text!r}",
-            breaks=breaks,
-            check=partial(_has_no_source, place, text),
-        )
+    for rows, verb, is_there in ((SOURCES, "has", True), (ABSENT, "is without", False)):
+        for place, text, breaks in rows:
+            yield Contract(
+                name=f"source of {_short(place)} {verb} {text!r}",
+                breaks=breaks,
+                check=partial(_is_as_expected, place, text, is_there),
+            )
 
 
-def _has_source(place: str, text: str) -> bool:
-    return text in _source_of(place)
-
-
-def _has_no_source(place: str, text: str) -> bool:
-    return text not in _source_of(place)
+def _is_as_expected(place: str, text: str, is_there: bool) -> bool:
+    return (text in _source_of(place)) == is_there
 
 
 def _short(place: str) -> str:
@@ -187,15 +179,10 @@ class _Recorder(dict[str, Any]):
 
 def _keys_agree() -> bool:
     recorder = _Recorder({"train_batch_size": 1})
-    deepspeed_object("deepspeed.runtime.config.DeepSpeedConfig")(recorder, _OneRank())
+    # the keys that are read do not depend on the number of processes
+    one_process = SimpleNamespace(get_data_parallel_world_size=lambda: 1)
+    deepspeed_object("deepspeed.runtime.config.DeepSpeedConfig")(recorder, one_process)
     return recorder.seen | READ_ELSEWHERE == deepspeed_keys.KNOWN_KEYS | deepspeed_keys.REMOVED_KEYS
-
-
-class _OneRank:
-    """An mpu of a job of one process: the keys that are read do not depend on its size."""
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
 
 
 def _removed_keys_agree() -> bool:

@@ -3,7 +3,7 @@
 DeepSpeed's internals are used, torch's kernels decide what is computed, transformers' classes are converted.
 So another version is refused at the start, unless the user names the version found in a variable: that is
 consent to this one, and not to the next one that an installation may bring. For DeepSpeed consent is not
-enough: the contracts that need no running engine are checked first (`deepspeed_contracts`), and where one is
+enough: the contracts that need no running engine are checked first (`contracts`), and where one is
 broken the run is refused all the same. Not covered: a patched copy that keeps its version.
 """
 

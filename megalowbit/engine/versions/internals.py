@@ -3,7 +3,7 @@
 Whoever imports something new from DeepSpeed, or touches another attribute of its engine or optimizers, adds a
 line here; tests/engine/contract/test_index.py reads the package's source and finds what is missing. Whether
 an installed DeepSpeed has them all is asked by the tests, and at the start of a run where its version is not
-the supported one (`installed_versions`). How these names behave is in `deepspeed_contracts` and in the tests.
+the supported one (`installed`). How these names behave is in `contracts` and in the tests.
 """
 
 from __future__ import annotations
@@ -74,62 +74,21 @@ IMPORTS = {
     "deepspeed.runtime.utils": "a dry run deals layers to stages as a pipeline does",
 }
 # attributes of the engine that we read, call or replace
-ENGINE = frozenset(
-    {
-        "backward",
-        "checkpoint_engine",
-        "checkpoint_mp_rank",
-        "clip_fp32_gradients",
-        "device",
-        "global_samples",
-        "global_steps",
-        "gradient_accumulation_steps",
-        "load_checkpoint",
-        "lr_scheduler",
-        "micro_steps",
-        "mpu",
-        "module",
-        "mp_world_size",
-        "optimizer",
-        "save_16bit_model",
-        "save_checkpoint",
-        "save_fp16_model",
-        "seq_data_parallel_group",
-        "seq_dp_world_size",
-        "skipped_steps",
-        "step",
-        "was_step_applied",
-        "zero_gather_16bit_weights_on_model_save",
-        "zero_grad",
-        "zero_optimization_stage",
-        "_copy_recovery_script",
-        "_get_ckpt_name",
-        "_get_zero_ckpt_name",
-        "_replace_module_consolidated_state_dict",
-        "_save_checkpoint",
-        "_save_zero_checkpoint",
-        "_zero3_consolidated_16bit_state_dict",
-    }
-)
-PIPELINE_ENGINE = frozenset(
-    {
-        "_INSTRUCTION_MAP",
-        "_exec_reduce_grads",
-        "batch_fn",
-        "data_iterator",
-        "dp_group_loss",
-        "dynamic_shape",
-        "eval_batch",
-        "first_output_send",
-        "is_first_stage",
-        "is_last_stage",
-        "micro_batches",
-        "num_stages",
-        "pipe_recv_buf",
-        "set_dataiterator",
-        "train_batch",
-    }
-)
+ENGINE = frozenset({
+    "backward", "checkpoint_engine", "checkpoint_mp_rank", "clip_fp32_gradients", "device", "global_samples",
+    "global_steps", "gradient_accumulation_steps", "load_checkpoint", "lr_scheduler", "micro_steps", "mpu",
+    "module", "mp_world_size", "optimizer", "save_16bit_model", "save_checkpoint", "save_fp16_model",
+    "seq_data_parallel_group", "seq_dp_world_size", "skipped_steps", "step", "was_step_applied",
+    "zero_gather_16bit_weights_on_model_save", "zero_grad", "zero_optimization_stage",
+    "_copy_recovery_script", "_get_ckpt_name", "_get_zero_ckpt_name",
+    "_replace_module_consolidated_state_dict", "_save_checkpoint", "_save_zero_checkpoint",
+    "_zero3_consolidated_16bit_state_dict",
+})  # fmt: skip
+PIPELINE_ENGINE = frozenset({
+    "_INSTRUCTION_MAP", "_exec_reduce_grads", "batch_fn", "data_iterator", "dp_group_loss", "dynamic_shape",
+    "eval_batch", "first_output_send", "is_first_stage", "is_last_stage", "micro_batches", "num_stages",
+    "pipe_recv_buf", "set_dataiterator", "train_batch",
+})  # fmt: skip
 DEFINING = (
     "runtime/base_optimizer.py",
     "runtime/pipe/module.py",

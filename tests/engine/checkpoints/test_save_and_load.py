@@ -84,11 +84,11 @@ def test_a_checkpoint_stays_if_a_rank_is_lost_after_its_manifest_and_only_then(
 ):
     store, agree, calls = CheckpointStore(tmp_path), checkpoint_io.agree, []
 
-    def agree_and_lose_a_rank(decide):
+    def agree_and_lose_a_rank(decide, *arguments, **named):
         calls.append(decide)
         is_commit = len(calls) == 2
         if is_complete or not is_commit:
-            agree(decide)
+            agree(decide, *arguments, **named)
         if is_commit:
             raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
 

@@ -85,5 +85,5 @@ def test_groups_of_an_earlier_engine_stand_in_the_module_until_forgotten():
 def test_a_pipeline_module_says_its_stages_and_its_groups():
     start_process_group()
     module = PipelineModule([torch.nn.Linear(2, 2)], num_stages=1)
-    assert find_grid({}, model=module).pipeline_size == module.num_stages, "a pipeline is taken for a model"
+    assert find_grid({}, stages=module.num_stages) == ProcessGrid(0, 1), "stages would not be known"
     assert adapt_mpu(module.mpu()).get_pipeline_model_parallel_world_size() == 1

@@ -1,4 +1,4 @@
-"""What `engine.group_timeouts`, `engine.notice_board` and `engine.call_site` use of torch's inside."""
+"""What `timeouts`, `heartbeat_store` and `collective_trace` of supervision use of torch's inside."""
 
 import importlib
 import inspect
@@ -33,7 +33,7 @@ def test_the_timeout_of_a_group_can_be_set():
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
 def test_the_timeout_of_nccl_can_be_set():
-    assert callable(dist.ProcessGroupNCCL._set_default_timeout), "torch would end runs before the verdict"
+    assert callable(dist.ProcessGroupNCCL._set_default_timeout), "torch would end runs before the diagnosis"
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=7)
     assert options._timeout == timedelta(seconds=7)

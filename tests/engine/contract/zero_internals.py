@@ -1,7 +1,7 @@
 """Internals of DeepSpeed's ZeRO optimizers and pipelines that the package uses: who has them, and for what.
 
-`used()` reads the package's own source for every name that DeepSpeed's sources define and ours do not, so
-that a new use without an entry in `deepspeed_internals.INTERNALS` is found whatever the variable is called.
+`used()` reads the package's own source for every name that DeepSpeed's sources define and ours do not. A new
+use without an entry in `engine.versions.internals.INTERNALS` is found, whatever the variable is called.
 """
 
 import ast
@@ -15,9 +15,11 @@ from megalowbit.engine.versions.internals import DEFINING
 
 ENGINE = Path(__file__).parents[3] / "megalowbit" / "engine"
 READ = (
-    *sorted(ENGINE.glob("zero_*.py")),
-    *sorted(ENGINE.glob("pipeline*.py")),
-    *(ENGINE / f"{n}.py" for n in ("reshape", "checkpoint_layout", "whole_weights", "tensor_parallel")),
+    *sorted(ENGINE.glob("zero/*.py")),
+    *sorted(ENGINE.glob("pipeline/*.py")),
+    *(ENGINE / "checkpoints" / f"{n}.py" for n in ("reshape", "layout")),
+    ENGINE / "parameters" / "whole_weights.py",
+    ENGINE / "tensor_parallel" / "shard_model.py",
 )
 DEEPSPEED = Path(deepspeed.__file__).parent
 # not ZeRO's though DeepSpeed has them too: the engine's are in test_index.py, the others are names of ours

@@ -1,10 +1,9 @@
-"""Checks that refuse a run before its first step, on every rank and with one line.
+"""Whether all ranks were started with the same code, settings and model: one line on every rank if not.
 
 Ranks that were started with different code, settings or models train apart, or wait for each other for ever
 in the first collective that differs. So the first thing they exchange is two digests each; only if those
 differ are the facts behind them gathered, to say what differs and on which ranks. Facts of the run must be
-equal everywhere, facts of the model among the ranks that hold the same part of it. Further: low-bit layers
-that DeepSpeed has replaced, and a loss scaler that is not ours.
+equal everywhere, facts of the model among the ranks that hold the same part of it.
 Not covered: values of weights, which DeepSpeed broadcasts; paths, whose contents are compared instead.
 """
 
@@ -15,19 +14,18 @@ import importlib.metadata
 import json
 import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import megalowbit
 from megalowbit.config.deepspeed_json import BLOCK, DeepSpeedConfigParts
 from megalowbit.distributed import process_group
-from megalowbit.distributed.agreement import gather, raised_on_all_ranks
+from megalowbit.distributed.agreement import gather, gather_bytes, raised_on_all_ranks
 from megalowbit.distributed.process_grid import ProcessGrid
-from megalowbit.errors import UserError, shown
+from megalowbit.errors import shown
+from megalowbit.layers.conversion.convert import random_stream
 
 Facts = Mapping[str, str]
 
@@ -56,13 +54,14 @@ REMEDIES = {
     "random": "convert with the same seed on every rank, the rank makes the numbers differ",
     "argument": "call megalowbit.initialize alike on every rank",
 }
+PACKAGE = Path(__file__).parents[2]
 DIGEST_BYTES = 32
 RANKS_NAMED = 4
 
 
 def installation_facts() -> dict[str, str]:
     """What this process computes with: code, versions, kernel choice, kind of device."""
-    facts = {"code of megalowbit": code_digest(Path(megalowbit.__file__).parent)}
+    facts = {"code of megalowbit": code_digest(PACKAGE)}
     for name in DISTRIBUTIONS:
         try:
             facts[f"version of {name}"] = importlib.metadata.version(name)
@@ -85,8 +84,6 @@ def configuration_facts(parts: DeepSpeedConfigParts) -> dict[str, str]:
 
 def model_facts(model: torch.nn.Module) -> dict[str, str]:
     """Number, names, shapes and types of a model's parameters; the random numbers of one converted before."""
-    from megalowbit.layers.conversion.convert import random_stream
-
     parameters = {name: (p, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
     stream = random_stream(model)
@@ -119,7 +116,7 @@ def check_ranks_agree(
         return
     part = (0, 0) if grid is None else (grid.stage, grid.tensor_rank)
     own = (dict(everywhere), dict(of_this_part or {}), part)
-    digests = _gather_digests(b"".join(_digest(each) for each in own))
+    digests = [bytes(row.tolist()) for row in gather_bytes(b"".join(map(_digest, own)))]
     if len({each[:DIGEST_BYTES] for each in digests}) == 1:
         # a digest for each part: those of the model are as many as there are parts
         of_parts = defaultdict(set)
@@ -128,14 +125,6 @@ def check_ranks_agree(
         if all(len(found) == 1 for found in of_parts.values()):
             return
     raise raised_on_all_ranks(_first_difference(gather(own)))
-
-
-def _gather_digests(mine: bytes) -> list[bytes]:
-    device = process_group.exchange_device(None)
-    local = torch.tensor(list(mine), dtype=torch.uint8, device=device)
-    everyone = [torch.empty_like(local) for _ in range(process_group.world_size())]
-    dist.all_gather(everyone, local)
-    return [bytes(each.tolist()) for each in everyone]
 
 
 def _first_difference(gathered: Sequence[tuple[Facts, Facts, tuple[int, int]]]) -> str:
@@ -167,56 +156,6 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:RANKS_NAMED]))
     more = f" and {len(ranks) - RANKS_NAMED} more" if len(ranks) > RANKS_NAMED else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {named}{more}"
-
-
-def low_bit_names(model: torch.nn.Module) -> tuple[str, ...]:
-    """Names of a model's low-bit layers."""
-    from megalowbit.layers.conversion.convert import bit_layers
-
-    return tuple(bit_layers(model))
-
-
-def check_layers_kept(module: torch.nn.Module, converted: Collection[str]) -> None:
-    """Make sure that DeepSpeed has left every low-bit layer in its place.
-
-    Args:
-        module: the engine's module.
-        converted: names of the low-bit layers before DeepSpeed got the model.
-
-    Raises:
-        UserError: one of them is gone, or another layer now.
-    """
-    present = set(low_bit_names(module))
-    missing = [name for name in converted if name not in present]
-    if missing:
-        modules = dict(module.named_modules())
-        now = type(modules[missing[0]]).__name__ if missing[0] in modules else "gone"
-        raise UserError(
-            f"{len(missing)} of {len(converted)} low-bit layers were lost when DeepSpeed took the model "
-            f"over ({missing[0]} is {now}): turn off what replaces layers in the configuration"
-        )
-
-
-def check_scaler(engine: Any) -> None:
-    """Make sure that the loss scale is in our hands; to be called before the first step and after a load.
-
-    Raises:
-        UserError: the engine's optimizer has another scaler than the one it was made with.
-    """
-    from megalowbit.optim.loss_scale.base import GradScaler
-
-    optimizer = engine.optimizer
-    scaler = getattr(optimizer, "grad_scaler", None)
-    of_deepspeed = getattr(optimizer, "loss_scaler", None)
-    is_ours = scaler is None or isinstance(scaler, GradScaler)
-    is_adapter = of_deepspeed is None or type(of_deepspeed).__module__.startswith(f"{BLOCK}.")
-    if not (hasattr(optimizer, "grad_scaler") and is_ours and is_adapter):
-        found = of_deepspeed if is_ours and of_deepspeed is not None else scaler
-        kind = f"{type(found).__module__}.{type(found).__name__}"
-        raise UserError(
-            f"the engine's loss scaler is a {kind} and not the one of "
-            "megalowbit.grad_scaler: do not replace it, and resume from checkpoints of megalowbit only"
-        )
 
 
 def code_digest(folder: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -20,6 +21,8 @@ from megalowbit.layers.recipe import recipe
 
 # DeepSpeed's throughput timer waits for the device twice a step, for a figure that telemetry has already.
 QUIET: dict[str, Any] = {"log_level": "warning", "timers": {"throughput": {"enabled": False}}}
+# the one thing that `DeepSpeedConfig` asks of an mpu; without a process group it does not ask
+ONE_PROCESS = SimpleNamespace(get_data_parallel_world_size=lambda: 1)
 ONE_OF_EACH = {TRAIN: 1, MICRO: 1, STEPS: 1}  # batch sizes are checked where they are filled in
 
 
@@ -44,11 +47,14 @@ def check_nested_blocks(config: Mapping[str, Any]) -> None:
     Raises:
         UserError: a line for each of their findings.
     """
+    import_deepspeed()
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
     problems = Problems()
     for key, value in config.items():
         with problems.collect():
             if key == "zero_optimization" and isinstance(value, Mapping):
-                _check_truth_values(key, value, _zero_model())
+                _check_truth_values(key, value, DeepSpeedZeroConfig)
             if key not in ONE_OF_EACH:
                 _read({**ONE_OF_EACH, key: value}, key)
     if not problems:
@@ -58,11 +64,10 @@ def check_nested_blocks(config: Mapping[str, Any]) -> None:
 
 def _read(config: dict[str, Any], block: str | None) -> None:
     """Let DeepSpeed read a configuration; `block` is the one key that could be wrong, if it is known."""
-    import_deepspeed()
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
-        DeepSpeedConfig({**QUIET, **config}, _OneProcess())
+        DeepSpeedConfig({**QUIET, **config}, ONE_PROCESS)
     except ValidationError as error:
         problems = Problems()
         for each in error.errors():
@@ -80,13 +85,6 @@ def _read(config: dict[str, Any], block: str | None) -> None:
         where = f"{block} = {shown(config[block])}" if block else "the configuration"
         reason = shortened(str(error)) or type(error).__name__
         raise UserError(f"DeepSpeed rejects {where} ({reason}): correct it, or remove it") from None
-
-
-def _zero_model() -> type[BaseModel]:
-    import_deepspeed()
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    return DeepSpeedZeroConfig
 
 
 def _check_truth_values(where: str, block: Mapping[str, Any], model: type[BaseModel]) -> None:
@@ -110,10 +108,3 @@ def _check_truth_values(where: str, block: Mapping[str, Any], model: type[BaseMo
 def _leaves(annotation: Any) -> set[Any]:
     arguments = get_args(annotation)
     return set().union(*map(_leaves, arguments)) if arguments else {annotation}
-
-
-class _OneProcess:
-    """The one thing that `DeepSpeedConfig` asks of an mpu; without a process group it does not ask."""
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1

@@ -1,26 +1,17 @@
 """Checks of one process; what several ranks say of each other is in tests/distributed/test_run_checks.py."""
 
 import importlib.metadata
-import types
 
-import pytest
 import torch
 
 from megalowbit.config.deepspeed_json import read_deepspeed_config
-from megalowbit.engine.run_checks import (
-    check_layers_kept,
+from megalowbit.engine.run_checks.ranks_agree import (
     check_ranks_agree,
-    check_scaler,
     code_digest,
     configuration_facts,
     installation_facts,
-    low_bit_names,
     model_facts,
 )
-from megalowbit.errors import UserError
-from megalowbit.layers.conversion.convert import convert, restore
-from megalowbit.layers.recipe import recipe
-from megalowbit.optim.loss_scale.base import ConstantGradScaler
 
 
 def parts(**block):
@@ -106,31 +97,3 @@ def test_a_model_is_its_parameters_names_shapes_and_types():
         "parameter 0.bias": "float32 (16,)",
         "parameter 1.weight": "float32 (16, 16) frozen",
     }
-
-
-def test_every_layer_that_was_converted_must_still_be_low_bit():
-    net = model()
-    convert(net, recipe("nvfp4"))
-    names = low_bit_names(net)
-    assert names == ("0", "1")
-    check_layers_kept(net, names)
-    net[1] = torch.nn.Identity()
-    with pytest.raises(UserError, match=r"^1 of 2 low-bit layers were lost .*\(1 is Identity\): turn off"):
-        check_layers_kept(net, names)
-    restore(net)
-    with pytest.raises(UserError, match=r"^2 of 2 low-bit layers were lost .*\(0 is Linear\)"):
-        check_layers_kept(net, names)
-
-
-@pytest.mark.parametrize("scaler", [None, ConstantGradScaler(8.0)])
-def test_scalers_of_ours_are_taken(scaler):
-    check_scaler(types.SimpleNamespace(optimizer=types.SimpleNamespace(grad_scaler=scaler)))
-
-
-@pytest.mark.parametrize("attribute", ["grad_scaler", "loss_scaler"])
-def test_another_scaler_is_refused(attribute):
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-
-    optimizer = types.SimpleNamespace(**{"grad_scaler": ConstantGradScaler(8.0), attribute: LossScaler(8.0)})
-    with pytest.raises(UserError, match=r"is a deepspeed\.runtime\.fp16\.loss_scaler\.LossScaler and not"):
-        check_scaler(types.SimpleNamespace(optimizer=optimizer))

@@ -1,0 +1,99 @@
+"""What must be true of a model, the arguments that go with it, and the engine that has taken it over.
+
+Arguments of `initialize` must not contradict each other or the configured precision; DeepSpeed must have left
+every low-bit layer in its place, and the loss scale in our hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from megalowbit.config.deepspeed_json import BLOCK, EngineSettings
+from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
+from megalowbit.errors import UserError
+from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.conversion.partitioned import refuse_partitioned
+from megalowbit.optim.loss_scale.base import GradScaler
+
+
+def check_arguments(
+    model: torch.nn.Module,
+    settings: EngineSettings,
+    optimizer: ClientOptimizer | None,
+    model_parameters: ModelParameters | None,
+    lr_scheduler: object,
+) -> None:
+    """Refuse arguments of `initialize` that contradict each other or the configured precision.
+
+    Raises:
+        UserError: names the argument or the parameter.
+    """
+    is_built = isinstance(optimizer, torch.optim.Optimizer)
+    if optimizer is not None and not is_built and not callable(optimizer):
+        raise UserError(
+            f"optimizer is a {type(optimizer).__name__}: pass a torch optimizer, or a callable that makes one"
+        )
+    if is_built and model_parameters is not None:
+        raise UserError("pass optimizer or model_parameters, not both: an optimizer has its parameters")
+    is_bound = isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    if is_bound and getattr(lr_scheduler, "optimizer", None) is not optimizer:
+        raise UserError(
+            "lr_scheduler belongs to another optimizer: pass a callable from optimizer to scheduler instead"
+        )
+    refuse_partitioned(model)
+    allowed = {torch.float32, HALF.get(settings.precision, torch.float32)}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in allowed:
+            raise UserError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')} but precision is "
+                f"{settings.precision}: call model.float() first"
+            )
+
+
+def low_bit_names(model: torch.nn.Module) -> tuple[str, ...]:
+    """Names of a model's low-bit layers."""
+    return tuple(bit_layers(model))
+
+
+def check_layers_kept(module: torch.nn.Module, converted: Collection[str]) -> None:
+    """Make sure that DeepSpeed has left every low-bit layer in its place.
+
+    Args:
+        module: the engine's module.
+        converted: names of the low-bit layers before DeepSpeed got the model.
+
+    Raises:
+        UserError: one of them is gone, or another layer now.
+    """
+    present = set(low_bit_names(module))
+    missing = [name for name in converted if name not in present]
+    if missing:
+        modules = dict(module.named_modules())
+        now = type(modules[missing[0]]).__name__ if missing[0] in modules else "gone"
+        raise UserError(
+            f"{len(missing)} of {len(converted)} low-bit layers were lost when DeepSpeed took the model "
+            f"over ({missing[0]} is {now}): turn off what replaces layers in the configuration"
+        )
+
+
+def check_scaler(engine: Any) -> None:
+    """Make sure that the loss scale is in our hands; to be called before the first step and after a load.
+
+    Raises:
+        UserError: the engine's optimizer has another scaler than the one it was made with.
+    """
+    optimizer = engine.optimizer
+    scaler = getattr(optimizer, "grad_scaler", None)
+    of_deepspeed = getattr(optimizer, "loss_scaler", None)
+    is_ours = scaler is None or isinstance(scaler, GradScaler)
+    is_adapter = of_deepspeed is None or type(of_deepspeed).__module__.startswith(f"{BLOCK}.")
+    if not (hasattr(optimizer, "grad_scaler") and is_ours and is_adapter):
+        found = of_deepspeed if is_ours and of_deepspeed is not None else scaler
+        kind = f"{type(found).__module__}.{type(found).__name__}"
+        raise UserError(
+            f"the engine's loss scaler is a {kind} and not the one of "
+            "megalowbit.grad_scaler: do not replace it, and resume from checkpoints of megalowbit only"
+        )

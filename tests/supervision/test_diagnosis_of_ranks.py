@@ -1,0 +1,167 @@
+import threading
+import time
+
+import pytest
+from small_stores import heartbeat, stores
+
+from megalowbit.supervision.diagnosis import diagnose_together, wait_until_known
+from megalowbit.supervision.heartbeat import HeartbeatThread
+from megalowbit.supervision.heartbeat_store import (
+    DEFECT,
+    DIAGNOSES,
+    LOSS,
+    MISTAKE,
+    FailureReport,
+    PublishedDiagnosis,
+)
+
+INTERVAL = 0.2
+REDUCE = "all_reduce (a.py:1 f)"
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """`start(count, beating) -> ({rank: thread}, stores)`: ranks of one process, of which some beat."""
+    started = []
+
+    def begin(count, beating, describe=heartbeat):
+        opened = stores(count, monkeypatch)
+        hearts = {}
+        for rank in beating:
+            describe_rank = describe if rank == 0 else heartbeat
+            hearts[rank] = HeartbeatThread(
+                opened[rank], describe_rank, interval=INTERVAL, at_alarm=lambda: None
+            )
+            hearts[rank].start()
+        started.extend(hearts.values())
+        return hearts, opened
+
+    yield begin
+    for thread in started:
+        thread.stop(is_done=True)
+
+
+def ask(thread, rank, results):
+    results[rank] = diagnose_together(thread, lambda: heartbeat(0), rank=rank)
+    wait_until_known(thread)
+
+
+def ask_all(hearts):
+    """What each finds out when all ask at the same time, and how long it took in intervals."""
+    results, started = {}, time.monotonic()
+    threads = [threading.Thread(target=ask, args=(each, rank, results)) for rank, each in hearts.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results, (time.monotonic() - started) / INTERVAL
+
+
+def test_one_diagnoses_and_all_know_the_same(start):
+    hearts, opened = start(4, beating=(0, 1, 3))
+    opened[2].publish(heartbeat(5, host="n2"))
+    diagnoses, _ = ask_all(hearts)
+    assert sum(diagnosis.is_mine for diagnosis in diagnoses.values()) == 1
+    (line,) = {diagnosis.line for diagnosis in diagnoses.values()}
+    assert line.startswith("rank 2 (host n2) does not answer: silent since step 7 ")
+    assert f"waited 20 s in {REDUCE}" in line
+    assert opened[2].is_alarmed()
+
+
+def test_a_reported_failure_is_found_without_waiting_for_beats(start):
+    hearts, opened = start(3, beating=(0, 1))
+    opened[2].report(FailureReport(2, "n2", "step 7", "mend data.corpus", MISTAKE))
+    diagnoses, intervals = ask_all(hearts)
+    assert {diagnosis.line for diagnosis in diagnoses.values()} == {
+        "rank 2 (host n2) failed in step 7: mend data.corpus"
+    }
+    assert all(diagnosis.kind == MISTAKE for diagnosis in diagnoses.values())
+    assert intervals < 2.5
+
+
+def test_a_failure_that_is_reported_during_the_search_ends_it(start):
+    hearts, opened = start(2, beating=(0,))
+    failure = FailureReport(1, "n2", "step 7", "ValueError: x", DEFECT)
+    threading.Timer(INTERVAL, lambda: opened[1].report(failure)).start()
+    assert diagnose_together(hearts[0], lambda: heartbeat(0), rank=0).line == str(failure)
+
+
+def test_a_rank_that_hangs_is_marked_as_worth_a_stack(start):
+    hearts, _ = start(2, (0, 1), lambda count: heartbeat(count, place="loader.py:3 read", is_waiting=False))
+    diagnosis = diagnose_together(hearts[1], lambda: heartbeat(0), rank=1)
+    assert diagnosis.is_hang
+    assert diagnosis.line.startswith("rank 0 (host n1) hangs since step 7: is in loader.py:3 read; rank 1 ")
+
+
+def test_if_the_one_that_diagnoses_ends_too_the_others_do_not_wait_for_ever(start):
+    hearts, opened = start(3, beating=(1,))
+    assert opened[2].claim(DIAGNOSES)
+    diagnosis = diagnose_together(hearts[1], lambda: heartbeat(0), rank=1)
+    assert diagnosis.is_mine
+    assert diagnosis.line == (
+        "rank 2 was to find out why the run stands still, and has ended; "
+        f"rank 1 (host n1) waited 20 s in {REDUCE} since step 7"
+    )
+
+
+def silenced(thread, store, address=None):
+    """The thread with a connection that has ended, to another address if given."""
+    if address is not None:
+        store.address = address
+
+    def end(store):
+        raise RuntimeError("Broken pipe")
+
+    with pytest.raises(RuntimeError):
+        thread.ask(end)
+    while thread.lost is None:
+        time.sleep(0.01)
+    return diagnose_together(thread, lambda: heartbeat(0, host="n2"), rank=1).line
+
+
+def test_a_lost_store_names_the_main_process(start):
+    hearts, opened = start(2, beating=(1,))
+    line = silenced(hearts[1], opened[1])
+    assert line == (
+        f"the main process (rank 0, at {opened[1].address}) has ended: it has closed its connections; "
+        f"rank 1 (host n2) waited 20 s in {REDUCE} since step 7"
+    )
+
+
+def test_a_refused_connection_is_a_process_that_has_ended(start):
+    hearts, opened = start(2, beating=(1,))
+    address = opened[1].address._replace(port=1)  # nobody listens there
+    line = silenced(hearts[1], opened[1], address)
+    assert line.startswith(
+        "the main process (rank 0, at 127.0.0.1:1) has ended: its port refuses connections; "
+    )
+
+
+def test_no_way_to_the_machine_is_a_network_that_is_cut(start):
+    hearts, opened = start(2, beating=(1,))
+    address = opened[1].address._replace(number="255.255.255.255", is_main_process=False)  # no host's
+    line = silenced(hearts[1], opened[1], address)
+    assert line.startswith("the launcher's store (at 127.0.0.1:")
+    assert "cannot be reached (" in line
+    assert "): this machine (host n2) or that one is down or cut off the network; rank 1 " in line
+
+
+def test_the_main_process_waits_for_the_others_to_read_but_not_for_ever(start):
+    waits = []
+    for _ in range(3):  # on a busy machine one may take longer
+        hearts, opened = start(2, beating=(0, 1))
+        opened[0].publish_diagnosis(PublishedDiagnosis("found", LOSS, 2))
+        started = time.monotonic()
+        threading.Timer(INTERVAL, opened[1].read_diagnosis).start()
+        wait_until_known(hearts[0])
+        waits.append(time.monotonic() - started)
+        wait_until_known(hearts[1])  # opened do not end with it
+    assert INTERVAL <= min(waits) < 2.4 * INTERVAL
+
+
+def test_the_main_process_does_not_wait_for_ever(start):
+    hearts, opened = start(2, beating=(0,))
+    opened[0].publish_diagnosis(PublishedDiagnosis("found", LOSS, 2))
+    started = time.monotonic()
+    wait_until_known(hearts[0])
+    assert 2.5 * INTERVAL <= time.monotonic() - started < 10
