@@ -122,9 +122,7 @@ def retry_step(
         retries += 1
 
 
-def retry_engine_step(
-    engine: Any, run: Callable[[], Result], *, max_retries: int, also: Iterable[SaveAndRestore] = ()
-) -> tuple[Result, int]:
+def retry_engine_step(engine: Any, run: Callable[[], Result], *, max_retries: int) -> tuple[Result, int]:
     """Take an optimizer step of the engine, again at a lower scale if it overflowed. Collective.
 
         batches = [next(loader) for _ in range(engine.gradient_accumulation_steps())]
@@ -140,7 +138,6 @@ def retry_engine_step(
         engine: from `megalowbit.initialize`.
         run: goes through all micro-batches of one optimizer step, the same ones each time.
         max_retries: how often at most, ≥ 0.
-        also: further pairs `(save, restore)`, see `StepSnapshot`.
 
     Returns:
         What the last `run` returned, and the number of tries after the first.
@@ -154,7 +151,7 @@ def retry_engine_step(
             f"a step can be retried from its first micro-batch only, and {engine.micro_steps % accumulation} "
             f"of {accumulation} are done: call retry_engine_step before the first"
         )
-    snapshot = StepSnapshot(engine.module, also=[*_engine_state(engine), *also])
+    snapshot = StepSnapshot(engine.module, also=_engine_state(engine))
     optimizer = engine.optimizer
     layer_scaling = getattr(optimizer, "layer_scaling", None)  # only where factors were asked for
     return retry_step(

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from megalowbit.distributed import process_group
+from megalowbit.distributed.agreement import gather
 from megalowbit.errors import UserError
 from megalowbit.optim.kernels import cpu as cpu_kernels
 
@@ -143,10 +144,7 @@ def check_same_parameters(count: int, group: dist.ProcessGroup | None) -> None:
     Raises:
         UserError: ranks have different numbers of parameters, and would wait for each other.
     """
-    if group is None or process_group.world_size(group) == 1:
-        return
-    counts: list[Any] = [None] * process_group.world_size(group)
-    dist.all_gather_object(counts, count, group=group)
+    counts = [count] if group is None else gather(count, group)
     if len(set(counts)) > 1:
         raise UserError(
             'gradient_norm "sum_of_norms" needs the same parameters on all ranks of the model-parallel '

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed.agreement import gather
 from megalowbit.optim.gradients.report import Overflow
 
 
@@ -57,14 +57,11 @@ def locate_overflow(seen: RankOverflow, group: dist.ProcessGroup | None) -> Over
     Returns:
         The same on all ranks; None if no rank saw anything that is not finite.
     """
-    world_size = process_group.world_size(group) if group is not None else 1
-    gathered: list[RankOverflow] = [seen] * world_size
-    if world_size > 1:
-        dist.all_gather_object(gathered, seen, group=group)
+    gathered = [seen] if group is None else gather(seen, group)
     hit = [one for one in gathered if one.tensors]
     if not hit:
         return None
-    is_alike = world_size > 1 and len({tuple(one.tensors) for one in gathered}) == 1
+    is_alike = len(gathered) > 1 and len({tuple(one.tensors) for one in gathered}) == 1
     # earliest in backward order; ranks with other layers count from their own first gradient
     first = min(hit, key=lambda one: (one.later_stages, one.tensors[0][0], one.rank))
     return Overflow(
