@@ -20,7 +20,7 @@ from megalowbit.config.pipeline import BEST, check_beside_stages, interval_of
 from megalowbit.distributed import process_group
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import PIPELINE_KEY, ProcessGrid
-from megalowbit.engine.pipeline.batches import BatchReader
+from megalowbit.engine.pipeline.batch_reader import BatchReader
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, plain_state_dict
@@ -39,7 +39,7 @@ def pipeline_module(
     activation_checkpoint_interval: int = 0,
     dynamic_shape: bool = True,
 ) -> PipelinedModel:
-    """Cut a GPT-2 or LLaMA into stages and keep this process's; every rank must call it with the same model.
+    """Cut a Hugging Face model into stages and keep this process's; every rank must pass the same model.
 
         module = mlb.pipeline_module(model, num_stages=2)
         engine, *_ = mlb.initialize(model=module, config="ds.json")

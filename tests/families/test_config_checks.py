@@ -1,18 +1,8 @@
 import pytest
-import torch
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers.pytorch_utils import Conv1D
+from transformers import GPT2Config, LlamaConfig
 
 from megalowbit.errors import UserError
-from megalowbit.hf.families import (
-    FAMILIES,
-    check_config,
-    check_fits,
-    expected_projections,
-    family,
-    position_limit,
-)
+from megalowbit.families.config_checks import check_config, check_fits
 
 SMALL_GPT2 = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}
 SMALL_LLAMA = {
@@ -24,42 +14,6 @@ SMALL_LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-
-
-@pytest.mark.parametrize(
-    ("model_class", "config"),
-    [(GPT2LMHeadModel, GPT2Config(**SMALL_GPT2)), (LlamaForCausalLM, LlamaConfig(**SMALL_LLAMA))],
-)
-def test_the_table_names_every_projection_of_the_real_model_and_nothing_else(model_class, config):
-    with torch.device("meta"):
-        model = model_class(config)
-    row = family(config.model_type)
-    inside = {
-        name
-        for name, module in model.get_submodule(row.blocks).named_modules(prefix=row.blocks)
-        if isinstance(module, nn.Linear | Conv1D)
-    }
-    assert set(expected_projections(config)) == inside
-    assert len(expected_projections(config)) == 3 * len(row.projections)
-    assert (row.load_model_class(), row.load_config_class()) == (model_class, type(config))
-    assert position_limit(config) == 32
-
-
-def test_every_field_of_the_table_exists_in_its_configuration():
-    for row in FAMILIES:
-        config = row.load_config_class()()
-        for field in (row.num_layers, row.hidden_size, row.num_heads, row.position_limit, row.activation):
-            assert hasattr(config, field)
-        for field in (*row.sizes, *row.dropouts):
-            assert hasattr(config, field)
-        check_config(config, "defaults")
-
-
-def test_an_unknown_family_is_refused_with_the_known_ones():
-    with pytest.raises(
-        UserError, match=r"unknown model_type 'lama': did you mean 'llama'\? known: gpt2, llama"
-    ):
-        family("lama")
 
 
 @pytest.mark.parametrize(
