@@ -6,12 +6,14 @@ from megalowbit.errors import unknown_name
 from megalowbit.families.base import Family
 from megalowbit.families.gpt2 import GPT2
 from megalowbit.families.llama import LLAMA
+from megalowbit.families.mistral import MISTRAL
 
 FAMILIES = {
     each.model_type: each
     for each in (
         GPT2,
         LLAMA,
+        MISTRAL,
     )
 }
 

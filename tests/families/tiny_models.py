@@ -9,6 +9,7 @@ LLAMA = {"intermediate_size": 48, "num_key_value_heads": 2}
 FIELDS = {
     "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "llama": LLAMA,
+    "mistral": {**LLAMA, "sliding_window": 5},
 }
 KINDS = tuple(FIELDS)
 FURTHER_KINDS = KINDS[2:]  # where GPT-2 and LLaMA have cases of their own
