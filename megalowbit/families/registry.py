@@ -7,6 +7,7 @@ from megalowbit.families.base import Family
 from megalowbit.families.gpt2 import GPT2
 from megalowbit.families.llama import LLAMA
 from megalowbit.families.mistral import MISTRAL
+from megalowbit.families.qwen3 import QWEN3
 
 FAMILIES = {
     each.model_type: each
@@ -14,6 +15,7 @@ FAMILIES = {
         GPT2,
         LLAMA,
         MISTRAL,
+        QWEN3,
     )
 }
 

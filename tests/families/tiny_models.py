@@ -10,6 +10,14 @@ FIELDS = {
     "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "llama": LLAMA,
     "mistral": {**LLAMA, "sliding_window": 5},
+    # heads are wider than the model divided by them, and the first block of all attends to everything
+    "qwen3": {
+        **LLAMA,
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
 }
 KINDS = tuple(FIELDS)
 FURTHER_KINDS = KINDS[2:]  # where GPT-2 and LLaMA have cases of their own
