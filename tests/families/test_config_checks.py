@@ -1,4 +1,5 @@
 import pytest
+from tiny_models import tiny_config
 from transformers import GPT2Config, LlamaConfig
 
 from megalowbit.errors import UserError
@@ -72,6 +73,37 @@ def test_an_impossible_gpt2_is_refused_in_one_line(change, message):
 def test_an_impossible_llama_is_refused_in_one_line(change, message):
     with pytest.raises(UserError, match=message):
         check_config(LlamaConfig.from_dict({**SMALL_LLAMA, **change}), "x.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window must be a whole number ≥ 1, not 0"),
+        ("mistral", {"num_key_value_heads": 3}, "3 does not divide 4"),
+        ("mistral", {"hidden_size": 34, "num_heads": 4}, "num_attention_heads 4 must divide hidden_size 34"),
+        ("qwen3", {"head_dim": 0}, "head_dim must be a whole number ≥ 1, not 0"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "unknown kind in layer_types 'chunked_attention': .*known: full_attention, sliding_attention",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": False},
+            'layer_types has "sliding_attention" but sliding_window is null: set it to a size',
+        ),
+    ],
+)
+def test_what_blocks_cannot_attend_with_is_refused_in_one_line(kind, change, message):
+    with pytest.raises(UserError, match=message) as caught:
+        check_config(tiny_config(kind, **change), "x.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_windows_may_be_left_out_and_heads_be_of_any_width():
+    check_config(tiny_config("mistral", sliding_window=None), "x.json")
+    check_config(tiny_config("qwen3", use_sliding_window=False), "x.json")
+    check_config(tiny_config("qwen3", hidden_size=34), "x.json")  # four heads of 16
 
 
 def test_a_gpt2_of_another_vocabulary_may_leave_its_end_of_text_unsaid():
