@@ -91,6 +91,17 @@ def test_blocks_that_are_alike_are_counted_as_if_all_were_run(kind, blocks_and_m
     assert all("forward" not in vars(block) for block in blocks)
 
 
+def test_blocks_with_a_window_are_not_like_blocks_without():
+    """They keep a mask."""
+    model = tiny_model("qwen3", num_layers=6, max_window_layers=3)
+    blocks = list(model.model.layers)
+    expected = saved_for_backward(model, 2, 16)
+    assert saved_for_backward(tiny_model("qwen3", num_layers=6, max_window_layers=6), 2, 16) < expected
+    calls = counted_calls(blocks)
+    assert saved_for_backward(model, 2, 16, blocks=blocks) == expected
+    assert calls == [1, 1, 0, 1, 1, 0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_count_blocks_that_are_alike_as_if_all_were_run(kind, blocks_and_model, monkeypatch):
     blocks, model = blocks_and_model
