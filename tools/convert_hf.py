@@ -4,7 +4,7 @@
     python tools/convert_hf.py to-hf runs/tiny/ tiny-hf/
 
 The first writes a checkpoint to start training from (`"model": {"checkpoint": "start/"}`), the second an
-ordinary folder that `AutoModelForCausalLM.from_pretrained` loads. GPT-2 and LLaMA; nothing is overwritten.
+ordinary folder that `AutoModelForCausalLM.from_pretrained` loads. Nothing is overwritten.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _is_any_on(value: Any) -> bool:
 # dotted key, when it is refused, what to do instead
 REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *(
-        (f"tensor_parallel.{key}", _is_on, "GPT-2 and LLaMA are cut by a plan of our own: remove it")
+        (f"tensor_parallel.{key}", _is_on, "models are cut by a plan of our own: remove it")
         for key in ("partition_config", "preset_model", "vocab_parallel_lm_head", "tp_overlap_comm")
     ),
     *(

@@ -1,1 +1,1 @@
-"""Hugging Face models in and out: GPT-2 and LLaMA name tables, model building, checkpoints to and fro."""
+"""Hugging Face models and checkpoints in and out."""

@@ -91,7 +91,7 @@ def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4"
     """Turn a Hugging Face folder into a training checkpoint to start from, in the dtype of its weights.
 
     Args:
-        source: `config.json` and weights of a GPT-2 or LLaMA.
+        source: `config.json` and weights of a model of a known family.
         folder: a new folder.
         recipe: what the model will be trained with.
 

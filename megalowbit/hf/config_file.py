@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megalowbit.errors import UserError, shortened, shown, unknown_name
-from megalowbit.hf.families import check_config, family
+from megalowbit.families.config_checks import check_config
+from megalowbit.families.registry import FAMILIES, family
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,10 +42,11 @@ def config_from_dict(
         UserError: naming field, value and remedy.
     """
     if "model_type" not in raw:
-        raise UserError(f'{where} has no "model_type": add "gpt2" or "llama"')
-    row = family(raw["model_type"])
-    config_class = row.load_config_class()
-    known = sorted({*config_class().to_dict(), *config_class.attribute_map, *row.further_fields})
+        names = " or ".join(f'"{name}"' for name in FAMILIES)
+        raise UserError(f'{where} has no "model_type": add {names}')
+    model_family = family(raw["model_type"])
+    config_class = model_family.load_config_class()
+    known = sorted({*config_class().to_dict(), *config_class.attribute_map, *model_family.further_fields})
     for name in raw if is_strict else ():
         if name not in known and name not in IDLE_FIELDS:
             raise UserError(f"{where}: {unknown_name('field', name, known)}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.hf.families import family
+from megalowbit.families.registry import family
 from megalowbit.hf.generation import give_back, remembered, save_model
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import copy_tokenizer

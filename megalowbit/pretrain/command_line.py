@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The arguments of `launch/pretrain.py`."""
     parser = OneLineParser(
         prog="pretrain.py",
-        description="Pretrain GPT-2 or LLaMA in FP4, under deepspeed, torchrun, srun or plain python.",
+        description="Pretrain a language model in FP4, under deepspeed, torchrun, srun or plain python.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalowbit.data.sources import is_on_hub, open_corpus
 from megalowbit.data.tokenize import build_tokenizer
+from megalowbit.families.config_checks import check_fits
 from megalowbit.hf.checkpoint import build_model
-from megalowbit.hf.families import check_fits
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.precision_switch import switched

@@ -25,8 +25,9 @@ from megalowbit.engine.parameters.split import WeightSplitReport, forget_lr_scal
 from megalowbit.engine.pipeline.setup import groups_of, pipeline_module
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError, from_system
+from megalowbit.families.config_checks import check_fits
+from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
-from megalowbit.hf.families import check_fits, expected_projections
 from megalowbit.hf.generation import remembered
 from megalowbit.layers.conversion.convert import (
     ConversionReport,
@@ -368,7 +369,8 @@ def check_nothing_missed(model_config: Any, report: ConversionReport) -> None:
     """
     refuse_missed(report.missed, report.recipe)
     seen = {layer.name for layer in report.swapped} | {layer.name for layer in report.kept}
-    missing = [name for name in expected_projections(model_config) if name not in seen]
+    expected = family(model_config.model_type).projection_names(model_config)
+    missing = [name for name in expected if name not in seen]
     if missing:
         raise UserError(
             f"projection {missing[0]} (and {len(missing) - 1} more) is not a layer this version knows: "

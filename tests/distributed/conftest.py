@@ -21,6 +21,7 @@ from launchers import free_port
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 LAUNCH = ROOT / "tests" / "launch"
+PROGRAMS_PATH = ":".join(map(str, (ROOT, HERE, LAUNCH, ROOT / "tests" / "families")))
 RANK_NAMES = {
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID"),
@@ -79,7 +80,7 @@ def launch_ranks(tmp_path_factory):
                 **{key: value for key, value in os.environ.items() if key not in RANK_NAMES["torchrun"]},
                 **dict(zip(RANK_NAMES[launcher], map(str, (rank, rank, world_size, 0)), strict=False)),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{HERE}:{LAUNCH}", "RESULTS": str(folder),
+                "OMP_NUM_THREADS": "1", "PYTHONPATH": PROGRAMS_PATH, "RESULTS": str(folder),
             }  # fmt: skip
             log.write_text("")
             ranks.processes.append(Forked(HERE / program, *arguments, env=env, cwd=folder, output=log))

@@ -1,12 +1,14 @@
 """What the matrix of stages is made of, for its program and for its reference: model, data, cells.
 
-A cell is a ZeRO stage, a precision, a number of micro-batches and plain or low-bit layers; each trains a
-small LLaMA for `STEPS` steps, of which one has an infinite gradient on one rank only.
+A cell is a ZeRO stage, a precision, a number of micro-batches and plain or low-bit layers, and for further
+families a stage; each trains a small model for `STEPS` steps, of which one has an infinite gradient on one
+rank only.
 """
 
 import itertools
 
 import torch
+from tiny_models import FURTHER_KINDS, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 STAGES = (0, 1, 2, 3)
@@ -22,14 +24,20 @@ LOW_BIT = {"base": "nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
 BAD_PARAMETER = "model.layers.1.mlp.up_proj.weight"  # a shard, under tensor parallelism
 
 CELLS = list(itertools.product(STAGES, PRECISIONS, ACCUMULATIONS, LAYERS))
+# of the others in `tiny_models`
+FAMILY_CELLS = [(kind, (stage, "fp32", 1, "low-bit")) for kind in FURTHER_KINDS for stage in STAGES]
 
 
 def key_of(stage, precision, accumulation, layers):
     return f"stage {stage}, {precision}, accumulation {accumulation}, {layers}"
 
 
-def make_model():
+def make_model(kind="llama"):
     """The same fp32 weights wherever it is called."""
+    if kind in FURTHER_KINDS:
+        return tiny_model(
+            kind, vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, positions=LENGTH
+        )
     torch.manual_seed(11)
     return LlamaForCausalLM(
         LlamaConfig(

@@ -10,6 +10,7 @@ from matrix_cells import (
     BAD_PARAMETER,
     BAD_STEP,
     CELLS,
+    FAMILY_CELLS,
     STEPS,
     batch_of,
     config_of,
@@ -31,8 +32,8 @@ def spoiled(engine, bad_rank):
     return parameter.register_hook(lambda gradient: gradient * (torch.inf if rank == bad_rank else 1.0))
 
 
-def train(settings, bad_rank):
-    engine, optimizer, _, _ = make(make_model(), settings)
+def train(settings, bad_rank, kind="llama"):
+    engine, optimizer, _, _ = make(make_model(kind), settings)
     seen = {"losses": [], "norms": [], "scales": [], "applied": []}
     for step in range(STEPS):
         loss_sum = torch.zeros((), dtype=torch.float64)
@@ -70,4 +71,6 @@ for accumulation in ACCUMULATIONS:  # the optimizer on the CPU, and at stage 3 t
         found[f"offload, {key_of(*cell)}"] = train(
             config_of(*cell, tensor_size=tensor_size, offload=offload), bad_rank=(stage + accumulation) % 2
         )
+for kind, cell in FAMILY_CELLS:
+    found[f"{kind}, {key_of(*cell)}"] = train(config_of(*cell, tensor_size=tensor_size), cell[0] % 2, kind)
 report(found)

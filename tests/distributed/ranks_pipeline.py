@@ -4,6 +4,7 @@ import sys
 
 import torch
 from deepspeed.pipe import PipelineModule
+from tiny_models import FURTHER_KINDS, KINDS, tiny_model
 from tiny_training import report
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +20,9 @@ STOCHASTIC = {"base": "nvfp4", "q_forward_input": "nvfp4e2m1b"}  # forward draws
 def hf_model(kind, *, dropout=0.0, layers=3, seed=0):
     """A tiny model in fp32; GPT-2 with tied embeddings, LLaMA without."""
     torch.manual_seed(seed)
-    if kind == "gpt2":
+    if kind in FURTHER_KINDS:
+        model = tiny_model(kind, seed=seed, vocab_size=VOCABULARY, positions=16, num_layers=layers)
+    elif kind == "gpt2":
         config = GPT2Config(
             vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=layers, n_head=2,
             resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
@@ -376,7 +379,7 @@ def two(folder):
     """All that two ranks can show."""
     return {
         "gpt2": trajectory("gpt2", "fp32"),
-        "llama": trajectory("llama", "fp32", is_padded=True),
+        **{kind: trajectory(kind, "fp32", is_padded=True) for kind in ("llama", *FURTHER_KINDS)},
         "fp16": trajectory("gpt2", "fp16"),
         "bf16": trajectory("llama", "bf16"),
         "lowbit": trajectory("gpt2", "fp32", recipe=STOCHASTIC),
@@ -394,7 +397,7 @@ def two(folder):
         "evaluation": evaluation(),
         "resume": resume(folder),
         "refusals": refusals(),
-        "packed": {kind: packed(kind) for kind in ("gpt2", "llama")},
+        "packed": {kind: packed(kind) for kind in KINDS},
         "reading": reading(),
         "plain_after_stages": plain_after_stages(),
     }

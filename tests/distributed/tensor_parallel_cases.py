@@ -3,6 +3,7 @@
 import os
 
 import torch
+from tiny_models import FURTHER_KINDS, tiny_model
 
 STEPS = 4
 NEAREST = {"base": "nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
@@ -53,6 +54,11 @@ CASES = {
     "llama chosen, stage 3": {"family": "llama", "recipe": "fp8", "has_chooser": True, "stage": 3},
     "gpt2, kept by name": {"family": "gpt2", "recipe": {**NEAREST, "keep": ["*.mlp.*", "*.1.attn.c_proj"]}},
 }
+CASES |= {kind: {"family": kind, "recipe": NEAREST} for kind in FURTHER_KINDS}
+CASES |= {
+    f"{kind} bf16, stage 3": {"family": kind, "recipe": NEAREST, "precision": "bf16", "stage": 3}
+    for kind in FURTHER_KINDS
+}
 SCALERS = {
     "constant": {"scale": 128.0},
     "max_value": {"initial_scale": 64.0, "update_every": 1},
@@ -90,6 +96,10 @@ def make_model(case):
     transformers.logging.set_verbosity_error()
     torch.manual_seed(int(os.environ["RANK"]) if case.get("is_seeded_by_rank") else 0)
     tied = {"tie_word_embeddings": case.get("is_tied", False), "bos_token_id": 0, "eos_token_id": 0}
+    if case["family"] in FURTHER_KINDS:
+        return tiny_model(
+            case["family"], vocab_size=128, hidden_size=64, intermediate_size=128, **case.get("model", {})
+        )
     if case["family"] == "gpt2":
         sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 32}
         drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), case.get("dropout", 0.0))

@@ -18,11 +18,13 @@ from matrix_cells import (
     CELLS,
     CLIPPING,
     EPSILON,
+    FAMILY_CELLS,
     INITIAL_SCALE,
     LAYERS,
     LEARNING_RATE,
     LOW_BIT,
     PRECISIONS,
+    STAGES,
     STEPS,
     WEIGHT_DECAY,
     batch_of,
@@ -44,10 +46,10 @@ SHARDED_LOW_BIT = {"fp32": TOLERANCES["fp32"], "bf16": (1e-2, 1e-1), "fp16": (1e
 
 
 @cache
-def reference(precision, accumulation, layers, data_size):
+def reference(precision, accumulation, layers, data_size, kind="llama"):
     """Losses, norms and final weights of the run in one process."""
     torch.set_num_threads(1)
-    model = make_model()
+    model = make_model(kind)
     if layers == "low-bit":
         mlb.convert(model, LOW_BIT)
     masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -139,12 +141,26 @@ def test_with_cpu_offload_too(ran, stage, accumulation):
     check([rank[cell] for rank in seen], expected, TOLERANCES["bf16"])
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_dry_run_estimates_what_ranks_really_hold(ran, stage, precision, layers, tmp_path):
+@pytest.mark.parametrize(("kind", "cell"), FAMILY_CELLS)
+def test_other_families_too(ran, kind, cell):
     tensor_size, seen = ran
-    (tmp_path / "config.json").write_text(json.dumps(make_model().config.to_dict()))
+    expected = reference(*cell[1:], 2 // tensor_size, kind)
+    check([rank[f"{kind}, {key_of(*cell)}"] for rank in seen], expected, TOLERANCES[cell[1]])
+
+
+ESTIMATED = [
+    ("llama", (stage, precision, 1, layers))
+    for stage in STAGES
+    for precision in PRECISIONS
+    for layers in LAYERS
+]
+
+
+@pytest.mark.parametrize(("kind", "cell"), [*ESTIMATED, *FAMILY_CELLS])
+def test_a_dry_run_estimates_what_ranks_really_hold(ran, kind, cell, tmp_path):
+    tensor_size, seen = ran
+    stage, precision, _, layers = cell
+    (tmp_path / "config.json").write_text(json.dumps(make_model(kind).config.to_dict()))
     estimated = estimate_memory(
         ModelSettings(config=tmp_path / "config.json"),
         recipe(LOW_BIT if layers == "low-bit" else "bf16"),
@@ -157,7 +173,8 @@ def test_a_dry_run_estimates_what_ranks_really_hold(ran, stage, precision, layer
         cut=ModelCut(tensor_size=tensor_size),
     )
     for rank in seen:
-        for name, held in rank[key_of(stage, precision, 1, layers)]["bytes"].items():
+        key = key_of(*cell) if kind == "llama" else f"{kind}, {key_of(*cell)}"
+        for name, held in rank[key]["bytes"].items():
             assert getattr(estimated, name) == pytest.approx(held, rel=2e-3), name  # flat buffers are padded
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import KINDS
 
 from megalowbit.layers.conversion.convert import convert
 
@@ -68,7 +69,7 @@ def check(found, expected, tolerance):
         assert step["norm"] == pytest.approx(norm, rel=tolerance)
 
 
-@pytest.mark.parametrize(("kind", "is_padded"), [("gpt2", False), ("llama", True)])
+@pytest.mark.parametrize(("kind", "is_padded"), [(kind, kind != "gpt2") for kind in KINDS])
 def test_two_stages_train_as_one_process(seen, program, kind, is_padded):
     expected, weights = one_process(program, kind, is_padded=is_padded)
     for rank in seen:
@@ -81,7 +82,7 @@ def test_two_stages_train_as_one_process(seen, program, kind, is_padded):
 
 
 def test_each_parameter_is_on_one_stage_under_its_own_name(seen, program):
-    for kind in ("gpt2", "llama"):
+    for kind in KINDS:
         model = program.hf_model(kind)
         names = [rank[kind]["names"] for rank in seen]
         assert not names[0].keys() & names[1].keys()
@@ -306,7 +307,7 @@ def test_a_block_that_says_the_same_is_taken(seen):
     assert [rank["refusals"]["same block"] for rank in seen] == [None, None]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_are_kept_apart_in_all_stages(seen, program, kind):
     model, total = program.hf_model(kind), 0.0
     for each in range(program.MICRO_BATCHES):

@@ -2,6 +2,7 @@
 
 import pytest
 from tensor_parallel_cases import CASES, SCALERS, STEPS, batch
+from tiny_models import FURTHER_KINDS
 
 WORLD = 2
 # where every operation but the order of sums is the same; what rounds at random or to bf16 differs more
@@ -212,7 +213,7 @@ def test_a_scale_strategy_sees_all_shards(seen, name):
     assert (len(set(first)) == 1) == (name == "constant")
 
 
-TOGETHER = ("llama", "gpt2 mxfp4", "gpt2 fp8", "llama tied, stage 3")
+TOGETHER = ("llama", "gpt2 mxfp4", "gpt2 fp8", "llama tied, stage 3", *FURTHER_KINDS)
 
 
 @pytest.fixture(scope="module")

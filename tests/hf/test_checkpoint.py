@@ -1,9 +1,11 @@
+import functools
 import hashlib
 import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from tiny_models import KINDS, tiny_model
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model, export_checkpoint, import_checkpoint, read_config
@@ -13,20 +15,10 @@ from megalowbit.layers.conversion.convert import bit_layers, convert, restore
 
 SIZES = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
 GPT2 = GPT2Config(n_positions=32, n_embd=32, n_layer=2, n_head=2, **SIZES)
-LLAMA = {
-    "max_position_embeddings": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    **SIZES,
-}
 MODELS = {
-    "gpt2": lambda: GPT2LMHeadModel(GPT2),
-    "gpt2_untied": lambda: GPT2LMHeadModel(GPT2Config(**{**GPT2.to_dict(), "tie_word_embeddings": False})),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=False)),
-    "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+    **{kind: functools.partial(tiny_model, kind) for kind in KINDS},
+    "gpt2_untied": lambda: tiny_model("gpt2", tie_word_embeddings=False),
+    "llama_tied": lambda: tiny_model("llama", tie_word_embeddings=True),
 }
 TOKENS = torch.arange(20).reshape(2, 10) * 7 % 64
 
@@ -37,12 +29,7 @@ def logits(model):
 
 
 def hf_folder(folder, name="gpt2", dtype=torch.float32):
-    torch.manual_seed(0)
     model = MODELS[name]().to(dtype)
-    # Initial biases are zero and would hide a mistake.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder)
     return model
 

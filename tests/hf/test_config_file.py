@@ -1,8 +1,10 @@
 import pytest
+from tiny_models import KINDS, tiny_config
 from transformers import GPT2Config, LlamaConfig
 
 from megalowbit.errors import UserError
 from megalowbit.hf.config_file import config_from_dict
+from megalowbit.hf.model import random_model
 from megalowbit.json_text import read_json_object
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64}
@@ -10,12 +12,55 @@ LLAMA = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "nu
 
 
 @pytest.mark.parametrize(
-    "config", [GPT2Config(n_layer=3, resid_pdrop=0.25), LlamaConfig(num_hidden_layers=3)]
+    "config",
+    [
+        GPT2Config(n_layer=3, resid_pdrop=0.25),
+        LlamaConfig(num_hidden_layers=3),
+        *(tiny_config(kind) for kind in KINDS),
+    ],
+    ids=lambda config: config.model_type,
 )
 def test_what_transformers_saved_is_read_back_equal(tmp_path, config):
     config.save_pretrained(tmp_path)
     raw = read_json_object(tmp_path / "config.json")
     assert config_from_dict(raw, {}, "x", is_strict=True).to_dict() == type(config).from_dict(raw).to_dict()
+
+
+# fields as the files of these models have them; parameters as their authors count them
+PUBLISHED = {
+    "Mistral-7B-v0.1": (
+        7_241_732_096,
+        {
+            "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+            "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+        },
+    ),
+    "Qwen3-0.6B": (
+        596_049_920,
+        {
+            "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+            "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+            "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+            "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+            "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_read_strictly_and_give_models_of_their_size(name):
+    count, fields = PUBLISHED[name]
+    config = config_from_dict(fields, {}, "x", is_strict=True)
+    model = random_model(config, seed=0, device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
 def test_overrides_replace_fields_by_their_own_or_their_common_name():

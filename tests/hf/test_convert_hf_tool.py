@@ -3,22 +3,21 @@ from pathlib import Path
 import pytest
 import torch
 from forks import run_script
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from tiny_models import KINDS, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launchers import check_refusal
 
 ROOT = Path(__file__).parents[2]
-GPT2 = GPT2Config(
-    vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-)
 
 
 def convert_hf(*arguments):
     return run_script(ROOT / "tools" / "convert_hf.py", *arguments)
 
 
-def test_there_and_back_from_the_command_line(tmp_path):
-    model = GPT2LMHeadModel(GPT2).eval()
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back_from_the_command_line(tmp_path, kind):
+    model = tiny_model(kind, vocab_size=256).eval()
     model.save_pretrained(tmp_path / "source")
     start = tmp_path / "start"
     done = convert_hf("to-megalowbit", tmp_path / "source", start, "--recipe", "nvfp4")

@@ -1,10 +1,15 @@
 import json
 
 import pytest
+from tiny_models import KINDS, tiny_config
 
+from launchers import write_config
 from megalowbit.errors import UserError
+from megalowbit.families.registry import family
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.pretrain.dry_run import describe, split_ranks
+from megalowbit.layers.recipe import recipe
+from megalowbit.pretrain.config import load_config
+from megalowbit.pretrain.dry_run import describe, estimate_run, split_ranks
 
 
 def sections(text):
@@ -23,6 +28,23 @@ def test_the_report_has_configuration_layers_sizes_and_memory(resolve):
     assert "128 tokens a step" in parts["data"]
     assert parts["products"].startswith("bf16 on ")
     assert "saved for backward" in parts["memory of one process (estimate)"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cut", ["tensor_parallel.autotp_size=2", 'pipeline={"stages": 2}'])
+def test_every_family_is_sized_whole_and_cut(tmp_path, kind, cut):
+    """With FP8, which shards of any size can be quantised to."""
+    path = write_config(tmp_path)
+    fields = tiny_config(kind, vocab_size=256, positions=64, hidden_size=512, num_layers=4).to_diff_dict()
+    (tmp_path / "model.json").write_text(json.dumps(fields))
+    configs = [load_config(path, ["megalowbit.recipe=fp8", *cuts], world_size=2) for cuts in ([], [cut])]
+    reports = [sections(describe(config)) for config in configs]
+    count = 4 * len(family(kind).projections)
+    assert all(f"swapped {count} layers" in parts["layers"] for parts in reports)
+    whole, share = (estimate_run(config, recipe(config.recipe)) for config in configs)
+    # half of the projections or of the blocks; embedding, head and norms are not cut, but are in some stage
+    assert 0.49 * whole.parameters < share.parameters < 0.7 * whole.parameters
+    assert share.saved_for_backward < whole.saved_for_backward
 
 
 def test_a_model_that_would_not_fit_here_is_described_all_the_same(resolve):

@@ -20,7 +20,7 @@ from megalowbit.config.pipeline import BEST, check_beside_stages, interval_of
 from megalowbit.distributed import process_group
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import PIPELINE_KEY, ProcessGrid
-from megalowbit.engine.pipeline.batches import BatchReader
+from megalowbit.engine.pipeline.batch_reader import BatchReader
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, plain_state_dict
@@ -39,7 +39,7 @@ def pipeline_module(
     activation_checkpoint_interval: int = 0,
     dynamic_shape: bool = True,
 ) -> PipelinedModel:
-    """Cut a GPT-2 or LLaMA into stages and keep this process's; every rank must call it with the same model.
+    """Cut a Hugging Face model into stages and keep this process's; every rank must pass the same model.
 
         module = mlb.pipeline_module(model, num_stages=2)
         engine, *_ = mlb.initialize(model=module, config="ds.json")
@@ -154,33 +154,16 @@ def begin_stage(model: torch.nn.Module, parts: DeepSpeedConfigParts) -> None:
     """What a stage needs once the whole model is converted; nothing for other models.
 
     Raises:
-        UserError: see `check_recomputation`.
+        UserError: activations are recomputed where a replay could not start its splits as the first time.
     """
     stage = stage_of(model)
-    if stage is not None:
-        stage.follow_stream()
-        check_recomputation(stage, interval_of(parts.deepspeed))
-
-
-def groups_of(model: torch.nn.Module) -> GroupsOfRank | None:
-    """Process groups of a stage; None for other models, which have none of their own."""
-    stage = stage_of(model)
-    return None if stage is None else stage.groups()
-
-
-def check_recomputation(model: PipelinedModel, interval: int) -> None:
-    """Refuse recomputed activations where a replay could not start its splits as the first time.
-
-    Args:
-        model: with its layers converted.
-        interval: of the configuration; the model's own counts too.
-
-    Raises:
-        UserError: see above.
-    """
-    if not max(interval, model.activation_checkpoint_interval):
+    if stage is None:
         return
-    for name, layer in bit_layers(model).items():
+    stage.follow_stream()
+    interval = interval_of(parts.deepspeed)
+    if not max(interval, stage.activation_checkpoint_interval):
+        return
+    for name, layer in bit_layers(stage).items():
         for role in ("input", "weight"):
             if getattr(layer.recipe, f"split_{role}") is not None:
                 raise UserError(
@@ -188,6 +171,12 @@ def check_recomputation(model: PipelinedModel, interval: int) -> None:
                     f"in the recipe (layer {name}): later micro-batches have moved its directions on before "
                     "an earlier one is recomputed; set it to 0"
                 )
+
+
+def groups_of(model: torch.nn.Module) -> GroupsOfRank | None:
+    """Process groups of a stage; None for other models, which have none of their own."""
+    stage = stage_of(model)
+    return None if stage is None else stage.groups()
 
 
 def attach_pipeline(engine: Any) -> None:

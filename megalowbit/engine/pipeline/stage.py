@@ -24,10 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megalowbit.distributed import process_group
 from megalowbit.distributed.mpu import GroupsOfRank
-from megalowbit.engine.pipeline.stage_bounds import empty_stage
-from megalowbit.errors import UserError
-from megalowbit.hf.generation import remember, remembered
-from megalowbit.hf.pipeline import (
+from megalowbit.engine.pipeline.micro_batches import Inputs
+from megalowbit.engine.pipeline.parts import (
     Block,
     BlockInputs,
     BlockOptions,
@@ -40,7 +38,9 @@ from megalowbit.hf.pipeline import (
     run_parts,
     tied_names,
 )
-from megalowbit.hf.pipeline_batches import Inputs
+from megalowbit.engine.pipeline.stage_bounds import empty_stage
+from megalowbit.errors import UserError
+from megalowbit.hf.generation import remember, remembered
 from megalowbit.layers.conversion.convert import AdvanceStream, random_stream
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class PipelinedModel(PipelineModule):
             self.register_forward_pre_hook(AdvanceStream(stream))
 
     def forward(self, forward_input: Inputs) -> Inputs:
-        """Run this stage: see `hf.pipeline.run_parts`."""
+        """Run this stage: see `parts.run_parts`."""
         return run_parts(self.forward_funcs, forward_input, self._block_inputs, self._run_blocks)
 
     def get_output_embeddings(self) -> nn.Module | None:

@@ -10,15 +10,15 @@ from itertools import pairwise
 
 from torch import nn
 
+from megalowbit.engine.pipeline.parts import Block
 from megalowbit.errors import UserError
-from megalowbit.hf.pipeline import Block
 
 
 def stage_bounds(parts: Sequence[nn.Module], num_stages: int, partition: str) -> list[int]:
     """Where stages begin in the parts of a model, and the end of the last.
 
     Args:
-        parts: as of `hf.pipeline.parts_of`.
+        parts: as of `parts.parts_of`.
         num_stages: of the pipeline.
         partition: `"parameters"`, `"uniform"` or `"type:block"`.
 

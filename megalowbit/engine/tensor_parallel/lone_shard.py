@@ -10,12 +10,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalowbit.engine.tensor_parallel.shard_model import (
-    attention_sizes,
-    plan_for,
+    divisible_family,
+    module_sizes,
+    put_shard,
     replace_conv1d,
     restore_sizes,
 )
-from megalowbit.layers.tensor_parallel.linear import Cut, TensorGroup, parallel_linear
+from megalowbit.layers.tensor_parallel.linear import Cut, TensorGroup
 
 
 class LoneGroup(TensorGroup):
@@ -45,7 +46,7 @@ def shard_alone(model: nn.Module, size: int) -> None:
     """Leave rank 0's shard of a model, in place.
 
     Args:
-        model: a GPT-2 or LLaMA of transformers, with plain layers, whole; real or fake tensors.
+        model: of one of the families, with plain layers, whole; real or fake tensors.
         size: tensor-parallel ranks; nothing happens where there is one.
 
     Raises:
@@ -53,28 +54,20 @@ def shard_alone(model: nn.Module, size: int) -> None:
     """
     if size == 1:
         return
-    plan, group = plan_for(model, size), LoneGroup(size)
+    family, group = divisible_family(model, size), LoneGroup(size)
     transposed = replace_conv1d(model)
-    sizes = attention_sizes(model, plan)
+    sizes = module_sizes(model, family)
     for name, layer in list(model.named_modules()):
-        last = name.rpartition(".")[2]
-        is_row = last in plan.row
-        if not (isinstance(layer, nn.Linear) and (is_row or last in plan.column)):
+        projection = family.projection(name)
+        if projection is None or not isinstance(layer, nn.Linear):
             continue
-        num_parts = plan.column.get(last, 1)
+        is_row, num_parts = projection
         parts = (layer.weight.shape[int(is_row)] // num_parts,) * num_parts
-        bias = layer.bias
-        new = parallel_linear(
-            _shard(layer.weight, Cut(int(is_row), parts), size),
-            bias if bias is None or is_row else _shard(bias, Cut(0, parts), size),
-            group,
-            is_row=is_row,
-            parts=parts,
-            is_transposed=name in transposed,
-        )
-        new.train(layer.training)
-        model.set_submodule(name, new)
-    restore_sizes(model, sizes, plan, size)
+        weight, bias = _shard(layer.weight, Cut(int(is_row), parts), size), layer.bias
+        if bias is not None and not is_row:
+            bias = _shard(bias, Cut(0, parts), size)
+        put_shard(model, name, weight, bias, group, projection, name in transposed)
+    restore_sizes(model, sizes, family, size)
 
 
 def _shard(parameter: Tensor, cut: Cut, size: int) -> nn.Parameter:

@@ -1,23 +1,24 @@
 """Tensor parallelism: DeepSpeed's AutoTP cuts the model, our layers take over the shards.
 
 AutoTP shards a model inside `deepspeed.initialize`, and replaces what it does not know: a low-bit layer put
-in before would quietly become a plain one. So it is called here first, with a plan of our own by model
-family; its layers are exchanged for `layers.tensor_parallel`'s on the same parameters, `convert` makes those
+in before would quietly become a plain one. So it is called here first, with the plan of the model's family;
+its layers are exchanged for `layers.tensor_parallel`'s on the same parameters, `convert` makes those
 low-bit, and the mark left on the model lets the engine skip its own pass.
 
 Attention and MLP projections are cut, heads and all. Embeddings, norms and the output head stay whole on
-every rank, tied or not: they get equal gradients there, and count once in the norm. What all ranks hold
-starts as the first rank of the group has it, and so do random generators, for dropout must draw alike: who
-seeds them later must do so alike. Attention dropout draws the same masks on each rank's own heads.
+every rank, tied or not: they get equal gradients there, and count once in the norm. Norms that work on each
+head see a rank's own heads only, so their gradients are summed over the ranks. What all ranks hold starts
+as the first rank of the group has it, and so do random generators, for dropout must draw alike: who seeds
+them later must do so alike. Attention dropout draws the same masks on each rank's own heads.
 
-Not covered: other families than GPT-2 and LLaMA, uneven heads, cross-attention, vocabulary parallelism,
+Not covered: models of no family in `families`, uneven heads, cross-attention, vocabulary parallelism,
 DeepSpeed's own plans (`tensor_parallel.partition_config` and the like are refused with the configuration).
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import re
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import TENSOR_KEY, ProcessGrid
 from megalowbit.errors import UserError
+from megalowbit.families.base import Family, Projection
+from megalowbit.families.registry import FAMILIES
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -45,41 +48,6 @@ IS_SHARDED = "ds_autotp_parsed"  # DeepSpeed's own mark
 SIZES = ("num_heads", "embed_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How the projections of one model family are cut; names are the last ones of a module's path.
-
-    Attributes:
-        column: projections whose output features are cut, with the number of parts side by side in them.
-        row: projections whose input features are cut.
-        counts: fields of the configuration that the number of tensor ranks must divide.
-        refused: fields that must be false or unset.
-        attention: attributes of attention modules that hold sizes, to be divided.
-    """
-
-    column: dict[str, int]
-    row: tuple[str, ...]
-    counts: tuple[str, ...]
-    refused: tuple[str, ...] = ()
-    attention: tuple[str, ...] = ()
-
-
-PLANS = {
-    "gpt2": Plan(
-        column={"c_attn": 3, "c_fc": 1},
-        row=("c_proj",),
-        counts=("n_head", "n_embd", "n_inner"),
-        refused=("add_cross_attention", "reorder_and_upcast_attn"),
-        attention=("num_heads", "embed_dim", "split_size"),
-    ),
-    "llama": Plan(
-        column=dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 1),
-        row=("o_proj", "down_proj"),
-        counts=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    ),
-}
-
-
 def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank | None:
     """Cut a model over the tensor-parallel ranks, in place; collective, and nothing where there is one rank.
 
@@ -87,7 +55,7 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
     for those of a transformers `Conv1D`: it becomes a linear layer with a new weight.
 
     Args:
-        model: a GPT-2 or LLaMA of transformers, with plain layers, whole.
+        model: of one of the families, with plain layers, whole.
         parts: the configuration; `tensor_parallel.autotp_size` ranks share each layer.
 
     Returns:
@@ -104,14 +72,16 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
     units = _groups(size)
     if getattr(model, IS_SHARDED, False):
         return units
-    plan = succeed_together(lambda: plan_for(model, size))
+    family = succeed_together(lambda: divisible_family(model, size))
     _start_alike(model, units.tensor)
     _draw_alike(units.tensor)
     transposed = replace_conv1d(model)
-    sizes = attention_sizes(model, plan)
-    _apply_autotp(model, plan, size)
-    restore_sizes(model, sizes, plan, size)
-    _exchange_layers(model, plan, TensorGroup(units.tensor), transposed)
+    sizes = module_sizes(model, family)
+    _apply_autotp(model, family, size)
+    restore_sizes(model, sizes, family, size)
+    group = TensorGroup(units.tensor)
+    _exchange_layers(model, family, group, transposed)
+    _sum_head_norms(model, family, group)
     setattr(model, IS_SHARDED, True)
     return units
 
@@ -133,19 +103,19 @@ def _groups(size: int) -> GroupsOfRank:
     )
 
 
-def plan_for(model: nn.Module, size: int) -> Plan:
-    """How `size` ranks cut a model.
+def divisible_family(model: nn.Module, size: int) -> Family:
+    """The family of a model that `size` ranks can share.
 
     Raises:
         UserError: they cannot.
     """
     config = getattr(model, "config", None)
-    family = getattr(config, "model_type", None)
-    plan = PLANS.get(family) if isinstance(family, str) else None
-    if plan is None:
+    model_type = getattr(config, "model_type", None)
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
         raise UserError(
             f"{TENSOR_KEY} = {size} cannot cut a {type(model).__name__}: "
-            f"use a transformers model of type {' or '.join(PLANS)}, or set it to 1"
+            f"use a transformers model of type {' or '.join(FAMILIES)}, or set it to 1"
         )
     layers = bit_layers(model)
     if layers:
@@ -153,10 +123,10 @@ def plan_for(model: nn.Module, size: int) -> Plan:
             f"layer {next(iter(layers))} is low-bit already, and {TENSOR_KEY} = {size} cuts plain layers: "
             "leave the conversion to megalowbit.initialize, with megalowbit.recipe"
         )
-    for field in plan.refused:
+    for field in family.refused_when_divided:
         if getattr(config, field, False):
             raise UserError(f"{TENSOR_KEY} = {size} does not work with {field}: set it to false")
-    for field in plan.counts:
+    for field in family.divided:
         value = getattr(config, field, None)
         if isinstance(value, int) and value % size:
             raise UserError(
@@ -168,7 +138,7 @@ def plan_for(model: nn.Module, size: int) -> Plan:
             raise UserError(
                 f"parameter {name} was partitioned by deepspeed.zero.Init: build the model outside it"
             )
-    return plan
+    return family
 
 
 @torch.no_grad()
@@ -209,8 +179,8 @@ def replace_conv1d(model: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def _apply_autotp(model: nn.Module, plan: Plan, size: int) -> None:
-    """DeepSpeed's own pass, as its engine runs it, with our plan."""
+def _apply_autotp(model: nn.Module, family: Family, size: int) -> None:
+    """DeepSpeed's own pass, as its engine runs it, with the family's plan."""
     from deepspeed.module_inject import set_autotp_mode
     from deepspeed.module_inject.auto_tp import AutoTP
     from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec
@@ -219,14 +189,12 @@ def _apply_autotp(model: nn.Module, plan: Plan, size: int) -> None:
     set_autotp_mode(training=True)
     specs = [
         TPLayerSpec(
-            patterns=[rf".*\.{name}\.weight$"],
-            partition_type=PartitionType.COLUMN,
-            **({"shape": (count, -1), "partition_dim": 0} if count > 1 else {}),
+            patterns=[rf".*\.{re.escape(name)}\.weight$"],
+            partition_type=PartitionType.ROW if projection.is_row else PartitionType.COLUMN,
+            **({"shape": (projection.num_parts, -1), "partition_dim": 0} if projection.num_parts > 1 else {}),
         )
-        for name, count in plan.column.items()
+        for name, projection in family.projections.items()
     ]
-    rows = [rf".*\.{name}\.weight$" for name in plan.row]
-    specs.append(TPLayerSpec(patterns=rows, partition_type=PartitionType.ROW))
     autotp = AutoTP(
         module=model,
         all_reduce_linears=(),
@@ -243,28 +211,30 @@ def _apply_autotp(model: nn.Module, plan: Plan, size: int) -> None:
     autotp._replace_module(model)
 
 
-def attention_sizes(model: nn.Module, plan: Plan) -> dict[str, dict[str, int]]:
+def module_sizes(model: nn.Module, family: Family) -> dict[str, dict[str, int]]:
     """Sizes that modules keep for themselves, some of which AutoTP divides, by module name."""
     found = {
         module_name: {
-            name: value for name, value in vars(module).items() if name in {*SIZES, *plan.attention}
+            name: value for name, value in vars(module).items() if name in {*SIZES, *family.attention_sizes}
         }
         for module_name, module in model.named_modules()
     }
     return {name: sizes for name, sizes in found.items() if sizes}
 
 
-def restore_sizes(model: nn.Module, sizes: dict[str, dict[str, int]], plan: Plan, size: int) -> None:
+def restore_sizes(model: nn.Module, sizes: dict[str, dict[str, int]], family: Family, size: int) -> None:
     """Divide what attention computes with, and nothing else; AutoTP divides by name, wherever it is."""
     modules = dict(model.named_modules())
     for module_name, values in sizes.items():
-        is_attention = all(key in values for key in plan.attention)
+        is_attention = all(key in values for key in family.attention_sizes)
         for key, value in values.items():
-            is_divided = is_attention and key in plan.attention
+            is_divided = is_attention and key in family.attention_sizes
             setattr(modules[module_name], key, value // size if is_divided else value)
 
 
-def _exchange_layers(model: nn.Module, plan: Plan, group: TensorGroup, transposed: frozenset[str]) -> None:
+def _exchange_layers(
+    model: nn.Module, family: Family, group: TensorGroup, transposed: frozenset[str]
+) -> None:
     """Our layers for AutoTP's, on the same parameters.
 
     Raises:
@@ -274,27 +244,44 @@ def _exchange_layers(model: nn.Module, plan: Plan, group: TensorGroup, transpose
 
     count = 0
     for name, layer in list(model.named_modules()):
-        last = name.rpartition(".")[2]
-        is_row, is_planned = last in plan.row, last in plan.row or last in plan.column
-        if isinstance(layer, TensorParallel_Layer) != is_planned:
+        projection = family.projection(name)
+        if isinstance(layer, TensorParallel_Layer) != (projection is not None):
             raise RuntimeError(f"DeepSpeed's AutoTP made {name} a {type(layer).__name__}, against our plan")
-        if not is_planned:
-            continue
-        weight, bias = layer.weight, layer.bias
-        num_parts = plan.column.get(last, 1)
-        part = weight.shape[int(is_row)] * group.size // num_parts
-        new = parallel_linear(
-            weight,
-            bias,
-            group,
-            is_row=is_row,
-            parts=(part,) * num_parts,
-            is_transposed=name in transposed,
-        )
-        new.train(layer.training)
-        model.set_submodule(name, new)
-        count += 1
+        if projection is not None:
+            put_shard(model, name, layer.weight, layer.bias, group, projection, name in transposed)
+            count += 1
     if not count:
         raise RuntimeError("DeepSpeed's AutoTP cut no layer, against our plan")
     if process_group.rank() == 0:
         logger.info("%d projections cut over %d tensor-parallel ranks", count, group.size)
+
+
+def put_shard(
+    model: nn.Module,
+    name: str,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    group: TensorGroup,
+    projection: Projection,
+    is_transposed: bool,
+) -> None:
+    """Put a layer of shards into the place of the module `name`; arguments as of `parallel_linear`."""
+    part = weight.shape[int(projection.is_row)] * group.size // projection.num_parts
+    new = parallel_linear(
+        weight,
+        bias,
+        group,
+        is_row=projection.is_row,
+        parts=(part,) * projection.num_parts,
+        is_transposed=is_transposed,
+    )
+    new.train(model.get_submodule(name).training)
+    model.set_submodule(name, new)
+
+
+def _sum_head_norms(model: nn.Module, family: Family, group: TensorGroup) -> None:
+    """Sum the gradients of norms on heads over the ranks, each of which has some of the heads."""
+    for name, module in model.named_modules():
+        if name.endswith(tuple(f".{norm}" for norm in family.head_norms)):
+            for parameter in module.parameters():
+                parameter.register_hook(lambda gradient: group.sum(gradient.clone()))

@@ -1,9 +1,9 @@
 """The first and last transformer blocks of a model, which a recipe may leave in high precision.
 
 Families are not known here: blocks are the modules in the one list (`nn.ModuleList`) that holds linear
-layers and lies in no other such list: `transformer.h` of GPT-2, `model.layers` of LLaMA. Modules in it
-without linear layers do not count. A model with no such list, or with several (an encoder and a decoder),
-is refused: a guess would quietly train another model than the one meant.
+layers and lies in no other such list, such as `model.layers`. Modules in it without linear layers do not
+count. A model with no such list, or with several (an encoder and a decoder), is refused: a guess would
+quietly train another model than the one meant.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megalowbit.config.pipeline import interval_of, partition_of, stages_of
 from megalowbit.config.zero import zero_stage
 from megalowbit.distributed.process_grid import ProcessGrid
+from megalowbit.engine.pipeline.parts import parts_of
 from megalowbit.engine.pipeline.stage_bounds import stage_bounds
 from megalowbit.engine.tensor_parallel.lone_shard import shard_alone
+from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
-from megalowbit.hf.families import family
-from megalowbit.hf.pipeline import parts_of
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.recipe import Recipe

@@ -5,9 +5,9 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import utils
 
+from megalowbit.engine.pipeline.parts import Block
 from megalowbit.engine.pipeline.stage_bounds import stage_bounds
 from megalowbit.errors import UserError
-from megalowbit.hf.pipeline import Block
 
 
 def part(count):

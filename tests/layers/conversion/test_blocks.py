@@ -1,20 +1,17 @@
 import pytest
 import torch
+from tiny_models import KINDS, tiny_model
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalowbit.errors import UserError
+from megalowbit.families.registry import family
 from megalowbit.layers.conversion.convert import bit_layers, convert
 
 
 def gpt2(blocks=4):
     sizes = {"n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
     return GPT2LMHeadModel(GPT2Config(**sizes, n_layer=blocks, bos_token_id=0, eos_token_id=0))
-
-
-def llama(blocks=4):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=blocks))
 
 
 class Stack(nn.Module):
@@ -49,9 +46,9 @@ def recipe(**changes):
         ({"keep_first": 1e-12}, [1, 2, 3]),  # a share above none keeps one
     ],
 )
-@pytest.mark.parametrize(("build", "prefix"), [(gpt2, "transformer.h."), (llama, "model.layers.")])
-def test_first_and_last_blocks_stay_as_they_are(build, prefix, changes, swapped):
-    model = build()
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_and_last_blocks_stay_as_they_are(kind, changes, swapped):
+    model, prefix = tiny_model(kind, num_layers=4), f"{family(kind).blocks}."
     report = convert(model, recipe(**changes))
     assert block_numbers(bit_layers(model), prefix) == swapped
     kept = [each.name for each in report.kept if each.name.startswith(prefix)]

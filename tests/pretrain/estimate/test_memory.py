@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import KINDS, tiny_config
 
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.layers.conversion.convert import convert
@@ -38,11 +39,16 @@ def bytes_of(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def test_weights_gradients_masters_and_moments_are_what_an_optimizer_really_holds(build_job, resolve):
-    job = build_job()
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_gradients_masters_and_moments_are_what_an_optimizer_really_holds(
+    build_job, resolve, kind, tmp_path
+):
+    tiny_config(kind, vocab_size=256, positions=64).save_pretrained(tmp_path / kind)
+    model = f"megalowbit.model={json.dumps({'config': str(tmp_path / kind / 'config.json')})}"
+    job = build_job(model)
     train_step(job)
     optimizer = job.engine.optimizer
-    expected = estimate(resolve())
+    expected = estimate(resolve(model))
     assert expected.parameters == bytes_of(job.engine.module.parameters())
     assert expected.main_gradients == bytes_of([optimizer.grad_buffer.flat])
     masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

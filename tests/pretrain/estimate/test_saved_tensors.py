@@ -2,9 +2,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from tiny_models import KINDS, tiny_model
 
-from megalowbit.hf.pipeline import parts_of
+from megalowbit.engine.pipeline.parts import parts_of
+from megalowbit.families.registry import family
 from megalowbit.layers.conversion.convert import convert
 from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.estimate import saved_tensors
@@ -52,21 +53,11 @@ def test_of_a_choice_of_recipes_layers_are_counted_with_the_one_that_keeps_more(
     assert not any(layer._forward_pre_hooks for layer in model.layers)
 
 
-def gpt2():
-    sizes = {"n_embd": 32, "n_layer": 6, "n_head": 2, "n_positions": 32, "vocab_size": 96}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.1, attn_pdrop=0.1))
-
-
-def llama():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "vocab_size": 96}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=32))
-
-
 @pytest.fixture(params=["nvfp4", "metis-nvfp4", "one block in other precision"])
-def blocks_and_model(request, family):
-    model = family().bfloat16()
-    blocks = list((model.transformer.h if family is gpt2 else model.model.layers).children())
+def blocks_and_model(request, kind):
+    dropout = {"resid_pdrop": 0.1, "attn_pdrop": 0.1} if kind == "gpt2" else {}
+    model = tiny_model(kind, num_layers=6, **dropout).bfloat16()
+    blocks = list(model.get_submodule(family(kind).blocks).children())
     if request.param in ("nvfp4", "metis-nvfp4"):
         convert(model, request.param)
     else:
@@ -89,8 +80,8 @@ def counted_calls(blocks):
     return calls
 
 
-@pytest.mark.parametrize("family", [gpt2, llama])
-def test_blocks_that_are_alike_are_counted_as_if_all_were_run(family, blocks_and_model):
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_that_are_alike_are_counted_as_if_all_were_run(kind, blocks_and_model):
     blocks, model = blocks_and_model
     expected = saved_for_backward(model, 2, 16)
     calls = counted_calls(blocks)
@@ -100,8 +91,19 @@ def test_blocks_that_are_alike_are_counted_as_if_all_were_run(family, blocks_and
     assert all("forward" not in vars(block) for block in blocks)
 
 
-@pytest.mark.parametrize("family", [gpt2, llama])
-def test_stages_count_blocks_that_are_alike_as_if_all_were_run(family, blocks_and_model, monkeypatch):
+def test_blocks_with_a_window_are_not_like_blocks_without():
+    """They keep a mask."""
+    model = tiny_model("qwen3", num_layers=6, max_window_layers=3)
+    blocks = list(model.model.layers)
+    expected = saved_for_backward(model, 2, 16)
+    assert saved_for_backward(tiny_model("qwen3", num_layers=6, max_window_layers=6), 2, 16) < expected
+    calls = counted_calls(blocks)
+    assert saved_for_backward(model, 2, 16, blocks=blocks) == expected
+    assert calls == [1, 1, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_count_blocks_that_are_alike_as_if_all_were_run(kind, blocks_and_model, monkeypatch):
     blocks, model = blocks_and_model
     parts = parts_of(model)
     shape = {"micro_batch_size": 2, "sequence_length": 16, "interval": 0, "num_in_flight": 1}

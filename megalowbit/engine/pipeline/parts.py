@@ -2,59 +2,29 @@
 
 Embedding, blocks one by one, final norm with head: each part is an ordinary module in which the model's own
 modules stand under the names they have in the model, so `state_dict` keys of all parts together are the
-model's. Nothing is copied: parts and model share their modules. What all blocks need alike (causal mask,
-rotary angles) is computed once a stage, not once a block, from what travels along with the hidden states.
+model's. Nothing is copied: parts and model share their modules. What several blocks need (masks, rotary
+angles) is computed once a stage, not once a block, from what travels along with the hidden states.
 Not covered: cross attention, key-value caches, Hugging Face's own gradient checkpointing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from megalowbit.engine.pipeline.micro_batches import IGNORED_LABEL, BatchLimits, Inputs, mask_of
 from megalowbit.errors import UserError
-from megalowbit.hf.families import family
-from megalowbit.hf.pipeline_batches import IGNORED_LABEL, BatchLimits, Inputs, mask_of
+from megalowbit.families.base import FULL, SLIDING, Family
+from megalowbit.families.registry import family
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 BlockOptions = dict[str, Any]
 RunBlocks = Callable[[Sequence["Block"], Tensor, BlockOptions], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Names:
-    """Where a family keeps what is not in a block; dotted, None where it has none."""
-
-    tokens: str
-    positions: str | None
-    dropout: str | None
-    rotary: str | None
-    norm: str
-    head: str = "lm_head"
-
-
-_NAMES = {
-    "gpt2": _Names(
-        tokens="transformer.wte",
-        positions="transformer.wpe",
-        dropout="transformer.drop",
-        rotary=None,
-        norm="transformer.ln_f",
-    ),
-    "llama": _Names(
-        tokens="model.embed_tokens",
-        positions=None,
-        dropout=None,
-        rotary="model.rotary_emb",
-        norm="model.norm",
-    ),
-}
 
 
 class Part(nn.Module):
@@ -74,32 +44,44 @@ class Part(nn.Module):
 class Embedding(Part):
     """Token ids to hidden states."""
 
-    def __init__(self, model: PreTrainedModel, names: _Names) -> None:
+    def __init__(self, model: PreTrainedModel, names: Family) -> None:
         super().__init__(_found(model, (names.tokens, names.positions, names.dropout)))
-        self._where = names
+        self._family = names
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """(batch, tokens) → (batch, tokens, hidden)."""
-        where = self._where
-        hidden: Tensor = self.get_submodule(where.tokens)(input_ids)
-        if where.positions is not None:
-            hidden = hidden + self.get_submodule(where.positions)(position_ids)
-        return self.get_submodule(where.dropout)(hidden) if where.dropout is not None else hidden
+        names = self._family
+        hidden: Tensor = self.get_submodule(names.tokens)(input_ids)
+        if names.positions is not None:
+            hidden = hidden + self.get_submodule(names.positions)(position_ids)
+        return self.get_submodule(names.dropout)(hidden) if names.dropout is not None else hidden
 
 
 class Block(Part):
-    """One transformer block."""
+    """One transformer block.
+
+    Args:
+        modules: one, by its name.
+        attention: the kind of its mask.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], attention: str = FULL) -> None:
+        super().__init__(modules)
+        self.attention = attention
 
     def forward(self, hidden: Tensor, options: BlockOptions) -> Tensor:
         """(batch, tokens, hidden) → the same; `options` as `BlockInputs.options` makes them."""
-        found: Tensor = self.get_submodule(self.names[0])(hidden, use_cache=False, **options)
+        mask = options["attention_mask"][self.attention]
+        found: Tensor = self.get_submodule(self.names[0])(
+            hidden, use_cache=False, **{**options, "attention_mask": mask}
+        )
         return found
 
 
 class Head(Part):
     """Final norm and output projection."""
 
-    def __init__(self, model: PreTrainedModel, names: _Names) -> None:
+    def __init__(self, model: PreTrainedModel, names: Family) -> None:
         super().__init__(_found(model, (names.norm, names.head)))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -117,23 +99,36 @@ class BlockInputs:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        names = _names_of(model.config)
+        rotary = family(model.config.model_type).rotary
         self._config = model.config
-        self.rotary = None if names.rotary is None else model.get_submodule(names.rotary)
+        self.rotary = None if rotary is None else model.get_submodule(rotary)
 
-    def options(self, hidden: Tensor, mask: Tensor | None, position_ids: Tensor) -> BlockOptions:
-        """Arguments of a block; `mask` is (batch, tokens), 1 where a token is attended to, or None."""
-        from transformers.masking_utils import create_causal_mask
+    def options(
+        self, hidden: Tensor, mask: Tensor | None, position_ids: Tensor, kinds: Iterable[str]
+    ) -> BlockOptions:
+        """Arguments of blocks; under `"attention_mask"` a mask for each kind.
 
+        Args:
+            hidden: (batch, tokens, hidden).
+            mask: (batch, tokens), 1 where a token is attended to; None: everywhere.
+            position_ids: (batch or 1, tokens).
+            kinds: of the blocks' masks, `FULL` or `SLIDING`.
+        """
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+        makers = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
         options: BlockOptions = {
             "position_ids": position_ids,
-            "attention_mask": create_causal_mask(
-                config=self._config,
-                inputs_embeds=hidden,
-                attention_mask=mask,
-                past_key_values=None,
-                position_ids=position_ids,
-            ),
+            "attention_mask": {
+                kind: makers[kind](
+                    config=self._config,
+                    inputs_embeds=hidden,
+                    attention_mask=mask,
+                    past_key_values=None,
+                    position_ids=position_ids,
+                )
+                for kind in dict.fromkeys(kinds)
+            },
         }
         if self.rotary is not None:
             options["position_embeddings"] = self.rotary(hidden, position_ids=position_ids)
@@ -146,30 +141,29 @@ def parts_of(model: PreTrainedModel) -> list[Embedding | Block | Head]:
     Raises:
         UserError: the model's family is not known here, or it recomputes activations by itself.
     """
-    names, row = _names_of(model.config), family(model.config.model_type)
+    model_family = family(model.config.model_type)
     if getattr(model, "is_activation_checkpointing", False):
         raise UserError(
             "activation checkpointing is on in the model, but stages recompute by themselves: turn it off "
             "and set pipeline.activation_checkpoint_interval"
         )
-    blocks = (f"{row.blocks}.{index}" for index in range(getattr(model.config, row.num_layers)))
+    names, kinds = model_family.block_names(model.config), model_family.attention(model.config)
     return [
-        Embedding(model, names),
-        *(Block(_found(model, (name,))) for name in blocks),
-        Head(model, names),
+        Embedding(model, model_family),
+        *(Block(_found(model, (name,)), kind) for name, kind in zip(names, kinds, strict=True)),
+        Head(model, model_family),
     ]
 
 
 def is_tied(model: PreTrainedModel) -> bool:
     """Whether the output projection's weight is the embedding's."""
-    names = _names_of(model.config)
-    head, tokens = model.get_submodule(names.head), model.get_submodule(names.tokens)
-    return head.weight is tokens.weight
+    tokens, head = tied_names(model.config)
+    return model.get_parameter(head) is model.get_parameter(tokens)
 
 
 def tied_names(config: PretrainedConfig) -> tuple[str, str]:
     """Names of the embedding's weight and of the output projection's."""
-    names = _names_of(config)
+    names = family(config.model_type)
     return f"{names.tokens}.weight", f"{names.head}.weight"
 
 
@@ -198,7 +192,8 @@ def run_parts(
         values = parts[0](values, position_ids)
     blocks = [part for part in parts if isinstance(part, Block)]
     if blocks:
-        options = block_inputs.options(values, mask, position_ids)
+        kinds = [block.attention for block in blocks]
+        options = block_inputs.options(values, mask, position_ids, kinds)
         values = (run or run_blocks)(blocks, values, options)
     if isinstance(parts[-1], Head):
         logits: Tensor = parts[-1](values)
@@ -219,7 +214,7 @@ def causal_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def batch_limits(config: PretrainedConfig) -> BatchLimits:
     """What the first and the last stage of a model have rows for."""
-    is_learned = _names_of(config).positions is not None
+    is_learned = family(config.model_type).positions is not None
     positions = config.max_position_embeddings if is_learned else None
     return BatchLimits(vocabulary=config.vocab_size, positions=positions)
 
@@ -243,7 +238,3 @@ def run_blocks(blocks: Sequence[Block], hidden: Tensor, options: BlockOptions) -
 
 def _found(model: nn.Module, names: Iterable[str | None]) -> dict[str, nn.Module]:
     return {name: model.get_submodule(name) for name in names if name is not None}
-
-
-def _names_of(config: PretrainedConfig) -> _Names:
-    return _NAMES[family(config.model_type).model_type]

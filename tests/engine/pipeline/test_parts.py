@@ -2,10 +2,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from tiny_models import KINDS, tiny_config, tiny_model
 
-from megalowbit.errors import UserError
-from megalowbit.hf.pipeline import (
+from megalowbit.engine.pipeline.micro_batches import BatchLimits, as_inputs_and_labels
+from megalowbit.engine.pipeline.parts import (
     Block,
     BlockInputs,
     batch_limits,
@@ -16,38 +16,33 @@ from megalowbit.hf.pipeline import (
     run_parts,
     tied_names,
 )
-from megalowbit.hf.pipeline_batches import BatchLimits, as_inputs_and_labels
+from megalowbit.errors import UserError
+from megalowbit.families.base import FULL, SLIDING
+from megalowbit.families.registry import family
 
 TOKENS = torch.arange(20).reshape(2, 10) * 7 % 50
 MASK = torch.ones_like(TOKENS).index_fill(1, torch.tensor([0, 1]), 0)
 POSITIONS = (MASK.cumsum(1) - 1).clamp(min=0)
 
 
+SIZES = {"vocab_size": 50, "positions": 16, "hidden_size": 16, "num_layers": 3}
+WITH_WINDOW = [kind for kind in KINDS if SLIDING in family(kind).attention(tiny_config(kind))]
+
+
 def make(kind, **more):
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=3, n_head=2, **more)
-        model = GPT2LMHeadModel(config)
-    else:
-        config = LlamaConfig(
-            vocab_size=50, max_position_embeddings=16, hidden_size=16, intermediate_size=24,
-            num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, **more,
-        )  # fmt: skip
-        model = LlamaForCausalLM(config)
-    return model.eval()
+    return tiny_model(kind, **SIZES, **more).eval()
 
 
 def run_stages(model, inputs, cuts):
     """The parts in stages, cut before these numbers, each with its own `BlockInputs`."""
     parts = parts_of(model)
     bounds = [0, *cuts, len(parts)]
-    with torch.no_grad():
-        for start, stop in pairwise(bounds):
-            inputs = run_parts(parts[start:stop], inputs, BlockInputs(model))
+    for start, stop in pairwise(bounds):
+        inputs = run_parts(parts[start:stop], inputs, BlockInputs(model))
     return inputs
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cuts", [(), (2,), (1, 2, 4)])
 @pytest.mark.parametrize(
     ("names", "extras"),
@@ -57,26 +52,56 @@ def test_parts_in_stages_compute_what_the_model_does(kind, cuts, names, extras):
     model = make(kind)
     with torch.no_grad():
         expected = model(TOKENS, **dict(zip(names, extras, strict=True)), use_cache=False).logits
-    found = run_stages(model, (TOKENS, *extras) if extras else TOKENS, cuts)
+        found = run_stages(model, (TOKENS, *extras) if extras else TOKENS, cuts)
     assert found.equal(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_have_loss_and_gradients_of_the_model(kind):
+    model, staged = make(kind), make(kind)
+    expected = model(TOKENS, attention_mask=MASK, labels=TOKENS, use_cache=False).loss
+    expected.backward()
+    loss = causal_loss(run_stages(staged, (TOKENS, MASK), (1, 2, 4)), TOKENS)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(staged.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", WITH_WINDOW)
+@pytest.mark.parametrize("cuts", [(), (1, 2, 4)])
+def test_a_stage_does_not_attend_beyond_the_window_of_its_blocks(kind, cuts):
+    """Or the tests above would compare models whose window is longer than their sequences."""
+    model = make(kind)
+    window = model.config.sliding_window
+    reach = sum(window - 1 for each in family(kind).attention(model.config) if each == SLIDING)
+    is_everywhere = FULL in family(kind).attention(model.config)
+    tokens = torch.arange(16).view(1, 16)
+    other = tokens.clone()
+    other[0, 0] += 1
+    with torch.no_grad():
+        first, second = (run_stages(model, each, cuts)[0] for each in (tokens, other))
+    differs = [not one.equal(two) for one, two in zip(first, second, strict=True)]
+    assert window < TOKENS.shape[1]
+    assert differs == [is_everywhere or place <= reach for place in range(16)]
 
 
 PACKED = torch.cat([torch.arange(6), torch.arange(4)]).expand(2, -1)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("positions", [PACKED, PACKED[:1], PACKED + 3, PACKED.flip(1)])
 @pytest.mark.parametrize("mask", [None, MASK, MASK.bool(), MASK * 0.5, torch.ones_like(MASK)])
 def test_stages_attend_within_packed_documents_where_the_model_does(kind, attention, positions, mask):
     model = make(kind, attn_implementation=attention)
     extras = {"position_ids": positions, "attention_mask": mask}
+    inputs, _ = as_inputs_and_labels({"input_ids": TOKENS, "labels": TOKENS, **extras})
     with torch.no_grad():
         expected = model(TOKENS, **extras, use_cache=False).logits
         across = model(TOKENS, position_ids=positions, attention_mask=torch.ones_like(MASK), use_cache=False)
-    inputs, _ = as_inputs_and_labels({"input_ids": TOKENS, "labels": TOKENS, **extras})
-    for cuts in ((), (1, 2, 4)):
-        assert run_stages(model, inputs, cuts).equal(expected)
+        for cuts in ((), (1, 2, 4)):
+            assert run_stages(model, inputs, cuts).equal(expected)
     # the mask matters: positions alone keep documents apart, a mask of ones does not
     assert across.logits.allclose(expected, atol=1e-3) == (mask is not None and bool(mask.all()))
 
@@ -86,7 +111,7 @@ def test_limits_are_those_of_the_embeddings():
     assert batch_limits(make("llama").config) == BatchLimits(vocabulary=50, positions=None)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_keys_of_all_parts_are_those_of_the_model(kind):
     model = make(kind)
     keys = [key for part in parts_of(model) for key in part.state_dict()]

@@ -1,18 +1,9 @@
 import pytest
-import torch
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers.pytorch_utils import Conv1D
+from tiny_models import tiny_config
+from transformers import GPT2Config, LlamaConfig
 
 from megalowbit.errors import UserError
-from megalowbit.hf.families import (
-    FAMILIES,
-    check_config,
-    check_fits,
-    expected_projections,
-    family,
-    position_limit,
-)
+from megalowbit.families.config_checks import check_config, check_fits
 
 SMALL_GPT2 = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}
 SMALL_LLAMA = {
@@ -24,42 +15,6 @@ SMALL_LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-
-
-@pytest.mark.parametrize(
-    ("model_class", "config"),
-    [(GPT2LMHeadModel, GPT2Config(**SMALL_GPT2)), (LlamaForCausalLM, LlamaConfig(**SMALL_LLAMA))],
-)
-def test_the_table_names_every_projection_of_the_real_model_and_nothing_else(model_class, config):
-    with torch.device("meta"):
-        model = model_class(config)
-    row = family(config.model_type)
-    inside = {
-        name
-        for name, module in model.get_submodule(row.blocks).named_modules(prefix=row.blocks)
-        if isinstance(module, nn.Linear | Conv1D)
-    }
-    assert set(expected_projections(config)) == inside
-    assert len(expected_projections(config)) == 3 * len(row.projections)
-    assert (row.load_model_class(), row.load_config_class()) == (model_class, type(config))
-    assert position_limit(config) == 32
-
-
-def test_every_field_of_the_table_exists_in_its_configuration():
-    for row in FAMILIES:
-        config = row.load_config_class()()
-        for field in (row.num_layers, row.hidden_size, row.num_heads, row.position_limit, row.activation):
-            assert hasattr(config, field)
-        for field in (*row.sizes, *row.dropouts):
-            assert hasattr(config, field)
-        check_config(config, "defaults")
-
-
-def test_an_unknown_family_is_refused_with_the_known_ones():
-    with pytest.raises(
-        UserError, match=r"unknown model_type 'lama': did you mean 'llama'\? known: gpt2, llama"
-    ):
-        family("lama")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +73,37 @@ def test_an_impossible_gpt2_is_refused_in_one_line(change, message):
 def test_an_impossible_llama_is_refused_in_one_line(change, message):
     with pytest.raises(UserError, match=message):
         check_config(LlamaConfig.from_dict({**SMALL_LLAMA, **change}), "x.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window must be a whole number ≥ 1, not 0"),
+        ("mistral", {"num_key_value_heads": 3}, "3 does not divide 4"),
+        ("mistral", {"hidden_size": 34, "num_heads": 4}, "num_attention_heads 4 must divide hidden_size 34"),
+        ("qwen3", {"head_dim": 0}, "head_dim must be a whole number ≥ 1, not 0"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "unknown kind in layer_types 'chunked_attention': .*known: full_attention, sliding_attention",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": False},
+            'layer_types has "sliding_attention" but sliding_window is null: set it to a size',
+        ),
+    ],
+)
+def test_what_blocks_cannot_attend_with_is_refused_in_one_line(kind, change, message):
+    with pytest.raises(UserError, match=message) as caught:
+        check_config(tiny_config(kind, **change), "x.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_windows_may_be_left_out_and_heads_be_of_any_width():
+    check_config(tiny_config("mistral", sliding_window=None), "x.json")
+    check_config(tiny_config("qwen3", use_sliding_window=False), "x.json")
+    check_config(tiny_config("qwen3", hidden_size=34), "x.json")  # four heads of 16
 
 
 def test_a_gpt2_of_another_vocabulary_may_leave_its_end_of_text_unsaid():

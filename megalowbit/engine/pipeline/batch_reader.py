@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from megalowbit.distributed.agreement import succeed_together
+from megalowbit.engine.pipeline.micro_batches import Inputs, as_inputs_and_labels, check_values
+from megalowbit.engine.pipeline.parts import batch_limits
 from megalowbit.errors import UserError
-from megalowbit.hf.pipeline import batch_limits
-from megalowbit.hf.pipeline_batches import Inputs, as_inputs_and_labels, check_values
 
 Batch = tuple[Inputs, Tensor]
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from megalowbit.engine.pipeline.micro_batches import BatchLimits, as_inputs_and_labels, check_values, mask_of
 from megalowbit.errors import UserError
-from megalowbit.hf.pipeline_batches import BatchLimits, as_inputs_and_labels, check_values, mask_of
 
 TOKENS = torch.arange(20).reshape(2, 10) * 7 % 50
 MASK = torch.ones_like(TOKENS).index_fill(1, torch.tensor([0, 1]), 0)

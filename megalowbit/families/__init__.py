@@ -1,0 +1,1 @@
+"""Model families: one file each, and one line each in the registry."""

@@ -1,0 +1,32 @@
+"""The families there are, a line each."""
+
+from __future__ import annotations
+
+from megalowbit.errors import unknown_name
+from megalowbit.families.base import Family
+from megalowbit.families.gpt2 import GPT2
+from megalowbit.families.llama import LLAMA
+from megalowbit.families.mistral import MISTRAL
+from megalowbit.families.qwen3 import QWEN3
+
+FAMILIES = {
+    each.model_type: each
+    for each in (
+        GPT2,
+        LLAMA,
+        MISTRAL,
+        QWEN3,
+    )
+}
+
+
+def family(model_type: object) -> Family:
+    """The family of a `model_type`.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if found is None:
+        raise unknown_name("model_type", model_type, FAMILIES)
+    return found
