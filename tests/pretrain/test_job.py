@@ -25,7 +25,7 @@ def test_a_job_is_quantised_observed_and_ready(build_job):
 
 
 def test_telemetry_off_leaves_layers_unobserved(build_job):
-    job = build_job("megalowbit.telemetry.overflow.tracker=false")
+    job = build_job("megalowbit.telemetry.overflow=false")
     assert job.tracker is None
     assert all(layer.observer is None for layer in bit_layers(job.engine.module).values())
 

@@ -50,7 +50,7 @@ def test_the_layer_table_has_curves_and_leaves_the_metrics_alone(build_job, tmp_
 
 
 def test_without_counters_there_is_no_layer_table(build_job, tmp_path):
-    record(build_job("megalowbit.telemetry.overflow.tracker=false"), 1)
+    record(build_job("megalowbit.telemetry.overflow=false"), 1)
     assert not (tmp_path / "run" / "overflow_layers.jsonl").exists()
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.pretrain.dry_run import describe, split_ranks
+from megalowbit.pretrain.estimate.dry_run import describe, split_ranks
 
 
 def sections(text):
