@@ -5,7 +5,10 @@ this room and reads what stands here: each name of the first two tuples is also 
 `pretrain/components`, whose class (`late_switch` → `LateSwitch`) has the section's settings.
 """
 
-OPTIONAL_COMPONENTS = ("late_switch", "speculation")  # off where the section is null or left out
+OPTIONAL_COMPONENTS = (  # off where the section is null or left out
+    "late_switch",
+    "speculation",
+)
 STANDING_COMPONENTS = ("loss_guard",)  # part of every run; without a section they have its defaults
 LOOP_SECTIONS = (
     "model",

@@ -98,27 +98,6 @@ class RunSummary:
     entries: Mapping[str, Any] = field(default_factory=dict)
     rows: Sequence[Row] = ()
 
-    @classmethod
-    def build(
-        cls,
-        totals: RunTotals,
-        *,
-        tokens_per_second: float | None = None,
-        overflow: OverflowTotals | None = None,
-        layers: Sequence[LayerOverflow] = (),
-        entries: Mapping[str, Any] | None = None,
-        rows: Sequence[Row] = (),
-    ) -> RunSummary:
-        """Summarise a run; `layers` as `GradientOverflowTracker.reduce_layers` returns them."""
-        return cls(
-            totals=totals,
-            tokens_per_second=tokens_per_second,
-            overflow=overflow,
-            worst=worst_layers(layers),
-            entries=entries or {},
-            rows=tuple(rows),
-        )
-
     def facts(self) -> dict[str, Fact]:
         """Flat facts, for `summary.json` and W&B."""
         facts: dict[str, Fact] = {**asdict(self.totals), "tokens_per_second": self.tokens_per_second}

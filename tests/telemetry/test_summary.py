@@ -42,7 +42,9 @@ def full_summary():
         for end in ("up_projection", "down_projection")
         for role in ROLES
     ]
-    return RunSummary.build(totals, tokens_per_second=10_240.0, overflow=overflow, layers=layers, rows=[ROW])
+    return RunSummary(
+        totals=totals, tokens_per_second=10_240.0, overflow=overflow, worst=worst_layers(layers), rows=[ROW]
+    )
 
 
 def test_totals_are_those_of_the_steps():
@@ -68,16 +70,16 @@ def test_a_resumed_run_ends_with_the_same_totals(steps, cut):
 def test_what_parts_of_a_run_add_is_in_the_file_and_on_the_screen(tmp_path):
     path = tmp_path / "summary.json"
     entries = {"splits": {"cold": 16, "warm": 9584}, "late_switch": {"step": 90, "loss_after": None}}
-    summary = RunSummary.build(RunTotals(), entries=entries, rows=[ROW])
+    summary = RunSummary(totals=RunTotals(), entries=entries, rows=[ROW])
     summary.write(path)
     stored = json.loads(path.read_text())
     assert {name: stored[name] for name in entries} == entries
     assert list(stored)[-3:] == ["worst_layers", *entries]
     (row,) = [line for line in summary.render().splitlines() if line.startswith("low bits")]
     assert row == "low bits    71.25% of products          verified    12,000, 75.00% held"
-    RunSummary.build(RunTotals()).write(path)
+    RunSummary(totals=RunTotals()).write(path)
     assert list(json.loads(path.read_text()))[-1] == "worst_layers"
-    assert "low bits" not in RunSummary.build(RunTotals()).render()
+    assert "low bits" not in RunSummary(totals=RunTotals()).render()
 
 
 def test_worst_layers_are_found_by_measure_and_role():
@@ -119,7 +121,7 @@ def test_the_screen_shows_the_figures_within_23_lines_of_80_characters():
 
 
 def test_a_run_without_a_step_or_tracker_still_has_a_summary(tmp_path):
-    summary = RunSummary.build(RunTotals())
+    summary = RunSummary(totals=RunTotals())
     assert "overflow" not in summary.render()
     summary.write(tmp_path / "summary.json")
     assert json.loads((tmp_path / "summary.json").read_text())["final_loss"] is None
@@ -140,9 +142,9 @@ def test_the_file_holds_the_same_figures(tmp_path):
 def test_a_final_loss_of_nan_keeps_the_file_valid(tmp_path):
     totals = RunTotals()
     totals.add_step(loss=math.nan, tokens=1, seconds=1.0, is_skipped=False)
-    RunSummary.build(totals).write(tmp_path / "summary.json")
+    RunSummary(totals=totals).write(tmp_path / "summary.json")
     text = (tmp_path / "summary.json").read_text()
     stored = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert stored["final_loss"] is None
     assert stored["nonfinite"] == {"final_loss": "nan"}
-    assert "nan" in RunSummary.build(totals).render()
+    assert "nan" in RunSummary(totals=totals).render()

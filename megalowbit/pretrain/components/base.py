@@ -85,7 +85,7 @@ class Summary:
 
 
 class Component:
-    """A part of a run; subclasses override what they need.
+    """A part of a run; subclasses override what they need. Checks raise `UserError`.
 
     Attributes:
         settings_class: of its section of the `"megalowbit"` block; None: it follows from other settings.
@@ -101,36 +101,20 @@ class Component:
 
     @classmethod
     def check(cls, settings: Any, run: RunSettings, recipe: object) -> None:
-        """Refuse settings that are right by themselves and not beside others; torch is not needed.
-
-        Args:
-            settings: of its section; None where it is off or has no section.
-            run: the section of that name.
-            recipe: as the block has it, perhaps wrong.
-
-        Raises:
-            UserError: naming keys, values and remedy.
-        """
+        """Refuse settings that do not go with the run's, or with the recipe as the block has it; no torch."""
 
     @classmethod
     def check_recipe(cls, settings: Any, recipe: Recipe) -> None:
-        """Refuse settings that the recipe does not allow.
-
-        Raises:
-            UserError: see above.
-        """
+        """Refuse settings that a valid recipe does not allow."""
 
     @classmethod
     def check_resumed(cls, saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:
-        """Refuse to continue after `step` what other settings have trained, for what `may_change` lets pass.
+        """Refuse what `may_change` lets pass and the steps trained so far do not.
 
         Args:
             saved: the resolved configuration in the checkpoint.
             current: the one of the run now.
             step: steps trained so far.
-
-        Raises:
-            UserError: see above.
         """
 
     @classmethod

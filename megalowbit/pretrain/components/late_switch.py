@@ -198,8 +198,8 @@ class LateSwitch(Component):
         entry = {
             "step": self.step,
             "scope": self._scope,
-            "loss_before": _mean(_finite(self._before)),
-            "loss_after": _mean(_finite(self._since)),
+            "loss_before": _mean(self._before),
+            "loss_after": _mean(self._since),
         }
         return Summary(entries={"late_switch": entry})
 
@@ -251,17 +251,14 @@ def _described(switch: tuple[int, str] | None) -> str:
 
 
 def _mean_loss(losses: list[float | None]) -> str:
-    finite = _finite(losses)
-    mean = _mean(finite)
+    mean, count = _mean(losses), sum(loss is not None for loss in losses)
     if mean is None:
         return "no loss known of the steps"
-    steps = f"the {len(finite)} steps" if len(finite) > 1 else "the step"
+    steps = f"the {count} steps" if count > 1 else "the step"
     return f"mean loss {mean:.4f} over {steps}"
 
 
-def _finite(losses: list[float | None]) -> list[float]:
-    return [loss for loss in losses if loss is not None]
-
-
-def _mean(losses: list[float]) -> float | None:
-    return sum(losses) / len(losses) if losses else None
+def _mean(losses: list[float | None]) -> float | None:
+    """Of the finite ones."""
+    finite = [loss for loss in losses if loss is not None]
+    return sum(finite) / len(finite) if finite else None

@@ -23,7 +23,7 @@ from megalowbit.telemetry.moving_rate import MovingRate
 from megalowbit.telemetry.sinks.console import Console
 from megalowbit.telemetry.sinks.group import SinkGroup, open_sinks
 from megalowbit.telemetry.sinks.jsonl import last_step
-from megalowbit.telemetry.summary import RunSummary
+from megalowbit.telemetry.summary import RunSummary, worst_layers
 
 logger = logging.getLogger(__name__)
 
@@ -147,11 +147,12 @@ class Recorder:
         splits = split_counts(job.engine.module)
         parts = [component.summary() for component in job.components]
         entries = {name: value for part in parts for name, value in part.entries.items()}
-        summary = RunSummary.build(
-            job.totals,
+        tracker = job.tracker
+        summary = RunSummary(
+            totals=job.totals,
             tokens_per_second=self._speed.average,
-            overflow=job.tracker.run if job.tracker is not None else None,
-            layers=job.tracker.reduce_layers() if job.tracker is not None else (),
+            overflow=None if tracker is None else tracker.run,
+            worst=() if tracker is None else worst_layers(tracker.reduce_layers()),
             entries={"splits": splits, **entries} if splits else entries,
             rows=[part.row for part in parts if part.row is not None],
         )
