@@ -88,9 +88,9 @@ def main(arguments: list[str] | None = None) -> int:
     print_what_can_be_printed()
     try:
         options = build_parser().parse_args(arguments)
-        from megalowbit.pretrain.sweep.calibration import Plan, calibrate
+        from megalowbit.pretrain.sweep.calibration import CalibrationPlan, calibrate
 
-        plan = Plan(
+        plan = CalibrationPlan(
             config=options.ds_config.resolve(),
             thresholds=tuple(options.threshold),
             seeds=tuple(options.seed or SEEDS),

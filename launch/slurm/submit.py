@@ -188,7 +188,7 @@ def check_fully(config: PretrainConfig, *, is_in_image: bool) -> None:
         UserError: as `check_config`.
     """
     try:
-        from megalowbit.pretrain.validation import check_config
+        from megalowbit.pretrain.checks import check_config
     except ModuleNotFoundError as error:
         if not is_in_image:
             raise

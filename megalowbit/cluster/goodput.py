@@ -25,7 +25,7 @@ RUN_IN_EVENTS, LIFE_IN_EVENTS = 5, 0.1  # what a run, and the draw of a node's f
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class IntervalOutcome:
     """Many simulated runs with one interval.
 
     Attributes:
@@ -61,7 +61,7 @@ class Best:
         shortest, longest: of the intervals that were tried and cost at most `NEAR` of goodput more.
     """
 
-    outcome: Outcome
+    outcome: IntervalOutcome
     is_dalys: bool
     shortest: float
     longest: float
@@ -105,13 +105,13 @@ def expected_events(costs: RunCosts, failures: NodeFailures, *, runs: int) -> di
     }
 
 
-def simulate(costs: RunCosts, interval: float, traces: Sequence[FailureTrace]) -> Outcome:
+def simulate(costs: RunCosts, interval: float, traces: Sequence[FailureTrace]) -> IntervalOutcome:
     """Runs with one interval, one for each trace."""
     runs = [simulate_run(costs, interval, trace) for trace in traces]
     goodputs = [run.goodput for run in runs]
     mean = statistics.fmean(goodputs)
     margin = CONFIDENCE * statistics.stdev(goodputs) / math.sqrt(len(goodputs))
-    return Outcome(
+    return IntervalOutcome(
         interval=interval,
         goodput=mean,
         low=mean - margin,
@@ -140,10 +140,10 @@ def best_interval(
         traces: what strikes each run, for every candidate alike.
         rounded: turns seconds into an interval that can be had, as whole steps; positive.
     """
-    tried: dict[float, Outcome] = {}
+    tried: dict[float, IntervalOutcome] = {}
     formula = centre = min(daly_interval(costs.save, failures.mtbf), costs.work)
 
-    def best() -> Outcome:
+    def best() -> IntervalOutcome:
         return max(tried.values(), key=lambda outcome: outcome.goodput)
 
     def falls_behind(exponent: float, centre: float) -> bool:
@@ -167,7 +167,7 @@ def best_interval(
     return Best(outcome=outcome, is_dalys=is_dalys, shortest=min(near), longest=max(near))
 
 
-def is_better(one: Outcome, other: Outcome) -> bool:
+def is_better(one: IntervalOutcome, other: IntervalOutcome) -> bool:
     """Whether one interval beats another beyond chance, run by run under the same failures.
 
     Where few of the runs were struck at all, nothing is known of what failures cost, and none does.

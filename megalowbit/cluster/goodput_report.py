@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalowbit.cluster.failures import FailureTrace, NodeFailures
-from megalowbit.cluster.goodput import Best, Outcome, best_interval, simulate
+from megalowbit.cluster.goodput import Best, IntervalOutcome, best_interval, simulate
 from megalowbit.cluster.intervals import (
     daly_first_order_interval,
     daly_interval,
@@ -83,7 +83,7 @@ class Answer:
 
     question: Question
     best: Best
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, IntervalOutcome]
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON may hold it: seconds and shares; infinity is None."""

@@ -69,7 +69,7 @@ class RunCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class History:
+class RunHistory:
     """One simulated run.
 
     Attributes:
@@ -107,11 +107,11 @@ class _Run:
         self._struck_at = trace.moment(0)
         self._hopeless_at = HOPELESS * costs.work
 
-    def train_all(self) -> History:
+    def train_all(self) -> RunHistory:
         while self.done < self.costs.work and self.clock < self._hopeless_at:
             if self._start():
                 self._train()
-        return History(
+        return RunHistory(
             wall=self.clock, trained=self.done, spent=self.spent, failures=self.failures, jobs=self.jobs
         )
 
@@ -209,7 +209,7 @@ class _Run:
         self.clock += seconds
 
 
-def simulate_run(costs: RunCosts, interval: float, trace: FailureTrace) -> History:
+def simulate_run(costs: RunCosts, interval: float, trace: FailureTrace) -> RunHistory:
     """One run, struck where `trace` says; saves after each `interval` seconds of training, and at its end.
 
     Raises:

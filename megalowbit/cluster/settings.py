@@ -38,39 +38,17 @@ LONGEST_TIME = 366 * 24 * 3600  # seconds
 LONGEST_TEXT_OF_TIME = 40  # characters; Python reads no number of thousands of digits
 # what the job script and launchers say to the ranks, and what the shell keeps: values here would be lost
 OWN_VARIABLES = {
-    *("MASTER_ADDR", "MASTER_PORT", "MEGALOWBIT_REFUSAL", "MEGALOWBIT_TRY", "RANK", "WORLD_SIZE"),
-    *("BASHOPTS", "BASHPID", "BASH_VERSINFO", "EUID", "IFS", "PPID", "SECONDS", "SHELLOPTS", "UID"),
-}
+    "BASHOPTS", "BASHPID", "BASH_VERSINFO", "EUID", "IFS", "MASTER_ADDR", "MASTER_PORT",
+    "MEGALOWBIT_REFUSAL", "MEGALOWBIT_TRY", "PPID", "RANK", "SECONDS", "SHELLOPTS", "UID", "WORLD_SIZE",
+}  # fmt: skip
 OWN_PREFIXES = ("SLURM_", "LOCAL_", "CROSS_")
 # variables of the job script itself, which would go on with another value
 SCRIPT_VARIABLES = {
-    *(
-        "answer",
-        "arguments",
-        "code",
-        "counted",
-        "failures",
-        "file",
-        "host",
-        "hostfile",
-        "job",
-        "last",
-        "lock",
-    ),
-    *("manifest", "max_failures", "newest", "next_signal", "number", "pause", "process", "ranks"),
-    *(
-        "refusal",
-        "restarts",
-        "run_folder",
-        "shell_before_setup",
-        "state",
-        "status",
-        "step",
-        "stop_asked",
-        "tasks_per_node",
-    ),
-    *("terminated", "try"),
-}
+    "answer", "arguments", "code", "counted", "failures", "file", "host", "hostfile", "job", "last", "lock",
+    "manifest", "max_failures", "newest", "next_signal", "number", "pause", "process", "ranks", "refusal",
+    "restarts", "run_folder", "shell_before_setup", "state", "status", "step", "stop_asked",
+    "tasks_per_node", "terminated", "try",
+}  # fmt: skip
 
 
 def _like(pattern: str, remedy: str) -> AfterValidator:

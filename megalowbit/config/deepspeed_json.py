@@ -26,6 +26,7 @@ from pydantic import (
 from megalowbit.config.auto_values import guessed_values
 from megalowbit.config.batch_size import MICRO, STEPS, TRAIN, fill_batch_sizes
 from megalowbit.config.keys import check_keys, check_no_auto_left
+from megalowbit.config.loop_sections import LOOP_SECTIONS
 from megalowbit.config.optimizer import fill_optimizer, fill_scheduler
 from megalowbit.config.pipeline import fill_pipeline
 from megalowbit.config.stock_precision import BLOCKS as STOCK_BLOCKS
@@ -47,17 +48,6 @@ from megalowbit.supervision.settings import WatchdogSettings
 from megalowbit.values import SettingsModel
 
 BLOCK = "megalowbit"
-# read by the pretraining loop; accepted without it, so that one file serves both
-LOOP_SECTIONS = (
-    "model",
-    "data",
-    "run",
-    "checkpoint",
-    "telemetry",
-    "loss_guard",
-    "late_switch",
-    "speculation",
-)
 FILLED_KEYS = (TRAIN, MICRO, STEPS, "gradient_clipping", "optimizer", "scheduler", *STOCK_BLOCKS)
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default
 

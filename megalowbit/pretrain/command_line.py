@@ -86,6 +86,15 @@ def build_parser() -> argparse.ArgumentParser:
         dest="overrides",
         help="override one value, e.g. --set megalowbit.recipe=bf16 --set megalowbit.run.steps=100",
     )
+    _add_run_arguments(parser)
+    # Launchers add these; ranks are read from the environment instead.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the run writes, how it begins, and what may be done in its place."""
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where the run writes (default: a new folder below runs/)"
     )
@@ -117,10 +126,6 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="tokenise the corpus into the cache and exit: once, before a large corpus meets many processes",
     )
-    # Launchers add these; ranks are read from the environment instead.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
-    return parser
 
 
 def program() -> int:
@@ -190,12 +195,12 @@ def _describe_or_prepare(
     if not identity.is_main:
         return
     if options.dry_run:
-        from megalowbit.pretrain.dry_run import describe
+        from megalowbit.pretrain.estimate.dry_run import describe
 
         print(describe(config))
         return
     from megalowbit.data.loader import count_samples
-    from megalowbit.pretrain.validation import check_config
+    from megalowbit.pretrain.checks import check_config
 
     check_config(config)
     data = config.settings.data

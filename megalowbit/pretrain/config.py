@@ -1,11 +1,11 @@
 """The configuration of a run: one DeepSpeed JSON file with a strict `"megalowbit"` block.
 
-Everything DeepSpeed understands stays where DeepSpeed documents it; `engine.config` reads that half. Each
-section of our block is a frozen model that lives beside its owner (data, hf, speculation, telemetry); here
-they are put together, `--set key=value` is applied and relative paths are made absolute: those written in the
-file against the file's folder, those given with `--set` against the working directory.
+Everything DeepSpeed understands stays where DeepSpeed documents it; `config/deepspeed_json.py` reads that
+half. Each section of our block is a frozen model that lives beside its owner (data, hf, telemetry,
+components); here they are put together, `--set key=value` is applied and relative paths are made absolute:
+those written in the file against the file's folder, those given with `--set` against the working directory.
 A typing mistake is answered in a second, before heavy imports, unless a recipe is named whose mistakes are
-to be reported with it. Not covered: what takes torch or DeepSpeed to know, which is `validation.py`'s.
+to be reported with it. Not covered: what takes torch or DeepSpeed to know, which is `checks.py`'s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, create_model
 
 from megalowbit.config.batch_size import data_size_of
 from megalowbit.config.deepspeed_json import (
@@ -25,6 +25,7 @@ from megalowbit.config.deepspeed_json import (
     load_json,
     read_deepspeed_config,
 )
+from megalowbit.config.loop_sections import OPTIONAL_COMPONENTS, STANDING_COMPONENTS
 from megalowbit.config.pipeline import check_beside_stages, stages_of
 from megalowbit.config.zero import auto_sizes
 from megalowbit.data.settings import DataSettings
@@ -32,9 +33,8 @@ from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.errors import Problems, UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
-from megalowbit.pretrain.components.late_switch_settings import LateSwitchSettings, check_late_switch
-from megalowbit.pretrain.components.loss_guard_settings import LossGuardSettings
-from megalowbit.speculation.settings import SpeculationSettings
+from megalowbit.pretrain.components.base import RUN_NAME, RunSettings
+from megalowbit.pretrain.components.registry import COMPONENTS, SECTIONS
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
 from megalowbit.values import SettingsModel
 
@@ -43,7 +43,6 @@ ENGINE_KEYS = tuple(EngineSettings.model_fields)
 FILE_KEYS = (("model", "config"), ("model", "checkpoint"), ("data", "cache_dir"))
 NAME_OR_FILE_KEYS = (("data", "corpus"), ("data", "tokenizer"))
 NOT_PATHS = {"stdlib", "byte", "bpe"}
-RUN_NAME = r"[\w.-]*[\w-][\w.-]*"  # dots alone would be another folder
 DEFAULT_RECIPE = "nvfp4"  # what the project is for; an engine without the loop leaves layers alone
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -57,34 +56,38 @@ class CheckpointSettings(SettingsModel):
     export_hf: bool = Field(default=True, description="write hf/, an ordinary HuggingFace checkpoint")
 
 
-class RunSettings(SettingsModel):
-    """`"run"`: how long, from which seed, under which name."""
-
-    steps: int = Field(ge=1, description="number of optimizer steps")
-    name: str | None = Field(default=None, pattern=f"^{RUN_NAME}$", description="folder below runs/")
-    seed: int = Field(default=1234, ge=0, lt=2**63, description="of weights, data order, dropout, rounding")
-    max_consecutive_skips: int = Field(
-        default=50, ge=1, description="stop after so many steps in a row with non-finite gradients"
-    )
-    overflow_retries: int = Field(
-        default=0,
-        ge=0,
-        description="how often a step whose gradients overflowed is done again, at a lower loss scale each "
-        "time, with the same data; 0: it is skipped",
-    )
-
-
 class PretrainSettings(SettingsModel):
-    """The parts of the `"megalowbit"` block that the pretraining loop reads; the engine reads the others."""
+    """The parts of the `"megalowbit"` block that the pretraining loop reads; the engine reads the others.
+
+    Beside these sections it has those of the components, see `SETTINGS_MODEL`.
+    """
 
     model: ModelSettings
     data: DataSettings
     run: RunSettings
     checkpoint: CheckpointSettings = CheckpointSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
-    loss_guard: LossGuardSettings = LossGuardSettings()
-    late_switch: LateSwitchSettings | None = None
-    speculation: SpeculationSettings | None = None
+
+    def of(self, kind: type[Settings] | None) -> Settings | None:
+        """The section with settings of that class; None: it is off, or there is none."""
+        if kind is None:
+            return None
+        return next((value for _, value in self if isinstance(value, kind)), None)
+
+
+def _sections_of_components() -> dict[str, Any]:
+    """Fields of a pydantic model: names, types and defaults."""
+    kinds: dict[str, Any] = {name: component.settings_class for name, component in SECTIONS.items()}
+    standing = {name: (kinds[name], Field(default_factory=kinds[name])) for name in STANDING_COMPONENTS}
+    return {**standing, **{name: (kinds[name] | None, None) for name in OPTIONAL_COMPONENTS}}
+
+
+SETTINGS_MODEL = create_model(
+    "PretrainSettings",
+    __base__=PretrainSettings,
+    __doc__=PretrainSettings.__doc__,
+    **_sections_of_components(),
+)
 
 
 class Monitors(SettingsModel):
@@ -157,10 +160,7 @@ def load_config(
     with problems.collect():
         settings = _validate_block(block, path.stem)
     with problems.collect():
-        if world_size is None:
-            grid = ProcessGrid.smallest(raw, data_size_of(raw))
-        else:
-            grid = ProcessGrid.from_config(raw, 0, world_size)
+        grid = _grid_of(raw, world_size)
     with problems.collect():
         hidden_size = _hidden_size(raw, settings) if has_model else 1
     with problems.collect():
@@ -184,15 +184,18 @@ def load_config(
     )
 
 
+def _grid_of(raw: Mapping[str, Any], world_size: int | None) -> ProcessGrid:
+    if world_size is None:
+        return ProcessGrid.smallest(raw, data_size_of(raw))
+    return ProcessGrid.from_config(raw, 0, world_size)
+
+
 def _check_combinations(settings: PretrainSettings, parts: DeepSpeedConfigParts) -> None:
     """Refuse values that are right by themselves and not beside each other."""
     problems = Problems()
-    with problems.collect():
-        check_late_switch(settings.late_switch, settings.run.steps)
-    with problems.collect():
-        check_patience(settings)
-    with problems.collect():
-        check_first_split(parts.settings.recipe, settings.run.steps)
+    for component in COMPONENTS:
+        with problems.collect():
+            component.check(settings.of(component.settings_class), settings.run, parts.settings.recipe)
     with problems.collect():
         check_beside_stages(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
     with problems.collect():
@@ -258,7 +261,7 @@ def _block(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _validate_block(block: dict[str, Any], stem: str) -> PretrainSettings:
     ours = {key: value for key, value in block.items() if key not in ENGINE_KEYS}
-    settings = _validate(PretrainSettings, ours, BLOCK, also=ENGINE_KEYS)
+    settings = _validate(SETTINGS_MODEL, ours, BLOCK, also=ENGINE_KEYS)
     if settings.run.name is None and re.fullmatch(RUN_NAME, stem):
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": stem})})
     if "seed" not in settings.data.model_fields_set:
@@ -278,44 +281,6 @@ def check_retries(overflow_retries: int, engine: EngineSettings) -> None:
             f"{BLOCK}.run.overflow_retries = {overflow_retries} has no loss scale to lower (precision "
             f"{engine.precision}, grad_scaler.type {engine.grad_scaler.type!r}): set it to 0, or use fp16 "
             "with a dynamic scaler"
-        )
-
-
-def check_patience(settings: PretrainSettings) -> None:
-    """Refuse a rollback that would never come, for the run is stopped before.
-
-    Raises:
-        UserError: see above.
-    """
-    patience, skips = settings.loss_guard.patience, settings.run.max_consecutive_skips
-    if settings.loss_guard.nonfinite != "skip" and patience >= skips:
-        raise UserError(
-            f"{BLOCK}.loss_guard.patience = {patience} never ends, for {BLOCK}.run.max_consecutive_skips = "
-            f"{skips} stops the run before: lower the former, or raise the latter"
-        )
-
-
-def check_first_split(recipe: object, total_steps: int) -> None:
-    """Refuse weights that would be split into parameters after the last step.
-
-    Args:
-        recipe: as the block has it; what is wrong with it otherwise is found when it is read.
-        total_steps: of the run.
-
-    Raises:
-        UserError: see above.
-    """
-    warmup_steps: object = None
-    while isinstance(recipe, Mapping) and warmup_steps is None:
-        split = recipe.get("parameter_split", {})
-        if not isinstance(split, Mapping):
-            return
-        warmup_steps = split.get("warmup_steps")
-        recipe = recipe.get("base")
-    if isinstance(warmup_steps, int) and warmup_steps >= total_steps:
-        raise UserError(
-            f"{BLOCK}.recipe.parameter_split.warmup_steps = {warmup_steps} leaves no step of {total_steps} "
-            f"to split before: lower it, raise {BLOCK}.run.steps, or leave parameter_split out"
         )
 
 

@@ -2,7 +2,7 @@
 
 Every rank builds the same job in the same order. A checkpoint's client state has two parts: `megalowbit` is
 what an exporter needs to read the weights (model configuration, recipe), `progress` is what the loop needs to
-go on as if nothing had happened (data position, random stream, totals).
+go on as if nothing had happened (data position, random stream, totals, the state of each component).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.parameters.split import WeightSplitReport, forget_lr_scales, split_weights
-from megalowbit.engine.pipeline.setup import groups_of, pipeline_module
+from megalowbit.engine.pipeline.setup import pipeline_module
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError, from_system
 from megalowbit.families.config_checks import check_fits
@@ -35,7 +34,6 @@ from megalowbit.layers.conversion.convert import (
     cache_weights,
     convert,
     random_stream,
-    set_observer,
 )
 from megalowbit.layers.conversion.report import refuse_missed
 from megalowbit.layers.layer_snapshot import forget_uses
@@ -50,13 +48,13 @@ from megalowbit.layers.split_states import (
     split_state_dict,
 )
 from megalowbit.optim.timers import StepTimers
-from megalowbit.pretrain.components.late_switch import LateSwitch
-from megalowbit.pretrain.components.late_switch_settings import check_resumed_switch
+from megalowbit.pretrain.components.base import Component, Kind, RunParts, find
 from megalowbit.pretrain.components.loss_guard import LossGuard
+from megalowbit.pretrain.components.overflow_counts import OverflowCounts
+from megalowbit.pretrain.components.registry import COMPONENTS
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import changed_settings, check_same_model
 from megalowbit.pretrain.run_folder.folder import RunFolder
-from megalowbit.speculation.controller import PrecisionController
 from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
 from megalowbit.telemetry.summary import RunTotals
 
@@ -77,11 +75,8 @@ class Job:
         report: what the conversion swapped and kept.
         recipe: how the layers quantise.
         store: the run's checkpoints.
-        loss_guard: what a loss in trouble leads to.
-        tracker: overflow counts; `None` where telemetry or quantisation is off.
+        components: those that the configuration asks for, in the order in which they act.
         weight_cache: quantised weights of a step that uses them more than once; not at ZeRO 3.
-        late_switch: when layers stop quantising; `None`: never.
-        speculation: chooses the precision of each product, step by step; `None`: all run with the recipe.
         totals: what the run has done so far, resumed parts included.
         skips_in_a_row: steps up to now whose update was left out.
     """
@@ -93,13 +88,27 @@ class Job:
     report: ConversionReport
     recipe: Recipe
     store: CheckpointStore
-    loss_guard: LossGuard
-    tracker: GradientOverflowTracker | None
+    components: tuple[Component, ...]
     weight_cache: WeightCache | None = None
-    late_switch: LateSwitch | None = None
-    speculation: PrecisionController | None = None
     totals: RunTotals = field(default_factory=RunTotals)
     skips_in_a_row: int = 0
+
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """The component of that class; None: the run has none."""
+        return find(self.components, kind)
+
+    @property
+    def loss_guard(self) -> LossGuard:
+        """What a loss in trouble leads to."""
+        guard = self.find(LossGuard)
+        assert guard is not None  # every run has one
+        return guard
+
+    @property
+    def tracker(self) -> GradientOverflowTracker | None:
+        """Overflow counts; None where telemetry or quantisation is off."""
+        counts = self.find(OverflowCounts)
+        return None if counts is None else counts.tracker
 
     @property
     def step(self) -> int:
@@ -131,22 +140,13 @@ class Job:
         if self.weight_cache is not None:
             self.weight_cache.clear()
 
-    def split_weights(self) -> WeightSplitReport | None:
-        """Split weights into parameters, if that is due before the coming step. Every rank must call it."""
-        settings = self.recipe.parameter_split
-        if settings is None or not settings.is_due(self.step):
-            return None
-        if not any(layer.recipe.parameter_split for layer in bit_layers(self.engine.module).values()):
-            return None  # a late switch has ended low precision
-        return split_weights(self.engine)
-
     def save(self) -> None:
         """Write a checkpoint of this step. Every rank must call it."""
         weight_splits = self._weight_splits()
         state, own = succeed_together(
             lambda: (self._state(weight_splits), split_state_dict(self.engine.module, OWN_ROLES))
         )
-        self.store.save(self.engine, self.step, state, own, spare=self._refuges())
+        self.store.save(self.engine, self.step, state, own, spare=self._retained_steps())
         agree(self._note_saved)
 
     def _note_saved(self) -> None:
@@ -156,7 +156,7 @@ class Job:
             message = f"{self.folder.saved} cannot be written ({error.strerror}): free space there"
             raise from_system(message, error) from error
 
-    def _refuges(self) -> tuple[int, ...]:
+    def _retained_steps(self) -> tuple[int, ...]:
         """Steps whose checkpoints a rollback may need, however old: the newest known as good, and the next.
 
         The next one is kept until it is known to be good itself, or none would ever come to be.
@@ -185,10 +185,7 @@ class Job:
                 "totals": self.totals.state_dict(),
                 "skips_in_a_row": self.skips_in_a_row,
                 "random_stream": _state_of(random_stream(self.engine.module)),
-                "tracker": _state_of(self.tracker),
-                "late_switch": _state_of(self.late_switch),
-                "speculation": _state_of(self.speculation),
-                "loss_guard": self.loss_guard.state_dict(),
+                **{kind.state_key: _state_of(self.find(kind)) for kind in COMPONENTS if kind.state_key},
                 "weight_splits": weight_splits,
             },
         }
@@ -203,8 +200,8 @@ class Job:
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint, also one of an earlier step than this. Every rank must call it."""
-        if self.recipe.parameter_split is not None:
-            forget_lr_scales(self.engine)
+        for component in self.components:
+            component.before_load()
         state = self.store.load(self.engine, path)
         forget_uses(self.engine.module)  # and quantised weights
         own = self.store.rank_state(self.engine, path)
@@ -221,33 +218,20 @@ class Job:
             )
         if not self.folder.is_started:  # else that has been compared, which may be newer
             changed_settings(state["megalowbit"]["config"], self.config.to_dict())
-        check_resumed_switch(
-            state["megalowbit"]["config"], self.config.to_dict(), step=state["megalowbit"]["step"]
-        )
+        for kind in COMPONENTS:
+            kind.check_resumed(
+                state["megalowbit"]["config"], self.config.to_dict(), step=state["megalowbit"]["step"]
+            )
         self.loader.load_state_dict(progress["loader"])
         self.totals.load_state_dict(progress["totals"])
         self.skips_in_a_row = progress.get("skips_in_a_row", 0)
         stream = random_stream(self.engine.module)
         if stream is not None and progress["random_stream"] is not None:
             stream.load_state_dict(progress["random_stream"])
-        if self.tracker is not None:
-            self.tracker.reset()
-            if progress["tracker"] is not None:
-                self.tracker.load_state_dict(progress["tracker"])
-        if self.late_switch is not None:
-            self.late_switch.go_back(self.step)
-            self.late_switch.load_state_dict(progress.get("late_switch") or {"before": [], "since": []})
-        # earlier versions saved none
-        guarded = progress.get("loss_guard") or LossGuard(self.loss_guard.settings).state_dict()
-        self.loss_guard.load_state_dict(guarded)
-        if self.speculation is not None:
-            if progress.get("speculation") is None:
-                raise UserError(
-                    f"{path} was saved without speculation, and what its products ran in is not known: leave "
-                    "megalowbit.speculation out, or start from it with megalowbit.model.checkpoint"
-                )
-            self.speculation.load_state_dict(progress["speculation"])
         self._resume_splits(path, progress.get("weight_splits", {}), own)
+        for component in self.components:  # of earlier versions some saved none
+            saved = progress.get(component.state_key)
+            component.load_state_dict(saved, step=self.step, source=path)
 
     def _weight_splits(self) -> dict[str, Any]:
         """Of all layers, on every rank; collective where stages have some each."""
@@ -260,8 +244,8 @@ class Job:
         self, path: Path, weight_splits: Mapping[str, Any], own: Mapping[str, Any] | None
     ) -> None:
         model = self.engine.module
-        mine = {name: weight_splits[name] for name in bit_layers(model) if name in weight_splits}
-        load_split_state_dict(model, mine if self.is_pipeline else weight_splits, SHARED_ROLES)
+        local = {name: weight_splits[name] for name in bit_layers(model) if name in weight_splits}
+        load_split_state_dict(model, local if self.is_pipeline else weight_splits, SHARED_ROLES)
         load_split_state_dict(model, own or {}, OWN_ROLES)
         if own is None and has_splits(model, OWN_ROLES):
             logger.warning("%s has no split directions of this rank: they are found anew", path)
@@ -292,16 +276,6 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
     seed_generators(settings.run.seed, identity.rank // grid.tensor_size)
     if settings.telemetry.timers:
         engine.optimizer.timers = StepTimers(engine.device)
-    is_tracked = settings.telemetry.overflow and report.swapped
-    late_switch = None
-    if settings.late_switch is not None:
-        late_switch = LateSwitch(
-            settings.late_switch,
-            engine.module,
-            recipe,
-            total_steps=settings.run.steps,
-            num_layers=len(report.swapped),
-        )
     return Job(
         config=config,
         folder=folder,
@@ -310,14 +284,29 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
         report=report,
         recipe=recipe,
         store=CheckpointStore(folder.checkpoints, keep=settings.checkpoint.keep),
-        loss_guard=LossGuard(settings.loss_guard),
-        tracker=_attached_tracker(engine) if is_tracked else None,
         weight_cache=cache_weights(engine.module) if report.swapped and _reuses_codes(engine) else None,
-        late_switch=late_switch,
-        speculation=None
-        if settings.speculation is None
-        else PrecisionController(engine.module, settings.speculation),
+        components=_components(config, engine, recipe, num_layers=len(report.swapped)),
     )
+
+
+def _components(
+    config: PretrainConfig, engine: Any, recipe: Recipe, *, num_layers: int
+) -> tuple[Component, ...]:
+    settings = config.settings
+    built: list[Component] = []
+    parts = RunParts(
+        engine=engine,
+        recipe=recipe,
+        num_layers=num_layers,
+        run=settings.run,
+        telemetry=settings.telemetry,
+        earlier=built,
+    )
+    for kind in COMPONENTS:
+        component = kind.build(settings.of(kind.settings_class), parts)
+        if component is not None:
+            built.append(component)
+    return tuple(built)
 
 
 def _prepared_model(
@@ -343,13 +332,6 @@ def _prepared_model(
             dynamic_shape=False,  # the loader's batches are all alike
         )
     return model, report
-
-
-def _attached_tracker(engine: Any) -> GradientOverflowTracker:
-    groups = groups_of(engine.module)
-    tracker = GradientOverflowTracker(stages=None if groups is None else groups.pipeline)
-    set_observer(engine.module, tracker)
-    return tracker
 
 
 def _reuses_codes(engine: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 from megalowbit.engine.overflow_retry import retry_engine_step
 from megalowbit.optim.gradients.report import StepReport
 from megalowbit.pretrain.job import Job
-from megalowbit.pretrain.records.optimizer_facts import skip_line
+from megalowbit.pretrain.records.lines import skip_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,8 @@ def take_step(job: Job) -> Attempt:
 def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
     engine = job.engine
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-    if job.tracker is not None:
-        job.tracker.begin_step()
-    if job.speculation is not None:
-        job.speculation.begin_step()
+    for component in job.components:
+        component.begin_try()
     if job.is_pipeline:
         engine.train_batch(iter(list(batches)))  # all, so that middle stages move on in the data as well
         job.weights_have_changed()

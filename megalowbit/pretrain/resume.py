@@ -4,7 +4,8 @@ A checkpoint brings back the optimizer with its learning rate, the scaler with i
 order. Settings that the checkpoint decides would have no effect, and settings that change the model or its
 arithmetic would quietly make one run out of two; both are refused. So is any change of `speculation`, since
 every part of it has a say in what products run in, and the decisions in the checkpoint were made under the
-former ladder and thresholds. What decides only how long, how often or on how many processes may change.
+former ladder and thresholds. What decides only how long, how often or on how many processes may change, and
+of a component what its `may_change` lists.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megalowbit.config.deepspeed_json import LOOP_SECTIONS, EngineSettings
+from megalowbit.config.deepspeed_json import EngineSettings
+from megalowbit.config.loop_sections import LOOP_SECTIONS, OPTIONAL_COMPONENTS, STANDING_COMPONENTS
 from megalowbit.errors import UserError, shown
 from megalowbit.optim.loss_scale.settings import GradScalerSettings
-from megalowbit.pretrain.components.loss_guard_settings import LossGuardSettings
+from megalowbit.pretrain.components.registry import COMPONENTS, SECTIONS
 
 MAY_CHANGE = (
     "train_batch_size",
@@ -40,19 +42,16 @@ MAY_CHANGE = (
     "megalowbit.run.name",
     "megalowbit.run.max_consecutive_skips",
     "megalowbit.run.overflow_retries",
-    "megalowbit.loss_guard.*",
     "megalowbit.watchdog.*",
     "megalowbit.checkpoint.*",
     "megalowbit.telemetry.*",
-    # whether the steps trained so far allow it is seen once the checkpoint is read
-    "megalowbit.late_switch",
-    "megalowbit.late_switch.*",
     # paths: what they hold is compared by fingerprint (data) and by value (model)
     "megalowbit.data.cache_dir",
     "megalowbit.data.corpus",
     "megalowbit.data.tokenizer",
     "megalowbit.model.config",
     "megalowbit.model.checkpoint",
+    *(pattern for component in COMPONENTS for pattern in component.may_change),
 )
 # Settings that earlier versions did not write down: their runs had what is the default now.
 WRITTEN_SINCE = (
@@ -83,32 +82,43 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
         "megalowbit": {
             **EngineSettings().model_dump(mode="json", include=set(WRITTEN_SINCE)),
             "run": {"overflow_retries": 0},
-            "loss_guard": LossGuardSettings().model_dump(mode="json"),
+            **{name: _defaults(name) for name in STANDING_COMPONENTS},
         }
     }
     before = {**_flat(unwritten), **_flat(saved), **_flat(_unwritten_scaler(saved))}
     now = {**_flat(unwritten), **_flat(current)}
-    _check_speculation_is_kept(saved, current)
+    _check_components_are_kept(saved, current)
     changes = []
     for key in sorted(before.keys() | now.keys(), key=lambda key: (_place(key), key)):
         old, new = before.get(key), now.get(key)
         if old == new:
             continue
-        if not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE):
+        if not _may_change(key):
             was, now_is = _shown(saved, key, old), _shown(current, key, new)
             raise UserError(f"{key} was {was} in the run to be resumed and is {now_is} now: {REMEDY}")
         changes.append(f"{key}: {old} → {new}")
     return changes
 
 
-def _check_speculation_is_kept(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to add or to leave out speculation, naming the section and not the first of its many keys."""
-    blocks = [config.get("megalowbit", {}).get("speculation") for config in (saved, current)]
-    if (blocks[0] is None) != (blocks[1] is None):  # earlier versions did not write it down
-        was, now = ("off" if block is None else "on" for block in blocks)
-        raise UserError(
-            f"megalowbit.speculation was {was} in the run to be resumed and is {now} now: {REMEDY}"
-        )
+def _defaults(section: str) -> dict[str, Any]:
+    kind = SECTIONS[section].settings_class
+    return {} if kind is None else kind().model_dump(mode="json")
+
+
+def _may_change(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+
+
+def _check_components_are_kept(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to add or to leave out a component, naming the section and not the first of its many keys."""
+    for name in OPTIONAL_COMPONENTS:
+        blocks = [config.get("megalowbit", {}).get(name) for config in (saved, current)]
+        # earlier versions did not write it down
+        if (blocks[0] is None) != (blocks[1] is None) and not _may_change(f"megalowbit.{name}"):
+            was, now = ("off" if block is None else "on" for block in blocks)
+            raise UserError(
+                f"megalowbit.{name} was {was} in the run to be resumed and is {now} now: {REMEDY}"
+            )
 
 
 def check_is_configuration(saved: Mapping[str, Any], where: str) -> None:
@@ -121,7 +131,7 @@ def check_is_configuration(saved: Mapping[str, Any], where: str) -> None:
     if not isinstance(block, dict):
         what = f"megalowbit is {shown(block)}"
     else:
-        sections = {*LOOP_SECTIONS, "grad_scaler", "watchdog", "loss_guard"} - {"late_switch", "speculation"}
+        sections = {*LOOP_SECTIONS, "grad_scaler", "watchdog"} - {*OPTIONAL_COMPONENTS}
         wrong = sorted(name for name in sections & block.keys() if not isinstance(block[name], dict))
         if not wrong:
             return

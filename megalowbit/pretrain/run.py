@@ -27,17 +27,16 @@ from megalowbit.hf.generation import remember, remembered
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.conversion.convert import product_counts
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.pretrain.checks import check_config, check_kernels
 from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
-from megalowbit.pretrain.kernels import check_kernels
 from megalowbit.pretrain.loop import Ending, train
-from megalowbit.pretrain.records.opening import opening, products_line
+from megalowbit.pretrain.records.lines import opening, products_line
 from megalowbit.pretrain.records.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings, check_is_configuration
 from megalowbit.pretrain.run_folder.folder import RunFolder, claim
 from megalowbit.pretrain.run_folder.lost_checkpoints import check_checkpoints_are_there
 from megalowbit.pretrain.run_folder.restart import check_restart, move_aside
-from megalowbit.pretrain.validation import check_config
 from megalowbit.supervision.collective_trace import is_failed_collective, trace_of_error
 from megalowbit.supervision.watchdog import Watchdog, print_error
 from megalowbit.telemetry.sinks.console import Console
@@ -75,45 +74,54 @@ def pretrain(
     with ExitStack() as stack:
         stack.enter_context(naming_lost_ranks(identity))
         start_process_group(identity)
-        folder = _checked_folder(config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
-        agree(lambda: _hold(stack, folder))
-        if not is_restart:
-            agree(lambda: check_checkpoints_are_there(folder, is_resume=is_resume))
+        folder = _held_folder(stack, config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
         job = assemble(config, identity, folder)
         watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, tell=tell)
         stack.enter_context(watchdog)
         watchdog.mark("the load of a checkpoint")
         is_resumed = is_resume and job.resume()
-        if is_restart:
-            agree(lambda: _move_aside(folder))
-        elif is_resume and not is_resumed:
-            agree(lambda: _keep_records(folder))
-        console = Console(
-            config.settings.run.steps,
-            log_every=config.settings.telemetry.log_every,
-            start_step=job.step,
-            skipped_steps=job.totals.skipped_steps,
-            is_main=identity.is_main,
-        )
+        if is_restart or (is_resume and not is_resumed):
+            agree(lambda: _move_aside(folder) if is_restart else _keep_records(folder))
+        console = _console(job, identity)
         console.print(opening(job, identity, is_resumed=is_resumed, changes=changes))
         if at_first_step is not None:
             at_first_step()
         is_summed_up = agree(lambda: folder.is_summed_up(job.step))  # or it was killed just before that
-        if job.step < config.settings.run.steps or not is_summed_up:
-            with Recorder(job, console, is_main=identity.is_main, is_resume=is_resume) as recorder:
-                if train(job, recorder, watchdog) is Ending.STOPPED:
-                    _refuse_lost_launcher(has_launcher_ended, job.step)
-                    recorder.tell(f"stopped after step {job.step} as asked: go on with --resume auto")
-                    return
-                recorder.finish()
-                _tell_of_products(job, console)
-        else:
+        if job.step >= config.settings.run.steps and is_summed_up:
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
+        else:
+            recorder = Recorder(job, console, is_main=identity.is_main, is_resume=is_resume)
+            if _train(job, recorder, watchdog, has_launcher_ended) is Ending.STOPPED:
+                return
+            _print_products(job, console)
         watchdog.mark("the export", is_save=True)
         export(job, console)
         watchdog.finish()
         agree(lambda: folder.mark_done(job.step))
+
+
+def _train(
+    job: Job, recorder: Recorder, watchdog: Watchdog, has_launcher_ended: Callable[[], bool] | None
+) -> Ending:
+    with recorder:
+        ending = train(job, recorder, watchdog)
+        if ending is Ending.STOPPED:
+            _refuse_lost_launcher(has_launcher_ended, job.step)
+            recorder.log(f"stopped after step {job.step} as asked: go on with --resume auto")
+        else:
+            recorder.finish()
+    return ending
+
+
+def _console(job: Job, identity: ProcessIdentity) -> Console:
+    return Console(
+        job.config.settings.run.steps,
+        log_every=job.config.settings.telemetry.log_every,
+        start_step=job.step,
+        skipped_steps=job.totals.skipped_steps,
+        is_main=identity.is_main,
+    )
 
 
 def _refuse_lost_launcher(has_ended: Callable[[], bool] | None, step: int) -> None:
@@ -123,6 +131,17 @@ def _refuse_lost_launcher(has_ended: Callable[[], bool] | None, step: int) -> No
             f"the launcher has ended without its ranks: saved after step {step}, go on with --resume auto",
             is_transient=True,
         )
+
+
+def _held_folder(
+    stack: ExitStack, config: PretrainConfig, *, run_dir: Path | None, is_resume: bool, is_restart: bool
+) -> RunFolder:
+    """The run's folder, kept from other jobs until the run ends."""
+    folder = _checked_folder(config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
+    agree(lambda: _hold(stack, folder))
+    if not is_restart:
+        agree(lambda: check_checkpoints_are_there(folder, is_resume=is_resume))
+    return folder
 
 
 def _hold(stack: ExitStack, folder: RunFolder) -> None:
@@ -193,7 +212,7 @@ def naming_lost_ranks(identity: ProcessIdentity) -> Iterator[None]:
         ) from error
 
 
-def _tell_of_products(job: Job, console: Console) -> None:
+def _print_products(job: Job, console: Console) -> None:
     products = products_of_all_stages(job)
     if job.recipe.gemm != "bf16" and products:
         console.print(products_line(products))
@@ -240,9 +259,9 @@ def products_of_all_stages(job: Job) -> dict[str, dict[str, int]]:
     """What products have run in, in this process and in the other stages of its pipeline; collective."""
     grid = job.engine.process_grid
     total: dict[str, dict[str, int]] = {}
-    mine = (grid.data_rank, grid.tensor_rank)
-    for place, counts in gather((mine, product_counts(job.engine.module))):
-        if place == mine:
+    place_here = (grid.data_rank, grid.tensor_rank)
+    for place, counts in gather((place_here, product_counts(job.engine.module))):
+        if place == place_here:
             for product, paths in counts.items():
                 sums = total.setdefault(product, {})
                 for path, count in paths.items():

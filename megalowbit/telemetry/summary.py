@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megalowbit.telemetry.sinks.jsonl import json_ready
 
 WIDTH = 80
 _LAYER_WIDTH = 36
+Row = tuple[str, str, str, str]
 
 
 @dataclass(kw_only=True)
@@ -61,8 +62,8 @@ class RunTotals:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
-        for field in fields(self):
-            setattr(self, field.name, state[field.name])
+        for each in fields(self):
+            setattr(self, each.name, state[each.name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,46 +86,16 @@ class RunSummary:
         tokens_per_second: speed without the first step of the process, if it was measured.
         overflow: output gradients over the whole run; `None` where nothing was tracked.
         worst: the worst layer per role and measure, output gradients first.
-        splits: how often factors of split operands were found in which way, if any were split.
-        late_switch: when layers went on in high precision and the losses around it, if they did.
-        rollbacks: to which step the run went back after which, and why, if it did.
-        speculation: which share of products ran at which precision, how many were verified and how many of
-            these held their threshold, where precisions were chosen in the run.
+        entries: what parts of the run have to add to `summary.json`.
+        rows: what they have to add to the screen: two names, each followed by its value.
     """
 
     totals: RunTotals
     tokens_per_second: float | None = None
     overflow: OperandCounts | None = None
     worst: tuple[WorstLayer, ...] = ()
-    splits: Mapping[str, int] | None = None
-    late_switch: Mapping[str, Any] | None = None
-    speculation: Mapping[str, Any] | None = None
-    rollbacks: Sequence[Mapping[str, Any]] = ()
-
-    @classmethod
-    def build(
-        cls,
-        totals: RunTotals,
-        *,
-        tokens_per_second: float | None = None,
-        overflow: OperandCounts | None = None,
-        layers: Sequence[LayerOverflow] = (),
-        splits: Mapping[str, int] | None = None,
-        late_switch: Mapping[str, Any] | None = None,
-        speculation: Mapping[str, Any] | None = None,
-        rollbacks: Sequence[Mapping[str, Any]] = (),
-    ) -> RunSummary:
-        """Summarise a run; `layers` as `GradientOverflowTracker.reduce_layers` returns them."""
-        return cls(
-            totals=totals,
-            tokens_per_second=tokens_per_second,
-            overflow=overflow,
-            worst=worst_layers(layers),
-            splits=splits,
-            late_switch=late_switch,
-            speculation=speculation,
-            rollbacks=tuple(rollbacks),
-        )
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    rows: Sequence[Row] = ()
 
     def facts(self) -> dict[str, Fact]:
         """Flat facts, for `summary.json` and W&B."""
@@ -144,15 +115,8 @@ class RunSummary:
 
     def write(self, path: Path) -> None:
         """Write `summary.json`, whole or not at all."""
-        record = json_ready(self.facts()) | {"worst_layers": [json_ready(asdict(row)) for row in self.worst]}
-        if self.splits:
-            record["splits"] = dict(self.splits)
-        if self.late_switch is not None:
-            record["late_switch"] = dict(self.late_switch)
-        if self.speculation is not None:
-            record["speculation"] = dict(self.speculation)
-        if self.rollbacks:
-            record["rollbacks"] = [dict(each) for each in self.rollbacks]
+        worst_layers = [json_ready(asdict(row)) for row in self.worst]
+        record = {**json_ready(self.facts()), "worst_layers": worst_layers, **self.entries}
         with atomic_file(path) as file:
             json.dump(record, file, indent=2, allow_nan=False)
             file.write("\n")
@@ -175,20 +139,9 @@ class RunSummary:
             ("steps", steps, "time", columns.duration_text(totals.seconds)),
             ("final loss", columns.loss_text(totals.final_loss), "best loss", best_loss),
             ("tokens", f"{totals.tokens:,}", "tokens/s", columns.amount_text(self.tokens_per_second)),
-            *([] if self.speculation is None else [_speculation_row(self.speculation)]),
+            *self.rows,
         ]
         return "\n".join(f"{a:<12}{b:<28}{c:<12}{d}".rstrip() for a, b, c, d in rows)
-
-
-def _speculation_row(speculation: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """What ran at 8 bits or fewer, and how often a verified product held its threshold."""
-    verified = speculation["hits"] + speculation["misses"]
-    return (
-        "low bits",
-        f"{columns.percent_text(speculation['share_8bit_or_less'])} of products",
-        "verified",
-        f"{verified:,}, {columns.percent_text(speculation['hit_rate'])} held" if verified else "nothing",
-    )
 
 
 def worst_layers(layers: Sequence[LayerOverflow]) -> tuple[WorstLayer, ...]:

@@ -26,7 +26,7 @@ from megalowbit.cluster.settings import load_cluster
 from megalowbit.errors import UserError, lines_of, shown
 from megalowbit.hf.checkpoint import read_config
 from megalowbit.hf.settings import ModelSettings
-from megalowbit.pretrain.validation import load_checked_config
+from megalowbit.pretrain.checks import load_checked_config
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = ROOT / "configs"

@@ -15,7 +15,7 @@ from launchers import ROOT, write_config
 from megalowbit.config.deepspeed_json import EngineSettings
 from megalowbit.pretrain.command_line import build_parser
 from megalowbit.pretrain.config import load_config
-from megalowbit.pretrain.dry_run import describe
+from megalowbit.pretrain.estimate.dry_run import describe
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

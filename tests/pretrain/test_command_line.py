@@ -53,7 +53,7 @@ def test_other_ranks_let_the_main_rank_speak_first(capsys, monkeypatch):
 
 def test_a_defect_keeps_its_traceback(tmp_path, monkeypatch):
     config = write_config(tmp_path)
-    monkeypatch.setattr("megalowbit.pretrain.dry_run.describe", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("megalowbit.pretrain.estimate.dry_run.describe", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["--ds-config", str(config), "--dry-run"])
 

@@ -16,7 +16,8 @@ from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.parameter_split.parameters import SPLIT_NAMES
 from megalowbit.layers.recipe import recipe
-from megalowbit.pretrain.dry_run import describe
+from megalowbit.pretrain.components.parameter_split import ParameterSplitting
+from megalowbit.pretrain.estimate.dry_run import describe
 from megalowbit.pretrain.estimate.memory import estimate_memory
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.run import pretrain
@@ -194,12 +195,17 @@ def test_before_its_split_a_run_is_bitwise_one_without(resolve, tmp_path):
 
 def test_layers_that_no_longer_quantise_are_not_split(build_job):
     job = build_job(RECIPE)
+    splitting = job.find(ParameterSplitting)
     for _ in range(3):
-        assert job.split_weights() is None
+        assert splitting.before_step(job.step) is None
         train_step(job)
     for layer in bit_layers(job.engine.module).values():
         layer.recipe = recipe("bf16")
-    assert job.split_weights() is None
+    assert splitting.before_step(job.step) is None
+    layer.recipe = job.recipe
+    assert splitting.before_step(job.step) == "before step 4: 1 weights split at rank 4; optimizer state " + (
+        "projected; learning rate times 0.3333"
+    )
 
 
 def test_memory_and_dry_run_count_the_factors(resolve):

@@ -13,7 +13,7 @@ def test_plain_values_pass():
 
 def test_what_steps_and_summaries_report_is_plain():
     check_facts(reduce_step_facts(torch.tensor(1.0)).facts())
-    check_facts(RunSummary.build(RunTotals(), overflow=OperandCounts()).facts())
+    check_facts(RunSummary(totals=RunTotals(), overflow=OperandCounts()).facts())
 
 
 @pytest.mark.parametrize("value", [torch.tensor(1.0), [1.0], {"a": 1}])

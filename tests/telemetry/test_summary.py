@@ -20,15 +20,7 @@ def layer(name, role, saturated, underflow, squared_error):
     return LayerOverflow(layer=name, role=role, counts=counts)
 
 
-SPECULATION = {
-    "share_8bit_or_less": 0.7125,
-    "shares": {"int8": 0.5, "fp8": 0.2125, "bf16": 0.2875},
-    "hit_rate": 0.75,
-    "hits": 9_000,
-    "misses": 3_000,
-    "changes": 77,
-    "rollbacks": 3_000,
-}
+ROW = ("low bits", "71.25% of products", "verified", "12,000, 75.00% held")
 
 
 def full_summary():
@@ -49,8 +41,8 @@ def full_summary():
         for end in ("up_projection", "down_projection")
         for role in ROLES
     ]
-    return RunSummary.build(
-        totals, tokens_per_second=10_240.0, overflow=overflow, layers=layers, speculation=SPECULATION
+    return RunSummary(
+        totals=totals, tokens_per_second=10_240.0, overflow=overflow, worst=worst_layers(layers), rows=[ROW]
     )
 
 
@@ -74,35 +66,19 @@ def test_a_resumed_run_ends_with_the_same_totals(steps, cut):
     assert repr(resumed) == repr(whole)
 
 
-def test_counts_of_splits_are_in_the_file_where_there_are_any(tmp_path):
+def test_what_parts_of_a_run_add_is_in_the_file_and_on_the_screen(tmp_path):
     path = tmp_path / "summary.json"
-    RunSummary.build(RunTotals(), splits={"cold": 16, "warm": 9584}).write(path)
-    assert json.loads(path.read_text())["splits"] == {"cold": 16, "warm": 9584}
-    RunSummary.build(RunTotals()).write(path)
-    assert "splits" not in json.loads(path.read_text())
-
-
-def test_a_late_switch_is_in_the_file_where_there_was_one(tmp_path):
-    path = tmp_path / "summary.json"
-    switch = {"step": 90, "scope": "all", "loss_before": 3.5, "loss_after": None}
-    RunSummary.build(RunTotals(), late_switch=switch).write(path)
-    assert json.loads(path.read_text())["late_switch"] == switch
-    RunSummary.build(RunTotals()).write(path)
-    assert "late_switch" not in json.loads(path.read_text())
-
-
-def test_speculation_is_in_the_file_and_on_the_screen_where_there_was_any(tmp_path):
-    path = tmp_path / "summary.json"
-    summary = RunSummary.build(RunTotals(), speculation=SPECULATION)
+    entries = {"splits": {"cold": 16, "warm": 9584}, "late_switch": {"step": 90, "loss_after": None}}
+    summary = RunSummary(totals=RunTotals(), entries=entries, rows=[ROW])
     summary.write(path)
-    assert json.loads(path.read_text())["speculation"] == SPECULATION
+    stored = json.loads(path.read_text())
+    assert {name: stored[name] for name in entries} == entries
+    assert list(stored)[-3:] == ["worst_layers", *entries]
     (row,) = [line for line in summary.render().splitlines() if line.startswith("low bits")]
     assert row == "low bits    71.25% of products          verified    12,000, 75.00% held"
-    unverified = {**SPECULATION, "hit_rate": None, "hits": 0, "misses": 0}
-    assert "verified    nothing" in RunSummary.build(RunTotals(), speculation=unverified).render()
-    RunSummary.build(RunTotals()).write(path)
-    assert "speculation" not in json.loads(path.read_text())
-    assert "low bits" not in RunSummary.build(RunTotals()).render()
+    RunSummary(totals=RunTotals()).write(path)
+    assert list(json.loads(path.read_text()))[-1] == "worst_layers"
+    assert "low bits" not in RunSummary(totals=RunTotals()).render()
 
 
 def test_worst_layers_are_found_by_measure_and_role():
@@ -144,7 +120,7 @@ def test_the_screen_shows_the_figures_within_23_lines_of_80_characters():
 
 
 def test_a_run_without_a_step_or_tracker_still_has_a_summary(tmp_path):
-    summary = RunSummary.build(RunTotals())
+    summary = RunSummary(totals=RunTotals())
     assert "overflow" not in summary.render()
     summary.write(tmp_path / "summary.json")
     assert json.loads((tmp_path / "summary.json").read_text())["final_loss"] is None
@@ -165,9 +141,9 @@ def test_the_file_holds_the_same_figures(tmp_path):
 def test_a_final_loss_of_nan_keeps_the_file_valid(tmp_path):
     totals = RunTotals()
     totals.add_step(loss=math.nan, tokens=1, seconds=1.0, is_skipped=False)
-    RunSummary.build(totals).write(tmp_path / "summary.json")
+    RunSummary(totals=totals).write(tmp_path / "summary.json")
     text = (tmp_path / "summary.json").read_text()
     stored = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert stored["final_loss"] is None
     assert stored["nonfinite"] == {"final_loss": "nan"}
-    assert "nan" in RunSummary.build(totals).render()
+    assert "nan" in RunSummary(totals=totals).render()

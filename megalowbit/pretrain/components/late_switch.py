@@ -1,28 +1,64 @@
-"""The late precision switch of a run: when it comes, and what the loss did around it.
+"""The late precision switch of a run: its settings, when it comes, and what the loss did around it.
 
-Whether layers are switched follows from the step alone, so a resumed run needs no flag: before each step the
-loop asks, and a step behind the switch finds it due. What a checkpoint holds are the losses around it, for
-the two lines that a person reads: the mean of the steps before, and later the mean of the steps since.
-Losses are the means over all ranks that the loop has read anyway.
+Whether layers are switched follows from the step alone, so a resumed run needs no flag: one that has loaded a
+checkpoint from behind the switch is switched. What a checkpoint holds are the losses around it, for the two
+lines
+that a person reads: the mean of the steps before, and later the mean of the steps since. Losses are the means
+over all ranks that the loop has read anyway.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+from pydantic import Field, field_validator
 
-from megalowbit.errors import UserError
-from megalowbit.layers.conversion.convert import bit_layers
-from megalowbit.layers.precision_switch import switch_precision, switched
-from megalowbit.layers.recipe import Recipe
-from megalowbit.pretrain.components.late_switch_settings import KEY, LateSwitchSettings
+from megalowbit.errors import UserError, shown
+from megalowbit.pretrain.components.base import Component, RunParts, RunSettings, Summary
+from megalowbit.telemetry.facts import Facts
+from megalowbit.values import SettingsModel
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megalowbit.layers.recipe import Recipe
+
+KEY = "megalowbit.late_switch"
 WINDOW = 20  # steps in each mean loss
 
 
-class LateSwitch:
+class LateSwitchSettings(SettingsModel):
+    """`"late_switch"`: when the low-bit layers stop quantising, and in which of their products."""
+
+    at: int | float = Field(
+        description="optimizer steps before the switch, or their fraction of run.steps below 1"
+    )
+    scope: Literal["forward", "all"] = Field(
+        default="forward", description="forward: gradients are quantised as before; all: nothing is quantised"
+    )
+
+    @field_validator("at", mode="before")
+    @classmethod
+    def _is_a_step_or_a_fraction(cls, value: object) -> object:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        if isinstance(value, float) and 0 < value < 1:
+            return value
+        raise ValueError("expected a whole number of steps ≥ 1, or a fraction of run.steps between 0 and 1")
+
+    def step(self, total_steps: int) -> int:
+        """Optimizer steps before the switch; a fraction of the run is rounded, to one step at least.
+
+        Args:
+            total_steps: of the run.
+        """
+        return self.at if isinstance(self.at, int) else max(1, round(self.at * total_steps))
+
+
+class LateSwitch(Component):
     """Switches a model's layers when their step has come.
 
     Args:
@@ -30,7 +66,7 @@ class LateSwitch:
         model: the converted model.
         recipe: its recipe.
         total_steps: optimizer steps of the run.
-        num_layers: low-bit layers of the whole model, where this is a part of it.
+        num_layers: low-bit layers of the whole model, of which a pipeline's stage may have none.
 
     Attributes:
         step: optimizer steps before the switch.
@@ -41,6 +77,10 @@ class LateSwitch:
         UserError: the recipe quantises nothing that could be switched.
     """
 
+    settings_class = LateSwitchSettings
+    may_change = (KEY, f"{KEY}.*")  # `check_resumed` sees whether the steps trained so far allow it
+    state_key = "late_switch"
+
     def __init__(
         self,
         settings: LateSwitchSettings,
@@ -48,131 +88,177 @@ class LateSwitch:
         recipe: Recipe,
         *,
         total_steps: int,
-        num_layers: int | None = None,
+        num_layers: int,
     ) -> None:
+        from megalowbit.layers.precision_switch import switched
+
         self.recipe = switched(recipe, settings.scope)
         self.step, self.is_switched = settings.step(total_steps), False
         self._scope, self._model = settings.scope, model
-        self._num_layers = num_layers or len(bit_layers(model))
+        self._num_layers = num_layers
         self._reported_at = min(self.step + WINDOW, total_steps)
         self._former: dict[str, Recipe] = {}  # of the layers, since the switch
         self._before: list[float | None] = []  # losses of the last steps before the switch
         self._since: list[float | None] = []  # of the first ones after it
 
-    def before_step(self, step: int) -> str | None:
-        """Switch if it is time, between two optimizer steps.
-
-        Args:
-            step: steps trained so far.
-
-        Returns:
-            What to tell, at the step of the switch itself.
-        """
-        if self.is_switched or step < self.step:
+    @classmethod
+    def build(cls, settings: LateSwitchSettings | None, parts: RunParts) -> LateSwitch | None:
+        if settings is None:
             return None
-        layers = bit_layers(self._model)
-        if layers:  # a pipeline stage may have none
-            self._former = {name: layer.recipe for name, layer in layers.items()}
-            switch_precision(self._model, self._scope)
-        self.is_switched = True
-        if step > self.step:
-            return None  # a resumed run
+        return cls(
+            settings,
+            parts.engine.module,
+            parts.recipe,
+            total_steps=parts.run.steps,
+            num_layers=parts.num_layers,
+        )
+
+    @classmethod
+    def check(cls, settings: LateSwitchSettings | None, run: RunSettings, recipe: object) -> None:
+        """Refuse a switch that would come after the last step."""
+        if settings is not None and settings.step(run.steps) >= run.steps:
+            raise UserError(
+                f"{KEY}.at = {settings.at} leaves no step after the switch: megalowbit.run.steps is "
+                f"{run.steps}; lower at, or leave late_switch out"
+            )
+
+    @classmethod
+    def check_recipe(cls, settings: LateSwitchSettings | None, recipe: Recipe) -> None:
+        """Refuse a recipe that quantises nothing that could be switched."""
+        from megalowbit.layers.precision_switch import switched
+
+        if settings is None:
+            return
+        try:
+            switched(recipe, settings.scope)
+        except UserError as error:
+            raise UserError(f"{KEY}: {error}") from None
+
+    @classmethod
+    def check_resumed(cls, saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:
+        """Refuse to continue a run whose trained steps would, by the present settings, have been others.
+
+        A switch that lies ahead may be moved, added and left out; what a fraction means changes with
+        run.steps.
+        """
+        before, now = _switch(saved), _switch(current)
+        if before == now or all(each is None or each[0] >= step for each in (before, now)):
+            return
+        remedy = (
+            "leave late_switch out"
+            if before is None
+            else f'resume with {KEY} = {{"at": {before[0]}, "scope": "{before[1]}"}}'
+        )
+        raise UserError(
+            f"{KEY} would switch {_described(now)}, but of the {step} steps trained so far the run to be "
+            f"resumed had switched {_described(before)}: {remedy}, or start a new run from its weights with "
+            "megalowbit.model.checkpoint"
+        )
+
+    def opening(self) -> str:
+        return f"switch    after step {self.step}: {self.recipe.name}"
+
+    def before_step(self, step: int) -> str | None:
+        """Switch where the last step before it has just been trained."""
+        if step != self.step:
+            return None
+        self._switch()
         return (
             f"precision switched after step {step}: {self._num_layers} layers go on as {self.recipe.name}; "
             f"{_mean_loss(self._before)} before"
         )
 
-    def after_step(self, step: int, loss: float) -> str | None:
-        """Take note of a step's loss.
+    def facts(self, known: Facts) -> Facts:
+        """Whether the step was trained after the switch."""
+        return {"precision_switched": int(self.is_switched)}
 
-        Args:
-            step: its number; the first is 1.
-            loss: of all ranks.
-
-        Returns:
-            What to tell, when enough steps have passed since the switch, or the run is at its end.
-        """
+    def after_step(self, step: int, facts: Facts) -> Iterable[str]:
+        """Take note of the loss; says what it was once enough steps have passed, or the run is at its end."""
+        loss = facts["loss"]
+        assert isinstance(loss, float)
         # None, for a checkpoint's JSON-like state and a mean that one skipped step must not spoil
         value = loss if math.isfinite(loss) else None
         if step <= self.step:
             self._before = [*self._before, value][-WINDOW:]
-            return None
+            return ()
         if step > self.step + WINDOW:
-            return None
+            return ()
         self._since.append(value)
         if step != self._reported_at:
-            return None
+            return ()
         return (
             f"precision switched after step {self.step}: {_mean_loss(self._since)} since, "
-            f"{_mean_loss(self._before)} before"
+            f"{_mean_loss(self._before)} before",
         )
 
-    def facts(self) -> dict[str, int]:
-        """For the records of a step: whether it was trained after the switch."""
-        return {"precision_switched": int(self.is_switched)}
-
-    def summary(self) -> dict[str, Any] | None:
-        """For the summary of a run: the switch and the mean losses around it; `None` before it.
-
-        Returns:
-            `step`, `scope`, `loss_before` and `loss_after`; a loss is `None` where no step's is known.
-        """
+    def summary(self) -> Summary:
+        """The switch and the mean losses around it, None where no step's is known; nothing before it."""
         if not self.is_switched:
-            return None
-        return {
+            return Summary()
+        entry = {
             "step": self.step,
             "scope": self._scope,
-            "loss_before": _mean(_finite(self._before)),
-            "loss_after": _mean(_finite(self._since)),
+            "loss_before": _mean(self._before),
+            "loss_after": _mean(self._since),
         }
+        return Summary(entries={"late_switch": entry})
 
     def state_dict(self) -> dict[str, Any]:
         """The losses around the switch."""
         return {"before": list(self._before), "since": list(self._since)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, source: Path) -> None:
+        """Continue from `state`, switched if the step is behind the switch, and otherwise not."""
+        state = state or {"before": [], "since": []}
         self._before, self._since = list(state["before"]), list(state["since"])
+        if step > self.step:
+            self._switch()
+        elif self.is_switched:
+            self._undo()
 
-    def go_back(self, step: int) -> None:
-        """Undo the switch where the run has gone back to `step`, from which it is still to come."""
-        if not self.is_switched or step > self.step:
+    def _switch(self) -> None:
+        from megalowbit.layers.conversion.convert import bit_layers
+        from megalowbit.layers.precision_switch import switch_precision
+
+        if self.is_switched:
             return
+        layers = bit_layers(self._model)
+        if layers:  # a pipeline stage may have none
+            self._former = {name: layer.recipe for name, layer in layers.items()}
+            switch_precision(self._model, self._scope)
+        self.is_switched = True
+
+    def _undo(self) -> None:
+        from megalowbit.layers.conversion.convert import bit_layers
+
         layers = bit_layers(self._model)
         for name, former in self._former.items():
             layers[name].recipe = former
         self.is_switched = False
 
-    def __str__(self) -> str:
-        return f"after step {self.step}: {self.recipe.name}"
+
+def _switch(config: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Step and scope of a resolved configuration's switch."""
+    block = config["megalowbit"]
+    if block.get("late_switch") is None:  # also what earlier versions wrote
+        return None
+    settings = LateSwitchSettings.model_validate(block["late_switch"])
+    return settings.step(block["run"]["steps"]), settings.scope
 
 
-def check_switchable(settings: LateSwitchSettings | None, recipe: Recipe) -> None:
-    """Refuse a switch of a recipe that quantises nothing there.
-
-    Raises:
-        UserError: see above.
-    """
-    if settings is None:
-        return
-    try:
-        switched(recipe, settings.scope)
-    except UserError as error:
-        raise UserError(f"{KEY}: {error}") from None
+def _described(switch: tuple[int, str] | None) -> str:
+    return "nothing" if switch is None else f"{shown(switch[1])} after step {switch[0]}"
 
 
 def _mean_loss(losses: list[float | None]) -> str:
-    finite = _finite(losses)
-    mean = _mean(finite)
+    mean, count = _mean(losses), sum(loss is not None for loss in losses)
     if mean is None:
         return "no loss known of the steps"
-    steps = f"the {len(finite)} steps" if len(finite) > 1 else "the step"
+    steps = f"the {count} steps" if count > 1 else "the step"
     return f"mean loss {mean:.4f} over {steps}"
 
 
-def _finite(losses: list[float | None]) -> list[float]:
-    return [loss for loss in losses if loss is not None]
-
-
-def _mean(losses: list[float]) -> float | None:
-    return sum(losses) / len(losses) if losses else None
+def _mean(losses: list[float | None]) -> float | None:
+    """Of the finite ones."""
+    finite = [loss for loss in losses if loss is not None]
+    return sum(finite) / len(finite) if finite else None

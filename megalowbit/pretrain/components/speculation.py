@@ -1,9 +1,9 @@
-"""Precision speculation in a run: what is refused, told, recorded and summed up of it.
+"""Precision speculation in a run: what is refused, printed, recorded and summed up of it.
 
-The controller decides; the loop asks it before and after each optimizer step and hands what a look has found
-to the recorder. A look is known on all ranks alike, the main one writes it: `speculation.jsonl` has a line
-for every product and look, the records of a step have facts where there was a look, and the console tells a
-few changes of each, misses first. Steps are counted as everywhere in a run: the first is 1.
+The controller decides; this component asks it before and after each optimizer step and writes down what a
+look has found. A look is known on all ranks alike, the main one writes it: `speculation.jsonl` has a line for
+every product and look, the records of a step have facts where there was a look, and the console names a few
+changes of each, misses first. Steps are counted as everywhere in a run: the first is 1.
 
 Not covered: other settings than the run began with, see `resume`; precisions of a loop of one's own, which
 makes its own `PrecisionController`.
@@ -12,27 +12,122 @@ makes its own `PrecisionController`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megalowbit.errors import UserError
-from megalowbit.layers.recipe import Recipe
-from megalowbit.layers.recipe_checks import operand_quantizers
-from megalowbit.pretrain.estimate.saved_tensors import LargestForms
-from megalowbit.quantize.names import quantizer
+from megalowbit.pretrain.components.base import Component, RunParts, Summary, find
+from megalowbit.pretrain.components.late_switch import LateSwitch
 from megalowbit.speculation.counters import share_of_few_bits
-from megalowbit.speculation.precisions import PRODUCTS, check_base, quantizers_of, recipe_with
 from megalowbit.speculation.report import Change, SpeculationReport, SpeculationTotals
-from megalowbit.speculation.settings import HIGHEST, SpeculationSettings
+from megalowbit.speculation.settings import SpeculationSettings
+from megalowbit.telemetry import columns
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.sinks.jsonl import JsonlFile
 
+if TYPE_CHECKING:
+    from megalowbit.layers.recipe import Recipe
+    from megalowbit.speculation.controller import PrecisionController
+
 KEY = "megalowbit.speculation"
-MOST_CHANGES_TOLD = 3  # of a look; at the first one of a run all products change
+MOST_CHANGES_NAMED = 3  # of a look; at the first one of a run all products change
 LINE_WIDTH = 100
+
+
+class Speculation(Component):
+    """Asks a controller for the precision of each product, step by step.
+
+    Args:
+        controller: of the run's layers.
+        switch: when layers stop quantising; None: never.
+
+    Attributes:
+        controller: as given.
+        look: what the last step has found; None where it did not look.
+    """
+
+    settings_class = SpeculationSettings
+    state_key = "speculation"
+    records = ("speculation.jsonl",)
+
+    def __init__(self, controller: PrecisionController, switch: LateSwitch | None = None) -> None:
+        self.controller = controller
+        self.look: SpeculationReport | None = None
+        self._switch = switch
+        self._file: LookFile | None = None  # on the main process
+
+    @classmethod
+    def check_recipe(cls, settings: SpeculationSettings | None, recipe: Recipe) -> None:
+        """Refuse a recipe whose products cannot each have a precision of their own."""
+        from megalowbit.speculation.precisions import check_base
+
+        if settings is None:
+            return
+        try:
+            check_base(recipe)
+        except UserError as error:
+            raise UserError(f"{KEY}: {error}") from None
+
+    @classmethod
+    def build(cls, settings: SpeculationSettings | None, parts: RunParts) -> Speculation | None:
+        from megalowbit.speculation.controller import PrecisionController
+
+        if settings is None:
+            return None
+        controller = PrecisionController(parts.engine.module, settings)
+        return cls(controller, find(parts.earlier, LateSwitch))
+
+    def opening(self) -> str:
+        return f"ladder    {describe_speculation(self.controller.settings)}"
+
+    def before_step(self, step: int) -> str | None:
+        """Look at the step after a late switch: totals would count what was decided before."""
+        if self._switch is None or step != self._switch.step:
+            return None
+        self.controller.look_next()
+        return line_after_switch(self._switch.recipe)
+
+    def begin_try(self) -> None:
+        self.controller.begin_step()
+
+    def end_step(self) -> None:
+        self.look = self.controller.end_step()
+
+    def facts(self, known: Facts) -> Facts:
+        return {} if self.look is None else look_facts(self.look, self.controller.totals())
+
+    def after_step(self, step: int, facts: Facts) -> Iterable[str]:
+        """Write down what the step has found, and name a few changes."""
+        if self.look is None:
+            return ()
+        if self._file is not None:
+            self._file.write(self.look)
+        return change_lines(self.look)
+
+    def summary(self) -> Summary:
+        totals = self.controller.totals()
+        return Summary(entries={"speculation": speculation_summary(totals)}, row=summary_row(totals))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, source: Path) -> None:
+        if state is None:
+            raise UserError(
+                f"{source} was saved without speculation, and what its products ran in is not known: leave "
+                "megalowbit.speculation out, or start from it with megalowbit.model.checkpoint"
+            )
+        self.controller.load_state_dict(state)
+
+    def open_records(self, folder: Path, resume_step: int | None) -> None:
+        self._file = LookFile(folder / self.records[0], resume_step=resume_step)
+
+    def close_records(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
 
 class LookFile:
@@ -67,20 +162,6 @@ def step_of(report: SpeculationReport) -> int:
     return report.step + 1
 
 
-def check_speculation(settings: SpeculationSettings | None, recipe: Recipe) -> None:
-    """Refuse a recipe whose products cannot each have a precision of their own.
-
-    Raises:
-        UserError: see above.
-    """
-    if settings is None:
-        return
-    try:
-        check_base(recipe)
-    except UserError as error:
-        raise UserError(f"{KEY}: {error}") from None
-
-
 def describe_speculation(settings: SpeculationSettings) -> str:
     """Ladder, thresholds and rhythm on one line: `int8, bf16 at 15 dB; a look every 10 steps, …`."""
     if isinstance(settings.threshold_db, dict):
@@ -94,14 +175,14 @@ def describe_speculation(settings: SpeculationSettings) -> str:
 
 
 def change_lines(report: SpeculationReport) -> list[str]:
-    """What to tell of the changes after a look: misses first, then what got dearer; at most four lines."""
+    """What to print of the changes after a look: misses first, then what got dearer; at most four lines."""
     changes = sorted(report.changes, key=_urgency)
     measured = {(row.layer, row.product): row.measured_db for row in report.rows}
     lines = [
         _change_line(step_of(report), change, measured.get((change.layer, change.product)))
-        for change in changes[:MOST_CHANGES_TOLD]
+        for change in changes[:MOST_CHANGES_NAMED]
     ]
-    others = Counter(change.after for change in changes[MOST_CHANGES_TOLD:])
+    others = Counter(change.after for change in changes[MOST_CHANGES_NAMED:])
     if others:
         to = ", ".join(f"{count:,} to {precision}" for precision, count in others.items())
         lines.append(f"step {step_of(report)}: and {others.total():,} more, {to}")
@@ -137,16 +218,14 @@ def speculation_summary(totals: SpeculationTotals) -> dict[str, Any]:
     }
 
 
-def largest_forms(settings: SpeculationSettings, recipe: Recipe) -> LargestForms:
-    """With what layers keep as much for backward as any choice of precisions can.
-
-    An input is largest where `grad_weight` takes it as it is, unless it is kept anyway: then codes come on
-    top. So do those of a weight, which `grad_input` may take.
-    """
-    widest = max((rung for rung in settings.ladder if rung != HIGHEST), key=_code_bytes, default=HIGHEST)
-    return LargestForms(
-        own=recipe_with(recipe, (HIGHEST, widest, HIGHEST)),
-        beside=recipe_with(recipe, (HIGHEST, widest, widest)),
+def summary_row(totals: SpeculationTotals) -> tuple[str, str, str, str]:
+    """For the screen: what ran at 8 bits or fewer, and how often a verified product held its threshold."""
+    verified = totals.hits + totals.misses
+    return (
+        "low bits",
+        f"{columns.percent_text(totals.share_8bit)} of products",
+        "verified",
+        f"{verified:,}, {columns.percent_text(totals.hit_rate)} held" if verified else "nothing",
     )
 
 
@@ -156,6 +235,10 @@ def line_after_switch(recipe: Recipe) -> str:
     Args:
         recipe: with which the layers go on.
     """
+    from megalowbit.layers.recipe_checks import operand_quantizers
+    from megalowbit.quantize.names import quantizer
+    from megalowbit.speculation.precisions import PRODUCTS
+
     left = [
         product
         for product in PRODUCTS
@@ -164,12 +247,6 @@ def line_after_switch(recipe: Recipe) -> str:
     if not left:
         return "speculation has no product left to choose a precision for"
     return f"speculation goes on for {' and '.join(left)}"
-
-
-def _code_bytes(rung: str) -> int:
-    """Of codes and scales of a weight, to compare rungs by."""
-    _, operand = quantizers_of(rung, "output")
-    return quantizer(operand).quantize(torch.zeros(128, 128)).nbytes
 
 
 def _urgency(change: Change) -> int:

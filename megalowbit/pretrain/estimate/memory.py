@@ -184,38 +184,31 @@ def estimate_memory(
     """
     cut, zero = cut or ModelCut(), sharing or ZeroSharing()
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
-        model = build_model(model_settings, seed=0)
-        shard_alone(model, cut.tensor_size)
-        convert(model, recipe)
-        for layer in bit_layers(model).values():
-            layer.is_split = recipe.parameter_split is not None  # a whole one keeps as much
-        if fp32_norms:
-            keep_fp32(model)
-        half = HALF_DTYPES.get(precision)
-        for parameter in model.parameters():
-            if half is not None and not is_kept_fp32(parameter):
-                parameter.data = parameter.data.to(half)
+        model = _converted(model_settings, recipe, cut, precision, fp32_norms=fp32_norms)
         if op_classes is not None:
             attach_autocast(model, precision, "cpu", op_classes)
         stages = _stages(model, cut, micro_batch_size, sequence_length, forms)
     moments = MOMENTS_PER_PARAMETER.get(optimizer_type.lower(), int(has_momentum))
-    estimates = []
-    for parameters, saved in stages:
-        count = sum(parameter.numel() for parameter in parameters)
-        # ZeRO steps copies of fp32 parameters too
-        with_masters = [p for p in parameters if zero.stage or p.dtype != torch.float32]
-        estimates.append(
-            _shared(
-                zero,
-                parameters=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-                gradients=count * 4,
-                masters=sum(parameter.numel() for parameter in with_masters) * 4,
-                moments=count * 4 * moments,
-                saved=saved,
-                buffers=zero.reduction_buffers(precision),
-            )
-        )
+    estimates = [_of_stage(zero, parameters, saved, precision, moments) for parameters, saved in stages]
     return max(estimates, key=lambda estimate: estimate.total)
+
+
+def _converted(
+    model_settings: ModelSettings, recipe: Recipe, cut: ModelCut, precision: str, *, fp32_norms: bool
+) -> PreTrainedModel:
+    """The model as a process has it before it is cut into stages."""
+    model = build_model(model_settings, seed=0)
+    shard_alone(model, cut.tensor_size)
+    convert(model, recipe)
+    for layer in bit_layers(model).values():
+        layer.is_split = recipe.parameter_split is not None  # a whole one keeps as much
+    if fp32_norms:
+        keep_fp32(model)
+    half = HALF_DTYPES.get(precision)
+    for parameter in model.parameters():
+        if half is not None and not is_kept_fp32(parameter):
+            parameter.data = parameter.data.to(half)
+    return model
 
 
 def _stages(
@@ -234,10 +227,10 @@ def _stages(
     bounds = stage_bounds(parts, cut.num_stages, cut.partition)
     found = []
     for stage, (start, stop) in enumerate(pairwise(bounds)):
-        mine = parts[start:stop]
+        own = parts[start:stop]
         saved = saved_by_stage(
             model,
-            mine,
+            own,
             micro_batch_size=micro_batch_size,
             sequence_length=sequence_length,
             interval=cut.interval,
@@ -245,29 +238,27 @@ def _stages(
             num_in_flight=min(cut.num_stages - stage, cut.micro_batches),
             forms=forms,
         )
-        found.append((list(dict.fromkeys(p for part in mine for p in part.parameters())), saved))
+        found.append((list(dict.fromkeys(p for part in own for p in part.parameters())), saved))
     return found
 
 
-def _shared(
-    zero: ZeroSharing,
-    *,
-    parameters: int,
-    gradients: int,
-    masters: int,
-    moments: int,
-    saved: int,
-    buffers: int,
+def _of_stage(
+    zero: ZeroSharing, parameters: list[nn.Parameter], saved: int, precision: str, moments: int
 ) -> MemoryEstimate:
-    """The bytes of what a process would have without ZeRO, as it has them with it."""
+    """Of a process with these parameters, which keeps `saved` bytes for backward."""
+    count = sum(parameter.numel() for parameter in parameters)
+    gradients = 4 * count
+    # ZeRO steps copies of fp32 parameters too
+    with_masters = (p for p in parameters if zero.stage or p.dtype != torch.float32)
     main_gradients = zero.share(gradients, from_stage=2)
     if zero.stage == 1:  # whole sums over micro-batches, and the share that a step works on
         main_gradients += zero.share(gradients, from_stage=1)
     of_optimizer = {
-        "master_parameters": zero.share(masters, from_stage=1),
-        "optimizer_moments": zero.share(moments, from_stage=1),
+        "master_parameters": zero.share(4 * sum(p.numel() for p in with_masters), from_stage=1),
+        "optimizer_moments": zero.share(4 * count * moments, from_stage=1),
     }
-    of_parameters = {"parameters": zero.share(parameters, from_stage=3)}
+    sizes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    of_parameters = {"parameters": zero.share(sizes, from_stage=3)}
     on_the_host = 0
     for parts, is_on_host in (
         (of_optimizer, zero.is_optimizer_on_host),
@@ -284,6 +275,6 @@ def _shared(
         main_gradients=main_gradients,
         **of_optimizer,
         saved_for_backward=saved,
-        reduction_buffers=buffers,
+        reduction_buffers=zero.reduction_buffers(precision),
         on_the_host=on_the_host,
     )

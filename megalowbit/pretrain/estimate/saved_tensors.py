@@ -28,6 +28,9 @@ from megalowbit.engine.pipeline.parts import (
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.recipe import Recipe
+from megalowbit.quantize.names import quantizer
+from megalowbit.speculation.precisions import quantizers_of, recipe_with
+from megalowbit.speculation.settings import HIGHEST, SpeculationSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -199,10 +202,7 @@ def saved_by_stage(
         return hidden
 
     tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
-    inputs = tokens
-    if not isinstance(parts[0], Embedding):
-        shape = (*tokens.shape, model.config.hidden_size)
-        inputs = torch.zeros(shape, dtype=next(model.parameters()).dtype, requires_grad=True)
+    inputs = tokens if isinstance(parts[0], Embedding) else _hidden_states(model, tokens)
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
     in_forms = _in_largest_forms(model, forms, lambda tensor: any(each.holds(tensor) for each in alive))
     with hooks, in_forms, _alike_run_twice(of_model, kept):
@@ -213,3 +213,28 @@ def saved_by_stage(
         else:
             kept.add(output)  # it waits for its gradient
     return kept.nbytes * num_in_flight + recomputed[0]
+
+
+def _hidden_states(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """What the stage before hands on for `tokens` (sequences, tokens): with a dimension of hidden_size."""
+    shape = (*tokens.shape, model.config.hidden_size)
+    return torch.zeros(shape, dtype=next(model.parameters()).dtype, requires_grad=True)
+
+
+def largest_forms(settings: SpeculationSettings, recipe: Recipe) -> LargestForms:
+    """With what layers keep as much for backward as any choice of precisions can.
+
+    An input is largest where `grad_weight` takes it as it is, unless it is kept anyway: then codes come on
+    top. So do those of a weight, which `grad_input` may take.
+    """
+    widest = max((rung for rung in settings.ladder if rung != HIGHEST), key=_code_bytes, default=HIGHEST)
+    return LargestForms(
+        own=recipe_with(recipe, (HIGHEST, widest, HIGHEST)),
+        beside=recipe_with(recipe, (HIGHEST, widest, widest)),
+    )
+
+
+def _code_bytes(rung: str) -> int:
+    """Of codes and scales of a weight, to compare rungs by."""
+    _, operand = quantizers_of(rung, "output")
+    return quantizer(operand).quantize(torch.zeros(128, 128)).nbytes

@@ -1,4 +1,4 @@
-"""All records of a run behind one object: console, metrics, layer table, looks of speculation, summary.
+"""All records of a run behind one object: console, metrics, layer table, records of components, summary.
 
 The loop tells it what happened; it knows which file that belongs to and which process writes. Records by
 layer need an all-reduce, so their calls are for every rank. Counts of splits are the main process's own.
@@ -7,25 +7,23 @@ layer need an all-reduce, so their calls are for every rank. Counts of splits ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import compress
 from types import TracebackType
-from typing import Any
 
 from megalowbit.distributed.agreement import agree
 from megalowbit.errors import from_system
 from megalowbit.layers.split_states import split_counts
-from megalowbit.pretrain.components.speculation import LookFile, change_lines, speculation_summary
+from megalowbit.pretrain.components.base import Component
 from megalowbit.pretrain.job import Job
-from megalowbit.pretrain.run_folder.folder import RECORDS
-from megalowbit.speculation.report import SpeculationReport
+from megalowbit.pretrain.records.lines import splits_line
+from megalowbit.pretrain.run_folder.folder import METRICS
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.moving_rate import MovingRate
 from megalowbit.telemetry.sinks.console import Console
 from megalowbit.telemetry.sinks.group import SinkGroup, open_sinks
 from megalowbit.telemetry.sinks.jsonl import last_step
-from megalowbit.telemetry.summary import RunSummary
+from megalowbit.telemetry.summary import RunSummary, worst_layers
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,6 @@ class Recorder:
         self._every = job.config.settings.telemetry.layers_every
         self._speed = MovingRate()
         self._sinks = SinkGroup([console])
-        self._looks: LookFile | None = None
         self._table_step = job.step if is_resume else 0  # of the newest table by layer
         agree(lambda: self._open(job.step if is_resume else None))
 
@@ -75,8 +72,8 @@ class Recorder:
                 config=job.config.to_dict(),
                 resume_step=resume_step,
             )
-            if job.speculation is not None:
-                self._looks = LookFile(job.folder.speculation, resume_step=resume_step)
+            for component in job.components:
+                component.open_records(job.folder.path, resume_step)
             job.loader.tokenizer.save_pretrained(job.folder.tokenizer)
             job.folder.set_export_aside(job.step)
             job.folder.done.unlink(missing_ok=True)
@@ -94,10 +91,8 @@ class Recorder:
         """Read all records that are to be continued: one that is damaged must not leave the others cut."""
         if resume_step is None:
             return
-        job = self._job
-        written = (True, job.tracker is not None, job.speculation is not None)
-        for name in compress(RECORDS, written):
-            last_step(job.folder.path / name)
+        for name in (METRICS, *(name for each in self._job.components for name in each.records)):
+            last_step(self._job.folder.path / name)
 
     def go_back(self) -> None:
         """Drop what was recorded after the job's step, which has become an earlier one. Every rank calls it.
@@ -111,9 +106,7 @@ class Recorder:
         files = SinkGroup(sink for sink in self._sinks.sinks if sink is not self._console)
         self._sinks = SinkGroup([self._console])  # the run goes on, and so does what a person sees
         with self._recording():
-            if self._looks is not None:
-                self._looks.close()
-                self._looks = None
+            self._close_components()
             files.close()
         self._open(self._job.step)
 
@@ -127,15 +120,12 @@ class Recorder:
         if step == last or (self._every and step % self._every == 0):
             self._write_layers()
 
-    def look(self, report: SpeculationReport | None) -> None:
-        """Record what speculation found in the step just recorded; `None` is nothing found."""
-        if report is None:
-            return
-        if self._looks is not None:
-            with self._recording():
-                self._looks.write(report)
-        for line in change_lines(report):
-            self.tell(line)
+    def follow(self, component: Component, facts: Facts) -> None:
+        """Let a component record the step just recorded, and show what it has to say."""
+        with self._recording():
+            lines = tuple(component.after_step(self._job.step, facts))
+        for line in lines:
+            self.log(line)
 
     def sync(self) -> None:
         """Make what was recorded survive a power failure, as a checkpoint does."""
@@ -143,8 +133,8 @@ class Recorder:
             with self._recording():
                 self._job.folder.sync_records()
 
-    def tell(self, text: str | None) -> None:
-        """Show a line to whoever follows the run; `None` is nothing to tell."""
+    def log(self, text: str | None) -> None:
+        """Show a line to whoever follows the run; `None` is no line."""
         if text is not None:
             with self._recording():  # logs lie on disks too
                 self._console.print(text, "bold")
@@ -155,26 +145,26 @@ class Recorder:
         if self._table_step != job.step:
             self._write_layers()
         splits = split_counts(job.engine.module)
-        summary = RunSummary.build(
-            job.totals,
+        parts = [component.summary() for component in job.components]
+        entries = {name: value for part in parts for name, value in part.entries.items()}
+        tracker = job.tracker
+        summary = RunSummary(
+            totals=job.totals,
             tokens_per_second=self._speed.average,
-            overflow=job.tracker.run if job.tracker is not None else None,
-            layers=job.tracker.reduce_layers() if job.tracker is not None else (),
-            splits=splits,
-            late_switch=job.late_switch.summary() if job.late_switch is not None else None,
-            speculation=speculation_summary(job.speculation.totals())
-            if job.speculation is not None
-            else None,
-            rollbacks=job.loss_guard.rollbacks,
+            overflow=None if tracker is None else tracker.run,
+            worst=() if tracker is None else worst_layers(tracker.reduce_layers()),
+            entries={"splits": splits, **entries} if splits else entries,
+            rows=[part.row for part in parts if part.row is not None],
         )
         agree(lambda: self._close(summary))
         if self._is_main:
             self._console.print(summary.render())
-            if job.loss_guard.rollbacks:
-                self._console.print(rollbacks_line(job.loss_guard.rollbacks))
-            self._tell_of_splits(splits)
+            for part in parts:
+                if part.line is not None:
+                    self._console.print(part.line)
+            self._log_splits(splits)
 
-    def _tell_of_splits(self, counts: Mapping[str, int]) -> None:
+    def _log_splits(self, counts: Mapping[str, int]) -> None:
         line = splits_line(counts)
         if line is not None:
             self._console.print(line)
@@ -194,6 +184,10 @@ class Recorder:
             self._sinks.close(summary=summary.facts())
             if self._is_main:
                 summary.write(self._job.folder.summary)
+
+    def _close_components(self) -> None:
+        for component in self._job.components:
+            component.close_records()
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
@@ -220,17 +214,4 @@ class Recorder:
         with nullcontext() if kind is None else suppress(OSError):
             self._sinks.close(exit_code=0 if kind is None else 1)
         with nullcontext() if kind is None else suppress(OSError):
-            if self._looks is not None:
-                self._looks.close()
-
-
-def rollbacks_line(rollbacks: Sequence[Mapping[str, Any]]) -> str:
-    """All rollbacks of a run on one line: "rollbacks 2: after step 20 to step 10, …"."""
-    steps = (f"after step {each['after_step']} to step {each['to_step']}" for each in rollbacks)
-    return f"rollbacks {len(rollbacks)}: {', '.join(steps)}"
-
-
-def splits_line(counts: Mapping[str, int]) -> str | None:
-    """How this process's splits found their factors, on one line; `None` if none did."""
-    shown = [f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count]
-    return f"splits    {', '.join(shown)}" if shown else None
+            self._close_components()

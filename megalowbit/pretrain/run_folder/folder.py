@@ -12,21 +12,23 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 from megalowbit.durable_files import atomic_file, open_regular, remove_drafts, sync
 from megalowbit.errors import TransientError, UserError, from_system, shown
 from megalowbit.json_text import read_json_object
+from megalowbit.pretrain.components.registry import COMPONENTS
 
 LOCK = ".lock"
 LONGEST_TRY = 4096  # bytes of a lock; another program's file of that name must not be emptied
 TRY = "MEGALOWBIT_TRY"  # what a job script calls the try it makes
 METRICS = "metrics.jsonl"
-RECORDS = (METRICS, "overflow_layers.jsonl", "speculation.jsonl")
+RECORDS = (METRICS, *(name for component in COMPONENTS for name in component.records))
 ASIDE, MOVING = "before-restart", ".moving"  # where `--restart` moves a run, and until all of it is there
 # written as drafts, which a kill leaves behind; drafts of other names are somebody else's
 OWN_NAMES = ("hf", "config.json", "saved.json", "summary.json", "DONE", "*.jsonl")
@@ -58,11 +60,6 @@ class RunFolder:
     def hf(self) -> Path:
         """The final model as a HuggingFace checkpoint."""
         return self.path / "hf"
-
-    @property
-    def speculation(self) -> Path:
-        """What looks at the precision of products have found, where it is chosen in the run."""
-        return self.path / "speculation.jsonl"
 
     @property
     def summary(self) -> Path:
@@ -147,9 +144,7 @@ class RunFolder:
             try:
                 if not path.is_file() or not path.stat().st_size:
                     continue
-                number = 1
-                while os.path.lexists(target := path.with_name(f"{path.name}.{number}")):
-                    number += 1
+                target = first_free(path.with_name(f"{path.name}.{number}") for number in count(1))
                 path.rename(target)
             except OSError as error:
                 message = f"{path} cannot be renamed ({error.strerror}): make {self.path} writable"
@@ -160,12 +155,7 @@ class RunFolder:
     def set_export_aside(self, step: int) -> None:
         """Rename an export of an earlier end of this run, so that `hf/` is never older than the run."""
         if self.hf.exists():
-            aside = self.path / f"hf-step-{step:08d}"
-            number = 1
-            while aside.exists():
-                number += 1
-                aside = self.path / f"hf-step-{step:08d}-{number}"
-            self.hf.rename(aside)
+            self.hf.rename(first_free(numbered(self.path / f"hf-step-{step:08d}")))
 
     @property
     def is_started(self) -> bool:
@@ -211,6 +201,17 @@ class RunFolder:
         """Save the resolved configuration, whole or not at all."""
         with atomic_file(self.config) as file:
             file.write(json.dumps(resolved, indent=2) + "\n")
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """`x`, `x-2`, `x-3` and so on."""
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
+
+
+def first_free(paths: Iterable[Path]) -> Path:
+    """The first of them at which nothing lies, not even a link to nothing."""
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def _open_lock(lock: Path) -> IO[str]:

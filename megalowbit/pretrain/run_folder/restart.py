@@ -9,11 +9,12 @@ folder is called `before-restart-1.moving`: after a kill the next `--restart` go
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
 
 from megalowbit.durable_files import sync
 from megalowbit.errors import UserError, from_system
-from megalowbit.pretrain.run_folder.folder import ASIDE, MOVING, RECORDS, RunFolder
+from megalowbit.pretrain.run_folder.folder import ASIDE, MOVING, RECORDS, RunFolder, first_free, numbered
 
 OWN = (
     "config.json",
@@ -65,14 +66,15 @@ def move_aside(folder: RunFolder) -> Path | None:
     moving = folder.interrupted_restart
     if not names and moving is None:
         return None
-    target = (
-        _next_target(folder.path) if moving is None else moving.with_name(moving.name.removesuffix(MOVING))
-    )
+    if moving is None:
+        target = first_free(folder.path / f"{ASIDE}-{number}" for number in count(1))
+    else:
+        target = moving.with_name(moving.name.removesuffix(MOVING))
     moving = target.with_name(target.name + MOVING)
     try:
         moving.mkdir(exist_ok=True)
-        for name in names:
-            os.rename(folder.path / name, _free_name(moving / name))  # noqa: PTH104
+        for name in names:  # a restart that was killed may have moved one of that name already
+            os.rename(folder.path / name, first_free(numbered(moving / name)))  # noqa: PTH104
         sync(moving)
         moving.rename(target)
         sync(folder.path)
@@ -88,19 +90,3 @@ def move_aside(folder: RunFolder) -> Path | None:
 def _dangling(folder: Path) -> set[str]:
     """Names without wildcards that are links to nothing, which a glob leaves out."""
     return {name for name in OWN if os.path.lexists(folder / name)}
-
-
-def _next_target(folder: Path) -> Path:
-    number = 1
-    while os.path.lexists(folder / f"{ASIDE}-{number}"):
-        number += 1
-    return folder / f"{ASIDE}-{number}"
-
-
-def _free_name(path: Path) -> Path:
-    """`path`, or with a number where a restart that was killed has moved that name already."""
-    number, free = 1, path
-    while os.path.lexists(free):
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free

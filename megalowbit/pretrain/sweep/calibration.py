@@ -23,9 +23,10 @@ from megalowbit.data.loader import count_samples
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import is_finite_number
+from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.sweep.runs import LEAN, Gap, Run, execute, folder_name, make_folder
-from megalowbit.pretrain.validation import load_checked_config
 from megalowbit.speculation.reports.picture import draw_calibration, require_matplotlib
+from megalowbit.speculation.settings import SpeculationSettings
 
 REFERENCE = "bf16"
 LAST_PART = 5  # the loss is that of the last fifth of the steps, unless told otherwise
@@ -33,7 +34,7 @@ KEY = "megalowbit.speculation"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class CalibrationPlan:
     """What is to be run and compared.
 
     Attributes:
@@ -88,7 +89,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ThresholdOutcome:
     """What one threshold led to.
 
     Attributes:
@@ -144,10 +145,10 @@ class Calibration:
     last: int
     max_gap: float
     reference: Mapping[int, float]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ThresholdOutcome, ...]
 
     @property
-    def suggestion(self) -> Outcome | None:
+    def suggestion(self) -> ThresholdOutcome | None:
         """The lowest threshold whose gap is allowed; `None`: there is none."""
         return next((each for each in self.outcomes if each.gap.mean <= self.max_gap), None)
 
@@ -235,7 +236,7 @@ class Calibration:
         }
 
 
-def calibrate(plan: Plan, *, has_picture: bool = True) -> Calibration:
+def calibrate(plan: CalibrationPlan, *, has_picture: bool = True) -> Calibration:
     """Do the runs that are not done yet, print a table, write table.txt, table.json and calibration.png.
 
     Args:
@@ -294,10 +295,10 @@ def _told_apart(thresholds: Sequence[float]) -> tuple[float, ...]:
     return tuple(found)
 
 
-def _check(plan: Plan, runs: Sequence[Run]) -> tuple[int, int]:
+def _check(plan: CalibrationPlan, runs: Sequence[Run]) -> tuple[int, int]:
     """Find what can be found before the first run; returns the steps of a run and those compared."""
     base = load_checked_config(plan.config, [], world_size=1)
-    if base.settings.speculation is None:
+    if base.settings.of(SpeculationSettings) is None:
         raise UserError(
             f"{plan.config} has no megalowbit.speculation section, whose ladder the runs would have: add one"
         )
@@ -308,7 +309,7 @@ def _check(plan: Plan, runs: Sequence[Run]) -> tuple[int, int]:
     return steps, last
 
 
-def _evaluate(plan: Plan, runs: Sequence[Run], *, steps: int, last: int) -> Calibration:
+def _evaluate(plan: CalibrationPlan, runs: Sequence[Run], *, steps: int, last: int) -> Calibration:
     by_label: dict[str, list[Run]] = {}
     for run in runs:
         by_label.setdefault(run.label, []).append(run)
@@ -331,13 +332,15 @@ def _evaluate(plan: Plan, runs: Sequence[Run], *, steps: int, last: int) -> Cali
     )
 
 
-def _outcome(threshold: float, runs: Sequence[Run], reference: Mapping[int, float], last: int) -> Outcome:
+def _outcome(
+    threshold: float, runs: Sequence[Run], reference: Mapping[int, float], last: int
+) -> ThresholdOutcome:
     losses = {run.seed: run.final_loss(last) for run in runs}
     percent = {seed: 100 * loss / reference[seed] for seed, loss in losses.items()}
     gap = Gap.between(percent, dict.fromkeys(percent, 100.0))
     totals = [] if math.isnan(gap.mean) else [_totals(run) for run in runs]
     ladder = totals[0]["shares"] if totals else {}
-    return Outcome(
+    return ThresholdOutcome(
         threshold_db=threshold,
         losses=losses,
         gap=gap,
@@ -354,7 +357,7 @@ def _totals(run: Run) -> dict[str, Any]:
     section = run.read_object(summary).get("speculation")
     if not isinstance(section, dict):
         raise UserError(f"{summary} has no speculation section ({shown(section)}): choose another --out")
-    settings = run.resolved().settings.speculation
+    settings = run.resolved().settings.of(SpeculationSettings)
     shares = section.get("shares")
     if settings is None or not isinstance(shares, dict) or set(shares) != set(settings.ladder):
         run.refuse(summary, "speculation.shares are not those of the ladder")

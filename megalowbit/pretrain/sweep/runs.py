@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 from megalowbit.durable_files import open_regular
 from megalowbit.errors import UserError
 from megalowbit.json_text import is_finite_number, parse_json, read_text
+from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.config import PretrainConfig
-from megalowbit.pretrain.validation import load_checked_config
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # what a sweep does not look at takes time and room

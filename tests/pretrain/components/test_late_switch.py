@@ -10,9 +10,8 @@ from megalowbit.errors import UserError
 from megalowbit.hf.training_checkpoint import read_checkpoint
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.recipe import recipe
-from megalowbit.pretrain.components.late_switch import WINDOW, LateSwitch
-from megalowbit.pretrain.components.late_switch_settings import LateSwitchSettings
-from megalowbit.pretrain.dry_run import describe
+from megalowbit.pretrain.components.late_switch import WINDOW, LateSwitch, LateSwitchSettings
+from megalowbit.pretrain.estimate.dry_run import describe
 from megalowbit.pretrain.run import pretrain
 
 AT = "megalowbit.late_switch.at"
@@ -22,17 +21,23 @@ def switch_of(at, *, steps=100, scope="forward"):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     convert(model, "nvfp4")
     settings = LateSwitchSettings(at=at, scope=scope)
-    return LateSwitch(settings, model, recipe("nvfp4"), total_steps=steps), model
+    return LateSwitch(settings, model, recipe("nvfp4"), total_steps=steps, num_layers=2), model
 
 
 def told(switch, losses, start=0):
     """What is told before and after each step."""
     lines = {}
     for step, loss in enumerate(losses, start=start):
-        for number, text in ((step, switch.before_step(step)), (step + 1, switch.after_step(step + 1, loss))):
-            if text is not None:
-                lines.setdefault(number, []).append(text)
+        before = switch.before_step(step)
+        if before is not None:
+            lines.setdefault(step, []).append(before)
+        for text in switch.after_step(step + 1, {"loss": loss}):
+            lines.setdefault(step + 1, []).append(text)
     return lines
+
+
+def load(switch, state, step):
+    switch.load_state_dict(state, step=step, source="a checkpoint")
 
 
 def run(config, folder, *, is_resume=False):
@@ -76,13 +81,13 @@ def test_means_are_of_the_steps_there_are():
 
 def test_the_summary_has_the_losses_around_the_switch():
     switch, _ = switch_of(2, steps=4, scope="all")
-    assert switch.summary() is None
+    assert switch.summary().entries == {}
     told(switch, [8.0, 4.0])
     switch.before_step(2)
-    assert switch.summary() == {"step": 2, "scope": "all", "loss_before": 6.0, "loss_after": None}
-    switch.after_step(3, 3.0)
-    switch.after_step(4, math.inf)
-    assert switch.summary()["loss_after"] == 3.0
+    entry = {"step": 2, "scope": "all", "loss_before": 6.0, "loss_after": None}
+    assert switch.summary().entries == {"late_switch": entry}
+    told(switch, [3.0, math.inf], start=2)
+    assert switch.summary().entries == {"late_switch": {**entry, "loss_after": 3.0}}
 
 
 def test_nothing_is_switched_before_its_time():
@@ -90,9 +95,9 @@ def test_nothing_is_switched_before_its_time():
     told(switch, [1.0] * 3)
     assert not switch.is_switched
     assert {layer.recipe.name for layer in bit_layers(model).values()} == {"nvfp4"}
-    assert switch.facts() == {"precision_switched": 0}
+    assert switch.facts({}) == {"precision_switched": 0}
     switch.before_step(3)
-    assert switch.facts() == {"precision_switched": 1}
+    assert switch.facts({}) == {"precision_switched": 1}
 
 
 def test_a_run_that_goes_on_between_both_lines_tells_the_second_one():
@@ -102,7 +107,7 @@ def test_a_run_that_goes_on_between_both_lines_tells_the_second_one():
     first, _ = switch_of(50)
     told(first, losses[:60])
     again, model = switch_of(50)
-    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    load(again, json.loads(json.dumps(first.state_dict())), step=60)
     lines = told(again, losses[60:], start=60)
     assert lines == {70: expected}
     assert {layer.recipe.q_forward_input for layer in bit_layers(model).values()} == {"fp32"}
@@ -215,11 +220,11 @@ def test_a_stage_without_low_bit_layers_counts_those_of_all_stages():
 def test_a_run_that_goes_back_to_before_the_switch_has_it_before_it_again(scope):
     switch, model = switch_of(3, scope=scope)
     lines = told(switch, [1.0] * 5)
-    switch.go_back(4)
+    state = {"before": [1.0] * 3, "since": []}
+    load(switch, {**state, "since": [1.0]}, step=4)
     assert switch.is_switched  # that far back it was switched already
-    switch.go_back(3)
+    load(switch, state, step=3)
     assert not switch.is_switched
     assert {layer.recipe for layer in bit_layers(model).values()} == {recipe("nvfp4")}
-    switch.load_state_dict({"before": [1.0] * 3, "since": []})
     assert told(switch, [1.0, 1.0], start=3) == lines
     assert switch.is_switched

@@ -3,11 +3,8 @@ import json
 import pytest
 
 from megalowbit.errors import UserError
-from megalowbit.pretrain.components.late_switch_settings import (
-    LateSwitchSettings,
-    check_late_switch,
-    check_resumed_switch,
-)
+from megalowbit.pretrain.components.base import RunSettings
+from megalowbit.pretrain.components.late_switch import LateSwitch, LateSwitchSettings
 from megalowbit.pretrain.config import load_config
 
 
@@ -24,7 +21,7 @@ def test_a_number_is_a_step_and_a_fraction_one_of_the_run(at, total, step):
     settings = LateSwitchSettings(at=at)
     assert settings.step(total) == step
     assert type(settings.at) is type(at)
-    check_late_switch(settings, total)
+    LateSwitch.check(settings, RunSettings(steps=total), "nvfp4")
 
 
 @pytest.mark.parametrize("at", [0, -1, 0.0, 1.0, 1.5, -0.1, float("nan"), True, "0.9", None])
@@ -36,7 +33,7 @@ def test_what_is_neither_is_refused(at):
 @pytest.mark.parametrize(("at", "total"), [(100, 100), (101, 100), (0.999, 10), (1, 1)])
 def test_a_switch_after_the_last_step_is_refused(at, total):
     with pytest.raises(UserError, match=rf"late_switch\.at = {at} leaves no step .*run\.steps is {total}"):
-        check_late_switch(LateSwitchSettings(at=at), total)
+        LateSwitch.check(LateSwitchSettings(at=at), RunSettings(steps=total), "nvfp4")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +51,7 @@ def test_a_switch_after_the_last_step_is_refused(at, total):
     ],
 )
 def test_a_switch_that_lies_ahead_may_change(before, now):
-    check_resumed_switch(before, now, step=50)
+    LateSwitch.check_resumed(before, now, step=50)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +69,7 @@ def test_a_switch_that_lies_ahead_may_change(before, now):
 )
 def test_a_switch_that_would_have_changed_trained_steps_is_refused(before, now, message):
     with pytest.raises(UserError, match=message):
-        check_resumed_switch(before, now, step=50)
+        LateSwitch.check_resumed(before, now, step=50)
 
 
 @pytest.mark.parametrize(

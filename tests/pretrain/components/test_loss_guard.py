@@ -3,8 +3,7 @@ import math
 
 import pytest
 
-from megalowbit.pretrain.components.loss_guard import LossGuard, Verdict
-from megalowbit.pretrain.components.loss_guard_settings import LossGuardSettings
+from megalowbit.pretrain.components.loss_guard import GuardDecision, LossGuard, LossGuardSettings
 
 NAN, INF = math.nan, math.inf
 QUIET = [2.0 + 0.1 * (step % 7 - 3) for step in range(140)]  # no step of it stands out
@@ -14,73 +13,75 @@ def guard_of(**settings):
     return LossGuard(LossGuardSettings(**settings))
 
 
-def verdicts(guard, losses, *, start=1):
+def decisions(guard, losses, *, start=1):
     """What is decided, by step, where it is not to go on in silence; non-finite steps were skipped."""
     found = {
-        step: guard.after_step(step, loss, is_skipped=not math.isfinite(loss))
+        step: guard.judge(step, loss, is_skipped=not math.isfinite(loss))
         for step, loss in enumerate(losses, start=start)
     }
-    return {step: verdict for step, verdict in found.items() if verdict != Verdict()}
+    return {step: decision for step, decision in found.items() if decision != GuardDecision()}
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
 def test_a_single_loss_that_is_not_finite_is_passed_over(policy):
-    assert verdicts(guard_of(nonfinite=policy), [2.0, NAN, 2.0, INF, NAN, 2.0] * 3) == {}
+    assert decisions(guard_of(nonfinite=policy), [2.0, NAN, 2.0, INF, NAN, 2.0] * 3) == {}
 
 
 @pytest.mark.parametrize(("policy", "action"), [("rollback", "roll back"), ("stop", "stop")])
 def test_losses_that_are_not_finite_in_a_row_are_acted_upon(policy, action):
-    (found,) = verdicts(guard_of(nonfinite=policy), [2.0, NAN, 2.0, NAN, INF, NAN]).items()
-    step, verdict = found
-    assert (step, verdict.action, verdict.since) == (6, action, 4)
+    (found,) = decisions(guard_of(nonfinite=policy), [2.0, NAN, 2.0, NAN, INF, NAN]).items()
+    step, decision = found
+    assert (step, decision.action, decision.since) == (6, action, 4)
     reason = "step 6: the loss of 3 steps in a row was not finite (the last one is nan)"
     remedy = ": resume with --set megalowbit.loss_guard.nonfinite=rollback to leave these data out, or start"
-    assert verdict.line.startswith(reason + (remedy if action == "stop" else ""))
-    assert (verdict.line == reason) == (action == "roll back")
+    assert decision.line.startswith(reason + (remedy if action == "stop" else ""))
+    assert (decision.line == reason) == (action == "roll back")
 
 
 def test_patience_of_one_acts_at_once():
     guard = guard_of(nonfinite="rollback", patience=1)
     line = "step 2: the loss of the step was not finite (the last one is inf)"
-    assert verdicts(guard, [2.0, INF]) == {2: Verdict(action="roll back", line=line, since=2)}
+    assert decisions(guard, [2.0, INF]) == {2: GuardDecision(action="roll back", line=line, since=2)}
 
 
 def test_by_default_they_are_told_once_in_a_row():
-    found = verdicts(guard_of(), [NAN] * 9 + [2.0] + [NAN] * 4)
+    found = decisions(guard_of(), [NAN] * 9 + [2.0] + [NAN] * 4)
     assert sorted(found) == [3, 13]
-    assert {verdict.action for verdict in found.values()} == {"go on"}
+    assert {decision.action for decision in found.values()} == {"go on"}
 
 
 def test_an_update_from_a_loss_that_is_not_finite_is_told():
-    verdict = guard_of().after_step(7, INF, is_skipped=False)
-    assert verdict.action == "go on"
-    assert verdict.line == "step 7: the loss is inf, but its gradients were finite and have moved the weights"
+    decision = guard_of().judge(7, INF, is_skipped=False)
+    assert decision.action == "go on"
+    assert (
+        decision.line == "step 7: the loss is inf, but its gradients were finite and have moved the weights"
+    )
 
 
 def test_a_step_skipped_with_a_finite_loss_is_no_trouble():
     guard = guard_of(nonfinite="stop", spike="stop", patience=1)
     for step in range(1, 100):
-        assert guard.after_step(step, 2.0 + 0.1 * (step % 3), is_skipped=True) == Verdict()
-    assert guard.is_calm
+        assert guard.judge(step, 2.0 + 0.1 * (step % 3), is_skipped=True) == GuardDecision()
+    assert guard.is_stable
 
 
 def test_a_spike_is_told_once_and_so_is_the_next_one():
-    found = verdicts(guard_of(), [*QUIET, 6.0, 7.0, 2.0, 6.0])
+    found = decisions(guard_of(), [*QUIET, 6.0, 7.0, 2.0, 6.0])
     assert sorted(found) == [141, 144]
     assert found[141].line.startswith("step 141: loss 6 is ")
-    assert {verdict.action for verdict in found.values()} == {"go on"}
+    assert {decision.action for decision in found.values()} == {"go on"}
 
 
 def test_spikes_switched_off_are_not_looked_for():
     guard = guard_of(spike="off")
-    assert verdicts(guard, QUIET + [50.0] * 300) == {}
+    assert decisions(guard, QUIET + [50.0] * 300) == {}
     assert guard.state_dict()["spikes"]["losses"] == []
 
 
 @pytest.mark.parametrize(("policy", "action"), [("rollback", "roll back"), ("stop", "stop")])
 def test_spikes_in_a_row_are_acted_upon_and_a_single_one_is_told(policy, action):
-    found = verdicts(guard_of(spike=policy), [*QUIET, 6.0, 2.0, 6.0, 7.0, 8.0])
-    assert {step: verdict.action for step, verdict in found.items()} == {
+    found = decisions(guard_of(spike=policy), [*QUIET, 6.0, 2.0, 6.0, 7.0, 8.0])
+    assert {step: decision.action for step, decision in found.items()} == {
         141: "go on",
         143: "go on",
         145: action,
@@ -93,17 +94,17 @@ def test_spikes_in_a_row_are_acted_upon_and_a_single_one_is_told(policy, action)
 
 def test_a_loss_that_has_risen_goes_back_to_before_it_rose():
     rising = [loss * math.exp(0.004 * step) for step, loss in enumerate(QUIET * 2)]
-    warned = verdicts(guard_of(), QUIET * 4 + rising)
+    warned = decisions(guard_of(), QUIET * 4 + rising)
     told = min(warned)
     assert warned[told].line.startswith(f"step {told}: the loss has risen and stays: ")
-    acted = verdicts(guard_of(spike="rollback"), QUIET * 4 + rising)
+    acted = decisions(guard_of(spike="rollback"), QUIET * 4 + rising)
     assert acted[told].action == "roll back"
     assert 560 - 100 < acted[told].since <= 560 < told
 
 
 def test_trouble_of_two_kinds_began_with_the_first():
     guard = guard_of(nonfinite="rollback", spike="rollback")
-    found = verdicts(guard, [*QUIET, 6.0, NAN, 6.0, NAN, NAN, NAN])
+    found = decisions(guard, [*QUIET, 6.0, NAN, 6.0, NAN, NAN, NAN])
     assert found[146].since == 141
     assert found[146].action == "roll back"
 
@@ -114,8 +115,8 @@ def test_no_checkpoint_is_worth_going_back_to_while_there_is_trouble():
         guard = guard_of(nonfinite=policy)
         calm[policy] = []
         for step, loss in enumerate([2.0, NAN, NAN, 2.0, NAN], start=1):
-            guard.after_step(step, loss, is_skipped=True)
-            calm[policy].append(guard.is_calm)
+            guard.judge(step, loss, is_skipped=True)
+            calm[policy].append(guard.is_stable)
     assert calm == {
         "skip": [True] * 5,  # nothing goes back
         "rollback": [True, False, False, True, False],
@@ -126,46 +127,46 @@ def test_no_checkpoint_is_worth_going_back_to_while_there_is_trouble():
 def test_what_a_rollback_may_ask_for_is_known_beforehand():
     assert guard_of().good_until(7) is None
     guard = guard_of(nonfinite="rollback")
-    verdicts(guard, [2.0, 2.0, NAN, NAN])
+    decisions(guard, [2.0, 2.0, NAN, NAN])
     assert guard.good_until(4) == 2
-    verdicts(guard, [2.0], start=5)
+    decisions(guard, [2.0], start=5)
     assert guard.good_until(5) == 5
     patient = guard_of(spike="rollback")
-    verdicts(patient, QUIET)
+    decisions(patient, QUIET)
     assert patient.good_until(140) == 140 - 100  # a rise since then might be seen later
 
 
 def test_rollbacks_are_counted_and_the_last_one_stops():
     guard = guard_of(nonfinite="rollback", patience=1, max_rollbacks=2)
-    assert guard.facts() == {}
+    assert guard.facts({}) == {}
     guard.rollbacks = [{"after_step": 5, "to_step": 4, "reason": "a"}]
-    assert guard.facts() == {"rollbacks": 1}
-    assert guard.after_step(9, NAN, is_skipped=True).action == "roll back"
+    assert guard.facts({}) == {"rollbacks": 1}
+    assert guard.judge(9, NAN, is_skipped=True).action == "roll back"
     guard.rollbacks.append({"after_step": 9, "to_step": 8, "reason": "b"})
-    verdict = guard.after_step(15, NAN, is_skipped=True)
-    assert verdict.action == "stop"
-    assert ": megalowbit.loss_guard.max_rollbacks = 2 are made: raise it, or start a new run" in verdict.line
+    decision = guard.judge(15, NAN, is_skipped=True)
+    assert decision.action == "stop"
+    assert ": megalowbit.loss_guard.max_rollbacks = 2 are made: raise it, or start a new run" in decision.line
 
 
 def test_trouble_that_comes_back_at_once_asks_for_an_earlier_checkpoint():
     guard = guard_of(nonfinite="rollback")
-    assert guard.newest_refuge(18) == 17
+    assert guard.newest_good_step(18) == 17
     guard.rollbacks = [{"after_step": 20, "to_step": 15, "reason": ""}]
-    assert guard.newest_refuge(21) == 20  # got past it
-    assert guard.newest_refuge(18) == 14
-    assert guard.newest_refuge(12) == 11
+    assert guard.newest_good_step(21) == 20  # got past it
+    assert guard.newest_good_step(18) == 14
+    assert guard.newest_good_step(12) == 11
 
 
 @pytest.mark.parametrize("stop", [3, 139, 141, 143, 147])
 def test_a_guard_that_was_saved_decides_alike(stop):
     settings = {"nonfinite": "rollback", "spike": "stop"}
     losses = [*QUIET, 6.0, 2.0, NAN, NAN, 6.0, NAN, NAN, NAN, 6.0, 7.0, 8.0]
-    whole = verdicts(guard_of(**settings), losses)
-    assert {verdict.action for verdict in whole.values()} == {"go on", "roll back", "stop"}
+    whole = decisions(guard_of(**settings), losses)
+    assert {decision.action for decision in whole.values()} == {"go on", "roll back", "stop"}
     first = guard_of(**settings)
-    found = verdicts(first, losses[:stop])
+    found = decisions(first, losses[:stop])
     first.rollbacks = [{"after_step": 2, "to_step": 1, "reason": "x"}]
     again = guard_of(**settings)
-    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert again.facts() == {"rollbacks": 1}
-    assert {**found, **verdicts(again, losses[stop:], start=stop + 1)} == whole
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())), step=stop, source="a checkpoint")
+    assert again.facts({}) == {"rollbacks": 1}
+    assert {**found, **decisions(again, losses[stop:], start=stop + 1)} == whole

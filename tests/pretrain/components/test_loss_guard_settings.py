@@ -4,7 +4,7 @@ from subprocess import run
 import pytest
 
 from megalowbit.errors import UserError
-from megalowbit.pretrain.components.loss_guard_settings import LossGuardSettings
+from megalowbit.pretrain.components.loss_guard import LossGuardSettings
 from megalowbit.pretrain.resume import changed_settings
 
 
@@ -37,12 +37,8 @@ def test_a_mistake_is_named_with_its_key(resolve, override, message):
         resolve(f"megalowbit.loss_guard.{override}")
 
 
-def test_settings_and_decisions_need_no_torch():
-    code = (
-        "import sys, megalowbit.pretrain.components.loss_guard_settings; "
-        "import megalowbit.pretrain.components.loss_guard; "
-        "sys.exit('torch' in sys.modules)"
-    )
+def test_a_configuration_with_all_its_components_is_read_without_torch():
+    code = "import sys, megalowbit.pretrain.config; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,14 +11,15 @@ from megalowbit.layers.precision_switch import switched
 from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.components.speculation import (
     LookFile,
+    Speculation,
     change_lines,
-    check_speculation,
     describe_speculation,
     line_after_switch,
     look_facts,
     speculation_summary,
+    summary_row,
 )
-from megalowbit.pretrain.dry_run import describe, estimate_run
+from megalowbit.pretrain.estimate.dry_run import describe, estimate_run
 from megalowbit.pretrain.estimate.saved_tensors import saved_for_backward
 from megalowbit.speculation.precisions import recipe_with
 from megalowbit.speculation.report import Change, GemmRow, SpeculationReport, SpeculationTotals
@@ -131,7 +132,10 @@ def test_facts_of_a_look_and_the_summary_are_those_of_report_and_totals():
         "changes": 7,
         "rollbacks": 3,
     }
+    row = ("low bits", "30.00% of products", "verified", "12, 75.00% held")
+    assert summary_row(totals) == row
     unverified = SpeculationTotals(shares={"bf16": 1.0}, share_8bit=0.0)
+    assert summary_row(unverified)[3] == "nothing"
     assert look_facts(report(shares={"bf16": 1.0}), unverified)["speculation/hit_rate"] is None
 
 
@@ -177,9 +181,9 @@ def test_the_file_of_looks_says_what_ran_and_what_follows(tmp_path):
     ],
 )
 def test_a_recipe_that_leaves_nothing_to_choose_is_refused_in_one_line(block, message):
-    check_speculation(None, recipe(block))
+    Speculation.check_recipe(None, recipe(block))
     with pytest.raises(UserError) as caught:
-        check_speculation(SpeculationSettings(), recipe(block))
+        Speculation.check_recipe(SpeculationSettings(), recipe(block))
     assert str(caught.value).startswith("megalowbit.speculation: speculation cannot choose")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -11,6 +11,7 @@ import torch
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, product_counts
+from megalowbit.pretrain.components.speculation import Speculation
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.run import pretrain
 
@@ -80,7 +81,7 @@ def test_a_run_records_what_it_decides_and_sums_it_up(resolve, tmp_path, capsys)
         for precision in ("int8", "fp8", "bf16"):
             assert facts[f"speculation/share_{precision}"] == pytest.approx(ran[precision] / 24)
         assert facts["speculation/share_8bit_or_less"] == pytest.approx(1 - ran["bf16"] / 24)
-    verdicts = Counter(row["is_hit"] for look in looks(folder).values() for row in look.values())
+    outcomes = Counter(row["is_hit"] for look in looks(folder).values() for row in look.values())
     changes = sum(
         row["precision"] != row["next_precision"] for look in looks(folder).values() for row in look.values()
     )
@@ -89,8 +90,8 @@ def test_a_run_records_what_it_decides_and_sums_it_up(resolve, tmp_path, capsys)
         {name: counts[name] / (6 * 24) for name in ("int8", "fp8", "bf16")}
     )
     assert summary["share_8bit_or_less"] == pytest.approx(1 - counts["bf16"] / (6 * 24))
-    assert (summary["hits"], summary["misses"]) == (verdicts[True], verdicts[False])
-    assert verdicts[True] > 0
+    assert (summary["hits"], summary["misses"]) == (outcomes[True], outcomes[False])
+    assert outcomes[True] > 0
     assert summary["changes"] == changes == rows[4]["speculation/changes"]
     assert summary["hit_rate"] == rows[4]["speculation/hit_rate"]
     printed = capsys.readouterr().out.splitlines()
@@ -246,18 +247,24 @@ def overflow_once(job, at_step):
     return tries
 
 
+def train_steps(job, count):
+    """What became of the steps, and what was found in them."""
+    found = [(train_step(job), job.find(Speculation).look) for _ in range(count)]
+    return [step for step, _ in found], [look for _, look in found]
+
+
 def test_a_step_done_twice_is_looked_at_once_as_it_was_done_last(build_job):
     fp16 = ("megalowbit.precision=fp16", 'megalowbit.grad_scaler={"initial_scale": 1024, "hysteresis": 1}')
     one = ("gradient_accumulation_steps=1", "train_batch_size=2")
     job = build_job(ON, RECIPE, *fp16, *one, "megalowbit.run.overflow_retries=2")
     tries = overflow_once(job, at_step=2)
-    steps = [train_step(job) for _ in range(3)]
+    steps, looks = train_steps(job, 3)
     assert len(tries) == 2
     assert [len(step.overflows) for step in steps] == [0, 0, 1]
     assert not any(step.is_skipped for step in steps)
-    assert [step.look is not None for step in steps] == [True, False, True]
-    assert job.speculation.step == 3
-    rows = steps[2].look.rows
+    assert [look is not None for look in looks] == [True, False, True]
+    assert job.find(Speculation).controller.step == 3
+    rows = looks[2].rows
     assert len(rows) == 24
     assert all(row.left_ratio is not None and row.right_ratio is not None for row in rows)
     assert any(row.precision != "bf16" for row in rows)
@@ -269,15 +276,15 @@ def test_a_skipped_step_leaves_what_its_gradients_touched_at_bf16_for_patience_l
     one = ("gradient_accumulation_steps=1", "train_batch_size=2")
     job = build_job(ON, RECIPE, *fp16, *one)
     overflow_once(job, at_step=2)
-    steps = [train_step(job) for _ in range(9)]
+    steps, looks = train_steps(job, 9)
     assert [number for number, step in enumerate(steps) if step.is_skipped] == [2]
     layer, backward = "transformer.h.0.mlp.c_fc", {"grad_input", "grad_weight"}
     ran = {
-        number: {row.product: row.precision for row in steps[number].look.rows if row.layer == layer}
+        number: {row.product: row.precision for row in looks[number].rows if row.layer == layer}
         for number in (2, 4, 6, 8)
     }
     reasons = {
-        number: {each.product: each.reason for each in steps[number].look.changes if each.layer == layer}
+        number: {each.product: each.reason for each in looks[number].changes if each.layer == layer}
         for number in (2, 4, 6)
     }
     assert "bf16" not in ran[2].values()
@@ -298,4 +305,4 @@ def test_products_and_operands_are_counted_as_they_ran(build_job):
     assert first.facts["quantization/weight/snr_db"] is None  # all products began in bf16
     assert second.facts["quantization/weight/snr_db"] > 20
     choosers = {layer.chooser for layer in bit_layers(job.engine.module).values()}
-    assert choosers == {job.speculation}
+    assert choosers == {job.find(Speculation).controller}

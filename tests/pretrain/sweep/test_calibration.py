@@ -9,7 +9,7 @@ from forks import run_script
 
 from launchers import check_refusal, environment, write_config
 from megalowbit.errors import UserError
-from megalowbit.pretrain.sweep.calibration import Calibration, Outcome, Plan, calibrate
+from megalowbit.pretrain.sweep.calibration import Calibration, CalibrationPlan, ThresholdOutcome, calibrate
 from megalowbit.pretrain.sweep.runs import Gap
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +33,7 @@ def plan(folder, *, block=BLOCK, **changes):
         "max_gap": 0.3,
         "program": ROOT / "launch" / "pretrain.py",
     }
-    return Plan(**{**values, **changes})
+    return CalibrationPlan(**{**values, **changes})
 
 
 def tool(*arguments, cwd):
@@ -97,7 +97,7 @@ def outcome(threshold, gaps, share=0.9):
     losses = {seed: 1 + gap / 100 for seed, gap in enumerate(gaps)}
     gap = Gap.between({seed: 100 * loss for seed, loss in losses.items()}, dict.fromkeys(losses, 100))
     is_diverged = any(map(math.isnan, gaps))
-    return Outcome(
+    return ThresholdOutcome(
         threshold_db=threshold,
         losses=losses,
         gap=gap,

@@ -3,7 +3,7 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import Recipe, recipe
-from megalowbit.pretrain.kernels import check_kernels, describe_kernels, this_device, why_not
+from megalowbit.pretrain.checks import check_kernels, describe_kernels, this_device, why_not
 
 CPU = torch.device("cpu")
 FP4 = Recipe.from_dict({"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"})

@@ -6,7 +6,8 @@ import torch
 from megalowbit.optim.loss_scale.base import DynamicGradScaler
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 from megalowbit.optim.timers import StepTimers
-from megalowbit.pretrain.records.optimizer_facts import optimizer_facts, skip_line
+from megalowbit.pretrain.loop import optimizer_facts
+from megalowbit.pretrain.records.lines import skip_line
 from megalowbit.telemetry.facts import check_facts
 
 

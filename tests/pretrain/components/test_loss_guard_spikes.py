@@ -5,8 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from megalowbit.pretrain.components.loss_guard_settings import LossGuardSettings
-from megalowbit.pretrain.components.loss_spikes import LossSpikes
+from megalowbit.pretrain.components.loss_guard import LossGuardSettings, LossSpikes
 
 WINDOW = LossGuardSettings().window
 

@@ -22,12 +22,14 @@ from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.precision_switch import switched
 from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.pretrain.components.speculation import describe_speculation, largest_forms
+from megalowbit.pretrain.checks import check_config, this_device, why_not
+from megalowbit.pretrain.components.late_switch import LateSwitchSettings
+from megalowbit.pretrain.components.speculation import describe_speculation
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.estimate.memory import MemoryEstimate, ModelCut, ZeroSharing, estimate_memory
+from megalowbit.pretrain.estimate.saved_tensors import largest_forms
 from megalowbit.pretrain.job import check_nothing_missed
-from megalowbit.pretrain.kernels import this_device, why_not
-from megalowbit.pretrain.validation import check_config
+from megalowbit.speculation.settings import SpeculationSettings
 
 SIZED_TO_FIT = ", the fewest that fit this configuration: give --processes for another number"
 
@@ -44,44 +46,69 @@ def describe(config: PretrainConfig) -> str:
         UserError: model, recipe or corpus would fail in the real run.
     """
     check_config(config)
-    settings, grid = config.settings, config.grid
     recipe = recipe_of(config.recipe)
-    is_hub = is_on_hub(settings.data)
-    corpus = f"data set {settings.data.corpus} (not looked up)" if is_hub else open_corpus(settings.data).name
+    is_hub = is_on_hub(config.settings.data)
+    corpus = config.settings.data.corpus if is_hub else open_corpus(config.settings.data).name
+    sections = {
+        "processes": f"{config.grid.world_size} ({config.grid})"
+        + (SIZED_TO_FIT if config.is_sized_to_fit else ""),
+        "configuration": json.dumps(config.to_dict(), indent=2),
+        **_model_sections(config, recipe),
+        "data": (f"data set {corpus} (not looked up)" if is_hub else corpus) + f"; {_tokens(config)}",
+        **_memory_sections(config, recipe),
+    }
+    return "\n\n".join(f"== {title}\n{text}" for title, text in sections.items())
+
+
+def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
+    settings = config.settings
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
         model = build_model(settings.model, seed=settings.run.seed)
         report = convert(model, recipe)
         check_nothing_missed(model.config, report)
-        layers = [str(report), *split_ranks(bit_layers(model).values())]
+        layers = bit_layers(model).values()
         total = sum(parameter.numel() for parameter in model.parameters())
         swapped = sum(
             parameter.numel()
-            for layer in bit_layers(model).values()
+            for layer in layers
             for name, parameter in layer.named_parameters(recurse=False)
             if name != "bias"
         )
     vocab_size = settings.data.vocab_size or build_tokenizer(settings.data).vocab_size
     check_fits(model.config, vocab_size=vocab_size, sequence_length=settings.data.sequence_length)
-    memory = estimate_run(config, recipe)
-    tokens = config.parts.deepspeed["train_batch_size"] * settings.data.sequence_length
-    sections = {
-        "processes": f"{grid.world_size} ({grid}){SIZED_TO_FIT if config.is_sized_to_fit else ''}",
-        "configuration": json.dumps(config.to_dict(), indent=2),
-        "layers": "\n".join(layers),
-        "products": why_not(recipe, this_device()) or f"{recipe.gemm} on {this_device()}",
+    device = this_device()
+    return {
+        "layers": "\n".join([str(report), *split_ranks(layers)]),
+        "products": why_not(recipe, device) or f"{recipe.gemm} on {device}",
         "parameters": f"{total:,}, of which {swapped:,} ({swapped / total:.1%}) in low-bit layers",
-        "data": f"{corpus}; {tokens:,} tokens a step on {grid.world_size} process(es), "
-        f"{tokens * settings.run.steps:,} in {settings.run.steps:,} steps",
-        "memory of one process (estimate)": str(memory) + (MOST_OF_A_LADDER if settings.speculation else ""),
     }
-    if settings.speculation is not None:
-        sections["speculation"] = describe_speculation(settings.speculation)
-    if settings.late_switch is not None:
-        later = switched(recipe, settings.late_switch.scope)
-        sections["late switch"] = f"after step {settings.late_switch.step(settings.run.steps)}: {later}"
+
+
+def _tokens(config: PretrainConfig) -> str:
+    settings = config.settings
+    tokens = config.parts.deepspeed["train_batch_size"] * settings.data.sequence_length
+    return (
+        f"{tokens:,} tokens a step on {config.grid.world_size} process(es), "
+        f"{tokens * settings.run.steps:,} in {settings.run.steps:,} steps"
+    )
+
+
+def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
+    """What a process takes, and what components change of that on the way."""
+    settings = config.settings
+    speculation, switch = settings.of(SpeculationSettings), settings.of(LateSwitchSettings)
+    memory = estimate_run(config, recipe)
+    sections = {
+        "memory of one process (estimate)": str(memory) + (MOST_OF_A_LADDER if speculation else ""),
+    }
+    if speculation is not None:
+        sections["speculation"] = describe_speculation(speculation)
+    if switch is not None:
+        later = switched(recipe, switch.scope)
+        sections["late switch"] = f"after step {switch.step(settings.run.steps)}: {later}"
         saved = estimate_run(config, later).saved_for_backward  # all else stays as it was
         sections["memory after the late switch (estimate)"] = str(replace(memory, saved_for_backward=saved))
-    return "\n\n".join(f"== {title}\n{text}" for title, text in sections.items())
+    return sections
 
 
 def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
@@ -93,11 +120,11 @@ def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
     """
     settings, engine, deepspeed = config.settings, config.parts.settings, config.parts.deepspeed
     optimizer = deepspeed["optimizer"]
-    forms = None if settings.speculation is None else largest_forms(settings.speculation, recipe)
+    speculation = settings.of(SpeculationSettings)
     return estimate_memory(
         settings.model,
         recipe,
-        forms=forms,
+        forms=None if speculation is None else largest_forms(speculation, recipe),
         precision=engine.precision,
         fp32_norms=engine.fp32_norms,
         op_classes=engine.autocast.op_classes() if engine.autocast.enabled else None,

@@ -6,7 +6,7 @@ import torch
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.pretrain.loop import train_step
-from megalowbit.pretrain.records.opening import opening, products_line, wasted_step
+from megalowbit.pretrain.records.lines import opening, products_line, wasted_step
 
 
 def test_what_products_ran_in_is_said_on_one_line():

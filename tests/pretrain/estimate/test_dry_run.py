@@ -9,7 +9,7 @@ from megalowbit.families.registry import family
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.config import load_config
-from megalowbit.pretrain.dry_run import describe, estimate_run, split_ranks
+from megalowbit.pretrain.estimate.dry_run import describe, estimate_run, split_ranks
 
 
 def sections(text):

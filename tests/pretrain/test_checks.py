@@ -9,9 +9,9 @@ from bad_values import overrides
 
 from launchers import ROOT, write_config
 from megalowbit.errors import UserError, lines_of
+from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.command_line import main
 from megalowbit.pretrain.sweep.runs import Run
-from megalowbit.pretrain.validation import load_checked_config
 
 SUBMIT = ROOT / "launch" / "slurm"
 

@@ -1,15 +1,17 @@
-"""What a run says of itself before its first step and after its last: plain text, one fact a line."""
+"""What a run says of itself before, between and after its steps: plain text, one fact a line."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.parameters.whole_weights import whole_numel
+from megalowbit.optim.gradients.report import StepReport
 from megalowbit.optim.optimizers.param_groups import learning_rate
-from megalowbit.pretrain.components.speculation import describe_speculation
+from megalowbit.pretrain.checks import describe_kernels
 from megalowbit.pretrain.job import Job
-from megalowbit.pretrain.kernels import describe_kernels
+from megalowbit.telemetry.columns import scale_text
 
 # What makes the rates of a scheduler's first steps more than 0. DeepSpeed's warm-ups take their beginning
 # twice, for step 1 before they are stepped; for WarmupCosineLR that is 0 whatever its settings.
@@ -81,10 +83,33 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: l
             f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
             f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
             f"process{'es' if identity.world_size > 1 else ''}" + cut(job),
-            *([f"switch    {job.late_switch}"] if job.late_switch is not None else []),
-            *([f"ladder    {describe_speculation(settings.speculation)}"] if settings.speculation else []),
+            *filter(None, (component.opening() for component in job.components)),
             *([f"rate      {wasted}"] if (wasted := wasted_step(job)) is not None else []),
             *(f"changed   {change}" for change in changes),
             "",
         ]
     )
+
+
+def skip_line(step: int, report: StepReport, loss_scale: float, *, verb: str = "skipped") -> str | None:
+    """`step 7 skipped: overflow in … on rank 5; loss scale 2^16 → 2^15`; None if it was applied.
+
+    Args:
+        step: counted from 1.
+        report: of that step, or of one try of it.
+        loss_scale: of the next one.
+        verb: what happened to it.
+    """
+    if report.is_applied:
+        return None
+    where = str(report.overflow) if report.overflow is not None else "gradients were not finite"
+    change = ""
+    if loss_scale != report.loss_scale:
+        change = f"; loss scale {scale_text(report.loss_scale)} → {scale_text(loss_scale)}"
+    return f"step {step} {verb}: {where}{change}"
+
+
+def splits_line(counts: Mapping[str, int]) -> str | None:
+    """How this process's splits found their factors, on one line; `None` if none did."""
+    shown = [f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    return f"splits    {', '.join(shown)}" if shown else None

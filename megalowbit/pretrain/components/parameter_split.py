@@ -1,0 +1,77 @@
+"""Weights that a run splits into parameters on its way (`recipe.parameter_split`): when that is due.
+
+Which parameters, and what becomes of optimizer state, is `engine/parameters/split.py`'s. What a checkpoint
+needs is in the model's own state, so there is none here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megalowbit.errors import UserError
+from megalowbit.pretrain.components.base import Component, RunParts, RunSettings
+from megalowbit.telemetry.facts import Facts
+
+if TYPE_CHECKING:
+    from megalowbit.layers.recipe import Recipe
+
+
+class ParameterSplitting(Component):
+    """Splits weights before the steps at which that is due.
+
+    Args:
+        recipe: with a `parameter_split`.
+        engine: whose weights are split.
+    """
+
+    def __init__(self, recipe: Recipe, engine: Any) -> None:
+        self._recipe, self._engine = recipe, engine
+        self._num_split = 0  # weights, before the coming step
+
+    @classmethod
+    def build(cls, settings: None, parts: RunParts) -> ParameterSplitting | None:
+        """None where the recipe has no such split."""
+        return None if parts.recipe.parameter_split is None else cls(parts.recipe, parts.engine)
+
+    @classmethod
+    def check(cls, settings: None, run: RunSettings, recipe: object) -> None:
+        """Refuse weights that would be split after the last step."""
+        warmup_steps: object = None
+        while isinstance(recipe, Mapping) and warmup_steps is None:
+            split = recipe.get("parameter_split", {})
+            if not isinstance(split, Mapping):
+                return
+            warmup_steps = split.get("warmup_steps")
+            recipe = recipe.get("base")
+        if isinstance(warmup_steps, int) and warmup_steps >= run.steps:
+            raise UserError(
+                f"megalowbit.recipe.parameter_split.warmup_steps = {warmup_steps} leaves no step of "
+                f"{run.steps} to split before: lower it, raise megalowbit.run.steps, or leave "
+                "parameter_split out"
+            )
+
+    def before_step(self, step: int) -> str | None:
+        """Split, if that is due before the coming step; collective."""
+        from megalowbit.engine.parameters.split import split_weights
+        from megalowbit.layers.conversion.convert import bit_layers
+
+        self._num_split = 0
+        split = self._recipe.parameter_split
+        if split is None or not split.is_due(step):
+            return None
+        if not any(layer.recipe.parameter_split for layer in bit_layers(self._engine.module).values()):
+            return None  # a late switch has ended low precision
+        report = split_weights(self._engine)
+        self._num_split = len(report.ranks)
+        return f"before step {step + 1}: {report}"
+
+    def facts(self, known: Facts) -> Facts:
+        """How many weights were split before the step."""
+        return {"weights_split": self._num_split}
+
+    def before_load(self) -> None:
+        """Undo what the first split made of learning rates: the checkpoint may be from before it."""
+        from megalowbit.engine.parameters.split import forget_lr_scales
+
+        forget_lr_scales(self._engine)

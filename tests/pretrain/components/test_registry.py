@@ -1,0 +1,60 @@
+"""What holds for every component, and for whichever comes next."""
+
+import pytest
+
+from megalowbit.config.loop_sections import LOOP_SECTIONS, OPTIONAL_COMPONENTS, STANDING_COMPONENTS
+from megalowbit.pretrain.components.registry import COMPONENTS, SECTIONS
+from megalowbit.pretrain.loop import train_step
+from megalowbit.values import SettingsModel
+
+SWITCH = "megalowbit.late_switch.at=4"
+SPECULATION = ("megalowbit.recipe=speculative-int8", "megalowbit.speculation={}")
+SPLIT = 'megalowbit.recipe={"base": "nvfp4", "parameter_split": {"rank": 4, "warmup_steps": 3}}'
+
+
+def test_each_section_of_a_component_has_settings_and_others_have_none():
+    assert {*SECTIONS} == {*OPTIONAL_COMPONENTS, *STANDING_COMPONENTS} < {*LOOP_SECTIONS}
+    for kind in COMPONENTS:
+        has_section = kind in SECTIONS.values()
+        assert has_section == (isinstance(kind.settings_class, type))
+        assert not has_section or issubclass(kind.settings_class, SettingsModel)
+
+
+def test_keys_and_files_of_components_are_their_own():
+    keys = [kind.state_key for kind in COMPONENTS if kind.state_key]
+    files = [name for kind in COMPONENTS for name in kind.records]
+    assert len(set(keys)) == len(keys)
+    assert len(set(files)) == len(files)
+    assert not {"loader", "totals", "skips_in_a_row", "random_stream", "weight_splits"} & {*keys}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), ["OverflowCounts", "LossGuard"]),
+        ((SWITCH, *SPECULATION), ["OverflowCounts", "LateSwitch", "Speculation", "LossGuard"]),
+        ((SWITCH, SPLIT), ["OverflowCounts", "LateSwitch", "LossGuard", "ParameterSplitting"]),
+        (("megalowbit.recipe=bf16",), ["LossGuard"]),
+    ],
+)
+def test_a_run_has_the_components_it_asks_for_in_the_order_of_all(build_job, overrides, expected):
+    found = [type(each) for each in build_job(*overrides).components]
+    assert [kind.__name__ for kind in found] == expected
+    assert found == [kind for kind in COMPONENTS if kind in found]
+
+
+def test_columns_of_components_stand_in_the_order_in_which_they_act(build_job):
+    for overrides, more in (((SWITCH, *SPECULATION), "speculation"), ((SWITCH, SPLIT), "weights_split")):
+        job = build_job(*overrides)
+        job.loss_guard.rollbacks = [{"after_step": 3, "to_step": 2, "reason": ""}]
+        columns = list(train_step(job).facts)
+        assert columns[0] == "loss"
+        names = dict.fromkeys(name.partition("/")[0] for name in columns[columns.index("tokens") + 1 :])
+        order = ["precision_switched", "speculation", "rollbacks", "weights_split"]
+        assert list(names) == [name for name in order if name in {"precision_switched", "rollbacks", more}]
+
+
+@pytest.mark.parametrize("kind", COMPONENTS)
+def test_a_checkpoint_has_a_place_for_each_state_also_where_a_component_is_off(build_job, kind):
+    progress = build_job()._state({})["progress"]
+    assert kind.state_key is None or kind.state_key in progress
