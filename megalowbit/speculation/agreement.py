@@ -103,5 +103,5 @@ def _check_layer(layer: BitLinear, settings: SpeculationSettings) -> None:
             "own: leave parameter_split or speculation out"
         )
     check_base(layer.recipe)
-    for rung in settings.ladder:  # blocks of a rung may not fit a shard of a tensor-parallel layer
-        layer.check_recipe(recipe_with(layer.recipe, [rung] * len(PRODUCTS)))
+    for candidate in settings.ladder:  # blocks of a candidate may not fit a shard of a tensor-parallel layer
+        layer.check_recipe(recipe_with(layer.recipe, [candidate] * len(PRODUCTS)))

@@ -38,12 +38,12 @@ from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe_checks import operand_quantizers
 from megalowbit.quantize.names import quantizer
 from megalowbit.speculation.agreement import agreed
-from megalowbit.speculation.counters import Tally
+from megalowbit.speculation.counters import PrecisionCounters
 from megalowbit.speculation.exchange import Findings, Verification
 from megalowbit.speculation.noise.product import predict_snr_db
 from megalowbit.speculation.policy import GemmState, Policy
 from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, quantizers_of, recipe_with
-from megalowbit.speculation.probe import Look, LookSheet, ProductProbe
+from megalowbit.speculation.probe import PrecisionCheck, ProductProbe, RankFindings
 from megalowbit.speculation.report import Change, GemmRow, SpeculationReport, SpeculationTotals
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.speculation.statistics import OperandStatistics
@@ -82,13 +82,14 @@ class PrecisionController:
         self.step = 0
         self._looks = 0
         self._look_at: int | None = None  # a step to be looked at whatever `every` says
-        self._unproven: set[Gemm] = set()  # at a rung which they have not been measured at since they came
+        # at a precision which they have not been measured at since they came
+        self._unproven: set[Gemm] = set()
         self._states = {(name, product): self._policy.start() for name in self.layers for product in PRODUCTS}
         self._has_run: set[Gemm] = set()
-        self._tally = Tally()
+        self._counters = PrecisionCounters()
         self._recipes: dict[str, tuple[Recipe, Recipe]] = {}  # layer → its own recipe, what it runs with
         self._is_in_step = False
-        self._look: Look | None = None
+        self._look: PrecisionCheck | None = None
         self._looked: set[str] = set()
         self._is_attached = True
         if self._layers:
@@ -152,12 +153,12 @@ class PrecisionController:
             verify_every = self.settings.verify_every
             # alignment changes fastest at the beginning
             is_verified = verify_every > 0 and (self._looks < verify_every or self._looks % verify_every == 0)
-            self._look = Look(
+            self._look = PrecisionCheck(
                 step=self.step,
                 estimator=self.settings.estimator,
                 signal=self.settings.signal,
                 verify_size=self.settings.verify_size if is_verified else 0,
-                sheet=LookSheet(),
+                sheet=RankFindings(),
             )
 
     def end_step(self) -> SpeculationReport | None:
@@ -176,7 +177,7 @@ class PrecisionController:
         look, self._look, self._is_in_step = self._look, None, False
         report = None
         if look is None:
-            self._tally.count_step(Counter(self._states[gemm].precision for gemm in self._has_run))
+            self._counters.count_step(Counter(self._states[gemm].precision for gemm in self._has_run))
         else:
             report = self._decide(look, self._pool(look))
             self._looks += 1
@@ -185,7 +186,7 @@ class PrecisionController:
 
     def totals(self) -> SpeculationTotals:
         """All steps so far; the same on all ranks."""
-        return self._tally.totals(self.settings.ladder)
+        return self._counters.totals(self.settings.ladder)
 
     def detach(self) -> None:
         """Let the layers run with their own recipes again; the controller is at its end."""
@@ -205,7 +206,7 @@ class PrecisionController:
             },
             "has_run": [list(gemm) for gemm in self._states if gemm in self._has_run],
             "unproven": [list(gemm) for gemm in self._states if gemm in self._unproven],
-            "totals": self._tally.to_dict(),
+            "totals": self._counters.to_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -226,7 +227,7 @@ class PrecisionController:
                 {(str(layer), str(product)) for layer, product in state[name]}
                 for name in ("has_run", "unproven")
             )
-            tally = Tally.from_dict(state["totals"])
+            counters = PrecisionCounters.from_dict(state["totals"])
             step, looks = _count(state, "step"), _count(state, "looks")
             look_at = None if state["look_at"] is None else _count(state, "look_at")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -235,7 +236,7 @@ class PrecisionController:
                 "load one written by PrecisionController.state_dict, or start decisions anew"
             ) from error
         self.step, self._looks, self._states = step, looks, states
-        self._look_at, self._tally = look_at, tally
+        self._look_at, self._counters = look_at, counters
         self._has_run, self._unproven = has_run & states.keys(), unproven & states.keys()
         self._recipes.clear()
         self._is_in_step, self._look = False, None
@@ -253,7 +254,7 @@ class PrecisionController:
             + "; load the state of this model, or start decisions anew"
         )
 
-    def _pool(self, look: Look) -> Findings:
+    def _pool(self, look: PrecisionCheck) -> Findings:
         unquantized = {
             (name, product): _sides_left_alone(layer.recipe, product)
             for name, layer in self._layers.items()
@@ -264,7 +265,7 @@ class PrecisionController:
         decisions = [state.precision for state in self._states.values()]
         return self._exchange.pool(look.sheet, unquantized, decisions, device)
 
-    def _decide(self, look: Look, findings: Findings) -> SpeculationReport:
+    def _decide(self, look: PrecisionCheck, findings: Findings) -> SpeculationReport:
         rows, changes = [], []
         for gemm in self._states:
             if gemm not in findings.ran:
@@ -276,9 +277,11 @@ class PrecisionController:
         self._recipes.clear()
         counts = Counter(row.precision for row in rows)
         hits, misses = (sum(row.is_hit is verdict for row in rows) for verdict in (True, False))
-        self._tally.count_step(counts)
-        self._tally.count_look(hits, misses, changes)
-        shares = {rung: counts[rung] / len(rows) if rows else 0.0 for rung in self.settings.ladder}
+        self._counters.count_step(counts)
+        self._counters.count_look(hits, misses, changes)
+        shares = {
+            candidate: counts[candidate] / len(rows) if rows else 0.0 for candidate in self.settings.ladder
+        }
         return SpeculationReport(
             step=look.step, rows=tuple(rows), changes=tuple(changes), shares=shares, hits=hits, misses=misses
         )
@@ -348,12 +351,12 @@ class PrecisionController:
         right: OperandStatistics,
         left_alone: tuple[bool, bool],
     ) -> list[float]:
-        """Ratio in dB of each rung, uncorrected; inf where nothing is quantised."""
+        """Ratio in dB of each candidate, uncorrected; inf where nothing is quantised."""
         found = []
-        for rung in self.settings.ladder[:-1]:
+        for candidate in self.settings.ladder[:-1]:
             names = [
                 IDENTITY if is_left_alone else name
-                for name, is_left_alone in zip(quantizers_of(rung, product), left_alone, strict=True)
+                for name, is_left_alone in zip(quantizers_of(candidate, product), left_alone, strict=True)
             ]
             found.append(
                 predict_snr_db(

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from megalowbit.speculation.report import Change, SpeculationTotals
-from megalowbit.speculation.settings import RUNGS
+from megalowbit.speculation.settings import BITS
 
 FEW_BITS = 8  # of "8 bits or fewer"
 
 
-class Tally:
+class PrecisionCounters:
     """Running totals: plain numbers, the same on all ranks."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Tally:
         """Shares of the ladder's precisions, and the sums."""
         total = sum(self._gemm_steps.values()) or 1
         return SpeculationTotals(
-            shares={rung: self._gemm_steps[rung] / total for rung in ladder},
+            shares={candidate: self._gemm_steps[candidate] / total for candidate in ladder},
             share_8bit=share_of_few_bits(self._gemm_steps) / total,
             **{name: self._sums[name] for name in ("hits", "misses", "changes", "rollbacks")},
         )
@@ -42,7 +42,7 @@ class Tally:
         return {"gemm_steps": dict(self._gemm_steps), "sums": dict(self._sums)}
 
     @staticmethod
-    def from_dict(values: Mapping[str, Mapping[str, int]]) -> Tally:
+    def from_dict(values: Mapping[str, Mapping[str, int]]) -> PrecisionCounters:
         """Undo `to_dict`.
 
         Raises:
@@ -52,12 +52,12 @@ class Tally:
             for name, count in totals.items():
                 if type(count) is not int or count < 0:
                     raise TypeError(f"{name} counts {count!r} times")
-        tally = Tally()
-        tally._gemm_steps.update(values["gemm_steps"])
-        tally._sums.update(values["sums"])
-        return tally
+        counters = PrecisionCounters()
+        counters._gemm_steps.update(values["gemm_steps"])
+        counters._sums.update(values["sums"])
+        return counters
 
 
 def share_of_few_bits(shares: Mapping[str, float]) -> float:
     """What of `shares`, by precision, is at 8 bits or fewer."""
-    return sum(share for rung, share in shares.items() if RUNGS[rung] <= FEW_BITS)
+    return sum(share for candidate, share in shares.items() if BITS[candidate] <= FEW_BITS)

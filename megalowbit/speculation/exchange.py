@@ -25,7 +25,7 @@ from torch import Tensor
 from megalowbit.distributed import process_group
 from megalowbit.errors import UserError, shown
 from megalowbit.speculation.precisions import PRODUCTS
-from megalowbit.speculation.probe import ENERGIES, ROLES, LookSheet
+from megalowbit.speculation.probe import ENERGIES, ROLES, RankFindings
 from megalowbit.speculation.statistics import COLUMNS, OperandStatistics
 
 MOMENTS = ("count", "center", "square", "power", "bulk_power", "outlier_share")  # all but the first × count
@@ -118,7 +118,7 @@ class Exchange:
 
     def pool(
         self,
-        sheet: LookSheet,
+        sheet: RankFindings,
         unquantized: Mapping[tuple[str, str], tuple[bool, bool]],
         decisions: Iterable[str],
         device: torch.device,
@@ -152,13 +152,13 @@ class Exchange:
     def _products(self) -> list[tuple[str, str]]:
         return [(layer, product) for layer in self.layers for product in PRODUCTS]
 
-    def _statistics(self, sheet: LookSheet, device: torch.device) -> Tensor:
+    def _statistics(self, sheet: RankFindings, device: torch.device) -> Tensor:
         """(operands, columns) float64, as they were found; zeros of operands that were not seen."""
         nothing = torch.zeros(len(COLUMNS), dtype=torch.float64, device=device)
         rows = [sheet.statistics.get(key) for key in self._operands()]
         return torch.stack([nothing if row is None else row.to(device) for row in rows])
 
-    def _energies(self, sheet: LookSheet, device: torch.device) -> Tensor:
+    def _energies(self, sheet: RankFindings, device: torch.device) -> Tensor:
         """(products · energies,) float64 to be summed."""
         nothing = torch.zeros(len(ENERGIES), dtype=torch.float64, device=device)
         rows = [sheet.energies.get(key) for key in self._products()]
@@ -166,7 +166,7 @@ class Exchange:
 
     def _flags(
         self,
-        sheet: LookSheet,
+        sheet: RankFindings,
         unquantized: Mapping[tuple[str, str], tuple[bool, bool]],
         decisions: Iterable[str],
     ) -> Tensor:

@@ -1,24 +1,24 @@
 """Which precision a product runs at: pure functions of predicted and measured signal-to-noise ratios.
 
-A rung of the ladder is *safe* while the prediction, and the one that a line through the last looks foretells
-for `lookahead` steps later, both reach its threshold; so must the line through the last two looks alone where
-a fall has begun: by more than `hysteresis_db`, and than the prediction moved between looks before. A product
-leaves an unsafe rung at once, for the cheapest safe one. It goes to a cheaper rung only after that one has
-stood `hysteresis_db` above its threshold, trend included, for `patience` looks in a row (a product never
-looked at before: for one), so that a prediction that swings about a threshold leaves once and stays away. A
-measured ratio below the threshold is a miss: the product goes to the last rung, which quantises nothing,
-until `cooldown` steps have passed; looks in that time count for patience. What is decided after step s holds
-from step s + 1 on.
+A candidate of the ladder is *safe* while the prediction, and the one that a line through the last looks
+foretells for `lookahead` steps later, both reach its threshold; so must the line through the last two looks
+alone where a fall has begun: by more than `hysteresis_db`, and than the prediction moved between looks
+before. A product leaves an unsafe candidate at once, for the cheapest safe one. It goes to a cheaper
+candidate only after that one has stood `hysteresis_db` above its threshold, trend included, for `patience`
+looks in a row (a product never looked at before: for one), so that a prediction that swings about a threshold
+leaves once and stays away. A measured ratio below the threshold is a miss: the product goes to the last
+candidate, which quantises nothing, until `cooldown` steps have passed; looks in that time count for patience.
+What is decided after step s holds from step s + 1 on.
 
 Predictions are corrected by what was measured: by the *alignment*, how much larger the product's signal is
-than that of independent operands, and by a *correction* of each rung that the product has run at, what that
-leaves between predicted and measured. Both are running means of a few measurements. They are added to the
-present prediction and to its trend alike, so that what is learnt is never taken for a trend. A rung that a
-product is kept from by its correction is not measured any more; so the correction fades, and after some
-hundred looks the rung is tried again.
+than that of independent operands, and by a *correction* of each candidate that the product has run at, what
+that leaves between predicted and measured. Both are running means of a few measurements. They are added to
+the present prediction and to its trend alike, so that what is learnt is never taken for a trend. A candidate
+that a product is kept from by its correction is not measured any more; so the correction fades, and after
+some hundred looks the candidate is tried again.
 
-A prediction that is NaN is unsafe. One of +inf says that a rung would quantise nothing of the product; it is
-then at the last one, so that nobody counts it as low precision. Not covered: who predicts, measures and
+A prediction that is NaN is unsafe. One of +inf says that a candidate would quantise nothing of the product;
+it is then at the last one, so that nobody counts it as low precision. Not covered: who predicts, measures and
 agrees among ranks; whoever is given the same numbers decides the same.
 """
 
@@ -36,7 +36,7 @@ from megalowbit.errors import UserError, shown
 from megalowbit.speculation.settings import SpeculationSettings
 
 Reason = Literal["start", "safe", "predicted", "trend", "missed", "waiting", "not finite", "unquantised"]
-FADING = 1 / 128  # of a correction, at each verified look at which the product runs at another rung
+FADING = 1 / 128  # of a correction, at each verified look at which the product runs at another candidate
 DAMAGED = "the saved state of a product is damaged"
 NEW_SHARE = 0.5  # of a new measurement in a running mean
 
@@ -49,12 +49,12 @@ def _begins_with_a_step(look: list[float | None]) -> list[float | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class Prediction:
     """What was predicted at one look.
 
     Attributes:
         step: the optimizer step.
-        predicted: dB for each rung but the last, neither aligned nor corrected; `None` where it was not
+        predicted: dB for each candidate but the last, neither aligned nor corrected; `None` where it was not
             finite.
     """
 
@@ -67,25 +67,25 @@ class GemmState:
     """All that is remembered of one product between looks.
 
     Attributes:
-        ladder: the rungs that `history` and `streak` speak of.
-        precision: the rung from the next step on.
+        ladder: the candidates that `history` and `streak` speak of.
+        precision: the candidate from the next step on.
         history: the last `trend_window` looks, oldest first.
-        streak: for each rung but the last, looks in a row at which it could have been entered.
-        blocked_until: the step after which a rung may be entered again after a miss.
+        streak: for each candidate but the last, looks in a row at which it could have been entered.
+        blocked_until: the step after which a candidate may be entered again after a miss.
         hits: verifications whose measured ratio reached the threshold.
         misses: verifications whose measured ratio did not.
         alignment_db: running mean of measured alignments; `None`: never measured.
-        corrections: for each rung but the last, running mean in dB of what was measured there less what was
-            predicted, alignment included; `None`: never measured there.
-        reason: why `precision` is what it is. "start": nothing decided yet; "safe": the cheapest rung that
-            may be entered; "predicted", "trend": a cheaper one is, or will be, below its threshold; "missed":
-            was measured below it; "waiting": is not far or not long enough above it; "not finite": has no
-            prediction; "unquantised": would quantise nothing.
+        corrections: for each candidate but the last, running mean in dB of what was measured there less what
+            was predicted, alignment included; `None`: never measured there.
+        reason: why `precision` is what it is. "start": nothing decided yet; "safe": the cheapest candidate
+            that may be entered; "predicted", "trend": a cheaper one is, or will be, below its threshold;
+            "missed": was measured below it; "waiting": is not far or not long enough above it; "not finite":
+            has no prediction; "unquantised": would quantise nothing.
     """
 
     ladder: tuple[str, ...]
     precision: str
-    history: tuple[Look, ...] = ()
+    history: tuple[Prediction, ...] = ()
     streak: tuple[int, ...] = ()
     blocked_until: int = 0
     hits: int = 0
@@ -124,7 +124,7 @@ class GemmState:
                 f"{DAMAGED}: {where} = {shown(first['input'])}, {first['msg']}; start decisions anew"
             ) from None
         lists = {name: tuple(getattr(saved, name)) for name in ("ladder", "streak", "corrections")}
-        history = tuple(Look(step=step, predicted=tuple(dbs)) for step, *dbs in values["history"])
+        history = tuple(Prediction(step=step, predicted=tuple(dbs)) for step, *dbs in values["history"])
         state = GemmState(**{**saved.model_dump(), **lists, "history": history})
         lengths = {len(state.streak), len(state.corrections), *(len(look.predicted) for look in history)}
         if state.precision not in state.ladder or lengths != {len(state.ladder) - 1}:
@@ -161,13 +161,16 @@ class Policy:
     def __init__(self, settings: SpeculationSettings):
         self.settings = settings
         self.ladder = settings.ladder
-        self._thresholds = tuple(settings.threshold(rung) for rung in self.ladder[:-1])
+        self._thresholds = tuple(settings.threshold(candidate) for candidate in self.ladder[:-1])
 
     def start(self) -> GemmState:
-        """The state of a product before its first look: at the last rung."""
-        rungs = len(self._thresholds)
+        """The state of a product before its first look: at the last candidate."""
+        candidates = len(self._thresholds)
         return GemmState(
-            ladder=self.ladder, precision=self.ladder[-1], streak=(0,) * rungs, corrections=(None,) * rungs
+            ladder=self.ladder,
+            precision=self.ladder[-1],
+            streak=(0,) * candidates,
+            corrections=(None,) * candidates,
         )
 
     def restore(self, values: Mapping[str, Any]) -> GemmState:
@@ -185,18 +188,18 @@ class Policy:
         return state
 
     def corrected(self, state: GemmState, predicted: Sequence[float]) -> tuple[float, ...]:
-        """Predictions with the product's alignment and each rung's correction, as decisions take them.
+        """Predictions with the product's alignment and each candidate's correction, as decisions take them.
 
         Args:
             state: of the product.
-            predicted: dB for each rung of the ladder, the last one included.
+            predicted: dB for each candidate of the ladder, the last one included.
 
         Raises:
-            ValueError: there is not one for each rung.
+            ValueError: there is not one for each candidate.
         """
         if len(predicted) != len(self.ladder):
             raise ValueError(f"predictions must be one for each of {self.ladder}, not {len(predicted)}")
-        return tuple(float(db) + self._offset(state, rung) for rung, db in enumerate(predicted))
+        return tuple(float(db) + self._offset(state, candidate) for candidate, db in enumerate(predicted))
 
     def align(self, state: GemmState, alignment_db: float) -> GemmState:
         """Take a new measurement of the alignment into its running mean; one that is not finite says nothing.
@@ -208,46 +211,47 @@ class Policy:
         return replace(state, alignment_db=_averaged(state.alignment_db, alignment_db))
 
     def correct(self, state: GemmState, precision: str, residual_db: float) -> GemmState:
-        """Take what a measurement says of a rung's predictions into their correction; not finite: nothing.
+        """Take what a measurement says of a candidate's predictions into their correction, if it is finite.
 
         Args:
             state: of the product.
-            precision: the rung that was measured, any but the last.
+            precision: the candidate that was measured, any but the last.
             residual_db: measured less predicted, with the alignment that was measured in the same step.
         """
         corrections = list(state.corrections)
-        rung = self.ladder.index(precision)
-        corrections[rung] = _averaged(corrections[rung], residual_db)
+        candidate = self.ladder.index(precision)
+        corrections[candidate] = _averaged(corrections[candidate], residual_db)
         return replace(state, corrections=tuple(corrections))
 
     def fade(self, state: GemmState, precision: str) -> GemmState:
-        """Trust corrections of rungs that cannot be measured a little less, at each verified look.
+        """Trust corrections of candidates that cannot be measured a little less, at each verified look.
 
         Args:
             state: of the product.
-            precision: the rung that it ran at, whose correction stays.
+            precision: the candidate that it ran at, whose correction stays.
         """
         corrections = tuple(
-            known if known is None or rung == precision else known * (1 - FADING)
-            for rung, known in zip(self.ladder[:-1], state.corrections, strict=True)
+            known if known is None or candidate == precision else known * (1 - FADING)
+            for candidate, known in zip(self.ladder[:-1], state.corrections, strict=True)
         )
         return replace(state, corrections=corrections)
 
     def decide(self, state: GemmState, step: int, predicted: Sequence[float]) -> GemmState:
-        """Choose the rung for the steps after this one; `verify` of the same step comes first.
+        """Choose the candidate for the steps after this one; `verify` of the same step comes first.
 
         Args:
             state: of the product.
             step: the optimizer step looked at.
-            predicted: dB for each rung of the ladder, without alignment and correction; inf for the last one.
+            predicted: dB for each candidate of the ladder, without alignment and correction; inf for the last
+                one.
 
         Raises:
-            ValueError: there is not one prediction for each rung.
+            ValueError: there is not one prediction for each candidate.
         """
         now = self.corrected(state, predicted)[:-1]
-        look = Look(step=step, predicted=tuple(map(_finite, predicted[:-1])))
+        look = Prediction(step=step, predicted=tuple(map(_finite, predicted[:-1])))
         history = (*state.history, look)[-self.settings.trend_window :]
-        worst = [self._worst(state, history, rung, db) for rung, db in enumerate(now)]
+        worst = [self._worst(state, history, candidate, db) for candidate, db in enumerate(now)]
         margin = self.settings.hysteresis_db
         streak = tuple(
             before + 1 if db >= bar + margin else 0
@@ -255,10 +259,10 @@ class Policy:
         )
         patience = self.settings.patience if state.history else 1
         current = self.ladder.index(state.precision)
-        # a cheaper rung has to have earned it; the present and dearer ones need to be safe, no more
+        # a cheaper candidate has to have earned it; the present and dearer ones need to be safe, no more
         is_open = [
-            streak[rung] >= patience if rung < current else worst[rung] >= bar
-            for rung, bar in enumerate(self._thresholds)
+            streak[candidate] >= patience if candidate < current else worst[candidate] >= bar
+            for candidate, bar in enumerate(self._thresholds)
         ]
         if step < state.blocked_until:
             is_open = []
@@ -267,7 +271,7 @@ class Policy:
         return replace(state, precision=self.ladder[chosen], history=history, streak=streak, reason=reason)
 
     def verify(self, state: GemmState, step: int, measured_db: float) -> tuple[GemmState, bool | None]:
-        """Compare a measured ratio with the threshold of the rung that the step ran at.
+        """Compare a measured ratio with the threshold of the candidate that the step ran at.
 
         Args:
             state: of the product, as it was during the step.
@@ -275,13 +279,13 @@ class Policy:
             measured_db: inf where there was no noise.
 
         Returns:
-            The state, and whether it was a hit; `None` where the step ran at the last rung, or the ratio is
-            NaN (no signal, or values that were not finite), which says nothing about the rung.
+            The state, and whether it was a hit; `None` where the step ran at the last candidate, or the ratio
+            is NaN (no signal, or values that were not finite), which says nothing about the candidate.
         """
-        rung = self.ladder.index(state.precision)
-        if rung == len(self._thresholds) or math.isnan(measured_db):
+        candidate = self.ladder.index(state.precision)
+        if candidate == len(self._thresholds) or math.isnan(measured_db):
             return state, None
-        if measured_db >= self._thresholds[rung]:
+        if measured_db >= self._thresholds[candidate]:
             return replace(state, hits=state.hits + 1), True
         return replace(
             state,
@@ -292,47 +296,47 @@ class Policy:
             reason="missed",
         ), False
 
-    def _offset(self, state: GemmState, rung: int) -> float:
-        if not self.settings.use_alignment or rung == len(self._thresholds):
+    def _offset(self, state: GemmState, candidate: int) -> float:
+        if not self.settings.use_alignment or candidate == len(self._thresholds):
             return 0.0
-        return (state.alignment_db or 0.0) + (state.corrections[rung] or 0.0)
+        return (state.alignment_db or 0.0) + (state.corrections[candidate] or 0.0)
 
-    def _worst(self, state: GemmState, history: Sequence[Look], rung: int, now: float) -> float:
-        """The lower one of a rung's predictions now and later; NaN, below every threshold, without any."""
+    def _worst(self, state: GemmState, history: Sequence[Prediction], candidate: int, now: float) -> float:
+        """The lower one of a candidate's predictions now and later; NaN where there is none."""
         if not math.isfinite(now):
             return math.nan
         if not self.settings.lookahead:
             return now
-        known = [(look.step, look.predicted[rung]) for look in history]
+        known = [(look.step, look.predicted[candidate]) for look in history]
         points = [(step, db) for step, db in known if db is not None]
         until = history[-1].step + self.settings.lookahead
         later = [line_at(points, until)]
         if _has_begun_to_fall([db for _, db in points], self.settings.hysteresis_db):
             later.append(line_at(points[-2:], until))  # the line of all is slow to see it
-        return min([now, *(db + self._offset(state, rung) for db in later if db is not None)])
+        return min([now, *(db + self._offset(state, candidate) for db in later if db is not None)])
 
     def _reason(
         self, state: GemmState, chosen: int, step: int, now: Sequence[float], worst: Sequence[float]
     ) -> Reason:
         current, last = self.ladder.index(state.precision), len(now)
         if not last:
-            return state.reason  # a ladder of one rung
+            return state.reason  # a ladder of one candidate
         if step < state.blocked_until:
             return "missed"
         if chosen < current:
             return "safe"
-        # the rung that it leaves, or else the cheapest of those it is kept from
-        rung = current if current < last else 0
+        # the candidate that it leaves, or else the cheapest of those it is kept from
+        candidate = current if current < last else 0
         is_told = current < last or state.reason in ("predicted", "trend")
-        if chosen == current and is_told and math.isfinite(now[rung]):
+        if chosen == current and is_told and math.isfinite(now[candidate]):
             return state.reason
-        if now[rung] == math.inf:
+        if now[candidate] == math.inf:
             return "unquantised"
-        if not math.isfinite(now[rung]):
+        if not math.isfinite(now[candidate]):
             return "not finite"
-        if now[rung] < self._thresholds[rung]:
+        if now[candidate] < self._thresholds[candidate]:
             return "predicted"
-        return "trend" if worst[rung] < self._thresholds[rung] else "waiting"
+        return "trend" if worst[candidate] < self._thresholds[candidate] else "waiting"
 
 
 def _finite(value: float) -> float | None:

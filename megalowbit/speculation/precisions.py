@@ -1,12 +1,12 @@
-"""The rungs of a ladder: which quantisers a product's operands get at each precision.
+"""The candidates of a ladder: which quantisers a product's operands get at each precision.
 
     output = input · weightᵀ      grad_input = grad_output · weight      grad_weight = grad_outputᵀ · input
 
 A choice names one precision for each product; `recipe_with` turns it into the recipe a layer runs with.
-Output gradients are rounded stochastically at every rung: errors of rounding to nearest would add up in
+Output gradients are rounded stochastically at every candidate: errors of rounding to nearest would add up in
 grad_weight as its signal does, unforeseen by any noise model. A tensor that two products want alike is
-quantised once. What the base recipe leaves in high precision stays so at every rung, as a late switch wants
-it.
+quantised once. What the base recipe leaves in high precision stays so at every candidate, as a late switch
+wants it.
 
 Not covered: layouts with a copy of its own for each product, splits, Hadamard transforms and GEMMs in FP8 or
 FP4. They tie the products of a layer to each other; `check_base` refuses them.
@@ -23,7 +23,7 @@ from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
 from megalowbit.layers.recipe_checks import OPERAND_FIELDS, OWN_GRADIENT
 from megalowbit.quantize.names import quantizer
-from megalowbit.speculation.settings import RUNGS
+from megalowbit.speculation.settings import BITS
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
 OPERANDS = {
@@ -36,7 +36,7 @@ GRADIENT_FIELD = "q_backward_outputgrad"
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """One rung.
+    """One candidate.
 
     Attributes:
         name: what users type.
@@ -52,7 +52,7 @@ class Precision:
 
 
 def precisions() -> dict[str, Precision]:
-    """All rungs there are, cheapest first.
+    """All candidates there are, cheapest first.
 
     | name    | inputs, weights    | output gradients | scales                                              |
     |---------|--------------------|------------------|-----------------------------------------------------|
@@ -72,7 +72,7 @@ def precisions() -> dict[str, Precision]:
         "bf16": ("fp32", "fp32"),
     }
     return {
-        name: Precision(name=name, bits=RUNGS[name], operand=operand, gradient=gradient)
+        name: Precision(name=name, bits=BITS[name], operand=operand, gradient=gradient)
         for name, (operand, gradient) in quantizers.items()
     }
 
@@ -84,11 +84,11 @@ def quantizers_of(precision: str, product: str) -> tuple[str, str]:
     Raises:
         UserError: there is no such precision or product.
     """
-    rung = _precision(precision)
+    candidate = _precision(precision)
     if product not in OPERANDS:
         raise unknown_name("product", product, PRODUCTS)
     left, right = OPERANDS[product]
-    return _quantizer_of(rung, left), _quantizer_of(rung, right)
+    return _quantizer_of(candidate, left), _quantizer_of(candidate, right)
 
 
 def recipe_with(base: Recipe, choice: Sequence[str]) -> Recipe:
@@ -175,8 +175,8 @@ def _precision(name: str) -> Precision:
     return known[name]
 
 
-def _quantizer_of(rung: Precision, operand: str) -> str:
-    return rung.gradient if operand == "grad_output" else rung.operand
+def _quantizer_of(candidate: Precision, operand: str) -> str:
+    return candidate.gradient if operand == "grad_output" else candidate.operand
 
 
 def _is_identity(name: str) -> bool:

@@ -1,10 +1,10 @@
 """What is taken from one use of a layer: statistics of its operands, and how far its products are off.
 
 A `ProductProbe` is what a layer shows its operands to in a step that is looked at. It keeps a few numbers of
-each on the device, in a `LookSheet`, and waits for nothing. Where products are verified too, it takes sampled
-rows and columns of the operands and compares their product in float64, from the operands as they were, with
-what the layer made of them: signal "all" with the product as it came out, signal "bulk" with that of the
-quantised operands, elements beyond 6 σ set to zero in both. Samples of input and weight are kept until
+each on the device, in a `RankFindings`, and waits for nothing. Where products are verified too, it takes
+sampled rows and columns of the operands and compares their product in float64, from the operands as they
+were, with what the layer made of them: signal "all" with the product as it came out, signal "bulk" with that
+of the quantised operands, elements beyond 6 σ set to zero in both. Samples of input and weight are kept until
 backward; whole tensors never are.
 
 All draws are addressed by layer, role and step: they touch no generator of torch's, and data-parallel ranks
@@ -38,7 +38,7 @@ _SIDES = {"output": (0, 0), "grad_input": (0, 1), "grad_weight": (1, 1)}
 
 
 @dataclass
-class LookSheet:
+class RankFindings:
     """What a step's probes have found on this rank; all tensors stay on their device.
 
     Attributes:
@@ -51,7 +51,7 @@ class LookSheet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class PrecisionCheck:
     """How a step is looked at.
 
     Attributes:
@@ -66,7 +66,7 @@ class Look:
     estimator: EstimatorSettings
     signal: Literal["bulk", "all"]
     verify_size: int
-    sheet: LookSheet
+    sheet: RankFindings
 
 
 class Sample(NamedTuple):
@@ -84,7 +84,7 @@ class ProductProbe:
         layer: name of the layer.
     """
 
-    def __init__(self, look: Look, layer: str) -> None:
+    def __init__(self, look: PrecisionCheck, layer: str) -> None:
         self._look = look
         self._layer = layer
         self._places: dict[str, Tensor] = {}  # axis → indices

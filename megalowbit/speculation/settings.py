@@ -1,12 +1,12 @@
 """The `megalowbit.speculation` section of the configuration: which precisions, from which SNR on, how often.
 
-A *rung* is one precision of the ladder. Thresholds are signal-to-noise ratios of a product in dB; `every`,
-`lookahead` and `cooldown` count optimizer steps; `trend_window`, `patience` and `verify_every` count looks,
-of which there is one every `every` steps.
+A *candidate* is one precision of the ladder. Thresholds are signal-to-noise ratios of a product in dB;
+`every`, `lookahead` and `cooldown` count optimizer steps; `trend_window`, `patience` and `verify_every` count
+looks, of which there is one every `every` steps.
 
-This module imports pydantic only, so that a configuration is checked without loading torch; the rungs stand
-here by name, `precisions` says what they quantise to. Not covered: whether the recipe can be combined with a
-ladder, which takes torch to know, see `precisions.check_base`.
+This module imports pydantic only, so that a configuration is checked without loading torch; the candidates
+stand here by name, `precisions` says what they quantise to. Not covered: whether the recipe can be combined
+with a ladder, which takes torch to know, see `precisions.check_base`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pydantic import Field, ValidationInfo, field_validator
 from megalowbit.errors import unknown_name
 from megalowbit.values import SettingsModel
 
-RUNGS = {"int4": 4, "nvfp4": 4, "int8": 8, "mixed": 8, "fp8": 8, "bf16": 16}  # bits of an element
-HIGHEST = "bf16"  # the last rung of every ladder: not quantised, and so always safe
-EVEN_RUNGS = ("int4", "int8", HIGHEST)  # those whose grid is even, as the model "zeros" presumes
+BITS = {"int4": 4, "nvfp4": 4, "int8": 8, "mixed": 8, "fp8": 8, "bf16": 16}  # bits of an element
+HIGHEST = "bf16"  # the last candidate of every ladder: not quantised, and so always safe
+EVEN_CANDIDATES = ("int4", "int8", HIGHEST)  # those whose grid is even, as the model "zeros" presumes
 EXAMPLE = '["int8", "fp8", "bf16"]'
 
 MOST = 10**9  # steps, looks or elements: no run has more, and floats tell these apart
@@ -49,11 +49,11 @@ class EstimatorSettings(SettingsModel):
 
 
 class SpeculationSettings(SettingsModel):
-    """`"speculation"`: each product of each layer runs at the cheapest rung that is foreseen to be safe.
+    """`"speculation"`: each product of each layer runs at the cheapest candidate that is foreseen to be safe.
 
     Attributes:
         ladder: precisions, cheapest first; the last one is "bf16".
-        threshold_db: least SNR a rung needs, one number or one for each rung but "bf16".
+        threshold_db: least SNR a candidate needs, one number or one for each candidate but "bf16".
         estimator: of the spread of operands.
         model: of their noise: "calibrated" counts the rounding error of all elements, "zeros" only the values
             that become zero; the latter for "int4" and "int8" alone.
@@ -62,7 +62,7 @@ class SpeculationSettings(SettingsModel):
         every: steps between looks.
         lookahead: steps ahead for which the SNR is foreseen from its trend, at least `every`; 0: none.
         trend_window: looks whose line is the trend, all of which checkpoints hold; 1000 at most.
-        hysteresis_db: what a cheaper rung needs above its threshold before a product goes to it.
+        hysteresis_db: what a cheaper candidate needs above its threshold before a product goes to it.
         patience: looks in a row for which it needs that.
         verify_every: looks from one comparison with high-precision products to the next, of which the first
             `verify_every` looks all have one, as has the next look of a layer that has come to another
@@ -88,27 +88,27 @@ class SpeculationSettings(SettingsModel):
     cooldown: Count = 100
     use_alignment: bool = Field(default=True)
 
-    def threshold(self, rung: str) -> float:
-        """Least SNR in dB that a rung of the ladder needs; -inf for the last one, which is always safe."""
-        if rung == HIGHEST:
+    def threshold(self, candidate: str) -> float:
+        """Least SNR in dB that a candidate needs; -inf for the last one, which is always safe."""
+        if candidate == HIGHEST:
             return -math.inf
-        return self.threshold_db[rung] if isinstance(self.threshold_db, dict) else self.threshold_db
+        return self.threshold_db[candidate] if isinstance(self.threshold_db, dict) else self.threshold_db
 
     @field_validator("ladder", mode="before")
     @classmethod
     def _is_a_ladder(cls, value: object) -> object:
         if not isinstance(value, list | tuple):
             raise ValueError(f"expected a list of precisions, cheapest first, such as {EXAMPLE}")
-        for rung in value:
-            if not isinstance(rung, str) or rung not in RUNGS:
-                raise unknown_name("precision", rung, RUNGS)
-        for rung in value:
-            if value.count(rung) > 1:
-                raise ValueError(f"{rung!r} stands there twice, write it once")
+        for candidate in value:
+            if not isinstance(candidate, str) or candidate not in BITS:
+                raise unknown_name("precision", candidate, BITS)
+        for candidate in value:
+            if value.count(candidate) > 1:
+                raise ValueError(f"{candidate!r} stands there twice, write it once")
         if not value or value[-1] != HIGHEST:
             raise ValueError(f'the last precision must be "{HIGHEST}", such as {EXAMPLE}')
         for cheap, dear in itertools.pairwise(value):
-            if RUNGS[cheap] > RUNGS[dear]:
+            if BITS[cheap] > BITS[dear]:
                 raise ValueError(
                     f"{dear!r} has fewer bits than {cheap!r} before it: write the cheapest first"
                 )
@@ -121,21 +121,21 @@ class SpeculationSettings(SettingsModel):
             return _threshold(value)
         if "ladder" not in info.data:
             return dict(value)  # what is wrong with the ladder is told first
-        rungs = [rung for rung in info.data["ladder"] if rung != HIGHEST]
+        candidates = [candidate for candidate in info.data["ladder"] if candidate != HIGHEST]
         for name in value:
             if name == HIGHEST:
                 raise ValueError(f'"{HIGHEST}" is not quantised and has no threshold: leave it out')
-            if name not in rungs:
-                raise unknown_name("rung of the ladder", name, rungs)
-        missing = [rung for rung in rungs if rung not in value]
+            if name not in candidates:
+                raise unknown_name("rung of the ladder", name, candidates)
+        missing = [candidate for candidate in candidates if candidate not in value]
         if missing:
             raise ValueError(f"no threshold for {', '.join(missing)}: add it, or write one number for all")
-        return {rung: _threshold(value[rung], f"{rung}: ") for rung in rungs}
+        return {candidate: _threshold(value[candidate], f"{candidate}: ") for candidate in candidates}
 
     @field_validator("model")
     @classmethod
     def _suits_the_ladder(cls, value: str, info: ValidationInfo) -> str:
-        foreign = [rung for rung in info.data.get("ladder", ()) if rung not in EVEN_RUNGS]
+        foreign = [candidate for candidate in info.data.get("ladder", ()) if candidate not in EVEN_CANDIDATES]
         if value == "zeros" and foreign:
             raise ValueError(
                 f"it counts zeros of even grids, which {', '.join(foreign)} has not: leave it out of the "

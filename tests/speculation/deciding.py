@@ -11,7 +11,7 @@ THRESHOLD = 15.0
 
 
 def policy(**changes):
-    """Two rungs, a threshold of 15 dB; whatever a test is not about is switched off."""
+    """Two candidates, a threshold of 15 dB; whatever a test is not about is switched off."""
     quiet = {
         "ladder": ["int8", "bf16"],
         "threshold_db": THRESHOLD,
@@ -23,7 +23,7 @@ def policy(**changes):
 
 
 def run(policy, predictions, *, state=None, step=0):
-    """States after each look, every `every` steps; `predictions` of the cheapest rung, or of all but bf16."""
+    """States after each look, every `every` steps; `predictions` of the cheapest one, or of all but bf16."""
     state, states = state or policy.start(), []
     for each in predictions:
         predicted = [*each, INF] if isinstance(each, tuple | list) else [each, INF]
@@ -33,7 +33,7 @@ def run(policy, predictions, *, state=None, step=0):
     return states
 
 
-def rungs(policy, predictions, **options):
+def candidates(policy, predictions, **options):
     return [state.precision for state in run(policy, predictions, **options)]
 
 

@@ -25,7 +25,7 @@ def write_run(folder, rows, *, steps=None, **speculation):
 
 
 def made_up_rows(layers, looks, every=10, verify_every=5, seed=0):
-    """Products that settle at a rung each, drift and are verified now and then."""
+    """Products that settle at a candidate each, drift and are verified now and then."""
     draw = random.Random(seed)
     gemms = [(layer, product) for layer in layers for product in PRODUCTS]
     level = {gemm: draw.gauss(19, 3) for gemm in gemms}

@@ -3,7 +3,7 @@
 It is trained under a controller with the settings that users have by default. At later looks, whether they
 are verified ones or not, what the controller foretells, from samples, from alignments and corrections that
 it learnt at earlier looks, is compared with what a second controller measures in that step; the first one
-does not learn from it. How far predictions are off at each rung is a table, minutes long:
+does not learn from it. How far predictions are off at each candidate is a table, minutes long:
 
     pytest -q -s -m slow tests/speculation/test_controller_predictions.py
 
@@ -131,7 +131,7 @@ def test_predictions_that_promise_too_much_are_no_more_than_a_few_decibels_off(b
     assert sorted(found)[int(0.95 * len(found))] < 4
 
 
-# rung → least share of predictions within 2 dB: output, grad_input, grad_weight
+# candidate → least share of predictions within 2 dB: output, grad_input, grad_weight
 LEAST_NEAR = {
     "int8": (0.88, 0.87, 0.6),
     "mixed": (0.86, 0.75, 0.5),
@@ -142,29 +142,30 @@ LEAST_NEAR = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", ["int8", "mixed", "fp8", "nvfp4", "int4"])
-def test_predictions_at_each_rung(corpus, rung):
+@pytest.mark.parametrize("candidate", ["int8", "mixed", "fp8", "nvfp4", "int4"])
+def test_predictions_at_each_rung(corpus, candidate):
     """All products held there: INT4 would not stay at any threshold that a configuration may have."""
-    settings = SpeculationSettings(ladder=(rung, "bf16")).model_copy(update={"threshold_db": -1000.0})
+    settings = SpeculationSettings(ladder=(candidate, "bf16")).model_copy(update={"threshold_db": -1000.0})
     _, rows = trained(corpus, settings, TRAINED + 10 * EVERY + 1)
     for product in PRODUCTS:
-        found = gaps(rows, product, rung)
+        found = gaps(rows, product, candidate)
         assert len(found) == 11 * 16
         middle, spread = statistics.median(found), statistics.pstdev(found)
         near, worst = 100 * share_near(found), max(found, key=abs)
         print(
-            f"\n{rung:6} {product:12} {middle:+.1f} ± {spread:.1f} dB, {near:.0f} % near, worst {worst:+.1f}"
+            f"\n{candidate:6} {product:12} {middle:+.1f} ± {spread:.1f} dB, "
+            f"{near:.0f} % near, worst {worst:+.1f}"
         )
         assert abs(middle) < 1
-        assert share_near(found) >= LEAST_NEAR[rung][PRODUCTS.index(product)]
+        assert share_near(found) >= LEAST_NEAR[candidate][PRODUCTS.index(product)]
 
 
-def errors(weights, corpus, rung, *, uses_alignment, signal="bulk"):
-    """(product, predicted - measured) of whole products at a rung, where a look of bf16 has gone before."""
+def errors(weights, corpus, candidate, *, uses_alignment, signal="bulk"):
+    """(product, predicted - measured) of whole products at a precision, where a look of bf16 went before."""
     model = make()
     model.load_state_dict(weights)
     settings = {
-        "ladder": [rung, "bf16"], "threshold_db": 0, "hysteresis_db": 0, "every": 1, "lookahead": 0,
+        "ladder": [candidate, "bf16"], "threshold_db": 0, "hysteresis_db": 0, "every": 1, "lookahead": 0,
         "verify_every": 1, "verify_size": WHOLE, "signal": signal, "use_alignment": uses_alignment,
     }  # fmt: skip
     controller = mlb.PrecisionController(model, settings)
@@ -186,9 +187,9 @@ def weights(by_default):
     return by_default[0].state_dict()
 
 
-@pytest.mark.parametrize("rung", ["int8", "fp8"])
-def test_whole_products_are_as_foretold_once_they_are_aligned(weights, corpus, rung):
-    found = errors(weights, corpus, rung, uses_alignment=True)
+@pytest.mark.parametrize("candidate", ["int8", "fp8"])
+def test_whole_products_are_as_foretold_once_they_are_aligned(weights, corpus, candidate):
+    found = errors(weights, corpus, candidate, uses_alignment=True)
     for product in ("output", "grad_input"):
         own = [error for name, error in found if name == product]
         assert len(own) >= 15

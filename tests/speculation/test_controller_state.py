@@ -63,20 +63,26 @@ def test_a_ladder_of_bf16_alone_is_bit_equal_to_no_controller(estimator):
     assert all(report.shares == {"bf16": 1.0} and not report.changes for report in reports)
 
 
-@pytest.mark.parametrize("rung", ["int4", "nvfp4", "int8", "mixed", "fp8"])
-def test_looks_change_no_bit_at_any_rung(rung):
+@pytest.mark.parametrize("candidate", ["int4", "nvfp4", "int8", "mixed", "fp8"])
+def test_looks_change_no_bit_at_any_rung(candidate):
     """Layers get the largest magnitude from the probe there, and search for it themselves otherwise."""
     plain = with_dropout(["bf16"] * 3)
     _, _, expected = train(plain, Nobody(), range(1))
     for layer in bit_layers(plain).values():
-        chosen = [rung] * 3 if layer.layer_name != "up" else [rung, "bf16", rung]
+        chosen = [candidate] * 3 if layer.layer_name != "up" else [candidate, "bf16", candidate]
         layer.recipe = recipe_with(mlb.recipe("fp8"), chosen)
     _, _, more = train(plain, Nobody(), range(1, 6))
     model = with_dropout()
-    settings = {"ladder": [rung, "bf16"], "threshold_db": 0, "hysteresis_db": 0, "every": 1, "lookahead": 0}
+    settings = {
+        "ladder": [candidate, "bf16"],
+        "threshold_db": 0,
+        "hysteresis_db": 0,
+        "every": 1,
+        "lookahead": 0,
+    }
     controller = mlb.PrecisionController(model, {**settings, "verify_every": 2})
     _, used, losses = train(model, controller, range(6))
-    assert Counter(used[5].values()) == {rung: 8, "bf16": 1}
+    assert Counter(used[5].values()) == {candidate: 8, "bf16": 1}
     assert losses == expected + more
     assert state_of(model) == state_of(plain)
 

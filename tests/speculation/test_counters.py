@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from megalowbit.speculation.counters import Tally
+from megalowbit.speculation.counters import PrecisionCounters
 from megalowbit.speculation.report import Change
-from megalowbit.speculation.settings import RUNGS
+from megalowbit.speculation.settings import BITS
 
 LADDER = ("int8", "fp8", "bf16")
 
@@ -17,13 +17,13 @@ def change(reason):
 
 
 def filled():
-    tally = Tally()
-    tally.count_step(Counter(bf16=4))
-    tally.count_step(Counter(int8=3, bf16=1))
-    tally.count_step(Counter(int8=2, fp8=1, bf16=1))
-    tally.count_look(2, 1, [change("missed"), change("predicted")])
-    tally.count_look(1, 0, (change("safe") for _ in range(3)))
-    return tally
+    counters = PrecisionCounters()
+    counters.count_step(Counter(bf16=4))
+    counters.count_step(Counter(int8=3, bf16=1))
+    counters.count_step(Counter(int8=2, fp8=1, bf16=1))
+    counters.count_look(2, 1, [change("missed"), change("predicted")])
+    counters.count_look(1, 0, (change("safe") for _ in range(3)))
+    return counters
 
 
 def test_shares_count_each_product_of_each_step_once():
@@ -34,29 +34,29 @@ def test_shares_count_each_product_of_each_step_once():
 
 
 def test_eight_bits_or_fewer_are_what_the_rungs_say():
-    for rung, bits in RUNGS.items():
-        tally = Tally()
-        tally.count_step(Counter({rung: 2}))
-        assert tally.totals((rung,)).share_8bit == (1.0 if bits <= 8 else 0.0), rung
+    for candidate, bits in BITS.items():
+        counters = PrecisionCounters()
+        counters.count_step(Counter({candidate: 2}))
+        assert counters.totals((candidate,)).share_8bit == (1.0 if bits <= 8 else 0.0), candidate
 
 
 def test_nothing_counted_is_no_share_of_anything():
-    totals = Tally().totals(LADDER)
+    totals = PrecisionCounters().totals(LADDER)
     assert totals.shares == dict.fromkeys(LADDER, 0.0)
     assert totals.share_8bit == 0
     assert totals.hit_rate is None
 
 
 def test_it_goes_on_from_json_as_if_never_interrupted():
-    tally = Tally.from_dict(json.loads(json.dumps(filled().to_dict())))
+    counters = PrecisionCounters.from_dict(json.loads(json.dumps(filled().to_dict())))
     whole = filled()
-    for each in (tally, whole):
+    for each in (counters, whole):
         each.count_step(Counter(int8=4))
         each.count_look(0, 1, [change("missed")])
-    assert tally.totals(LADDER) == whole.totals(LADDER)
-    assert tally.totals(LADDER).rollbacks == 2
+    assert counters.totals(LADDER) == whole.totals(LADDER)
+    assert counters.totals(LADDER).rollbacks == 2
 
 
 def test_a_state_without_its_parts_is_refused():
     with pytest.raises(KeyError):
-        Tally.from_dict({"sums": {}})
+        PrecisionCounters.from_dict({"sums": {}})

@@ -10,7 +10,7 @@ from megalowbit.quantize.philox import RandomKey
 from megalowbit.speculation.estimator import estimate
 from megalowbit.speculation.exchange import HIGHEST_DB, MOMENTS, Exchange, Verification, pooled
 from megalowbit.speculation.precisions import PRODUCTS
-from megalowbit.speculation.probe import ROLES, LookSheet
+from megalowbit.speculation.probe import ROLES, RankFindings
 from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS, OperandStatistics
 
@@ -42,7 +42,7 @@ def tensors(count, *, seed=0):
 def test_one_rank_gets_back_what_it_gave():
     rows = {role: described(x) for role, x in zip(ROLES, tensors(3), strict=True)}
     energies = torch.tensor([8.0, 2.0, 4.0], dtype=torch.float64)
-    sheet = LookSheet(
+    sheet = RankFindings(
         statistics={("b", role): row for role, row in rows.items()},
         energies={("b", "output"): energies, ("b", "grad_weight"): None},
     )
@@ -118,7 +118,7 @@ def test_the_spread_of_equal_numbers_is_no_root_of_a_negative():
 
 def test_an_operand_nobody_saw_is_left_out_and_an_empty_one_too():
     empty = torch.zeros(0, 8)
-    sheet = LookSheet(statistics={("a", "input"): described(empty)}, energies={("a", "output"): None})
+    sheet = RankFindings(statistics={("a", "input"): described(empty)}, energies={("a", "output"): None})
     findings = Exchange(["a"], {}).pool(sheet, {}, [], CPU)
     assert findings.statistics == {}
     assert findings.ran == {("a", "output")}

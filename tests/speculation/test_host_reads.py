@@ -94,7 +94,7 @@ class Nobody:
 
 
 @pytest.mark.parametrize(
-    ("rung", "signal", "estimator"),
+    ("candidate", "signal", "estimator"),
     [
         ("int8", "bulk", "quantile"),
         ("mixed", "bulk", "mad"),
@@ -102,18 +102,18 @@ class Nobody:
         ("int4", "all", "quantile"),
     ],
 )
-def test_a_look_is_one_read_and_other_steps_are_none(rung, signal, estimator):
+def test_a_look_is_one_read_and_other_steps_are_none(candidate, signal, estimator):
     """Verified too. NVFP4 is not here: layers ask whether its maxima are finite, though on CPUs alone."""
     model = converted()
     settings = {
-        **PLAIN, "ladder": [rung, "bf16"], "every": 2, "lookahead": 4, "verify_every": 1, "threshold_db": 0,
-        "signal": signal, "estimator": {"type": estimator},
+        **PLAIN, "ladder": [candidate, "bf16"], "every": 2, "lookahead": 4, "verify_every": 1,
+        "threshold_db": 0, "signal": signal, "estimator": {"type": estimator},
     }  # fmt: skip
     controller = mlb.PrecisionController(model, settings)
     step(model, controller)  # bf16, looked at
     between = reads(lambda: step(model, controller))
     looked_at = reads(lambda: step(model, controller))
-    assert set(controller.totals().shares) == {rung, "bf16"}
+    assert set(controller.totals().shares) == {candidate, "bf16"}
     assert controller.totals().share_8bit > 0.5
     chosen = [
         layer.chooser.recipe(layer.layer_name, layer.recipe) for layer in mlb.bit_layers(model).values()

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from deciding import INF, NAN, THRESHOLD, policy, run, rungs
+from deciding import INF, NAN, THRESHOLD, candidates, policy, run
 
 
 def test_nothing_is_quantised_before_the_first_look():
@@ -12,28 +12,28 @@ def test_nothing_is_quantised_before_the_first_look():
 
 def test_the_cheapest_safe_rung_is_taken_at_the_first_look():
     three = policy(ladder=["int4", "int8", "bf16"], threshold_db={"int4": 10, "int8": 15}, patience=3)
-    assert rungs(three, [(10.0, 99.0)]) == ["int4"]  # reaching a threshold is enough
-    assert rungs(three, [(math.nextafter(10, 0), 15.0)]) == ["int8"]
-    assert rungs(three, [(9.0, 14.0)]) == ["bf16"]
+    assert candidates(three, [(10.0, 99.0)]) == ["int4"]  # reaching a threshold is enough
+    assert candidates(three, [(math.nextafter(10, 0), 15.0)]) == ["int8"]
+    assert candidates(three, [(9.0, 14.0)]) == ["bf16"]
 
 
 def test_an_unsafe_rung_is_left_at_once_for_the_cheapest_safe_one():
     three = policy(ladder=["int4", "int8", "bf16"], hysteresis_db=2.0, patience=4)
-    assert rungs(three, [(20.0, 30.0), (14.0, 15.0)]) == ["int4", "int8"]  # no margin is asked for
-    assert rungs(three, [(20.0, 30.0), (14.0, 14.0)]) == ["int4", "bf16"]
-    assert rungs(three, [(14.0, 30.0), (14.0, 14.0)]) == ["int8", "bf16"]
+    assert candidates(three, [(20.0, 30.0), (14.0, 15.0)]) == ["int4", "int8"]  # no margin is asked for
+    assert candidates(three, [(20.0, 30.0), (14.0, 14.0)]) == ["int4", "bf16"]
+    assert candidates(three, [(14.0, 30.0), (14.0, 14.0)]) == ["int8", "bf16"]
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3])
 def test_a_cheaper_rung_needs_its_margin_for_patience_looks_in_a_row(patience):
     patient = policy(patience=patience, hysteresis_db=1.0)
     interrupted = [10.0, *[16.0] * (patience - 1), 15.9, *[16.0] * patience]
-    assert rungs(patient, interrupted) == ["bf16"] * (len(interrupted) - 1) + ["int8"]
+    assert candidates(patient, interrupted) == ["bf16"] * (len(interrupted) - 1) + ["int8"]
 
 
 def test_each_rung_earns_its_own_patience():
     three = policy(ladder=["int4", "int8", "bf16"], patience=2)
-    assert rungs(three, [(1.0, 1.0), (1.0, 20.0), (20.0, 20.0), (20.0, 20.0)]) == [
+    assert candidates(three, [(1.0, 1.0), (1.0, 20.0), (20.0, 20.0), (20.0, 20.0)]) == [
         "bf16",
         "bf16",
         "int8",
@@ -42,9 +42,9 @@ def test_each_rung_earns_its_own_patience():
 
 
 def test_a_cheaper_rung_that_has_earned_it_is_preferred_to_a_dearer_one():
-    """A dearer rung may well be the noisier one: E5M2 beside INT8 on data without outliers."""
+    """A dearer candidate may well be the noisier one: E5M2 beside INT8 on data without outliers."""
     three = policy(ladder=["int8", "fp8", "bf16"], patience=2)
-    assert rungs(three, [(10.0, 20.0), (20.0, 20.0), (20.0, 10.0)]) == ["fp8", "fp8", "int8"]
+    assert candidates(three, [(10.0, 20.0), (20.0, 20.0), (20.0, 10.0)]) == ["fp8", "fp8", "int8"]
 
 
 def test_a_trend_is_the_line_through_the_last_looks():
@@ -53,8 +53,8 @@ def test_a_trend_is_the_line_through_the_last_looks():
     states = run(policy(lookahead=20, trend_window=3), falling)
     assert [state.precision for state in states] == ["int8"] * 4 + ["bf16"]
     assert states[-1].reason == "trend"
-    assert rungs(policy(lookahead=20, trend_window=4), falling) == ["int8"] * 5
-    assert rungs(policy(lookahead=0, trend_window=3), falling) == ["int8"] * 5
+    assert candidates(policy(lookahead=20, trend_window=4), falling) == ["int8"] * 5
+    assert candidates(policy(lookahead=0, trend_window=3), falling) == ["int8"] * 5
 
 
 def test_a_fall_that_has_just_begun_counts_alone():
@@ -64,12 +64,12 @@ def test_a_fall_that_has_just_begun_counts_alone():
     assert [state.precision for state in states] == ["int8"] * 3 + ["bf16"]
     assert states[-1].reason == "trend"
     swinging = [30.0, 23.5, 30.0, 24.0]  # no more than before
-    assert rungs(wary, [37.0, *swinging])[-1] == "int8"
-    assert rungs(policy(lookahead=20, trend_window=4, hysteresis_db=6.5), begun) == ["int8"] * 4
+    assert candidates(wary, [37.0, *swinging])[-1] == "int8"
+    assert candidates(policy(lookahead=20, trend_window=4, hysteresis_db=6.5), begun) == ["int8"] * 4
 
 
 def test_a_rising_line_promises_nothing():
-    assert rungs(policy(lookahead=50), [5.0, 9.0, 13.0]) == ["bf16"] * 3
+    assert candidates(policy(lookahead=50), [5.0, 9.0, 13.0]) == ["bf16"] * 3
 
 
 def test_a_trend_counts_steps_and_not_looks():
@@ -139,7 +139,7 @@ def test_a_correction_is_a_running_mean_of_half_weight_for_each_rung():
     three = policy(ladder=["int8", "fp8", "bf16"])
     state = three.start()
     assert state.corrections == (None, None)
-    for rung, measured, means in (
+    for candidate, measured, means in (
         ("fp8", -4.0, (None, -4.0)),
         ("fp8", -8.0, (None, -6.0)),
         ("int8", NAN, (None, -6.0)),
@@ -148,7 +148,7 @@ def test_a_correction_is_a_running_mean_of_half_weight_for_each_rung():
         ("fp8", -INF, (1.0, -6.0)),
         ("fp8", 0.0, (1.0, -3.0)),
     ):
-        state = three.correct(state, rung, measured)
+        state = three.correct(state, candidate, measured)
         assert state.corrections == means
 
 
@@ -215,8 +215,8 @@ def test_looks_during_the_cooldown_count_for_patience_and_those_before_the_miss_
     patient = policy(patience=3, cooldown=30)
     state = run(patient, [30.0] * 5)[-1]
     state, _ = patient.verify(state, 50, 1.0)
-    assert rungs(patient, [30.0] * 5, state=state, step=50) == ["bf16"] * 3 + ["int8"] * 2
-    assert rungs(patient, [30.0, 30.0, 3.0, 30.0, 30.0, 30.0], state=state, step=50) == ["bf16"] * 5 + [
+    assert candidates(patient, [30.0] * 5, state=state, step=50) == ["bf16"] * 3 + ["int8"] * 2
+    assert candidates(patient, [30.0, 30.0, 3.0, 30.0, 30.0, 30.0], state=state, step=50) == ["bf16"] * 5 + [
         "int8"
     ]
 
@@ -252,7 +252,7 @@ def test_a_prediction_that_is_not_a_number_is_unsafe_until_patience_says_otherwi
     states = run(wary, [30.0, db, 30.0, 30.0])
     assert [state.precision for state in states] == ["int8", "bf16", "bf16", "int8"]
     assert [state.reason for state in states] == ["safe", "not finite", "waiting", "safe"]
-    assert rungs(wary, [db, 30.0, 30.0]) == ["bf16", "bf16", "int8"]
+    assert candidates(wary, [db, 30.0, 30.0]) == ["bf16", "bf16", "int8"]
 
 
 def test_a_trend_is_taken_over_the_looks_that_have_a_number():
@@ -263,7 +263,7 @@ def test_a_trend_is_taken_over_the_looks_that_have_a_number():
 
 
 def test_where_nothing_would_be_quantised_a_product_is_at_the_last_rung():
-    """After a late switch: the rung's name would count the product as low precision."""
+    """After a late switch: the candidate's name would count the product as low precision."""
     states = run(policy(patience=2), [30.0, INF, INF, 30.0, 30.0])
     assert [state.precision for state in states] == ["int8", "bf16", "bf16", "bf16", "int8"]
     assert [state.reason for state in states] == ["safe", "unquantised", "unquantised", "waiting", "safe"]

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from deciding import INF, NAN, THRESHOLD, changes, policy, run, rungs
+from deciding import INF, NAN, THRESHOLD, candidates, changes, policy, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ def test_a_prediction_that_swings_within_the_hysteresis_changes_a_product_at_mos
     steady = policy(hysteresis_db=hysteresis, lookahead=lookahead, patience=patience)
     begin = [THRESHOLD + 10.0] * 4 if is_at_int8 else []
     swings = [THRESHOLD + hysteresis * offset for offset in offsets]
-    precisions = rungs(steady, [*begin, *swings])
+    precisions = candidates(steady, [*begin, *swings])
     assert changes(precisions) <= 1
     if is_at_int8 and min(swings) < THRESHOLD:
         assert precisions[-1] == "bf16"
@@ -34,7 +34,7 @@ def test_a_prediction_that_swings_within_the_hysteresis_changes_a_product_at_mos
 
 def test_without_hysteresis_such_a_prediction_flaps():
     """That the law above can fail."""
-    assert changes(rungs(policy(), [15.1, 14.9] * 10)) == 19
+    assert changes(candidates(policy(), [15.1, 14.9] * 10)) == 19
 
 
 @pytest.mark.parametrize("every", [1, 10])
@@ -48,7 +48,7 @@ def test_a_falling_prediction_is_left_before_it_crosses(every, looks_ahead, wind
             start = THRESHOLD + slope * (1.02 + phase) + 2 * phase
             looks = int((start - THRESHOLD) / slope) + 3
             line = [start - slope * look for look in range(looks)]
-            precisions = rungs(falling, line)
+            precisions = candidates(falling, line)
             left = precisions.index("bf16")
             assert precisions == ["int8"] * left + ["bf16"] * (looks - left)
             if left > 1:
@@ -63,7 +63,7 @@ def test_a_falling_prediction_is_left_before_it_crosses(every, looks_ahead, wind
 def test_without_a_trend_a_falling_prediction_crosses_first():
     """That the law above can fail."""
     line = [20.3 - look for look in range(8)]
-    precisions = rungs(policy(lookahead=0), line)
+    precisions = candidates(policy(lookahead=0), line)
     assert line[precisions.index("bf16")] < THRESHOLD
 
 
@@ -72,7 +72,7 @@ def test_without_a_trend_a_falling_prediction_crosses_first():
 def test_a_rising_prediction_is_followed_once(slope, patience):
     rising = policy(lookahead=20, hysteresis_db=1.0, patience=patience)
     line = [THRESHOLD - 2 + slope * look for look in range(int(4 / slope) + 10)]
-    precisions = rungs(rising, line)
+    precisions = candidates(rising, line)
     entered = precisions.index("int8")
     assert precisions == ["bf16"] * entered + ["int8"] * (len(line) - entered)
     reached = next(look for look, db in enumerate(line) if db >= THRESHOLD + 1.0)
@@ -84,7 +84,7 @@ def test_a_steady_prediction_with_noise_far_above_the_threshold_never_leaves(see
     """Two looks with noise of 0.5 dB, read two looks ahead, stray by 1.8 dB: 9 dB are out of their reach."""
     noise = np.random.default_rng(seed).normal(scale=0.5, size=2000)
     looked = policy(lookahead=20, trend_window=4, hysteresis_db=1.0, patience=2)
-    assert set(rungs(looked, [float(each) for each in THRESHOLD + 9 + noise])) == {"int8"}
+    assert set(candidates(looked, [float(each) for each in THRESHOLD + 9 + noise])) == {"int8"}
 
 
 @given(

@@ -24,19 +24,19 @@ class Oracle:
     def __init__(self, settings):
         self.settings = settings
         self.last = len(settings.ladder) - 1
-        self.bars = [Fraction(settings.threshold(rung)) for rung in settings.ladder[:-1]]
-        self.looks = []  # (step, predictions, rungs that could have been entered)
+        self.bars = [Fraction(settings.threshold(candidate)) for candidate in settings.ladder[:-1]]
+        self.looks = []  # (step, predictions, candidates that could have been entered)
         self.measured = []  # alignments
-        self.residuals = [[] for _ in self.bars]  # for each rung; None: it faded
+        self.residuals = [[] for _ in self.bars]  # for each candidate; None: it faded
         self.misses = []  # (step, looks before it)
         self.hits = 0
-        self.rung = self.last
+        self.candidate = self.last
 
-    def learnt(self, rung):
+    def learnt(self, candidate):
         """Alignment and correction, each from all that was ever measured of it."""
         if not self.settings.use_alignment:
             return Fraction(0)
-        return sum(map(self.mean, (self.measured, self.residuals[rung])))
+        return sum(map(self.mean, (self.measured, self.residuals[candidate])))
 
     @staticmethod
     def mean(known):
@@ -51,17 +51,17 @@ class Oracle:
                 total += left * each / 2 ** min(halves, count - 1)
         return total
 
-    def worst(self, rung):
+    def worst(self, candidate):
         """The lower of now and later, or None where there is no number now."""
         step, predictions = self.looks[-1][:2]
-        if not math.isfinite(predictions[rung]):
+        if not math.isfinite(predictions[candidate]):
             return None
         seen = [
-            (Fraction(at), Fraction(each[rung]))
+            (Fraction(at), Fraction(each[candidate]))
             for at, each, _ in self.looks[-self.settings.trend_window :]
-            if math.isfinite(each[rung])
+            if math.isfinite(each[candidate])
         ]
-        now = Fraction(predictions[rung])
+        now = Fraction(predictions[candidate])
         if self.settings.lookahead and len({at for at, _ in seen}) > 1:
             # normal equations by Cramer's rule
             n, sx, sy = len(seen), sum(x for x, _ in seen), sum(y for _, y in seen)
@@ -75,40 +75,44 @@ class Oracle:
             if fall > max([Fraction(self.settings.hysteresis_db), *before]) and x1 != x2:
                 later = min(later, y2 - fall / (x2 - x1) * (step + self.settings.lookahead - x2))
             now = min(now, later)
-        return now + self.learnt(rung)
+        return now + self.learnt(candidate)
 
-    def is_safe(self, rung, margin=0):
-        worst = self.worst(rung)
-        return worst is not None and worst >= self.bars[rung] + Fraction(margin)
+    def is_safe(self, candidate, margin=0):
+        worst = self.worst(candidate)
+        return worst is not None and worst >= self.bars[candidate] + Fraction(margin)
 
     def decide(self, step, predictions):
         is_first = not self.looks
         self.looks.append((step, predictions, None))
-        enterable = {rung for rung in range(self.last) if self.is_safe(rung, self.settings.hysteresis_db)}
+        enterable = {
+            candidate
+            for candidate in range(self.last)
+            if self.is_safe(candidate, self.settings.hysteresis_db)
+        }
         self.looks[-1] = (step, predictions, enterable)
         since = self.misses[-1][1] if self.misses else 0
         recent = [each for _, _, each in self.looks[since:]]
         patience = 1 if is_first else self.settings.patience
         if self.misses and step < self.misses[-1][0] + self.settings.cooldown:
-            self.rung = self.last
+            self.candidate = self.last
             return
         candidates = [self.last]
-        for rung in range(self.last):
-            if rung >= self.rung:
-                is_open = self.is_safe(rung)
+        for candidate in range(self.last):
+            if candidate >= self.candidate:
+                is_open = self.is_safe(candidate)
             else:
-                is_open = len(recent) >= patience and all(rung in each for each in recent[-patience:])
-            candidates += [rung] * is_open
-        self.rung = min(candidates)
+                is_open = len(recent) >= patience and all(candidate in each for each in recent[-patience:])
+            candidates += [candidate] * is_open
+        self.candidate = min(candidates)
 
     def verify(self, step, measured):
-        if self.rung == self.last or math.isnan(measured):
+        if self.candidate == self.last or math.isnan(measured):
             return None
-        if measured >= self.bars[self.rung]:
+        if measured >= self.bars[self.candidate]:
             self.hits += 1
             return True
         self.misses.append((step, len(self.looks)))
-        self.rung = self.last
+        self.candidate = self.last
         return False
 
 
@@ -175,21 +179,21 @@ class PolicyMachine(RuleBasedStateMachine):
         self.has_decided = False
 
     @rule(
-        rung=st.integers(0, 2),
+        candidate=st.integers(0, 2),
         residual=st.integers(-8, 8).map(lambda quarter: quarter / 4) | st.sampled_from([NAN, INF, -INF]),
     )
-    def correct(self, rung, residual):
-        self.state = self.policy.correct(self.state, self.policy.ladder[rung], residual)
+    def correct(self, candidate, residual):
+        self.state = self.policy.correct(self.state, self.policy.ladder[candidate], residual)
         if math.isfinite(residual):
-            self.oracle.residuals[rung].append(Fraction(residual))
+            self.oracle.residuals[candidate].append(Fraction(residual))
         self.has_decided = False
 
-    @rule(rung=st.integers(0, 3), times=st.sampled_from([1, 1, 50]))
-    def fade(self, rung, times):
+    @rule(candidate=st.integers(0, 3), times=st.sampled_from([1, 1, 50]))
+    def fade(self, candidate, times):
         for _ in range(times):
-            self.state = self.policy.fade(self.state, self.policy.ladder[rung])
+            self.state = self.policy.fade(self.state, self.policy.ladder[candidate])
         for other, known in enumerate(self.oracle.residuals):
-            known += [None] * (times if other != rung else 0)
+            known += [None] * (times if other != candidate else 0)
         self.has_decided = False
 
     @rule()
@@ -199,14 +203,14 @@ class PolicyMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_oracle(self):
         if hasattr(self, "oracle"):
-            assert self.state.precision == self.policy.ladder[self.oracle.rung]
+            assert self.state.precision == self.policy.ladder[self.oracle.candidate]
             assert (self.state.hits, self.state.misses) == (self.oracle.hits, len(self.oracle.misses))
 
     @invariant()
     def is_never_where_it_is_not_safe(self):
         if getattr(self, "has_decided", False):
-            rung = self.policy.ladder.index(self.state.precision)
-            assert rung == self.oracle.last or self.oracle.is_safe(rung)
+            candidate = self.policy.ladder.index(self.state.precision)
+            assert candidate == self.oracle.last or self.oracle.is_safe(candidate)
 
     @invariant()
     def reasons_fit(self):

@@ -20,15 +20,15 @@ from megalowbit.speculation.precisions import (
     quantizers_of,
     recipe_with,
 )
-from megalowbit.speculation.settings import RUNGS
+from megalowbit.speculation.settings import BITS
 
 NAMES = ("int4", "nvfp4", "int8", "mixed", "fp8", "bf16")
 CHOICES = list(itertools.product(NAMES, repeat=3))
 
 
 def test_settings_know_the_same_rungs_in_the_same_order():
-    assert tuple(RUNGS) == tuple(precisions()) == NAMES
-    assert all(each.name == name and each.bits == RUNGS[name] for name, each in precisions().items())
+    assert tuple(BITS) == tuple(precisions()) == NAMES
+    assert all(each.name == name and each.bits == BITS[name] for name, each in precisions().items())
 
 
 def test_codes_take_the_bits_that_a_rung_says():
@@ -43,12 +43,12 @@ def test_codes_take_the_bits_that_a_rung_says():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_rounded_without_bias(name):
-    rung = precisions()[name]
-    operand, gradient = quantizer(rung.operand), quantizer(rung.gradient)
+    candidate = precisions()[name]
+    operand, gradient = quantizer(candidate.operand), quantizer(candidate.gradient)
     assert not operand.is_stochastic
     assert gradient.is_stochastic == (name != "bf16")
     if name == "fp8":
-        assert (rung.operand, rung.gradient) == ("fp8e4m3", "fp8e5m2:sr")  # gradients need range
+        assert (candidate.operand, candidate.gradient) == ("fp8e4m3", "fp8e5m2:sr")  # gradients need range
 
 
 def test_quantizers_stand_in_the_order_of_operands():

@@ -9,7 +9,7 @@ from megalowbit.layers.matmul.operand import Factor
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.speculation.precisions import OPERANDS, PRODUCTS
-from megalowbit.speculation.probe import ENERGIES, Look, LookSheet, ProductProbe, sampled_places
+from megalowbit.speculation.probe import ENERGIES, PrecisionCheck, ProductProbe, RankFindings, sampled_places
 from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS
 
@@ -19,7 +19,9 @@ KEY = RandomKey(5, 7)
 
 
 def look(*, size=1 << 20, signal="all", step=3, estimator=ALL):
-    return Look(step=step, estimator=estimator, signal=signal, verify_size=size, sheet=LookSheet())
+    return PrecisionCheck(
+        step=step, estimator=estimator, signal=signal, verify_size=size, sheet=RankFindings()
+    )
 
 
 def operands(*, outliers=3, seed=0, dtype=torch.bfloat16, scale=1.0):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megalowbit.errors import invalid_settings
-from megalowbit.speculation.settings import RUNGS, EstimatorSettings, SpeculationSettings
+from megalowbit.speculation.settings import BITS, EstimatorSettings, SpeculationSettings
 
 
 def refusal(values):
@@ -42,7 +42,7 @@ def test_settings_survive_json(threshold_db):
 
 def test_each_rung_may_have_a_threshold_of_its_own():
     settings = SpeculationSettings(threshold_db={"fp8": 8, "int8": 12.5})
-    assert [settings.threshold(rung) for rung in settings.ladder] == [12.5, 8.0, -math.inf]
+    assert [settings.threshold(candidate) for candidate in settings.ladder] == [12.5, 8.0, -math.inf]
 
 
 def test_a_ladder_of_bf16_alone_chooses_nothing_and_is_allowed():
@@ -50,15 +50,17 @@ def test_a_ladder_of_bf16_alone_chooses_nothing_and_is_allowed():
     assert SpeculationSettings(ladder=["bf16"], threshold_db={}).threshold_db == {}
 
 
-@given(rungs=st.lists(st.sampled_from(list(RUNGS)), max_size=7))
-@example(rungs=["int4", "nvfp4", "int8", "mixed", "fp8", "bf16"])
-def test_a_ladder_is_valid_if_it_climbs_to_bf16_without_a_rung_twice(rungs):
-    bits = [RUNGS[rung] for rung in rungs]
-    is_valid = len(set(rungs)) == len(rungs) and bits == sorted(bits) and rungs[-1:] == ["bf16"]
+@given(candidates=st.lists(st.sampled_from(list(BITS)), max_size=7))
+@example(candidates=["int4", "nvfp4", "int8", "mixed", "fp8", "bf16"])
+def test_a_ladder_is_valid_if_it_climbs_to_bf16_without_a_rung_twice(candidates):
+    bits = [BITS[candidate] for candidate in candidates]
+    is_valid = (
+        len(set(candidates)) == len(candidates) and bits == sorted(bits) and candidates[-1:] == ["bf16"]
+    )
     if is_valid:
-        assert SpeculationSettings(ladder=rungs).ladder == tuple(rungs)
+        assert SpeculationSettings(ladder=candidates).ladder == tuple(candidates)
     else:
-        refusal({"ladder": rungs})
+        refusal({"ladder": candidates})
 
 
 @pytest.mark.parametrize(
@@ -113,11 +115,11 @@ def test_what_is_wrong_with_the_ladder_is_told_before_thresholds_for_it():
     assert "unknown precision 'int9'" in refusal({"ladder": ["int9", "bf16"], "threshold_db": {"int9": 3}})
 
 
-@pytest.mark.parametrize("rung", ["nvfp4", "mixed", "fp8"])
-def test_the_model_of_zeros_is_refused_for_grids_that_are_not_even(rung):
-    text = refusal({"ladder": [rung, "bf16"], "model": "zeros"})
+@pytest.mark.parametrize("candidate", ["nvfp4", "mixed", "fp8"])
+def test_the_model_of_zeros_is_refused_for_grids_that_are_not_even(candidate):
+    text = refusal({"ladder": [candidate, "bf16"], "model": "zeros"})
     assert "megalowbit.speculation.model = 'zeros' is not valid" in text
-    assert f'which {rung} has not: leave it out of the ladder, or write "calibrated"' in text
+    assert f'which {candidate} has not: leave it out of the ladder, or write "calibrated"' in text
 
 
 def test_the_model_of_zeros_goes_with_even_grids():

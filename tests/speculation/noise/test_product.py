@@ -30,7 +30,7 @@ FLOATS = (
     ("fp8e5m2", "fp8e4m3"),
     ("fp8e5m2", "fp8e5m2"),
     ("fp8e4m3:sr", "fp8e5m2:sr"),
-    ("fp8e5m2:sr", "fp8e4m3"),  # the rung `fp8`: grad_output and weight
+    ("fp8e5m2:sr", "fp8e4m3"),  # the candidate `fp8`: grad_output and weight
 )
 INT4 = (("int4", "int4"), ("int4:sr", "int4"))
 BLOCKS = (
@@ -368,13 +368,13 @@ def test_an_unknown_quantiser_is_refused():
 
 
 def test_a_look_at_72_products_takes_milliseconds():
-    rungs = [
+    candidates = [
         ("int4", "int4:sr"),
         ("nvfp4e2m1bnosr", "nvfp4e2m1b"),
         ("int8", "int8:sr"),
         ("fp8e4m3", "fp8e5m2"),
     ]
-    rungs.append(("int8e5m2b", "int8e5m2b:sr"))
+    candidates.append(("int8e5m2b", "int8e5m2b:sr"))
     base = statistics(with_outliers(32, 13, 1))
 
     def look(number):
@@ -387,7 +387,7 @@ def test_a_look_at_72_products_takes_milliseconds():
         ]
         start = time.process_time()
         for input, weight, grad_output in layers:
-            for operand, gradient in rungs:
+            for operand, gradient in candidates:
                 predict_snr_db((operand, input), (operand, weight))
                 predict_snr_db((gradient, grad_output), (operand, weight))
                 predict_snr_db((gradient, grad_output), (operand, input))

@@ -16,7 +16,7 @@ from megalowbit.speculation.precisions import PRODUCTS
 from megalowbit.speculation.reports import picture
 from megalowbit.speculation.reports.history import read_history
 from megalowbit.speculation.reports.picture import COLOURS, draw_calibration, draw_history
-from megalowbit.speculation.settings import RUNGS
+from megalowbit.speculation.settings import BITS
 
 ROOT = Path(__file__).parents[3]
 GPT2 = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -179,7 +179,7 @@ def test_a_run_of_many_changes_has_no_more_columns_than_can_be_seen(drawn):
 
 
 def test_every_precision_has_a_colour_of_its_own():
-    assert set(COLOURS) == set(RUNGS)
+    assert set(COLOURS) == set(BITS)
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
