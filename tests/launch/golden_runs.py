@@ -67,7 +67,7 @@ LINES_NOT_COMPARED = {
     r"tokens/s": "the summary's speed",
     r"^done: ": "has the duration of the run",
     r"^\[\d{4}-|^\[rank\d|\.(py|cpp):\d+": "the libraries' own log lines, with times or numbers of lines",
-    r"<work>.* → |^[^ ]+ → <work>": "a path that changed because the temporary folder is another",
+    r"<work>.* → |^[^ ]+ → <work>|<tree>.* → <tree>": "a path that changed because the folder is another",
 }
 
 
