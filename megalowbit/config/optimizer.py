@@ -12,16 +12,13 @@ schedulers: `warmup_min_lr` and `warmup_min_ratio` 0, `warmup_max_lr` (and `max_
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, ValidationError
 
-from megalowbit.config.values import is_count, is_finite_number
 from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
-from megalowbit.values import SettingsModel
-
-if TYPE_CHECKING:
-    import torch
+from megalowbit.json_text import is_finite_number
+from megalowbit.values import SettingsModel, is_count
 
 
 class AdamParams(SettingsModel):
@@ -221,25 +218,6 @@ def _unknown_optimizer(name: object) -> UserError:
             f"({', '.join(OPTIMIZERS)}): use one of them, or {remedy}"
         )
     return UserError(f"{unknown_name('optimizer.type', name, OPTIMIZERS)}; for another one, {remedy}")
-
-
-def build_optimizer(block: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make the torch optimizer a filled `optimizer` block describes.
-
-    Args:
-        block: as `fill_optimizer` left it.
-        groups: parameter groups; a group's own `weight_decay` wins over the block's.
-    """
-    import torch
-
-    params = dict(block["params"])
-    if block["type"] == "SGD":
-        return torch.optim.SGD(groups, fused=True, **params)
-    is_decoupled = params.pop("adam_w_mode")
-    params.pop("bias_correction")
-    params.pop("torch_adam")
-    params["betas"] = tuple(params["betas"])
-    return (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(groups, fused=True, **params)
 
 
 def _auto(key: str, lr: float | None, total_steps: int | None) -> Any:

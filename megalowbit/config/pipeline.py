@@ -7,14 +7,12 @@ DeepSpeed 0.19.8 reads the block without a model of its own: an unknown key is i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.zero import zero_stage
 from megalowbit.errors import Problems, UserError, shown, unknown_name
 from megalowbit.values import LARGEST
-
-if TYPE_CHECKING:
-    from megalowbit.config.deepspeed_json import EngineSettings
 
 BEST = "best"  # DeepSpeed's name for its default, which is "parameters"
 DEFAULTS: dict[str, Any] = {

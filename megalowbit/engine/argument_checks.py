@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megalowbit.config.deepspeed_json import EngineSettings
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.partitioned import refuse_partitioned

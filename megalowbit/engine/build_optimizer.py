@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
-from megalowbit.config.optimizer import build_optimizer
 from megalowbit.config.zero import zero_stage
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.mpu import ModelParallelUnit
@@ -80,3 +79,20 @@ class OptimizerStart:
         """To be called once the engine stands; collective over all ranks."""
         if self._zero is not None:
             self._zero.finish(engine)
+
+
+def build_optimizer(block: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Make the torch optimizer a filled `optimizer` block describes.
+
+    Args:
+        block: as `fill_optimizer` left it.
+        groups: parameter groups; a group's own `weight_decay` wins over the block's.
+    """
+    params = dict(block["params"])
+    if block["type"] == "SGD":
+        return torch.optim.SGD(groups, fused=True, **params)
+    is_decoupled = params.pop("adam_w_mode")
+    params.pop("bias_correction")
+    params.pop("torch_adam")
+    params["betas"] = tuple(params["betas"])
+    return (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(groups, fused=True, **params)

@@ -27,10 +27,10 @@ from megalowbit.config.deepspeed_arguments import (
 )
 from megalowbit.config.deepspeed_json import (
     DeepSpeedConfigParts,
-    EngineSettings,
     load_json,
     read_deepspeed_config,
 )
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.pipeline import set_by_user
 from megalowbit.config.zero import zero_stage
 from megalowbit.distributed import process_group

@@ -21,10 +21,10 @@ from pydantic import BaseModel, Field, ValidationError
 from megalowbit.config.batch_size import data_size_of
 from megalowbit.config.deepspeed_json import (
     DeepSpeedConfigParts,
-    EngineSettings,
     load_json,
     read_deepspeed_config,
 )
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.pipeline import check_beside_stages, stages_of
 from megalowbit.config.zero import auto_sizes
 from megalowbit.data.settings import DataSettings

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megalowbit.config.deepspeed_json import LOOP_SECTIONS, EngineSettings
+from megalowbit.config.deepspeed_json import LOOP_SECTIONS
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.errors import UserError, shown
-from megalowbit.optim.loss_scale.settings import GradScalerSettings
+from megalowbit.optim.loss_scale.dynamic import DynamicSettings
 from megalowbit.pretrain.components.loss_guard_settings import LossGuardSettings
 
 MAY_CHANGE = (
@@ -160,7 +161,7 @@ def _unwritten_scaler(saved: Mapping[str, Any]) -> dict[str, Any]:
     scaler = block.get("grad_scaler") if isinstance(block, Mapping) else None
     if not isinstance(scaler, Mapping) or scaler.get("type") != "dynamic" or scaler.get("mode") is not None:
         return {}
-    defaults = GradScalerSettings(type="dynamic").model_dump()
+    defaults = DynamicSettings().model_dump()
     missing = {key: value for key, value in defaults.items() if scaler.get(key) is None}
     return {"megalowbit": {"grad_scaler": missing}}
 

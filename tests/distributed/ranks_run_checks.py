@@ -14,7 +14,7 @@ from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks import check_ranks_agree, check_scaler, code_digest
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers
-from megalowbit.optim.loss_scale.base import DynamicGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 
 RANK, WORLD = rank_and_size()
 QUANTISED = {**config("bf16"), "megalowbit": {"precision": "bf16", "recipe": "nvfp4"}}

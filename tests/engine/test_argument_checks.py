@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megalowbit.config.deepspeed_json import EngineSettings
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.engine.argument_checks import check_arguments
 from megalowbit.errors import UserError
 

@@ -20,7 +20,7 @@ from megalowbit.engine.run_checks import (
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import convert, restore
 from megalowbit.layers.recipe import recipe
-from megalowbit.optim.loss_scale.base import ConstantGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 
 
 def parts(**block):

@@ -2,10 +2,10 @@ import copy
 
 import pytest
 
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.stock_precision import take_stock_precision
 from megalowbit.errors import UserError
 from megalowbit.layers.settings import RegularizerSettings
-from megalowbit.optim.loss_scale.settings import GradScalerSettings
 from megalowbit.pretrain.resume import changed_settings, check_same_model
 from megalowbit.speculation.settings import SpeculationSettings
 
@@ -150,7 +150,9 @@ def test_decisions_may_not_go_on_under_another_ladder_or_threshold(settings, mes
 
 
 def with_scaler(**scaler):
-    return changed("megalowbit", "grad_scaler", value=GradScalerSettings(**scaler).model_dump())
+    return changed(
+        "megalowbit", "grad_scaler", value=EngineSettings(grad_scaler=scaler).grad_scaler.model_dump()
+    )
 
 
 @pytest.mark.parametrize(
