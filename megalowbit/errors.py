@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
@@ -187,6 +187,8 @@ def _invalid_key(
 
 def _wrong_type(found: ErrorDetails, key: str) -> UserError:
     """The error for a section whose `type` is missing, or that of none of its kinds."""
+    if not isinstance(found["input"], Mapping):
+        return UserError(f"{key} = {shown(found['input'])} is not valid: Input should be a valid dictionary")
     if found["type"] == "union_tag_not_found":
         return UserError(f"{key}.type is missing: set it")
     *others, last = found["ctx"]["expected_tags"].split(", ")
@@ -207,7 +209,7 @@ def _keys_of(location: tuple[int | str, ...], model: type[BaseModel]) -> list[st
             keys.append(str(part))
             fields = [each.model_fields[keys[-1]] for each in models if keys[-1] in each.model_fields]
             models = [inner for field in fields for inner in _models_in(field.annotation)]
-            is_tag = any(map(_is_tagged, (kind for field in fields for kind in get_args(field.annotation))))
+            is_tag = any(_has_tags(field.annotation) for field in fields)
     return keys
 
 
@@ -218,14 +220,15 @@ def _is_union_branch(part: int | str) -> bool:
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """The models that a field may hold."""
-    kinds = (annotation, *get_args(annotation))
-    candidates = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds]
-    return [each for each in candidates if isinstance(each, type) and hasattr(each, "model_fields")]
+    if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
+        return [annotation]
+    return [model for each in get_args(annotation) for model in _models_in(each)]
 
 
-def _is_tagged(kind: Any) -> bool:
-    """Whether a member of a union is a model with a tag, which pydantic puts after the key."""
-    return get_origin(kind) is Annotated and bool(_models_in(kind))
+def _has_tags(annotation: Any) -> bool:
+    """Whether a field is a union of models with tags, which pydantic puts after the key."""
+    is_model = get_origin(annotation) is Annotated and _models_in(get_args(annotation)[0])
+    return bool(is_model) or any(map(_has_tags, get_args(annotation)))
 
 
 def _fields_beside(model: type[BaseModel], path: list[str]) -> dict[str, FieldInfo]:

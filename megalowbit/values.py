@@ -136,6 +136,6 @@ def whole_number(name: str, value: object, *, least: int, most: int = LARGEST, o
     return number
 
 
-def is_count(value: object) -> bool:
-    """Whether `value` is a whole number ≥ 1 that fits into 64 bits, and no boolean."""
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
+def is_count(value: object, *, least: int = 1) -> bool:
+    """Whether `value` is a whole number ≥ `least` that fits into 64 bits, and no boolean."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST

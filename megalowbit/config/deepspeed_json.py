@@ -21,7 +21,7 @@ from megalowbit.config.auto_values import guessed_values
 from megalowbit.config.batch_size import MICRO, STEPS, TRAIN, fill_batch_sizes
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.keys import check_keys, check_no_auto_left
-from megalowbit.config.optimizer import fill_optimizer, fill_scheduler
+from megalowbit.config.optimizer import fill_lr_schedule, fill_optimizer, fill_scheduler
 from megalowbit.config.pipeline import fill_pipeline
 from megalowbit.config.stock_precision import BLOCKS as STOCK_BLOCKS
 from megalowbit.config.stock_precision import take_stock_precision
@@ -85,7 +85,7 @@ def read_deepspeed_config(
     Args:
         config: a file, or its content, which is not changed.
         world_size: data-parallel processes, for the arithmetic of batch sizes.
-        total_steps: optimizer steps of the run, for `"auto"` in the scheduler.
+        total_steps: optimizer steps of the run, for `"auto"` in the schedule.
         has_optimizer: the caller brings an optimizer, so the file need not describe one.
         hidden_size: of the model, for `"auto"` in ZeRO's bucket sizes.
 
@@ -108,6 +108,7 @@ def read_deepspeed_config(
         lambda: fill_batch_sizes(raw, world_size),
         lambda: _fill_clipping(raw),
         lambda: _fill_optimizer(raw, has_optimizer),
+        lambda: fill_lr_schedule(raw, block, total_steps),
         lambda: fill_scheduler(raw, total_steps),
         lambda: block.update(take_stock_precision(raw, block)),
     )

@@ -16,6 +16,7 @@ from megalowbit.optim.loss_scale.registry import (
     default_scaler_type,
 )
 from megalowbit.optim.precision.op_classes import AutocastSettings
+from megalowbit.optim.schedules.factors import AnySchedule
 from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings
 from megalowbit.supervision.settings import WatchdogSettings
 from megalowbit.values import SettingsModel
@@ -38,6 +39,8 @@ class EngineSettings(SettingsModel):
         autocast: run operations by class, see `optim.op_classes`; off, all run in their inputs' precision.
         fp32_norms: layer and RMS norms keep fp32 parameters and compute in fp32.
         watchdog: after how long a run that cannot go on ends.
+        lr_schedule: of the learning rate, instead of DeepSpeed's `scheduler`; None: that one, or none. Not
+            written out where there is none.
     """
 
     precision: Precision = Field(default="bf16", description="fp16, bf16 or fp32")
@@ -50,6 +53,7 @@ class EngineSettings(SettingsModel):
     autocast: AutocastSettings = AutocastSettings(enabled=False)
     fp32_norms: bool = False
     watchdog: WatchdogSettings = WatchdogSettings()
+    lr_schedule: AnySchedule | None = Field(default=None, exclude_if=lambda value: value is None)
 
     @model_validator(mode="before")
     @classmethod

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 
 from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
 from megalowbit.json_text import is_finite_number
+from megalowbit.optim.schedules.factors import wants_total_steps
 from megalowbit.values import SettingsModel, is_count
 
 
@@ -198,6 +199,35 @@ def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
     config["scheduler"] = {"type": name, "params": filled}
 
 
+def fill_lr_schedule(config: dict[str, Any], block: dict[str, Any], total_steps: int | None) -> None:
+    """Fill in `total_steps` of our own schedule, if there is one, in place.
+
+    Args:
+        config: DeepSpeed's part of the configuration.
+        block: our `"megalowbit"` block.
+        total_steps: optimizer steps of the run, if known.
+
+    Raises:
+        UserError: DeepSpeed's `scheduler` is there, too, or the steps are not known.
+    """
+    section = block.get("lr_schedule")
+    if section is None:
+        return
+    if config.get("scheduler") is not None:
+        raise UserError("scheduler and megalowbit.lr_schedule both set the learning rate: remove one of them")
+    if isinstance(section, dict) and wants_total_steps(section):
+        if total_steps is None:
+            raise _unknown_steps("megalowbit.lr_schedule.total_steps")
+        block["lr_schedule"] = {**section, "total_steps": total_steps}
+
+
+def _unknown_steps(key: str) -> UserError:
+    return UserError(
+        f"{key} = 'auto' needs the number of steps of the run: write a number, or pass total_steps= to "
+        "mlb.initialize"
+    )
+
+
 def _lr_of(config: dict[str, Any]) -> float | None:
     """The learning rate of the optimizer's block, which may be none or wrong."""
     node: Any = config.get("optimizer")
@@ -227,10 +257,7 @@ def _auto(key: str, lr: float | None, total_steps: int | None) -> Any:
         return lr
     if key in (*ALL_STEPS, "warmup_num_steps"):
         if total_steps is None:
-            raise UserError(
-                f"scheduler.params.{key} = 'auto' needs the number of steps of the run: write a number, or "
-                "pass total_steps= to mlb.initialize"
-            )
+            raise _unknown_steps(f"scheduler.params.{key}")
         return max(1, round(total_steps / 100)) if key == "warmup_num_steps" else total_steps
     raise UserError(f"scheduler.params.{key} = 'auto' cannot be filled in: write its value")
 

@@ -12,7 +12,7 @@ from typing import Any
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.zero import zero_stage
 from megalowbit.errors import Problems, UserError, shown, unknown_name
-from megalowbit.values import LARGEST
+from megalowbit.values import is_count
 
 BEST = "best"  # DeepSpeed's name for its default, which is "parameters"
 DEFAULTS: dict[str, Any] = {
@@ -63,7 +63,7 @@ def _check_key(key: str, value: Any) -> None:
             raise UserError(f"pipeline.{key} = {shown(value)} must be true or false")
     elif isinstance(default, int):
         lowest = int(key == "stages")
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= LARGEST:
+        if not is_count(value, least=lowest):
             raise UserError(f"pipeline.{key} = {shown(value)} must be a whole number ≥ {lowest}")
     elif value not in PARTITIONS:
         raise unknown_name(f"pipeline.{key}", value, PARTITIONS)

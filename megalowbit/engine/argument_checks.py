@@ -34,6 +34,10 @@ def check_arguments(
         raise UserError(
             "lr_scheduler belongs to another optimizer: pass a callable from optimizer to scheduler instead"
         )
+    if lr_scheduler is not None and settings.lr_schedule is not None:
+        raise UserError(
+            "lr_scheduler and megalowbit.lr_schedule both set the learning rate: leave one of them out"
+        )
     refuse_partitioned(model)
     allowed = {torch.float32, HALF.get(settings.precision, torch.float32)}
     for name, parameter in model.named_parameters():

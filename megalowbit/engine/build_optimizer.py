@@ -6,6 +6,7 @@ made ours once the engine stands.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megalowbit.engine.model_optimizer import (
 )
 from megalowbit.engine.zero.start import ZERO_KEYS, ZeroStart
 from megalowbit.layers.regularizer import build_regularizer
+from megalowbit.optim.schedules.scheduler import LRScheduler
 
 
 class OptimizerStart:
@@ -74,6 +76,11 @@ class OptimizerStart:
         if self._zero is not None:
             return self._zero.inner(inner)
         return wrap_optimizer(inner, self._model, self._parts, mpu=self._groups, regularizer=self.regularizer)
+
+    def schedule(self, lr_scheduler: Any) -> Any:
+        """For `deepspeed.initialize`: what makes our scheduler, or `lr_scheduler`, the user's or None."""
+        settings = self._parts.settings.lr_schedule
+        return lr_scheduler if settings is None else partial(LRScheduler, schedule=settings)
 
     def finish(self, engine: Any) -> None:
         """To be called once the engine stands; collective over all ranks."""

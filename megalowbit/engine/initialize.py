@@ -106,7 +106,7 @@ def initialize(
         mesh_param: refused: for sequence parallelism, which is not supported.
         config_params: an older name of `config`.
         seed: of stochastic rounding in layers that are converted here.
-        total_steps: optimizer steps of the run, for `"auto"` in the scheduler.
+        total_steps: optimizer steps of the run, for `"auto"` in the schedule.
         timeout: after which a collective that does not end fails; by default torch's own until the engine is
             made, and `megalowbit.watchdog.timeout` from then on.
 
@@ -152,7 +152,7 @@ def initialize(
         model=model,
         optimizer=start,
         training_data=training_data,
-        lr_scheduler=lr_scheduler,
+        lr_scheduler=start.schedule(lr_scheduler),
         mpu=prepared.mpu,
         dist_init_required=False,
         collate_fn=collate_fn,

@@ -36,7 +36,7 @@ from megalowbit.pretrain.components.late_switch_settings import LateSwitchSettin
 from megalowbit.pretrain.components.loss_guard_settings import LossGuardSettings
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
-from megalowbit.values import SettingsModel
+from megalowbit.values import LARGEST, SettingsModel
 
 BLOCK = "megalowbit"
 ENGINE_KEYS = tuple(EngineSettings.model_fields)
@@ -167,7 +167,7 @@ def load_config(
         parts = read_deepspeed_config(
             raw,
             world_size=data_size_of(raw) if grid is None else grid.data_size,
-            total_steps=1 if settings is None else settings.run.steps,
+            total_steps=LARGEST if settings is None else settings.run.steps,
             hidden_size=hidden_size,
         )
     if problems or settings is None or grid is None:

@@ -24,6 +24,8 @@ MAY_CHANGE = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "scheduler.params.total_num_steps",
+    "megalowbit.lr_schedule.total_steps",
+    "megalowbit.lr_schedule.decay_steps",
     # how the run is cut over ranks: a checkpoint is read whole and cut anew
     "zero_optimization.*",
     "tensor_parallel.*",
