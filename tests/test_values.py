@@ -86,7 +86,11 @@ def settings_classes():
     while waiting:
         for kind in waiting.pop().__subclasses__():
             waiting.append(kind)
-            if kind.__module__.startswith("megalowbit.") and kind is not SettingsModel:
+            if (
+                kind.__module__.startswith("megalowbit.")
+                and kind is not SettingsModel
+                and kind.__name__[0] != "_"
+            ):
                 yield kind
 
 

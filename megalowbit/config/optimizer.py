@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
 from megalowbit.json_text import is_finite_number
 from megalowbit.optim.schedules.factors import wants_total_steps
-from megalowbit.values import SettingsModel, is_count
+from megalowbit.values import LARGEST, SettingsModel, is_count
 
 
 class AdamParams(SettingsModel):
@@ -216,9 +216,10 @@ def fill_lr_schedule(config: dict[str, Any], block: dict[str, Any], total_steps:
     if config.get("scheduler") is not None:
         raise UserError("scheduler and megalowbit.lr_schedule both set the learning rate: remove one of them")
     if isinstance(section, dict) and wants_total_steps(section):
+        # a number in any case: what else is wrong with the section is found by its settings
+        block["lr_schedule"] = {**section, "total_steps": LARGEST if total_steps is None else total_steps}
         if total_steps is None:
             raise _unknown_steps("megalowbit.lr_schedule.total_steps")
-        block["lr_schedule"] = {**section, "total_steps": total_steps}
 
 
 def _unknown_steps(key: str) -> UserError:

@@ -233,7 +233,5 @@ def test_a_wrong_schedule_of_ours_is_refused_in_one_line(section, message):
 
 def test_our_schedule_and_deepspeeds_exclude_each_other():
     both = {**PLAIN, "scheduler": {"type": "WarmupLR"}, "megalowbit": {"lr_schedule": {"type": "constant"}}}
-    with pytest.raises(
-        UserError, match=r"^scheduler and megalowbit.lr_schedule both set the learning rate: "
-    ):
+    with pytest.raises(UserError, match=r"^scheduler and megalowbit.lr_schedule both set the learning"):
         read_deepspeed_config(both)

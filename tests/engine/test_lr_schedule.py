@@ -36,13 +36,13 @@ def test_each_step_has_the_rate_of_the_schedule(stage):
 @STAGES
 def test_a_skipped_step_does_not_count(stage):
     scaler = {"type": "constant", "scale": 8.0}
-    engine = make_engine(stage, precision="fp16", grad_scaler=scaler, lr_schedule=WSD)
+    engine = make_engine(stage, precision="fp16", grad_scaler=scaler, lr_schedule={**WSD, "warmup_steps": 3})
     x = torch.randn(2, 16, dtype=torch.float16)
     for value in (1.0, float("inf"), 1.0):
         before = rates(engine)
         engine.backward(engine(x).float().square().mean() * value)
         engine.step()
-        assert (rates(engine) == before) is (value != 1.0)
+        assert (rates(engine) == before) is (value == float("inf"))
     assert engine.lr_scheduler.num_steps == 2
 
 
@@ -67,9 +67,7 @@ def test_a_checkpoint_of_another_schedule_is_refused(tmp_path):
     step(engine, 0)
     engine.save_checkpoint(str(tmp_path), tag="one")
     other = make_engine(lr_schedule={"type": "constant", "warmup_steps": 2})
-    with pytest.raises(
-        UserError, match=r"lr_schedule.type was 'wsd' in the checkpoint and is 'constant' now"
-    ):
+    with pytest.raises(UserError, match=r"lr_schedule.type was 'wsd' in the checkpoint and is 'constant'"):
         other.load_checkpoint(str(tmp_path), tag="one")
 
 

@@ -103,7 +103,8 @@ def test_factors_are_those_of_the_formula(kind, ratio, warmup):
 )
 def test_after_the_warm_up_factors_are_those_of_transformers(schedule, make):
     ours, theirs = factors(schedule), of_transformers(make)
-    numpy.testing.assert_allclose(ours[WARMUP:], theirs[WARMUP:], rtol=1e-12, atol=1e-15)
+    # theirs may rise again after the end
+    numpy.testing.assert_allclose(ours[WARMUP:TOTAL], theirs[WARMUP:TOTAL], rtol=1e-12, atol=1e-15)
 
 
 def test_a_warm_up_is_that_of_transformers_without_its_step_at_0():
