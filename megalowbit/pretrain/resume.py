@@ -66,6 +66,7 @@ DECISIVE = (
     "megalowbit.precision",
     "megalowbit.grad_scaler.type",
     "megalowbit.grad_scaler.mode",
+    "megalowbit.lr_schedule.type",
     "megalowbit.speculation.ladder",
 )
 # Of a HuggingFace configuration: where it came from, and what the loop sets itself.
