@@ -1,4 +1,7 @@
-"""A loss scale that steers the largest scaled gradient like a thermostat."""
+"""A loss scale that steers the largest scaled gradient like a thermostat.
+
+It corrects a share of the error at a time, where `max_value` goes to the target at once.
+"""
 
 from __future__ import annotations
 

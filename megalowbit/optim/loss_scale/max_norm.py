@@ -1,4 +1,7 @@
-"""A loss scale from the largest gradient, with a floor where probes find gradients lost."""
+"""A loss scale from the largest gradient, with a floor where probes find gradients lost.
+
+It joins two ideas: the largest gradient says how far S may rise, and norm probes say how far it has to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A loss scale that puts the largest gradient near a target below fp16's limit."""
+"""A loss scale that puts the largest gradient near a target below fp16's limit.
+
+The higher S is, the fewer gradients are lost to zero; the target leaves room for the next step.
+"""
 
 from __future__ import annotations
 
