@@ -17,13 +17,11 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 
-from megalowbit.optim.loss_scale.base import (
-    ConstantGradScaler,
-    DynamicGradScaler,
-    GradientStatistics,
-    GradScaler,
-)
-from megalowbit.optim.loss_scale.strategies import ControllerGradScaler, MaxValueGradScaler
+from megalowbit.optim.loss_scale.base import GradientStatistics, GradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.controller import ControllerGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
+from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
 
 LIMIT = 65520.0  # rounds to infinity in fp16
 TYPICAL = 2.0**-6  # where the largest gradients lie

@@ -33,13 +33,12 @@ if TYPE_CHECKING:
     from megalowbit.layers.settings import RegularizerSettings
     from megalowbit.optim.instruments import Instruments
     from megalowbit.optim.local_ddp import LocalDDP
-    from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
-    from megalowbit.optim.loss_scale.strategies import (
-        ControllerGradScaler,
-        MaxNormGradScaler,
-        MaxValueGradScaler,
-        NormRatioGradScaler,
-    )
+    from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+    from megalowbit.optim.loss_scale.controller import ControllerGradScaler
+    from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
+    from megalowbit.optim.loss_scale.max_norm import MaxNormGradScaler
+    from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
+    from megalowbit.optim.loss_scale.norm_ratio import NormRatioGradScaler
     from megalowbit.optim.optimizers.chained import ChainedOptimizer
     from megalowbit.optim.optimizers.megatron import OptimizerConfig, get_megatron_optimizer
     from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
@@ -58,20 +57,20 @@ _HOMES = {
     "BitLinear": "layers.bitlinear",
     "ChainedOptimizer": "optim.optimizers.chained",
     "CheckpointStore": "engine.checkpoints.store",
-    "ConstantGradScaler": "optim.loss_scale.base",
-    "ControllerGradScaler": "optim.loss_scale.strategies",
+    "ConstantGradScaler": "optim.loss_scale.constant",
+    "ControllerGradScaler": "optim.loss_scale.controller",
     "DualRangeRegularizer": "layers.regularizer",
-    "DynamicGradScaler": "optim.loss_scale.base",
+    "DynamicGradScaler": "optim.loss_scale.dynamic",
     "FP32Optimizer": "optim.optimizers.mixed_precision",
     "Float16OptimizerWithFloat16Params": "optim.optimizers.mixed_precision",
     "GradientOverflowTracker": "telemetry.overflow.tracker",
     "Instruments": "optim.instruments",
     "LayerScalingSettings": "optim.statistics.layer_scaling_settings",
     "LocalDDP": "optim.local_ddp",
-    "MaxNormGradScaler": "optim.loss_scale.strategies",
-    "MaxValueGradScaler": "optim.loss_scale.strategies",
+    "MaxNormGradScaler": "optim.loss_scale.max_norm",
+    "MaxValueGradScaler": "optim.loss_scale.max_value",
     "MegalowbitCallback": "hf.trainer_callback",
-    "NormRatioGradScaler": "optim.loss_scale.strategies",
+    "NormRatioGradScaler": "optim.loss_scale.norm_ratio",
     "OpClasses": "optim.precision.op_classes",
     "OptimizerConfig": "optim.optimizers.megatron",
     "PrecisionController": "speculation.controller",

@@ -11,12 +11,13 @@ from __future__ import annotations
 import difflib
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
+    from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
 
@@ -160,7 +161,7 @@ def invalid_settings(
     problems = Problems()
     seen: set[tuple[str, ...]] = set()
     for each in error.errors():
-        path = [str(part) for part in each["loc"] if not _is_union_tag(part)]
+        path = _keys_of(each["loc"], model)
         if tuple(path) not in seen:  # of a union, each branch that was tried has an error: the first will do
             seen.add(tuple(path))
             problems.add(_invalid_key(each, path, where, model, also))
@@ -178,35 +179,72 @@ def _invalid_key(
         return unknown_name("key", key, siblings)
     if found["type"] == "missing":
         return UserError(f"{key} is missing: {_describe(model, path) or 'set it'}")
+    if found["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return _wrong_type(found, key)
     reason = found["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return UserError(f"{key} = {shown(found['input'])} is not valid: {reason}")
 
 
-def _is_union_tag(part: int | str) -> bool:
-    # pydantic puts the tried branch of a union ("dict[str,any]", "literal['auto']", "str") into the location
+def _wrong_type(found: ErrorDetails, key: str) -> UserError:
+    """The error for a section whose `type` is missing, or that of none of its kinds."""
+    if not isinstance(found["input"], Mapping):
+        return UserError(f"{key} = {shown(found['input'])} is not valid: Input should be a valid dictionary")
+    if found["type"] == "union_tag_not_found":
+        return UserError(f"{key}.type is missing: set it")
+    *others, last = found["ctx"]["expected_tags"].split(", ")
+    return UserError(
+        f"{key}.type = {shown(found['input']['type'])} is not valid: "
+        f"Input should be {', '.join(others)} or {last}"
+    )
+
+
+def _keys_of(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
+    """The keys of an error's location, without the branches of unions that pydantic puts between them."""
+    keys: list[str] = []
+    models, is_tag = [model], False
+    for part in location:
+        if is_tag:
+            is_tag = False
+        elif not _is_union_branch(part):
+            keys.append(str(part))
+            fields = [each.model_fields[keys[-1]] for each in models if keys[-1] in each.model_fields]
+            models = [inner for field in fields for inner in _models_in(field.annotation)]
+            is_tag = any(_has_tags(field.annotation) for field in fields)
+    return keys
+
+
+def _is_union_branch(part: int | str) -> bool:
+    # "dict[str,any]", "literal['auto']", "str"
     return isinstance(part, str) and (part in {"str", "int", "float", "bool"} or "[" in part)
 
 
-def _model_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
-    for part in path:
-        field = model.model_fields.get(part)
-        inner = field.annotation if field else None
-        candidates = [inner, *get_args(inner)]
-        nested = [c for c in candidates if isinstance(c, type) and hasattr(c, "model_fields")]
-        if not nested:
-            return None
-        model = nested[0]
-    return model
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a field may hold."""
+    if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
+        return [annotation]
+    return [model for each in get_args(annotation) for model in _models_in(each)]
+
+
+def _has_tags(annotation: Any) -> bool:
+    """Whether a field is a union of models with tags, which pydantic puts after the key."""
+    is_model = get_origin(annotation) is Annotated and _models_in(get_args(annotation)[0])
+    return bool(is_model) or any(map(_has_tags, get_args(annotation)))
+
+
+def _fields_beside(model: type[BaseModel], path: list[str]) -> dict[str, FieldInfo]:
+    """All fields that the section of the last key of `path` may have."""
+    models = [model]
+    for part in path[:-1]:
+        fields = [each.model_fields[part] for each in models if part in each.model_fields]
+        models = [inner for field in fields for inner in _models_in(field.annotation)]
+    return {name: field for each in models for name, field in each.model_fields.items()}
 
 
 def _sibling_keys(model: type[BaseModel], path: list[str], where: str) -> list[str]:
-    owner = _model_at(model, path[:-1])
     prefix = ".".join([where, *path[:-1]] if where else path[:-1])
-    names = owner.model_fields if owner is not None else ()
-    return [f"{prefix}.{name}" if prefix else name for name in names]
+    return [f"{prefix}.{name}" if prefix else name for name in _fields_beside(model, path)]
 
 
 def _describe(model: type[BaseModel], path: list[str]) -> str | None:
-    owner = _model_at(model, path[:-1])
-    field = owner.model_fields.get(path[-1]) if owner is not None else None
+    field = _fields_beside(model, path).get(path[-1])
     return field.description if field else None

@@ -13,7 +13,7 @@ import types
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationInfo, field_validator
 
 from megalowbit.errors import UserError, shown
 
@@ -37,6 +37,21 @@ class SettingsModel(BaseModel):
         if isinstance(value, int) and abs(value) > LARGEST:
             raise ValueError("it must fit into 64 bits")
         return value
+
+
+def _type_of(section: Any) -> Any:
+    return section.get("type") if isinstance(section, Mapping) else getattr(section, "type", None)
+
+
+# For a union of settings that differ by `type`, each annotated with its `Tag`. The field's name will not do:
+# pydantic refuses it beside a validator that sees values first.
+BY_TYPE = Discriminator(_type_of)
+
+
+def models_by_type(union: Any) -> dict[str, Any]:
+    """The models of such a union by their tags."""
+    tagged = [get_args(member) for member in get_args(union)]
+    return {tag.tag: model for model, *notes in tagged for tag in notes if isinstance(tag, Tag)}
 
 
 def plain_value(value: Any, kinds: frozenset[Any]) -> Any:
@@ -119,3 +134,8 @@ def whole_number(name: str, value: object, *, least: int, most: int = LARGEST, o
         limits += f", or {other}" if other else ""
         raise UserError(f"{name} must be a whole number {limits}, not {shown(value)}")
     return number
+
+
+def is_count(value: object, *, least: int = 1) -> bool:
+    """Whether `value` is a whole number ≥ `least` that fits into 64 bits, and no boolean."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST

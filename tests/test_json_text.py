@@ -128,3 +128,12 @@ def test_only_regular_files_of_a_size_that_can_be_right_are_read(tmp_path, kind)
                 file.truncate(64 * 2**20 + 1)
         with pytest.raises(UserError, match=messages[kind]):
             read_json_object(path)
+
+
+@given(st.integers() | st.floats() | st.integers(min_value=10**308, max_value=10**310))
+def test_a_number_is_finite_if_it_converts_to_a_finite_float(value):
+    try:
+        expected = abs(float(value)) < float("inf")
+    except OverflowError:
+        expected = False
+    assert is_finite_number(value) is expected

@@ -1,4 +1,3 @@
-import inspect
 import pkgutil
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 import megalowbit
 from megalowbit.errors import UserError
-from megalowbit.values import SettingsModel, whole_number
+from megalowbit.values import SettingsModel, is_count, whole_number
 
 
 class Section(SettingsModel):
@@ -82,13 +81,21 @@ def test_a_whole_number_may_have_a_point_where_only_whole_numbers_are_possible(v
 def settings_classes():
     for module in pkgutil.walk_packages(megalowbit.__path__, "megalowbit."):
         if module.name.endswith(("settings", "config")):
-            for _, kind in inspect.getmembers(import_module(module.name), inspect.isclass):
-                if issubclass(kind, BaseModel) and kind.__module__ == module.name:
-                    yield kind
+            import_module(module.name)
+    waiting = [BaseModel]
+    while waiting:
+        for kind in waiting.pop().__subclasses__():
+            waiting.append(kind)
+            if (
+                kind.__module__.startswith("megalowbit.")
+                and kind is not SettingsModel
+                and kind.__name__[0] != "_"
+            ):
+                yield kind
 
 
 def test_every_section_of_ours_has_this_base():
-    kinds = list(settings_classes())
+    kinds = set(settings_classes())
     assert len(kinds) > 20
     assert [kind.__name__ for kind in kinds if not issubclass(kind, SettingsModel)] == []
     # and none lets go of it again
@@ -97,7 +104,7 @@ def test_every_section_of_ours_has_this_base():
         assert kind.model_config["frozen"]
 
 
-@pytest.mark.parametrize("kind", list(settings_classes()), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", dict.fromkeys(settings_classes()), ids=lambda kind: kind.__name__)
 def test_no_number_of_any_section_is_true(kind):
     for name, field in kind.model_fields.items():
         text = str(field.annotation)
@@ -125,3 +132,8 @@ def test_an_argument_may_be_an_integer_of_another_library():
 def test_there_is_no_other_base_of_settings():
     sources = Path(megalowbit.__file__).parent.rglob("*settings.py")
     assert [path.name for path in sources if "(BaseModel)" in path.read_text()] == []
+
+
+def test_a_count_is_a_positive_whole_number_of_64_bits():
+    assert [value for value in (1, 2**63 - 1) if not is_count(value)] == []
+    assert [value for value in (0, -1, 2**63, 1.0, True, "1", None) if is_count(value)] == []

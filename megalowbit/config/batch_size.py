@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalowbit.errors import UserError, shown
-from megalowbit.values import LARGEST
+from megalowbit.values import is_count
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -59,10 +59,10 @@ def data_size_of(config: Mapping[str, Any]) -> int:
 
 
 def _read(config: dict[str, Any], key: str) -> int | None:
-    value = config.get(key)
+    value: int | None = config.get(key)
     if value is None or value == "auto":
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+    if not is_count(value):
         raise UserError(f"{key} = {shown(value)} must be a whole number ≥ 1")
     return value
 

@@ -13,110 +13,27 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import (
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import ValidationError
 
 from megalowbit.config.auto_values import guessed_values
 from megalowbit.config.batch_size import MICRO, STEPS, TRAIN, fill_batch_sizes
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.keys import check_keys, check_no_auto_left
 from megalowbit.config.loop_sections import LOOP_SECTIONS
-from megalowbit.config.optimizer import fill_optimizer, fill_scheduler
+from megalowbit.config.optimizer import fill_lr_schedule, fill_optimizer, fill_scheduler
 from megalowbit.config.pipeline import fill_pipeline
 from megalowbit.config.stock_precision import BLOCKS as STOCK_BLOCKS
 from megalowbit.config.stock_precision import take_stock_precision
-from megalowbit.config.values import check_parameter_split, check_values, is_finite_number
-from megalowbit.config.zero import check_zero, fill_zero
+from megalowbit.config.values import check_values
+from megalowbit.config.zero import check_parameter_split, check_zero, fill_zero
 from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
-from megalowbit.json_text import read_json_object
-from megalowbit.layers.settings import RegularizerSettings
-from megalowbit.optim.loss_scale.settings import (
-    GradScalerSettings,
-    Precision,
-    build_grad_scaler,
-    default_scaler_type,
-)
-from megalowbit.optim.precision.settings import AutocastSettings
-from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings
-from megalowbit.supervision.settings import WatchdogSettings
-from megalowbit.values import SettingsModel
+from megalowbit.json_text import is_finite_number, read_json_object
 
 BLOCK = "megalowbit"
 FILLED_KEYS = (TRAIN, MICRO, STEPS, "gradient_clipping", "optimizer", "scheduler", *STOCK_BLOCKS)
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default
-
-
-class EngineSettings(SettingsModel):
-    """What the engine reads from the `"megalowbit"` block.
-
-    Attributes:
-        precision: of parameters, activations and `.grad`; masters and gradient sums are fp32 in any case.
-            Left out, a stock `fp16` or `bf16` block decides; one that is explicitly off, with none on, means
-            fp32, as in DeepSpeed. Without either it is bf16.
-        grad_scaler: loss scale; by default dynamic with fp16 and none otherwise.
-        recipe: a recipe's name, or `{"base": name, …}`; None leaves the layers as they are.
-        regularizer: dual-range regulariser of the low-bit layers' weights; off by default.
-        gradient_norm: what `gradient_clipping` limits: the norm of all gradients, or the sum of the
-            parameters' norms, as Metis does.
-        layer_scaling: a factor of its own for the gradients of each block; off by default.
-        log_num_zeros_in_grad: count gradient elements that are exactly zero; one more pass over them.
-        autocast: run operations by class, see `optim.op_classes`; off, all run in their inputs' precision.
-        fp32_norms: layer and RMS norms keep fp32 parameters and compute in fp32.
-        watchdog: after how long a run that cannot go on ends.
-    """
-
-    precision: Precision = Field(default="bf16", description="fp16, bf16 or fp32")
-    grad_scaler: GradScalerSettings = Field(default=GradScalerSettings(), validate_default=True)
-    recipe: str | dict[str, Any] | None = None
-    regularizer: RegularizerSettings = RegularizerSettings()
-    gradient_norm: Literal["global", "sum_of_norms"] = "global"
-    layer_scaling: LayerScalingSettings = LayerScalingSettings()
-    log_num_zeros_in_grad: bool = False
-    autocast: AutocastSettings = AutocastSettings(enabled=False)
-    fp32_norms: bool = False
-    watchdog: WatchdogSettings = WatchdogSettings()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_the_scaler(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        scaler = {} if values.get("grad_scaler") is None else values["grad_scaler"]
-        precision = values.get("precision", "bf16")
-        if isinstance(scaler, dict) and scaler.get("type") is None:
-            return {**values, "grad_scaler": {**scaler, "type": default_scaler_type(precision)}}
-        return values
-
-    @field_validator("grad_scaler")
-    @classmethod
-    def _scaler_fits_the_precision(
-        cls, value: GradScalerSettings, info: ValidationInfo
-    ) -> GradScalerSettings:
-        if "precision" in info.data:  # it is not if it was invalid itself
-            build_grad_scaler(value, info.data["precision"])
-        return value
-
-    @field_validator("autocast", "fp32_norms")
-    @classmethod
-    def _there_is_half_precision(cls, value: Any, info: ValidationInfo) -> Any:
-        is_on = value.enabled if isinstance(value, AutocastSettings) else value
-        if is_on and info.data.get("precision") == "fp32":
-            raise ValueError("with precision fp32 everything is fp32 already: set it to false")
-        return value
-
-    @field_validator("regularizer")
-    @classmethod
-    def _regularizer_has_layers(cls, value: RegularizerSettings, info: ValidationInfo) -> RegularizerSettings:
-        # other recipes that quantise nothing are found out when layers are converted
-        if value.strength and info.data.get("recipe") == "bf16":
-            raise ValueError('it acts on low-bit layers, and recipe "bf16" has none: set strength to 0')
-        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +75,7 @@ def read_deepspeed_config(
     Args:
         config: a file, or its content, which is not changed.
         world_size: data-parallel processes, for the arithmetic of batch sizes.
-        total_steps: optimizer steps of the run, for `"auto"` in the scheduler.
+        total_steps: optimizer steps of the run, for `"auto"` in the schedule.
         has_optimizer: the caller brings an optimizer, so the file need not describe one.
         hidden_size: of the model, for `"auto"` in ZeRO's bucket sizes.
 
@@ -181,6 +98,7 @@ def read_deepspeed_config(
         lambda: fill_batch_sizes(raw, world_size),
         lambda: _fill_clipping(raw),
         lambda: _fill_optimizer(raw, has_optimizer),
+        lambda: fill_lr_schedule(raw, block, total_steps),
         lambda: fill_scheduler(raw, total_steps),
         lambda: block.update(take_stock_precision(raw, block)),
     )

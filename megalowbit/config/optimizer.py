@@ -12,16 +12,14 @@ schedulers: `warmup_min_lr` and `warmup_min_ratio` 0, `warmup_max_lr` (and `max_
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, ValidationError
 
-from megalowbit.config.values import is_count, is_finite_number
 from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
-from megalowbit.values import SettingsModel
-
-if TYPE_CHECKING:
-    import torch
+from megalowbit.json_text import is_finite_number
+from megalowbit.optim.schedules.factors import wants_total_steps
+from megalowbit.values import LARGEST, SettingsModel, is_count
 
 
 class AdamParams(SettingsModel):
@@ -201,6 +199,36 @@ def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
     config["scheduler"] = {"type": name, "params": filled}
 
 
+def fill_lr_schedule(config: dict[str, Any], block: dict[str, Any], total_steps: int | None) -> None:
+    """Fill in `total_steps` of our own schedule, if there is one, in place.
+
+    Args:
+        config: DeepSpeed's part of the configuration.
+        block: our `"megalowbit"` block.
+        total_steps: optimizer steps of the run, if known.
+
+    Raises:
+        UserError: DeepSpeed's `scheduler` is there, too, or the steps are not known.
+    """
+    section = block.get("lr_schedule")
+    if section is None:
+        return
+    if config.get("scheduler") is not None:
+        raise UserError("scheduler and megalowbit.lr_schedule both set the learning rate: remove one of them")
+    if isinstance(section, dict) and wants_total_steps(section):
+        # a number in any case: what else is wrong with the section is found by its settings
+        block["lr_schedule"] = {**section, "total_steps": LARGEST if total_steps is None else total_steps}
+        if total_steps is None:
+            raise _unknown_steps("megalowbit.lr_schedule.total_steps")
+
+
+def _unknown_steps(key: str) -> UserError:
+    return UserError(
+        f"{key} = 'auto' needs the number of steps of the run: write a number, or pass total_steps= to "
+        "mlb.initialize"
+    )
+
+
 def _lr_of(config: dict[str, Any]) -> float | None:
     """The learning rate of the optimizer's block, which may be none or wrong."""
     node: Any = config.get("optimizer")
@@ -223,25 +251,6 @@ def _unknown_optimizer(name: object) -> UserError:
     return UserError(f"{unknown_name('optimizer.type', name, OPTIMIZERS)}; for another one, {remedy}")
 
 
-def build_optimizer(block: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make the torch optimizer a filled `optimizer` block describes.
-
-    Args:
-        block: as `fill_optimizer` left it.
-        groups: parameter groups; a group's own `weight_decay` wins over the block's.
-    """
-    import torch
-
-    params = dict(block["params"])
-    if block["type"] == "SGD":
-        return torch.optim.SGD(groups, fused=True, **params)
-    is_decoupled = params.pop("adam_w_mode")
-    params.pop("bias_correction")
-    params.pop("torch_adam")
-    params["betas"] = tuple(params["betas"])
-    return (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(groups, fused=True, **params)
-
-
 def _auto(key: str, lr: float | None, total_steps: int | None) -> Any:
     if key in SCHEDULER_AUTO:
         return SCHEDULER_AUTO[key]
@@ -249,10 +258,7 @@ def _auto(key: str, lr: float | None, total_steps: int | None) -> Any:
         return lr
     if key in (*ALL_STEPS, "warmup_num_steps"):
         if total_steps is None:
-            raise UserError(
-                f"scheduler.params.{key} = 'auto' needs the number of steps of the run: write a number, or "
-                "pass total_steps= to mlb.initialize"
-            )
+            raise _unknown_steps(f"scheduler.params.{key}")
         return max(1, round(total_steps / 100)) if key == "warmup_num_steps" else total_steps
     raise UserError(f"scheduler.params.{key} = 'auto' cannot be filled in: write its value")
 

@@ -7,14 +7,12 @@ DeepSpeed 0.19.8 reads the block without a model of its own: an unknown key is i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.zero import zero_stage
 from megalowbit.errors import Problems, UserError, shown, unknown_name
-from megalowbit.values import LARGEST
-
-if TYPE_CHECKING:
-    from megalowbit.config.deepspeed_json import EngineSettings
+from megalowbit.values import is_count
 
 BEST = "best"  # DeepSpeed's name for its default, which is "parameters"
 DEFAULTS: dict[str, Any] = {
@@ -65,7 +63,7 @@ def _check_key(key: str, value: Any) -> None:
             raise UserError(f"pipeline.{key} = {shown(value)} must be true or false")
     elif isinstance(default, int):
         lowest = int(key == "stages")
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= LARGEST:
+        if not is_count(value, least=lowest):
             raise UserError(f"pipeline.{key} = {shown(value)} must be a whole number ≥ {lowest}")
     elif value not in PARTITIONS:
         raise unknown_name(f"pipeline.{key}", value, PARTITIONS)

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from megalowbit.config.values import is_finite_number
 from megalowbit.errors import UserError, shown, unknown_name
+from megalowbit.json_text import is_finite_number
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ of 1e-300 is infinite in fp32. What has keys of its own and a pydantic model in 
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from megalowbit.config.zero import zero_stage
 from megalowbit.errors import Problems, UserError, shown, unknown_name
+from megalowbit.json_text import is_finite_number
+from megalowbit.values import is_count
 
 OBJECT_KEYS = frozenset(
     {
@@ -114,46 +114,6 @@ def _check_monitor(key: str, block: Any, package: str) -> None:
             f"{key}.enabled = {shown(is_on)} needs the package {package}: pip install {package}, "
             "or set it to false"
         )
-
-
-def check_parameter_split(config: Mapping[str, Any], recipe: object) -> None:
-    """Refuse weights split into parameters under ZeRO, whose stages shard the masters it needs whole.
-
-    Args:
-        config: the configuration without its `"megalowbit"` block.
-        recipe: as the block has it: a name (no named recipe splits parameters), a block or None.
-
-    Raises:
-        UserError: both are asked for.
-    """
-    stage = zero_stage(config)
-    if stage == 0:
-        return
-    while isinstance(recipe, Mapping):
-        if "parameter_split" in recipe:
-            if recipe["parameter_split"] is not None:
-                raise UserError(
-                    f"zero_optimization.stage = {stage!r} cannot be used with parameter_split in the recipe, "
-                    "which needs parameters that are whole on every rank: set zero_optimization.stage 0; "
-                    "from stage 1 on use split_weight (the in-time split)"
-                )
-            return
-        recipe = recipe.get("base")
-
-
-def is_finite_number(value: object) -> bool:
-    """Whether `value` is an int or float, no boolean, that fits into a finite float."""
-    # comparing is exact; math.isfinite raises on integers beyond the largest float
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and -sys.float_info.max <= value <= sys.float_info.max
-    )
-
-
-def is_count(value: object) -> bool:
-    """Whether `value` is a whole number ≥ 1 that fits into 64 bits, and no boolean."""
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**63
 
 
 def _check_object(key: str, value: object) -> None:

@@ -9,12 +9,10 @@ concern results (bucket sizes, prefetching, thresholds, overlap) is DeepSpeed's 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.errors import Problems, UserError, shown
-
-if TYPE_CHECKING:
-    from megalowbit.config.deepspeed_json import EngineSettings
 
 BLOCK = "zero_optimization"
 STAGES = (0, 1, 2, 3)
@@ -115,6 +113,31 @@ def check_zero(config: Mapping[str, Any], settings: EngineSettings) -> None:
         with problems.collect():
             _check_config(config, stage)
     problems.raise_any()
+
+
+def check_parameter_split(config: Mapping[str, Any], recipe: object) -> None:
+    """Refuse weights split into parameters under ZeRO, whose stages shard the masters it needs whole.
+
+    Args:
+        config: the configuration without its `"megalowbit"` block.
+        recipe: as the block has it: a name (no named recipe splits parameters), a block or None.
+
+    Raises:
+        UserError: both are asked for.
+    """
+    stage = zero_stage(config)
+    if stage == 0:
+        return
+    while isinstance(recipe, Mapping):
+        if "parameter_split" in recipe:
+            if recipe["parameter_split"] is not None:
+                raise UserError(
+                    f"zero_optimization.stage = {stage!r} cannot be used with parameter_split in the recipe, "
+                    "which needs parameters that are whole on every rank: set zero_optimization.stage 0; "
+                    "from stage 1 on use split_weight (the in-time split)"
+                )
+            return
+        recipe = recipe.get("base")
 
 
 def _is_switched(value: object, to: bool) -> bool:

@@ -6,12 +6,12 @@ made ours once the engine stands.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
-from megalowbit.config.optimizer import build_optimizer
 from megalowbit.config.zero import zero_stage
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank
@@ -24,6 +24,7 @@ from megalowbit.engine.model_optimizer import (
 )
 from megalowbit.engine.zero.start import ZERO_KEYS, ZeroStart
 from megalowbit.layers.regularizer import build_regularizer
+from megalowbit.optim.schedules.scheduler import LRScheduler
 
 
 class OptimizerStart:
@@ -76,7 +77,29 @@ class OptimizerStart:
             return self._zero.inner(inner)
         return wrap_optimizer(inner, self._model, self._parts, mpu=self._groups, regularizer=self.regularizer)
 
+    def schedule(self, lr_scheduler: Any) -> Any:
+        """For `deepspeed.initialize`: what makes our scheduler, or `lr_scheduler`, the user's or None."""
+        settings = self._parts.settings.lr_schedule
+        return lr_scheduler if settings is None else partial(LRScheduler, schedule=settings)
+
     def finish(self, engine: Any) -> None:
         """To be called once the engine stands; collective over all ranks."""
         if self._zero is not None:
             self._zero.finish(engine)
+
+
+def build_optimizer(block: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Make the torch optimizer a filled `optimizer` block describes.
+
+    Args:
+        block: as `fill_optimizer` left it.
+        groups: parameter groups; a group's own `weight_decay` wins over the block's.
+    """
+    params = dict(block["params"])
+    if block["type"] == "SGD":
+        return torch.optim.SGD(groups, fused=True, **params)
+    is_decoupled = params.pop("adam_w_mode")
+    params.pop("bias_correction")
+    params.pop("torch_adam")
+    params["betas"] = tuple(params["betas"])
+    return (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(groups, fused=True, **params)

@@ -20,7 +20,7 @@ from megalowbit.distributed import process_group
 from megalowbit.engine.parameters.user_gradients import NO_GRADIENTS
 from megalowbit.engine.parameters.whole_values import link_values, unlink_values
 from megalowbit.errors import UserError
-from megalowbit.optim.loss_scale.base import ConstantGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.optimizers.base import MegatronOptimizer
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 

@@ -27,10 +27,10 @@ from megalowbit.config.deepspeed_arguments import (
 )
 from megalowbit.config.deepspeed_json import (
     DeepSpeedConfigParts,
-    EngineSettings,
     load_json,
     read_deepspeed_config,
 )
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.pipeline import set_by_user
 from megalowbit.config.zero import zero_stage
 from megalowbit.distributed import process_group
@@ -107,7 +107,7 @@ def initialize(
         mesh_param: refused: for sequence parallelism, which is not supported.
         config_params: an older name of `config`.
         seed: of stochastic rounding in layers that are converted here.
-        total_steps: optimizer steps of the run, for `"auto"` in the scheduler.
+        total_steps: optimizer steps of the run, for `"auto"` in the schedule.
         timeout: after which a collective that does not end fails; by default torch's own until the engine is
             made, and `megalowbit.watchdog.timeout` from then on.
 
@@ -151,7 +151,7 @@ def initialize(
         model=model,
         optimizer=start,
         training_data=training_data,
-        lr_scheduler=lr_scheduler,
+        lr_scheduler=start.schedule(lr_scheduler),
         mpu=prepared.mpu,
         dist_init_required=False,
         collate_fn=collate_fn,

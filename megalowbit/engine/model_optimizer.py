@@ -13,7 +13,7 @@ from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.instruments import Instruments
-from megalowbit.optim.loss_scale.settings import build_grad_scaler
+from megalowbit.optim.loss_scale.registry import build_grad_scaler
 from megalowbit.optim.optimizers.options import options_in
 from megalowbit.optim.optimizers.param_groups import weight_decay_groups
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32

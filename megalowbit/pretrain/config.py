@@ -21,10 +21,10 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 from megalowbit.config.batch_size import data_size_of
 from megalowbit.config.deepspeed_json import (
     DeepSpeedConfigParts,
-    EngineSettings,
     load_json,
     read_deepspeed_config,
 )
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.loop_sections import OPTIONAL_COMPONENTS, STANDING_COMPONENTS
 from megalowbit.config.pipeline import check_beside_stages, stages_of
 from megalowbit.config.zero import auto_sizes
@@ -36,7 +36,7 @@ from megalowbit.json_text import NotJsonError, parse_json
 from megalowbit.pretrain.components.base import RUN_NAME, RunSettings
 from megalowbit.pretrain.components.registry import COMPONENTS, SECTIONS
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
-from megalowbit.values import SettingsModel
+from megalowbit.values import LARGEST, SettingsModel
 
 BLOCK = "megalowbit"
 ENGINE_KEYS = tuple(EngineSettings.model_fields)
@@ -167,7 +167,7 @@ def load_config(
         parts = read_deepspeed_config(
             raw,
             world_size=data_size_of(raw) if grid is None else grid.data_size,
-            total_steps=1 if settings is None else settings.run.steps,
+            total_steps=LARGEST if settings is None else settings.run.steps,
             hidden_size=hidden_size,
         )
     if problems or settings is None or grid is None:

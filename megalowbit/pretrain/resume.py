@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megalowbit.config.deepspeed_json import EngineSettings
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.loop_sections import LOOP_SECTIONS, OPTIONAL_COMPONENTS, STANDING_COMPONENTS
 from megalowbit.errors import UserError, shown
-from megalowbit.optim.loss_scale.settings import GradScalerSettings
+from megalowbit.optim.loss_scale.dynamic import DynamicSettings
 from megalowbit.pretrain.components.registry import COMPONENTS, SECTIONS
 
 MAY_CHANGE = (
@@ -25,6 +25,8 @@ MAY_CHANGE = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "scheduler.params.total_num_steps",
+    "megalowbit.lr_schedule.total_steps",
+    "megalowbit.lr_schedule.decay_steps",
     # how the run is cut over ranks: a checkpoint is read whole and cut anew
     "zero_optimization.*",
     "tensor_parallel.*",
@@ -62,6 +64,7 @@ DECISIVE = (
     "megalowbit.precision",
     "megalowbit.grad_scaler.type",
     "megalowbit.grad_scaler.mode",
+    "megalowbit.lr_schedule.type",
     "megalowbit.speculation.ladder",
 )
 # Of a HuggingFace configuration: where it came from, and what the loop sets itself.
@@ -170,7 +173,7 @@ def _unwritten_scaler(saved: Mapping[str, Any]) -> dict[str, Any]:
     scaler = block.get("grad_scaler") if isinstance(block, Mapping) else None
     if not isinstance(scaler, Mapping) or scaler.get("type") != "dynamic" or scaler.get("mode") is not None:
         return {}
-    defaults = GradScalerSettings(type="dynamic").model_dump()
+    defaults = DynamicSettings().model_dump()
     missing = {key: value for key, value in defaults.items() if scaler.get(key) is None}
     return {"megalowbit": {"grad_scaler": missing}}
 

@@ -6,7 +6,8 @@ from typing import get_args
 
 import pytest
 
-from megalowbit.config.deepspeed_json import EngineSettings, load_json, read_deepspeed_config
+from megalowbit.config.deepspeed_json import load_json, read_deepspeed_config
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.loop_sections import LOOP_SECTIONS
 from megalowbit.errors import UserError
 from megalowbit.optim.gradients.norm import GradientNorm
@@ -203,3 +204,35 @@ def test_a_parameter_split_under_zero_is_refused_before_zero_itself():
     }
     with pytest.raises(UserError, match="cannot be used with parameter_split in the recipe"):
         read_deepspeed_config(raw)
+
+
+def test_our_schedule_gets_its_steps_from_the_run_and_is_written_out_only_where_it_is():
+    section = {"type": "wsd", "warmup_steps": 5, "decay_steps": 20}
+    parts = read_deepspeed_config({**PLAIN, "megalowbit": {"lr_schedule": section}}, total_steps=100)
+    assert parts.settings.lr_schedule.total_steps == 100
+    assert parts.settings.model_dump()["lr_schedule"]["total_steps"] == 100
+    assert "lr_schedule" not in read_deepspeed_config(PLAIN).settings.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "cosine"}, "^megalowbit.lr_schedule.total_steps = 'auto' needs the number of steps"),
+        ({"type": "cosine", "total_steps": 0}, "^megalowbit.lr_schedule.total_steps = 0 is not valid"),
+        (
+            {"type": "cosin"},
+            "^megalowbit.lr_schedule.type = 'cosin' is not valid: Input should be ",
+        ),
+        ({"total_steps": 9}, "^megalowbit.lr_schedule.type is missing"),
+        ("cosine", "^megalowbit.lr_schedule = 'cosine' is not valid"),
+    ],
+)
+def test_a_wrong_schedule_of_ours_is_refused_in_one_line(section, message):
+    with pytest.raises(UserError, match=message):
+        read_deepspeed_config({**PLAIN, "megalowbit": {"lr_schedule": section}})
+
+
+def test_our_schedule_and_deepspeeds_exclude_each_other():
+    both = {**PLAIN, "scheduler": {"type": "WarmupLR"}, "megalowbit": {"lr_schedule": {"type": "constant"}}}
+    with pytest.raises(UserError, match=r"^scheduler and megalowbit.lr_schedule both set the learning"):
+        read_deepspeed_config(both)

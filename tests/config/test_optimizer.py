@@ -1,7 +1,6 @@
 import pytest
-import torch
 
-from megalowbit.config.optimizer import build_optimizer, fill_optimizer, fill_scheduler
+from megalowbit.config.optimizer import fill_optimizer, fill_scheduler
 from megalowbit.errors import UserError
 
 
@@ -25,30 +24,6 @@ def test_auto_values_are_the_documented_ones():
         1e-8,
         0.1,
     )
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "expected"),
-    [
-        ("AdamW", {}, torch.optim.AdamW),
-        ("Adam", {}, torch.optim.AdamW),  # DeepSpeed's Adam decouples weight decay unless told not to
-        ("adam", {"adam_w_mode": False}, torch.optim.Adam),
-        ("SGD", {"momentum": 0.9, "nesterov": True}, torch.optim.SGD),
-    ],
-)
-def test_the_optimizer_is_torchs_fused_one_and_steps(kind, params, expected):
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = build_optimizer(filled(kind, lr=0.1, **params), [{"params": [parameter]}])
-    assert type(optimizer) is expected
-    assert optimizer.param_groups[0]["fused"]
-    parameter.grad = torch.ones(3)
-    optimizer.step()
-    assert (parameter < 1).all()
-
-
-def test_a_groups_own_weight_decay_wins():
-    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "weight_decay": 0.0}]
-    assert build_optimizer(filled("AdamW", weight_decay=0.3), groups).param_groups[0]["weight_decay"] == 0.0
 
 
 @pytest.mark.parametrize(

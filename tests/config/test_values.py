@@ -1,17 +1,8 @@
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megalowbit.config.values import (
-    BOOLEAN_KEYS,
-    OBJECT_KEYS,
-    check_parameter_split,
-    check_values,
-    is_count,
-    is_finite_number,
-)
+from megalowbit.config.values import BOOLEAN_KEYS, OBJECT_KEYS, check_values
 from megalowbit.errors import UserError, shown
 
 
@@ -101,41 +92,3 @@ def test_a_monitor_needs_its_package(key, package, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path), "elsewhere"])
     sys.path_importer_cache.pop(str(tmp_path), None)
     check_values({key: {"enabled": True}})
-
-
-@given(st.integers() | st.floats() | st.integers(min_value=10**308, max_value=10**310))
-def test_a_number_is_finite_if_it_converts_to_a_finite_float(value):
-    try:
-        expected = abs(float(value)) < float("inf")
-    except OverflowError:
-        expected = False
-    assert is_finite_number(value) is expected
-
-
-def test_a_count_is_a_positive_whole_number_of_64_bits():
-    assert [value for value in (1, 2**63 - 1) if not is_count(value)] == []
-    assert [value for value in (0, -1, 2**63, 1.0, True, "1", None) if is_count(value)] == []
-
-
-SPLIT = {"base": "nvfp4", "parameter_split": {"rank": 8}}
-
-
-@pytest.mark.parametrize("zero", [True, {"stage": 1}, {"stage": 2}, {"stage": 3, "offload_param": None}])
-@pytest.mark.parametrize("recipe", [SPLIT, {"base": SPLIT, "keep_last": 1}])
-def test_splitting_parameters_under_zero_is_refused_with_the_way_out(zero, recipe):
-    with pytest.raises(UserError, match=r"set zero_optimization.stage 0; from stage 1 on use split_weight"):
-        check_parameter_split({"zero_optimization": zero}, recipe)
-
-
-@pytest.mark.parametrize("zero", [None, False, {}, {"stage": 0}])
-def test_without_sharding_parameters_may_be_split(zero):
-    check_parameter_split({"zero_optimization": zero}, SPLIT)
-    check_parameter_split({}, SPLIT)
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [None, "nvfp4", {"base": "nvfp4", "split_weight": {"rank": 8}}, {"base": SPLIT, "parameter_split": None}],
-)
-def test_zero_is_no_obstacle_to_other_recipes(recipe):
-    check_parameter_split({"zero_optimization": {"stage": 2}}, recipe)

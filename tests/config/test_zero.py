@@ -1,6 +1,7 @@
 import pytest
 
 from megalowbit.config.deepspeed_json import read_deepspeed_config
+from megalowbit.config.zero import check_parameter_split
 from megalowbit.errors import UserError, lines_of
 
 CPU = {"device": "cpu"}
@@ -119,3 +120,27 @@ def test_at_stage_3_linear_stays_in_its_class(moved):
     read({"stage": 3}, block={"autocast": {"float32": ["gelu"]}})
     with pytest.raises(UserError, match=r"autocast cannot move linear with zero_optimization\.stage 3"):
         read({"stage": 3}, block={"autocast": moved})
+
+
+SPLIT = {"base": "nvfp4", "parameter_split": {"rank": 8}}
+
+
+@pytest.mark.parametrize("zero", [True, {"stage": 1}, {"stage": 2}, {"stage": 3, "offload_param": None}])
+@pytest.mark.parametrize("recipe", [SPLIT, {"base": SPLIT, "keep_last": 1}])
+def test_splitting_parameters_under_zero_is_refused_with_the_way_out(zero, recipe):
+    with pytest.raises(UserError, match=r"set zero_optimization.stage 0; from stage 1 on use split_weight"):
+        check_parameter_split({"zero_optimization": zero}, recipe)
+
+
+@pytest.mark.parametrize("zero", [None, False, {}, {"stage": 0}])
+def test_without_sharding_parameters_may_be_split(zero):
+    check_parameter_split({"zero_optimization": zero}, SPLIT)
+    check_parameter_split({}, SPLIT)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [None, "nvfp4", {"base": "nvfp4", "split_weight": {"rank": 8}}, {"base": SPLIT, "parameter_split": None}],
+)
+def test_zero_is_no_obstacle_to_other_recipes(recipe):
+    check_parameter_split({"zero_optimization": {"stage": 2}}, recipe)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from megalowbit.errors import UserError
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.local_ddp import LocalDDP
-from megalowbit.optim.loss_scale.base import ConstantGradScaler
-from megalowbit.optim.loss_scale.strategies import ControllerGradScaler, MaxValueGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.controller import ControllerGradScaler
+from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
 from megalowbit.optim.optimizers.megatron import OptimizerConfig, get_megatron_optimizer
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings

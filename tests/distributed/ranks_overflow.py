@@ -8,8 +8,10 @@ from tiny_training import TinyModel, config, data, make, rank_and_size, report, 
 
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.local_ddp import LocalDDP
-from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
-from megalowbit.optim.loss_scale.strategies import MaxValueGradScaler, NormRatioGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
+from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
+from megalowbit.optim.loss_scale.norm_ratio import NormRatioGradScaler
 from megalowbit.optim.optimizers.chained import ChainedOptimizer
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 

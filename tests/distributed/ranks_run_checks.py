@@ -15,7 +15,7 @@ from megalowbit.engine.run_checks.model import check_scaler
 from megalowbit.engine.run_checks.ranks_agree import check_ranks_agree, code_digest
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers
-from megalowbit.optim.loss_scale.base import DynamicGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 
 RANK, WORLD = rank_and_size()
 QUANTISED = {**config("bf16"), "megalowbit": {"precision": "bf16", "recipe": "nvfp4"}}

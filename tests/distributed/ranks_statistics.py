@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tiny_training import rank_and_size, report
 
 from megalowbit.engine.overflow_retry import StepSnapshot, retry_step
-from megalowbit.optim.loss_scale.base import DynamicGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 from megalowbit.optim.statistics.amax import GradientWatch
 from megalowbit.optim.statistics.layer_scaling import LayerScaling

@@ -3,6 +3,8 @@ import torch
 import transformers
 from small_engines import config, model
 
+from megalowbit.config.optimizer import fill_optimizer
+from megalowbit.engine.build_optimizer import build_optimizer
 from megalowbit.engine.initialize import initialize
 from megalowbit.errors import UserError
 
@@ -54,3 +56,33 @@ def test_a_callable_that_makes_no_optimizer_is_one_clear_line():
         initialize(model=model(), config=config(), optimizer=lambda groups: list(groups))
     with pytest.raises(UserError, match="optimizer is a str: pass a torch optimizer, or a callable"):
         initialize(model=model(), config=config(), optimizer="AdamW")
+
+
+def filled(kind, **params):
+    settings = {"optimizer": {"type": kind, "params": params}}
+    fill_optimizer(settings)
+    return settings["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "expected"),
+    [
+        ("AdamW", {}, torch.optim.AdamW),
+        ("Adam", {}, torch.optim.AdamW),  # DeepSpeed's Adam decouples weight decay unless told not to
+        ("adam", {"adam_w_mode": False}, torch.optim.Adam),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, torch.optim.SGD),
+    ],
+)
+def test_the_optimizer_is_torchs_fused_one_and_steps(kind, params, expected):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = build_optimizer(filled(kind, lr=0.1, **params), [{"params": [parameter]}])
+    assert type(optimizer) is expected
+    assert optimizer.param_groups[0]["fused"]
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert (parameter < 1).all()
+
+
+def test_a_groups_own_weight_decay_wins():
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "weight_decay": 0.0}]
+    assert build_optimizer(filled("AdamW", weight_decay=0.3), groups).param_groups[0]["weight_decay"] == 0.0

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
-from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 
 
 def make(scaler=None, *, bf16=True):

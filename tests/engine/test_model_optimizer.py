@@ -10,7 +10,7 @@ from megalowbit.engine.model_optimizer import (
     wrap_optimizer,
 )
 from megalowbit.errors import UserError
-from megalowbit.optim.loss_scale.strategies import MaxNormGradScaler
+from megalowbit.optim.loss_scale.max_norm import MaxNormGradScaler
 from megalowbit.optim.precision.fp32_modules import keep_fp32
 
 CONFIG = {"optimizer": {"params": {"weight_decay": 0.1}}}

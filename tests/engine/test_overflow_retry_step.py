@@ -5,7 +5,8 @@ import torch
 
 from megalowbit.engine.overflow_retry import StepSnapshot, retry_step
 from megalowbit.errors import UserError
-from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 from megalowbit.optim.statistics.layer_scaling import LayerScaling, find_blocks
 
 

@@ -29,6 +29,7 @@ OURS = {
     "late_switch.at": ["true", "0", "1.0", '"0.5"', "1e999"],
     "watchdog.timeout": ["true", "1", '"60"'],
     "watchdog.slow_step": ["true", "1.0"],
+    "lr_schedule": ["true", "3", "{}", '{"type": "cosin"}', '{"type": "constant", "warmup_steps": true}'],
     "regularizer.strength": ["true", "-1", '"0"'],
     "layer_scaling.every": ["true", "0"],
     "layer_scaling.enabled": ["1", '"true"'],

@@ -12,7 +12,7 @@ import torch
 
 import megalowbit as mlb
 from launchers import ROOT, write_config
-from megalowbit.config.deepspeed_json import EngineSettings
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.pretrain.command_line import build_parser
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.dry_run import describe

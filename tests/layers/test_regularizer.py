@@ -13,7 +13,7 @@ from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.parameter_split.parameters import parts_of
 from megalowbit.layers.regularizer import DualRangeRegularizer, build_regularizer
 from megalowbit.layers.settings import RegularizerSettings
-from megalowbit.optim.loss_scale.base import ConstantGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.spectral.weight_split import weight_parts
 

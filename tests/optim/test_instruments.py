@@ -6,13 +6,13 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.instruments import Instruments, complete_instruments, joined_statistics
-from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler, GradientStatistics
-from megalowbit.optim.loss_scale.strategies import (
-    ControllerGradScaler,
-    MaxNormGradScaler,
-    MaxValueGradScaler,
-    NormRatioGradScaler,
-)
+from megalowbit.optim.loss_scale.base import GradientStatistics
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.controller import ControllerGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
+from megalowbit.optim.loss_scale.max_norm import MaxNormGradScaler
+from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
+from megalowbit.optim.loss_scale.norm_ratio import NormRatioGradScaler
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
 from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings

@@ -6,7 +6,7 @@ import torch
 from megalowbit.distributed import process_group
 from megalowbit.errors import UserError
 from megalowbit.optim.local_ddp import LocalDDP, is_expert
-from megalowbit.optim.loss_scale.base import ConstantGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 
 # Broadcast and averages over two ranks are in tests/distributed/test_local_ddp.py.

@@ -8,8 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.kernels import cpu as cpu_kernels
-from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
-from megalowbit.optim.loss_scale.strategies import ControllerGradScaler, MaxNormGradScaler, MaxValueGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.controller import ControllerGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
+from megalowbit.optim.loss_scale.max_norm import MaxNormGradScaler
+from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
 from megalowbit.optim.optimizers.inner_step import InnerStep
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megalowbit.optim.loss_scale.base import DynamicGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 from megalowbit.optim.timers import StepTimers
 from megalowbit.pretrain.loop import optimizer_facts

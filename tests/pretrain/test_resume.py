@@ -2,10 +2,10 @@ import copy
 
 import pytest
 
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.stock_precision import take_stock_precision
 from megalowbit.errors import UserError
 from megalowbit.layers.settings import RegularizerSettings
-from megalowbit.optim.loss_scale.settings import GradScalerSettings
 from megalowbit.pretrain.resume import changed_settings, check_same_model
 from megalowbit.speculation.settings import SpeculationSettings
 
@@ -150,7 +150,9 @@ def test_decisions_may_not_go_on_under_another_ladder_or_threshold(settings, mes
 
 
 def with_scaler(**scaler):
-    return changed("megalowbit", "grad_scaler", value=GradScalerSettings(**scaler).model_dump())
+    return changed(
+        "megalowbit", "grad_scaler", value=EngineSettings(grad_scaler=scaler).grad_scaler.model_dump()
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,3 +195,20 @@ def test_a_scaler_written_before_there_were_modes_was_megatrons():
         UserError, match=r"grad_scaler\.mode was 'megatron' .* is 'deepspeed' now: resume with"
     ):
         changed_settings(old, with_scaler(**stock))
+
+
+def with_schedule(**section):
+    return changed("megalowbit", "lr_schedule", value=section)
+
+
+def test_a_schedule_may_end_at_another_step_and_not_become_another():
+    before = with_schedule(type="wsd", total_steps=100, decay_steps=20)
+    now = with_schedule(type="wsd", total_steps=60, decay_steps=10)
+    assert changed_settings(before, now) == [
+        "megalowbit.lr_schedule.decay_steps: 20 → 10",
+        "megalowbit.lr_schedule.total_steps: 100 → 60",
+    ]
+    with pytest.raises(UserError, match=r"^megalowbit.lr_schedule.type was 'wsd' .* is 'constant' now"):
+        changed_settings(before, with_schedule(type="constant", total_steps=100, decay_steps=20))
+    with pytest.raises(UserError, match=r"^megalowbit.lr_schedule.type was None .* is 'wsd' now"):
+        changed_settings(changed("megalowbit", "recipe", value="nvfp4"), before)

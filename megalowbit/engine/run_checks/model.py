@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megalowbit.config.deepspeed_json import BLOCK, EngineSettings
+from megalowbit.config.deepspeed_json import BLOCK
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers
@@ -42,6 +43,10 @@ def check_arguments(
     if is_bound and getattr(lr_scheduler, "optimizer", None) is not optimizer:
         raise UserError(
             "lr_scheduler belongs to another optimizer: pass a callable from optimizer to scheduler instead"
+        )
+    if lr_scheduler is not None and settings.lr_schedule is not None:
+        raise UserError(
+            "lr_scheduler and megalowbit.lr_schedule both set the learning rate: leave one of them out"
         )
     refuse_partitioned(model)
     allowed = {torch.float32, HALF.get(settings.precision, torch.float32)}

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.optim.loss_scale.base import ConstantGradScaler, GradScaler
+from megalowbit.optim.loss_scale.base import GradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 
 logger = logging.getLogger(__name__)
 

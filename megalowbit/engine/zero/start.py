@@ -24,7 +24,7 @@ from megalowbit.engine.zero.scaler import ZeroLossScaler
 from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.instruments import Instruments
-from megalowbit.optim.loss_scale.settings import build_grad_scaler
+from megalowbit.optim.loss_scale.registry import build_grad_scaler
 from megalowbit.optim.optimizers.options import BeforeStep, StepOptions
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 

@@ -1,41 +1,63 @@
-"""Loss scales: what every scaler offers, the constant one, and the dynamic one in four libraries' versions.
+"""What every loss scale offers, the base of its settings, and the checks of their numbers.
 
 The loss is multiplied by S before backward, so that small half-precision gradients survive, and the fp32
-gradients are divided by it afterwards. A dynamic scaler lowers S after overflows and raises it after a quiet
-stretch; `scale_rules` says how, `scaler_state` reads saved scalers, and `scale_strategies` holds scalers
-that look at the gradients instead of waiting for an overflow. Unlike the originals, S always stays between
-`min_scale` and `max_scale` and a loaded state is made to fit. Everything here is plain Python: no tensors,
-so settings can be checked without importing torch.
+gradients are divided by it afterwards. A strategy is one file here: its class and its settings, listed in
+`registry`. S always stays between `min_scale` and `max_scale`, and a loaded state is made to fit. Everything
+is plain Python: no tensors, so settings are checked without importing torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from megalowbit.errors import unknown_name
-from megalowbit.optim.loss_scale.rules import (
-    MODES,
-    RULES,
-    SCALE_RULE,
-    Mode,
-    RuleArguments,
-    ScaleState,
-    as_float32,
-    check,
-    is_count,
-    is_positive,
-    is_scale,
-)
-from megalowbit.optim.loss_scale.state import (
-    STATE_KEYS,
-    check_is_mapping,
-    fitted_scale,
-    read_saved_scaler,
-    warn_of_other_arguments,
-)
+from pydantic import AfterValidator, Field, ValidationError, model_serializer, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from megalowbit.errors import UserError, shown
+from megalowbit.json_text import is_finite_number
+from megalowbit.optim.loss_scale.state import check_is_mapping
+from megalowbit.values import SettingsModel
+
+LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+SMALLEST_SCALE = 2.0**-126  # the smallest whose reciprocal float32 holds
+SCALE_RULE = "a number that float32 holds, and its inverse too: from 2**-126 to 3.4e38"
+
+
+def as_float32(value: float) -> float:
+    """`value` rounded to float32: infinite where it is too large."""
+    return ctypes.c_float(value).value
+
+
+def is_positive(value: object) -> bool:
+    """Whether `value` is a finite number > 0."""
+    return is_finite_number(value) and value > 0  # type: ignore[operator]
+
+
+def is_scale(value: object) -> bool:
+    """Whether `value` can be a loss scale: losses and gradients are multiplied by S and 1/S in float32."""
+    # rounded as float32 rounds: the text 3.4028235e38 is a little above the largest
+    return is_positive(value) and SMALLEST_SCALE <= as_float32(float(value)) <= LARGEST_FLOAT32  # type: ignore[arg-type]
+
+
+def check(name: str, value: object, is_valid: bool, rule: str) -> None:
+    """Raise `UserError` "`name` must be `rule`, not `value`" unless `is_valid`."""
+    if not is_valid:
+        raise UserError(f"{name} must be {rule}, not {shown(value)}")
+
+
+def _held_by_float32(value: float) -> float:
+    if not is_scale(value):
+        raise ValueError(f"it must be {SCALE_RULE}")
+    return value
+
+
+PositiveNumber = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Scale = Annotated[PositiveNumber, AfterValidator(_held_by_float32)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +136,7 @@ class GradScaler(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state, of this or another library's scaler: see `scaler_state`.
+        """Continue from a saved state, of this or another library's scaler: see `state`.
 
         Raises:
             UserError: as `check_state_dict` says; nothing has been changed then.
@@ -129,153 +151,59 @@ class GradScaler(ABC):
         check_is_mapping(state)
 
 
-class ConstantGradScaler(GradScaler):
-    """S never changes; a saved dynamic state is ignored."""
+class GradScalerSettings(SettingsModel):
+    """`"grad_scaler"` of the configuration; each strategy derives its own, with a `type` of its own.
 
-    def update(self, found_inf: bool, statistics: GradientStatistics | None = None) -> float:  # noqa: ARG002
-        return self.scale
-
-    def back_off(self) -> bool:
-        return False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.check_state_dict(state)
-
-
-class DynamicGradScaler(GradScaler):
-    """S falls on overflow and grows after `growth_interval` clean steps in a row.
-
-    The modes, each equal to its original's S step by step on any sequence, as long as S stays in its bounds:
-
-    * `megatron`: hysteresis is refilled only on growth, so that after a first backoff every further overflow
-      lowers S at once. S and both factors are float32. Bounds unless given: 1 and 2^32.
-    * `deepspeed`: `DynamicLossScaler`, which grows one clean step later; with `hysteresis=1` also the FP16
-      optimizers, which have a rule of their own. Give `backoff_factor = 1 / growth_factor`, its one factor.
-      Bounds unless given: 1 and 2^127.
-    * `torch`: `torch.amp.GradScaler`; `hysteresis` plays no part. Bounds unless given: what float32 holds.
-    * `clean_step`: Apex's `update_scale_hysteresis`; every clean step refills hysteresis. Bounds as torch's.
-
-    Args:
-        initial_scale: first S.
-        min_scale: S never falls below it; None: as the mode says.
-        growth_factor: factor > 1 of a growth.
-        backoff_factor: factor in (0, 1) of a backoff.
-        growth_interval: clean steps before a growth.
-        hysteresis: overflows before the first backoff after a growth.
-        mode: whose rule to follow.
-        max_scale: S never grows above it; None: as the mode says.
-        consecutive_hysteresis: a clean step refills hysteresis (only `deepspeed`).
-        raise_at_min_scale: an overflow at `min_scale` that would lower S raises UserError (only `deepspeed`).
-
-    Raises:
-        UserError: an argument is out of range; the message names it.
+    The other fields are the arguments of `SCALER`, with the same defaults.
     """
 
-    def __init__(
-        self,
-        initial_scale: float = 2.0**32,
-        min_scale: float | None = None,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        *,
-        mode: Mode = "megatron",
-        max_scale: float | None = None,
-        consecutive_hysteresis: bool = False,
-        raise_at_min_scale: bool = False,
-    ) -> None:
-        if mode not in MODES:
-            raise unknown_name("mode of a grad scaler", mode, MODES)
-        rule = RULES[mode]
-        min_scale = rule.min_scale if min_scale is None else min_scale
-        max_scale = rule.max_scale if max_scale is None else max_scale
-        check_scale_bounds(initial_scale, min_scale, max_scale)
-        _check_factors(growth_factor, backoff_factor, growth_interval, hysteresis)
-        if rule.stored is as_float32:  # S would stay what it was, or move only here and there
-            held = f"a number that float32 tells from 1, as mode {mode!r} rounds S to it"
-            check("growth_factor", growth_factor, as_float32(growth_factor) > 1, held)
-            check("backoff_factor", backoff_factor, as_float32(backoff_factor) < 1, held)
-        for name, value in (
-            ("consecutive_hysteresis", consecutive_hysteresis),
-            ("raise_at_min_scale", raise_at_min_scale),
-        ):
-            check(name, value, isinstance(value, bool), "True or False")
-            check(
-                name,
-                value,
-                mode == "deepspeed" or not value,
-                f'left out with mode {mode!r}: it is of "deepspeed"',
-            )
-        super().__init__(rule.stored(initial_scale))
-        self.mode = mode
-        self.min_scale, self.max_scale = rule.stored(min_scale), rule.stored(max_scale)
-        self.growth_factor = float(growth_factor)
-        self.backoff_factor = float(backoff_factor)
-        self.growth_interval = growth_interval
-        self.hysteresis = hysteresis
-        self._rule = rule
-        self._arguments = RuleArguments(
-            min_scale=self.min_scale,
-            max_scale=self.max_scale,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            consecutive_hysteresis=consecutive_hysteresis,
-            raise_at_min_scale=raise_at_min_scale,
-        )
-        self._growth_tracker = 0
-        self._hysteresis_tracker = hysteresis
+    SCALER: ClassVar[type[GradScaler]]
 
-    def update(self, found_inf: bool, statistics: GradientStatistics | None = None) -> float:  # noqa: ARG002
-        self._set(self._rule.after(self._state(), bool(found_inf), self._arguments))
-        return self.scale
+    type: str
 
-    def back_off(self) -> bool:
-        lowered = self._rule.lowered(self.scale, self._arguments)
-        if lowered >= self.scale:
-            return False
-        # as after any backoff: growth starts anew, and hysteresis is used up
-        self._set(ScaleState(lowered, 0, min(self._hysteresis_tracker, 1)))
-        return True
+    @model_validator(mode="after")
+    def _fit_together(self) -> GradScalerSettings:
+        self._check()
+        self.build()  # refuses what else does not go together
+        return self
 
-    def restart_growth(self) -> None:
-        self._growth_tracker = 0
+    @model_serializer
+    def _only_what_matters(self) -> dict[str, Any]:
+        return {"type": self.type, **self.arguments()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """`scale`, `growth_tracker` and `hysteresis_tracker`, as Megatron names them."""
-        return dict(zip(STATE_KEYS, self._state(), strict=True))
+    def build(self) -> GradScaler | None:
+        """The scaler that the settings describe; None: there is none."""
+        return self.SCALER(**self.arguments())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state of any scaler that `scaler_state` reads, made to fit these settings.
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `SCALER`."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name != "type"}
 
-        A scale outside `[min_scale, max_scale]` is clamped with a warning (below the minimum the next backoff
-        would raise it). Values may be tensors of one element, as Megatron saves them.
+    def _check(self) -> None:
+        """Refuse values that do not go together, in the words of the configuration.
 
         Raises:
-            UserError: a key is missing, or a value no finite number; nothing has been changed then.
+            ValueError: a `ValidationError` where one key can be named.
         """
-        saved = read_saved_scaler(state)
-        left = self.hysteresis if saved.hysteresis_tracker is None else saved.hysteresis_tracker
-        scale = fitted_scale(saved.scale, self.min_scale, self.max_scale)
-        used = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis")
-        warn_of_other_arguments(saved, {name: getattr(self, name) for name in used})
-        self._set(
-            ScaleState(self._rule.stored(scale), max(saved.growth_tracker, 0), min(left, self.hysteresis))
-        )
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        read_saved_scaler(state)
 
-    def _state(self) -> ScaleState:
-        return ScaleState(self.scale, self._growth_tracker, self._hysteresis_tracker)
+def check_initial_scale(settings: GradScalerSettings, first: float, low: float, high: float) -> None:
+    """Refuse an `initial_scale` outside its bounds, as an error of that key.
 
-    def _set(self, state: ScaleState) -> None:
-        self.scale, self._growth_tracker, self._hysteresis_tracker = state
+    Raises:
+        ValidationError: see above.
+    """
+    if low <= first <= high:
+        return
+    is_given = "initial_scale" in settings.model_fields_set
+    default = "" if is_given else f"; the default is {first:g}"
+    reason = f"it must be from min_scale ({low:g}) to max_scale ({high:g}){default}"
+    error = InitErrorDetails(
+        type=PydanticCustomError("value_error", "{reason}", {"reason": reason}),
+        loc=("initial_scale",),
+        input=first if is_given else None,
+    )
+    raise ValidationError.from_exception_data("grad_scaler", [error])
 
 
 def check_scale_bounds(initial_scale: float, min_scale: float, max_scale: float) -> None:
@@ -293,14 +221,3 @@ def check_scale_bounds(initial_scale: float, min_scale: float, max_scale: float)
 
 def _scale_rule(value: object) -> str:
     return SCALE_RULE if is_positive(value) else "a finite number > 0"
-
-
-def _check_factors(
-    growth_factor: float, backoff_factor: float, growth_interval: int, hysteresis: int
-) -> None:
-    is_growth = is_positive(growth_factor) and growth_factor > 1
-    is_backoff = is_positive(backoff_factor) and backoff_factor < 1
-    check("growth_factor", growth_factor, is_growth, "finite and > 1")
-    check("backoff_factor", backoff_factor, is_backoff, "in (0, 1)")
-    check("growth_interval", growth_interval, is_count(growth_interval), "a whole number > 0")
-    check("hysteresis", hysteresis, is_count(hysteresis), "a whole number > 0")

@@ -1,4 +1,8 @@
-"""What all loss scales that look at the gradients have in common: octaves, bounds, backoff, patience.
+"""Bases of the loss scales that are set from the gradients: octaves, bounds, backoff, patience.
+
+Statistics are taken without the scale: the largest *scaled* gradient moves with S itself, and feeding it back
+makes S swing. A mean of logarithms is used, because an arithmetic mean of target / amax follows its largest
+summand and overshoots. Scales per layer are in `statistics.layer_scaling`.
 
 S is a power of two and moves in octaves (factors of two): whole octaves are exact in every float format, so a
 change of S changes no mantissa. A strategy gathers statistics on clean steps and says where S should be; this
@@ -16,23 +20,37 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from megalowbit.errors import UserError
-from megalowbit.optim.loss_scale.base import GradientStatistics, GradScaler, check_scale_bounds
-from megalowbit.optim.loss_scale.rules import check, is_count, is_positive
+from megalowbit.json_text import is_finite_number
+from megalowbit.optim.loss_scale.base import (
+    Count,
+    GradientStatistics,
+    GradScaler,
+    GradScalerSettings,
+    PositiveNumber,
+    Scale,
+    check,
+    check_initial_scale,
+    check_scale_bounds,
+    is_positive,
+)
 from megalowbit.optim.loss_scale.state import (
     STRATEGY_KEY,
     check_is_mapping,
     damaged,
     fitted_scale,
-    is_finite,
     is_whole,
     plain_number,
     read_saved_scaler,
     read_scale,
 )
+from megalowbit.values import is_count
 
+TARGET = 2.0**15  # one octave below the limit of fp16
 LARGEST_HALF = 65504.0
 # octaves forgiven before rounding down: a mean of equal values may end a few bits below them
 ROUNDING = 1e-6
@@ -230,6 +248,72 @@ class StrategyGradScaler(GradScaler):
         self.scale = 2.0**exponent
 
 
+class AmaxGradScaler(StrategyGradScaler):
+    """Base of the strategies that look at the largest gradient: x = log2(target / amax) and its mean.
+
+    Args:
+        target: largest scaled gradient aimed at, at most 65504.
+        ema_decay: factor in [0, 1) by which a step's weight in the mean falls at each later step.
+        **common: see `StrategyGradScaler`.
+    """
+
+    STATE: ClassVar[Mapping[str, float | None]] = {"mean": None, "weight": 0.0}
+    needs_amax = True
+
+    _mean: float | None
+    _weight: float  # sum of the weights in the mean, 1 − decay^n, which corrects its bias
+
+    def __init__(
+        self, initial_scale: float = 2.0**15, min_scale: float = 1.0, *,
+        target: float = TARGET, ema_decay: float = 0.9, **common: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(initial_scale, min_scale, **common)
+        check("target", target, is_positive(target) and target <= LARGEST_HALF, f"in (0, {LARGEST_HALF:g}]")
+        is_decay = ema_decay == 0 or (is_positive(ema_decay) and ema_decay < 1)
+        check("ema_decay", ema_decay, is_decay, "in [0, 1)")
+        self.target = float(target)
+        self.ema_decay = float(ema_decay)
+
+    def _gather(self, statistics: GradientStatistics) -> None:
+        octave = octaves_below(self.target, statistics.amax)
+        if octave is None:
+            return
+        self._weight = 1.0 - self.ema_decay * (1.0 - self._weight)
+        if self._mean is None:
+            self._mean = octave
+        else:  # the corrected mean itself, so that equal values keep it where it is
+            self._mean += (1.0 - self.ema_decay) / self._weight * (octave - self._mean)
+        self._gather_octave(octave, statistics.loss_scale)
+
+    @abstractmethod
+    def _gather_octave(self, octave: float, loss_scale: float) -> None:
+        """Take in x of a clean step whose gradients were multiplied by `loss_scale`."""
+
+    def _level(self) -> float | None:
+        return self._mean
+
+
+class StrategySettings(GradScalerSettings):
+    """Arguments of `StrategyGradScaler`."""
+
+    initial_scale: Scale = 2.0**15
+    min_scale: Scale = 1.0
+    max_scale: Scale = 2.0**32
+    growth_interval: Count = 100
+    update_every: Count = 1
+    sample: Annotated[PositiveNumber, Field(le=1)] = 1.0
+
+    def _check(self) -> None:
+        check_initial_scale(self, self.initial_scale, self.min_scale, self.max_scale)
+
+
+class AmaxSettings(StrategySettings):
+    """Arguments of `AmaxGradScaler`."""
+
+    target: PositiveNumber = TARGET
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+
 def _state_value(name: str, value: Any, first: float | None) -> float | None:
     """A saved value as Python keeps it; `first`, that of a new strategy, tells what it must be."""
     value = plain_number(value)
@@ -238,15 +322,15 @@ def _state_value(name: str, value: Any, first: float | None) -> float | None:
     elif isinstance(first, int):
         is_valid, rule = is_whole(value) and value >= 0, "a whole number ≥ 0"
     elif name == "weight":
-        is_valid, rule = is_finite(value) and 0 <= value <= 1, "in [0, 1]"
+        is_valid, rule = is_finite_number(value) and 0 <= value <= 1, "in [0, 1]"
     elif first is None and value is None:
         return None
     elif name in WHOLE_OCTAVES:
         is_valid, rule = is_whole(value) and abs(value) <= MOST_OCTAVES, "a whole number of octaves, or null"
     elif first == 0.0:  # a sum, of as many as there were
-        is_valid, rule = is_finite(value), "a finite number"
+        is_valid, rule = is_finite_number(value), "a finite number"
     else:
-        is_valid, rule = is_finite(value) and abs(value) <= MOST_OCTAVES, "a finite number of octaves"
+        is_valid, rule = is_finite_number(value) and abs(value) <= MOST_OCTAVES, "a finite number of octaves"
     if not is_valid:
         raise damaged(name, value, rule)
     is_counted = isinstance(first, int) or name in WHOLE_OCTAVES

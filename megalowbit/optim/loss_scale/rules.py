@@ -11,21 +11,16 @@ left until one lowers S (1 or less: the next one does).
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from megalowbit.errors import UserError, shown
+from megalowbit.errors import UserError
+from megalowbit.optim.loss_scale.base import LARGEST_FLOAT32, SMALLEST_SCALE, as_float32
 
 Mode = Literal["megatron", "deepspeed", "torch", "clean_step"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-
-LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
-SMALLEST_SCALE = 2.0**-126  # the smallest whose reciprocal float32 holds
-SCALE_RULE = "a number that float32 holds, and its inverse too: from 2**-126 to 3.4e38"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +62,6 @@ class ScaleRule:
     stored: Callable[[float], float]
     min_scale: float
     max_scale: float
-
-
-def as_float32(value: float) -> float:
-    """`value` rounded to float32: infinite where it is too large."""
-    return ctypes.c_float(value).value
 
 
 def _as_float64(value: float) -> float:
@@ -178,26 +168,3 @@ RULES: dict[Mode, ScaleRule] = {
         max_scale=LARGEST_FLOAT32,
     ),
 }
-
-
-def is_positive(value: object) -> bool:
-    """Whether `value` is a finite number > 0."""
-    # compared, because math.isfinite raises on integers beyond the largest float
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
-
-
-def is_scale(value: object) -> bool:
-    """Whether `value` can be a loss scale: losses and gradients are multiplied by S and 1/S in float32."""
-    # rounded as float32 rounds: the text 3.4028235e38 is a little above the largest
-    return is_positive(value) and SMALLEST_SCALE <= as_float32(float(value)) <= LARGEST_FLOAT32  # type: ignore[arg-type]
-
-
-def is_count(value: object) -> bool:
-    """Whether `value` is a whole number > 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def check(name: str, value: object, is_valid: bool, rule: str) -> None:
-    """Raise `UserError` "`name` must be `rule`, not `value`" unless `is_valid`."""
-    if not is_valid:
-        raise UserError(f"{name} must be {rule}, not {shown(value)}")

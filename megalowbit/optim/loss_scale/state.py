@@ -12,18 +12,18 @@ business.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megalowbit.errors import UserError, shown
+from megalowbit.json_text import is_finite_number
 
 logger = logging.getLogger(__name__)
 
 STATE_KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
 TORCH_KEY = "_growth_tracker"
-STRATEGY_KEY = "strategy"  # its value names the strategy of scale_strategies that wrote the state
+STRATEGY_KEY = "strategy"  # its value names the strategy that wrote the state
 # arguments that a foreign state carries, by our name
 ARGUMENT_KEYS = {
     "growth_factor": ("growth_factor", "scale_factor"),
@@ -107,16 +107,9 @@ def plain_number(value: Any) -> Any:
         return value
 
 
-def is_finite(value: object) -> bool:
-    """Whether `value` is a finite number, True and False apart."""
-    largest = sys.float_info.max  # compared, because math.isfinite raises on integers beyond it
-    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_real and -largest <= value <= largest  # type: ignore[operator]
-
-
 def is_whole(value: object) -> bool:
     """Whether `value` is a whole number that 64 bits hold."""
-    return is_finite(value) and value == int(value) and abs(value) < 2**63  # type: ignore[call-overload,arg-type]
+    return is_finite_number(value) and value == int(value) and abs(value) < 2**63  # type: ignore[call-overload,arg-type]
 
 
 def damaged(name: str, value: object, rule: str) -> UserError:
@@ -134,7 +127,7 @@ def read_scale(state: Mapping[str, Any], name: str) -> float:
         UserError: it is not a finite number > 0.
     """
     scale = plain_number(state[name])
-    if not (is_finite(scale) and scale > 0):
+    if not (is_finite_number(scale) and scale > 0):
         raise damaged(name, scale, "a finite number > 0")
     return float(scale)
 
@@ -235,7 +228,7 @@ def _arguments(state: Mapping[str, Any]) -> dict[str, float]:
             value = plain_number(state.get(key))
             if value is None:
                 continue
-            if not (is_finite(value) and value > 0 and (name not in COUNTS or value == int(value))):
+            if not (is_finite_number(value) and value > 0 and (name not in COUNTS or value == int(value))):
                 raise damaged(key, value, "a whole number > 0" if name in COUNTS else "a finite number > 0")
             found[name] = float(value)
     return found

@@ -22,13 +22,15 @@ from megalowbit.distributed import process_group
 from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.local_ddp import LocalDDP, is_expert
-from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler, GradScaler
-from megalowbit.optim.loss_scale.rules import SCALE_RULE, is_count, is_scale
+from megalowbit.optim.loss_scale.base import SCALE_RULE, GradScaler, is_scale
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 from megalowbit.optim.optimizers.base import MegatronOptimizer
 from megalowbit.optim.optimizers.chained import ChainedOptimizer
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.optimizers.options import options_in
 from megalowbit.optim.optimizers.param_groups import ParameterCondition, weight_decay_groups
+from megalowbit.values import is_count
 
 UpdateRule = Literal["adam", "sgd"]
 LARGEST_LOSS_SCALE = 2.0**32

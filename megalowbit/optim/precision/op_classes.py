@@ -6,7 +6,8 @@ take the widest type. All other operations that have a name here run in what the
 activations may: they only compare, or their kernels compute in fp32 and round once. Batch and instance norm
 are among those: they write running statistics into their arguments, and a cast would make them write into a
 copy.
-Plain Python, so that settings are checked without torch; `optim.autocast` applies the classes.
+`"autocast"` of the configuration moves operations between the classes. Plain Python: a misspelt operation is
+an error of the configuration, before torch is imported. `autocast` applies the classes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import BeforeValidator, model_validator
 
 from megalowbit.errors import UserError, shown, unknown_name
+from megalowbit.values import SettingsModel
 
 OpClass = Literal["float16", "float32", "promote"]
 
@@ -175,3 +179,48 @@ def checked_names(names: Any, where: str) -> tuple[str, ...]:
                 "docs/mixed-precision.md lists the ops that can be put into a class"
             )
     return tuple(dict.fromkeys(given))
+
+
+def _listed_names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError('expected a list of ops, for example ["gelu"]')
+    return checked_names(value, "the list")
+
+
+Ops = Annotated[tuple[str, ...], BeforeValidator(_listed_names)]
+
+
+class AutocastSettings(SettingsModel):
+    """`true`, `false`, or the operations to move: `{"float32": ["gelu"], "promote": […]}`, which is on, too.
+
+    Attributes:
+        enabled: whether operations run by class; off, they run in their inputs' type.
+        float16: operations to run in half precision, beside those of the table.
+        float32: operations to run in fp32.
+        promote: operations to run in their inputs' widest type.
+    """
+
+    enabled: bool = True
+    float16: Ops = ()
+    float32: Ops = ()
+    promote: Ops = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_switch_is_a_block(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            return {"enabled": value}
+        if not isinstance(value, (dict, cls)):
+            raise ValueError('expected true, false, or ops to move, for example {"float32": ["gelu"]}')
+        return value
+
+    @model_validator(mode="after")
+    def _each_in_one_class(self) -> AutocastSettings:
+        self.op_classes()
+        return self
+
+    def op_classes(self) -> OpClasses:
+        """The table with these changes."""
+        return OpClasses.default().with_changes(
+            float16=self.float16, float32=self.float32, promote=self.promote
+        )

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from megalowbit.errors import UserError, shown
-from megalowbit.optim.loss_scale.state import is_finite, is_whole, plain_number
+from megalowbit.json_text import is_finite_number
+from megalowbit.optim.loss_scale.state import is_whole, plain_number
 from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class _Block:
     def is_valid(cls, key: str, value: object) -> bool:
         """Whether a saved value can be."""
         if key == "average":
-            return value is None or (is_finite(value) and abs(value) <= MOST_OCTAVES)  # type: ignore[arg-type]
+            return value is None or (is_finite_number(value) and abs(value) <= MOST_OCTAVES)  # type: ignore[arg-type]
         return is_whole(value) and 0 <= value <= cls.HIGHEST[key]  # type: ignore[operator]
 
     def blame(self) -> bool:

@@ -3,12 +3,12 @@ import types
 import pytest
 import torch
 
-from megalowbit.config.deepspeed_json import EngineSettings
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.engine.run_checks.model import check_arguments, check_layers_kept, check_scaler, low_bit_names
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import convert, restore
 from megalowbit.layers.recipe import recipe
-from megalowbit.optim.loss_scale.base import ConstantGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 
 
 def model():

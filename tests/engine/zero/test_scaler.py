@@ -5,7 +5,8 @@ import torch
 
 from megalowbit.engine.zero.scaler import ZeroLossScaler
 from megalowbit.errors import UserError
-from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 
 
 def test_the_scale_changes_when_the_scaler_does_and_not_when_deepspeed_says():

@@ -12,8 +12,8 @@ from megalowbit.optim.gradients.step_gradients import StepGradients
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.kernels import cpu as cpu_kernels
 from megalowbit.optim.local_ddp import LocalDDP
-from megalowbit.optim.loss_scale.base import ConstantGradScaler
-from megalowbit.optim.loss_scale.strategies import MaxValueGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
 from megalowbit.optim.optimizers.chained import ChainedOptimizer
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.statistics.layer_scaling import LayerScaling

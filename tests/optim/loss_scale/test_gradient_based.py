@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
-from megalowbit.optim.loss_scale.base import DynamicGradScaler, GradientStatistics
+from megalowbit.optim.loss_scale.base import GradientStatistics
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 from megalowbit.optim.loss_scale.gradient_based import StrategyGradScaler, octaves_below
 
 steady = settings(deadline=None, derandomize=True)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
-from megalowbit.optim.loss_scale.base import DynamicGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
+from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
 from megalowbit.optim.loss_scale.state import fitted_scale, read_saved_scaler
-from megalowbit.optim.loss_scale.strategies import MaxValueGradScaler
 
 # derandomised: the same cases in each run; no deadline: the first call of a library is slow
 steady = settings(deadline=None, derandomize=True, max_examples=200)

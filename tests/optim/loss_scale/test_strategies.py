@@ -9,13 +9,10 @@ from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
 from megalowbit.optim.loss_scale.base import GradientStatistics
-from megalowbit.optim.loss_scale.strategies import (
-    ControllerGradScaler,
-    MaxNormGradScaler,
-    MaxValueGradScaler,
-    NormRatioGradScaler,
-    is_losing,
-)
+from megalowbit.optim.loss_scale.controller import ControllerGradScaler
+from megalowbit.optim.loss_scale.max_norm import MaxNormGradScaler
+from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
+from megalowbit.optim.loss_scale.norm_ratio import NormRatioGradScaler, is_losing
 
 OVERFLOW = 65520.0  # what rounds to infinity in fp16
 AMAX_STRATEGIES = [MaxValueGradScaler, MaxNormGradScaler, ControllerGradScaler]

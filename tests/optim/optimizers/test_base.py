@@ -8,7 +8,8 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.instruments import Instruments
-from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.optim.statistics.layer_scaling import LayerScaling

@@ -9,8 +9,9 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.optim.instruments import Instruments
-from megalowbit.optim.loss_scale.base import DynamicGradScaler
-from megalowbit.optim.loss_scale.strategies import MaxNormGradScaler, MaxValueGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
+from megalowbit.optim.loss_scale.max_norm import MaxNormGradScaler
+from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
 

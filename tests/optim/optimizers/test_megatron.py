@@ -7,8 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 from megalowbit.errors import UserError
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.local_ddp import LocalDDP
-from megalowbit.optim.loss_scale.base import ConstantGradScaler, DynamicGradScaler
-from megalowbit.optim.loss_scale.strategies import MaxValueGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
+from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
 from megalowbit.optim.optimizers.chained import ChainedOptimizer
 from megalowbit.optim.optimizers.megatron import OptimizerConfig, get_megatron_optimizer
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer

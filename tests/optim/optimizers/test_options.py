@@ -3,9 +3,9 @@ from dataclasses import MISSING, fields
 import pytest
 import torch
 
-from megalowbit.config.deepspeed_json import EngineSettings
+from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.optim.instruments import Instruments
-from megalowbit.optim.loss_scale.base import ConstantGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.optimizers.megatron import OptimizerConfig
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.optimizers.options import StepOptions, options_in

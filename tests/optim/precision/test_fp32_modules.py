@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from megalowbit.errors import UserError
-from megalowbit.optim.loss_scale.base import ConstantGradScaler
+from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 from megalowbit.optim.precision.autocast import attach_autocast
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32, keep_fp32

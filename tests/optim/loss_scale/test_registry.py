@@ -4,45 +4,52 @@ import subprocess
 import sys
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from megalowbit.errors import UserError
-from megalowbit.optim.loss_scale.base import DynamicGradScaler
-from megalowbit.optim.loss_scale.settings import (
-    SCALERS,
-    GradScalerSettings,
+from megalowbit.optim.loss_scale.controller import ControllerGradScaler
+from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
+from megalowbit.optim.loss_scale.max_norm import MaxNormGradScaler
+from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
+from megalowbit.optim.loss_scale.norm_ratio import NormRatioGradScaler
+from megalowbit.optim.loss_scale.registry import (
+    STRATEGIES,
+    AnyGradScalerSettings,
     build_grad_scaler,
-    scaler_arguments,
+    default_scaler_type,
 )
-from megalowbit.optim.loss_scale.strategies import (
-    ControllerGradScaler,
-    MaxNormGradScaler,
-    MaxValueGradScaler,
-    NormRatioGradScaler,
-)
+
+
+class Block(BaseModel):
+    grad_scaler: AnyGradScalerSettings
+
+
+def read(settings):
+    """Settings of a `"grad_scaler"` block, of a dynamic scaler where it names no type."""
+    return Block(grad_scaler={"type": "dynamic", **settings}).grad_scaler
 
 
 def test_defaults_by_precision():
-    settings = GradScalerSettings()
-    dynamic = build_grad_scaler(settings, "fp16")
+    assert [default_scaler_type(each) for each in ("fp16", "bf16", "fp32")] == ["dynamic", "none", "none"]
+    dynamic = build_grad_scaler(read({}), "fp16")
     assert isinstance(dynamic, DynamicGradScaler)
     assert (dynamic.scale, dynamic.growth_interval, dynamic.hysteresis) == (2.0**32, 1000, 2)
-    assert build_grad_scaler(settings, "bf16") is None
-    assert build_grad_scaler(settings, "fp32") is None
+    assert build_grad_scaler(read({"type": "none"}), "bf16") is None
+    assert build_grad_scaler(read({"type": "none"}), "fp32") is None
 
 
 def test_fp16_without_a_scaler_is_refused():
     with pytest.raises(UserError, match=r"fp16 expects a grad scaler\."):
-        build_grad_scaler(GradScalerSettings(type="none"), "fp16")
+        build_grad_scaler(read({"type": "none"}), "fp16")
 
 
 def test_fp32_with_a_scaler_is_refused():
     with pytest.raises(UserError, match="fp32 uses no grad scaler"):
-        build_grad_scaler(GradScalerSettings(type="dynamic"), "fp32")
+        build_grad_scaler(read({}), "fp32")
 
 
 def test_bf16_takes_a_constant_scaler():
-    assert build_grad_scaler(GradScalerSettings(type="constant", scale=8), "bf16").scale == 8
+    assert build_grad_scaler(read({"type": "constant", "scale": 8}), "bf16").scale == 8
 
 
 @pytest.mark.parametrize(
@@ -71,7 +78,7 @@ def test_bf16_takes_a_constant_scaler():
 )
 def test_settings_refuse_what_does_not_belong_together(settings, message):
     with pytest.raises(ValidationError, match=message):
-        GradScalerSettings.model_validate(settings)
+        read(settings)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +112,9 @@ def test_settings_refuse_what_does_not_belong_together(settings, message):
 )
 def test_a_setting_out_of_range_is_an_error_of_its_own_key(settings, key):
     with pytest.raises(ValidationError) as caught:
-        GradScalerSettings.model_validate(settings)
-    assert [error["loc"] for error in caught.value.errors()] == [(key,)]
+        read(settings)
+    kind = settings.get("type", "dynamic")
+    assert [error["loc"] for error in caught.value.errors()] == [("grad_scaler", kind, key)]
 
 
 @pytest.mark.parametrize(
@@ -126,13 +134,13 @@ def test_a_setting_out_of_range_is_an_error_of_its_own_key(settings, key):
     ],
 )
 def test_written_settings_read_back_as_they_are(settings):
-    first = GradScalerSettings.model_validate(settings)
-    again = GradScalerSettings.model_validate(first.model_dump(mode="json"))
+    first = read(settings)
+    again = read(first.model_dump(mode="json"))
     assert again.model_dump() == first.model_dump()
 
 
 def test_settings_load_without_torch():
-    code = "import sys, megalowbit.optim.loss_scale.settings; sys.exit('torch' in sys.modules)"
+    code = "import sys, megalowbit.optim.loss_scale.registry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -150,28 +158,43 @@ def test_settings_load_without_torch():
     ],
 )
 def test_each_type_gives_its_scaler_with_its_arguments(settings, scaler, attributes, precision):
-    built = build_grad_scaler(GradScalerSettings.model_validate(settings), precision)
+    built = build_grad_scaler(read(settings), precision)
     assert type(built) is scaler
     assert {name: getattr(built, name) for name in attributes} == attributes
 
 
-def test_every_argument_of_every_scaler_can_be_set():
-    for kind, scaler in SCALERS.items():
-        missing = scaler_arguments(scaler).keys() - GradScalerSettings.model_fields.keys()
-        assert not missing, f"{kind}: {missing}"
+@pytest.mark.parametrize("kind", STRATEGIES.keys() - {"none"})
+def test_settings_are_the_arguments_of_the_class_with_the_same_defaults(kind):
+    expected = {}
+    for base in STRATEGIES[kind].SCALER.__mro__:
+        parameters = inspect.signature(base.__init__).parameters.values()
+        named = [each for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
+        expected = {
+            each.name: each.default for each in named if each.kind is not each.VAR_POSITIONAL
+        } | expected
+    fields = STRATEGIES[kind].model_fields
+    found = {name: field.default for name, field in fields.items() if name != "type"}
+    if kind == "constant":
+        assert fields["scale"].is_required()
+        found["scale"] = inspect.Parameter.empty
+    else:
+        expected.pop("scale")  # of the bases, which compute it
+    assert found == expected
 
 
-def test_the_arguments_of_a_strategy_include_those_of_its_bases():
-    arguments = scaler_arguments(MaxNormGradScaler)
-    assert arguments == {
-        "initial_scale": 2.0**15, "min_scale": 1.0, "max_scale": 2.0**32, "growth_interval": 100,
-        "update_every": 1, "sample": 1.0, "target": 2.0**15, "ema_decay": 0.9, "epsilon": 0.05,
-        "probe_every": 100,
-    }  # fmt: skip
-    assert scaler_arguments(SCALERS["constant"]) == {"scale": inspect.Parameter.empty}
+def test_each_strategy_is_registered_under_its_own_type():
+    for kind, strategy in STRATEGIES.items():
+        assert strategy.model_fields["type"].default == kind
+        assert kind == "none" or strategy.SCALER.__name__ == f"{kind.title().replace('_', '')}GradScaler"
 
 
 def test_an_initial_scale_left_out_is_compared_with_the_bounds_of_its_type():
-    assert GradScalerSettings(type="max_value", max_scale=2.0**20).arguments()["initial_scale"] == 2.0**15
+    assert read({"type": "max_value", "max_scale": 2.0**20}).initial_scale == 2.0**15
     with pytest.raises(ValidationError, match="the default is 32768"):
-        GradScalerSettings(type="max_value", max_scale=8.0)
+        read({"type": "max_value", "max_scale": 8.0})
+
+
+def test_null_leaves_an_argument_to_its_default_even_that_of_another_type():
+    assert read({"growth_interval": None, "target": None}) == read({})
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        read({"growht_interval": None})

@@ -1,0 +1,86 @@
+"""A loss scale that steers the largest scaled gradient like a thermostat.
+
+It corrects a share of the error at a time, where `max_value` goes to the target at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from megalowbit.optim.loss_scale.base import PositiveNumber, check, is_positive
+from megalowbit.optim.loss_scale.gradient_based import AmaxGradScaler, AmaxSettings
+
+
+class ControllerGradScaler(AmaxGradScaler):
+    """A thermostat for the largest scaled gradient: u += gain · clip(log2 target − log2(scaled amax)).
+
+    Args:
+        target: largest scaled gradient aimed at, at most 65504.
+        gain: share of the error that one move corrects, in (0, 0.5]; more of it oscillates.
+        clip: errors, in octaves, are limited to ±clip, so that one strange batch moves S little.
+        dead_band: errors up to so many octaves move nothing; below 0.5 S, a power of two, could never rest.
+        **arguments: see `StrategyGradScaler`; `ema_decay` is of the mean that patience looks at.
+    """
+
+    NAME = "controller"
+    STATE: ClassVar[Mapping[str, float | None]] = {
+        **AmaxGradScaler.STATE,
+        "octave": -math.inf,
+        "error_sum": 0.0,
+        "error_count": 0,
+    }
+
+    _octave: float  # u, of which S has the whole octaves
+    _error_sum: float
+    _error_count: int
+
+    def __init__(
+        self, initial_scale: float = 2.0**15, min_scale: float = 1.0, *,
+        gain: float = 0.5, clip: float = 2.0, dead_band: float = 0.5, **arguments: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(initial_scale, min_scale, **arguments)
+        check("gain", gain, is_positive(gain) and gain <= 0.5, "in (0, 0.5]")
+        check("clip", clip, is_positive(clip), "a finite number > 0")
+        is_band = dead_band == 0 or (is_positive(dead_band) and dead_band < clip)
+        check("dead_band", dead_band, is_band, f"in [0, clip ({clip}))")
+        self.gain, self.clip, self.dead_band = float(gain), float(clip), float(dead_band)
+
+    def _gather_octave(self, octave: float, loss_scale: float) -> None:
+        # the mean error of the steps between two moves: u itself may not run ahead of S
+        self._error_sum += octave - math.log2(loss_scale)
+        self._error_count += 1
+
+    def _wanted(self) -> float | None:
+        if not self._error_count:
+            return None
+        error = self._error_sum / self._error_count
+        self._error_sum, self._error_count = 0.0, 0
+        if abs(error) <= self.dead_band:
+            return None
+        self._octave += self.gain * min(max(error, -self.clip), self.clip)
+        return self._octave
+
+    def _set_exponent(self, exponent: int) -> None:
+        super()._set_exponent(exponent)
+        # held back by a bound or by an overflow, u stays with S: what it piled up would be spent later
+        if not exponent <= self._octave <= exponent + 1:
+            self._octave = float(exponent)
+
+    def _after_backoff(self) -> None:
+        self._octave = float(self._exponent)
+        self._error_sum, self._error_count = 0.0, 0
+
+
+class ControllerSettings(AmaxSettings):
+    """`{"type": "controller"}`."""
+
+    SCALER = ControllerGradScaler
+
+    type: Literal["controller"] = "controller"
+    gain: Annotated[PositiveNumber, Field(le=0.5)] = 0.5
+    clip: PositiveNumber = 2.0
+    dead_band: Annotated[float, Field(ge=0)] = 0.5

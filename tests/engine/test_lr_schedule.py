@@ -1,0 +1,103 @@
+"""`"lr_schedule"` in an engine: every ZeRO stage, skipped steps, resume, and what may not stand beside it."""
+
+import pytest
+import torch
+from small_engines import ADAMW, config, make_engine, model, step
+
+from megalowbit.engine.initialize import initialize
+from megalowbit.errors import UserError
+from megalowbit.optim.schedules.factors import WSDSchedule
+
+WSD = {"type": "wsd", "warmup_steps": 2, "decay_steps": 3, "total_steps": 6, "min_lr_ratio": 0.1}
+FACTORS = [WSDSchedule(**WSD).factor(each) for each in range(8)]
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def rates(engine):
+    return [group["lr"] for group in engine.optimizer.param_groups]
+
+
+def weights(engine):
+    """Exact masters, whole: one process has all of them."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return [each.detach().clone() for group in inner.param_groups for each in group["params"]]
+
+
+@STAGES
+def test_each_step_has_the_rate_of_the_schedule(stage):
+    engine = make_engine(stage, lr_schedule=WSD)
+    seen = []
+    for number in range(8):
+        seen.append(rates(engine))
+        step(engine, number)
+    assert seen == [[0.1 * factor] * len(seen[0]) for factor in FACTORS]
+
+
+@STAGES
+def test_a_skipped_step_does_not_count(stage):
+    scaler = {"type": "constant", "scale": 8.0}
+    engine = make_engine(stage, precision="fp16", grad_scaler=scaler, lr_schedule={**WSD, "warmup_steps": 3})
+    x = torch.randn(2, 16, dtype=torch.float16)
+    for value in (1.0, float("inf"), 1.0):
+        before = rates(engine)
+        engine.backward(engine(x).float().square().mean() * value)
+        engine.step()
+        assert (rates(engine) == before) is (value == float("inf"))
+    assert engine.lr_scheduler.num_steps == 2
+
+
+@STAGES
+def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(stage, tmp_path):
+    whole = make_engine(stage, lr_schedule=WSD)
+    for number in range(3):
+        step(whole, number)
+    whole.save_checkpoint(str(tmp_path), tag="three")
+    resumed = make_engine(stage, lr_schedule=WSD, seed=1)
+    resumed.load_checkpoint(str(tmp_path), tag="three")
+    assert rates(resumed) == rates(whole)
+    for number in range(3, 6):
+        assert step(resumed, number) == step(whole, number)
+        assert rates(resumed) == rates(whole)
+    for one, other in zip(weights(resumed), weights(whole), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_checkpoint_of_another_schedule_is_refused(tmp_path):
+    engine = make_engine(lr_schedule=WSD)
+    step(engine, 0)
+    engine.save_checkpoint(str(tmp_path), tag="one")
+    other = make_engine(lr_schedule={"type": "constant", "warmup_steps": 2})
+    with pytest.raises(UserError, match=r"lr_schedule.type was 'wsd' in the checkpoint and is 'constant'"):
+        other.load_checkpoint(str(tmp_path), tag="one")
+
+
+def test_groups_of_the_user_keep_their_ratio():
+    net = model()
+    groups = [{"params": [net[0].weight], "lr": 0.1}, {"params": [net[2].weight], "lr": 0.3}]
+    settings = config(megalowbit={"precision": "bf16", "lr_schedule": WSD})
+    engine, _, _, scheduler = initialize(model=net, config=settings, model_parameters=groups)
+    assert rates(engine) == [0.1 * FACTORS[0], 0.3 * FACTORS[0]]
+    assert scheduler is engine.lr_scheduler
+    assert scheduler.max_lrs == [0.1, 0.3]
+
+
+def test_total_steps_are_those_that_the_caller_names():
+    section = {"type": "cosine", "total_steps": "auto"}
+    settings = config(megalowbit={"precision": "bf16", "lr_schedule": section})
+    engine, *_ = initialize(model=model(), config=settings, total_steps=10)
+    assert engine.lr_scheduler.schedule.total_steps == 10
+    with pytest.raises(UserError, match=r"^megalowbit.lr_schedule.total_steps = 'auto' needs the number"):
+        initialize(model=model(), config=settings)
+
+
+def test_two_schedules_are_refused():
+    block = {"precision": "bf16", "lr_schedule": WSD}
+    stock = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    with pytest.raises(UserError, match=r"^scheduler and megalowbit.lr_schedule both set the learning rate"):
+        initialize(model=model(), config=config(megalowbit=block, scheduler=stock, optimizer=ADAMW))
+
+    def make(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    with pytest.raises(UserError, match=r"^lr_scheduler and megalowbit.lr_schedule both set the learning"):
+        initialize(model=model(), config=config(megalowbit=block), lr_scheduler=make)
