@@ -7,7 +7,7 @@ import torch
 from megalowbit.config.deepspeed_json import EngineSettings
 from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
 from megalowbit.errors import UserError
-from megalowbit.layers.conversion.partitioned import refuse_partitioned
+from megalowbit.layers.conversion.convert import refuse_partitioned
 
 
 def check_arguments(

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from megalowbit.distributed.generator_states import random_state, restore_random_state
 from megalowbit.errors import UserError
-from megalowbit.layers.layer_snapshot import restore_layers, take_layers
+from megalowbit.layers.carried_state import restore_layers, take_layers
 from megalowbit.optim.step_retry import SaveAndRestore, StepSnapshot, retry_step
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")

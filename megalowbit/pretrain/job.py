@@ -28,6 +28,14 @@ from megalowbit.errors import UserError, from_system
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.families import check_fits, expected_projections
 from megalowbit.hf.generation import remembered
+from megalowbit.layers.carried_state import (
+    OWN_ROLES,
+    SHARED_ROLES,
+    forget_uses,
+    has_splits,
+    load_split_state_dict,
+    split_state_dict,
+)
 from megalowbit.layers.conversion.convert import (
     ConversionReport,
     bit_layers,
@@ -37,17 +45,9 @@ from megalowbit.layers.conversion.convert import (
     set_observer,
 )
 from megalowbit.layers.conversion.report import refuse_missed
-from megalowbit.layers.layer_snapshot import forget_uses
 from megalowbit.layers.matmul.weight_cache import WeightCache
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.split_states import (
-    OWN_ROLES,
-    SHARED_ROLES,
-    has_splits,
-    load_split_state_dict,
-    split_state_dict,
-)
 from megalowbit.optim.timers import StepTimers
 from megalowbit.pretrain.components.late_switch import LateSwitch
 from megalowbit.pretrain.components.late_switch_settings import check_resumed_switch

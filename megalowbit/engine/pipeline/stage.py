@@ -41,7 +41,8 @@ from megalowbit.hf.pipeline import (
     tied_names,
 )
 from megalowbit.hf.pipeline_batches import Inputs
-from megalowbit.layers.conversion.convert import AdvanceStream, random_stream
+from megalowbit.layers.conversion.convert import random_stream
+from megalowbit.layers.conversion.stream_hook import AdvanceStream
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.engine.tensor_parallel.shard_model import (
     attention_sizes,
     plan_for,
     replace_conv1d,
     restore_sizes,
 )
-from megalowbit.layers.tensor_parallel.linear import Cut, TensorGroup, parallel_linear
+from megalowbit.layers.tensor_parallel.linear import Cut, parallel_linear
 
 
 class LoneGroup(TensorGroup):

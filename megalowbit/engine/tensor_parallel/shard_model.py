@@ -28,12 +28,12 @@ from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import TENSOR_KEY, ProcessGrid
+from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
-    TensorGroup,
     parallel_linear,
 )
 

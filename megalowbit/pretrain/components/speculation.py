@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.layers.recipe import Recipe
-from megalowbit.layers.recipe_checks import operand_quantizers
+from megalowbit.layers.recipe import Recipe, operand_quantizers
 from megalowbit.pretrain.estimate.saved_tensors import LargestForms
 from megalowbit.quantize.names import quantizer
 from megalowbit.speculation.counters import share_of_few_bits

@@ -15,7 +15,7 @@ from typing import Any
 
 from megalowbit.distributed.agreement import agree
 from megalowbit.errors import from_system
-from megalowbit.layers.split_states import split_counts
+from megalowbit.layers.carried_state import split_counts
 from megalowbit.pretrain.components.speculation import LookFile, change_lines, speculation_summary
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.run_folder.folder import RECORDS
