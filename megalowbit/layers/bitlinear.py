@@ -275,13 +275,13 @@ class BitLinear(SplitLinear):
         recipe = self.recipe if recipe is None else recipe
         stream = self.random_stream or self._own_stream.stream
         assert stream is not None  # begin_use has made one
-        observes = self.observer is not None and use.is_training
+        observer = self.observer if use.is_training else None
         return MatmulContext(
             recipe=recipe,
             compute_dtype=compute_dtype,
             random_key=partial(self._random_key, stream, use),
             hadamard_signs=stream.hadamard_signs() if recipe.hadamard else 0,
-            observe=partial(self._observe, self.observer) if observes else None,
+            observe=None if observer is None else partial(self._observe, observer),
             count=self._count,
             weights=self.weight_slot,
             # what ZeRO 3 gathers for each use lies elsewhere each time

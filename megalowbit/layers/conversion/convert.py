@@ -218,8 +218,9 @@ def _refuse_unfit(model: nn.Module) -> None:
 
 
 def _nothing_to_swap(model: nn.Module, recipe: Recipe, selection: Selection) -> UserError:
-    left = [(each.name, each.reason) for each in (*selection.kept, *selection.missed)]
-    found = "; ".join(f"{name}: {reason}" for name, reason in left[:4]) or "it has no linear layers"
+    left = [f"{each.name}: {each.reason}" for each in selection.kept]
+    left += [f"{each.name}: {each.reason}" for each in selection.missed]
+    found = "; ".join(left[:4]) or "it has no linear layers"
     return UserError(
         f"recipe {recipe.name!r} swaps no layer of {type(model).__name__} ({found}): "
         "change `keep`, or use the recipe 'bf16' to train unquantised"

@@ -185,12 +185,7 @@ def multiply(
         return None
     a = decode_fp8(left, chosen[0], transpose=transpose_left)
     b = decode_fp8(right, chosen[1], transpose=not transpose_right).t()
-    scales = [
-        torch.full(
-            (), 2.0 ** scale_exponent(operand.exponents or _NONE, dtype), dtype=torch.float32, device=device
-        )
-        for operand, dtype in zip((left, right), chosen, strict=True)
-    ]
+    scales = [_scale(operand, dtype) for operand, dtype in zip((left, right), chosen, strict=True)]
     with no_autocast(device.type):
         product = torch._scaled_mm(
             a,
@@ -201,6 +196,13 @@ def multiply(
             use_fast_accum=False,
         )
         return finish(product, None, bias, out_dtype)
+
+
+def _scale(operand: MatmulOperand, dtype: torch.dtype) -> Tensor:
+    """What a measured operand's FP8 numbers are to be multiplied by, 0-dim fp32."""
+    scale, codes = 2.0 ** scale_exponent(operand.exponents or _NONE, dtype), operand.tensor.codes
+    assert codes is not None, "MXFP4"
+    return torch.full((), scale, dtype=torch.float32, device=codes.device)
 
 
 def _choose(left: MatmulOperand, right: MatmulOperand) -> tuple[torch.dtype, torch.dtype] | None:

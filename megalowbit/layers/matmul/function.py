@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,10 +23,11 @@ from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.context import MatmulContext, SplitOperand
 from megalowbit.layers.matmul.gemms import column_sums, gemm_dtype, multiply
 from megalowbit.layers.matmul.operand import MatmulOperand, exact_dtype, restore_operands, save_operands
+from megalowbit.layers.matmul.quantizations import Quantization
 from megalowbit.layers.matmul.split import Side, multiply_split
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import operand_quantizers
-from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
+from megalowbit.quantize.quantized_tensor import matrix_shape
 
 # Of each product: which of its operands are transposed, left and right.
 TRANSPOSES = MappingProxyType(
@@ -176,7 +176,7 @@ def _quantize_gradient(
 ) -> tuple[MatmulOperand | None, MatmulOperand | None]:
     """The output gradient as grad_input and as grad_weight multiply it, as far as they are asked for."""
     plan = context.quantizations
-    wanted = {}  # quantisation → the first product that takes it
+    wanted: dict[Quantization, str] = {}  # quantisation → the first product that takes it
     if for_input:
         wanted[plan.grad_output] = "grad_input"
     if for_weight:
@@ -186,7 +186,7 @@ def _quantize_gradient(
     operand = context.split(grad_output, "grad_output")
     context.exchange_maxima(wanted, {"grad_output": grad_output})
     context.show_operands(grad_output=grad_output)
-    made = {}
+    made: dict[Quantization, MatmulOperand] = {}
     for each, product in wanted.items():
         # The observer gets it once, and never what is left as it is.
         is_first = all(other.quantizer.is_identity for other in made)
@@ -217,7 +217,10 @@ def _product(
     if left.low_rank is None and right.low_rank is None:
         result = gemm(left, right, out_dtype=out_dtype, bias=bias)
     else:
-        left, right = _decoded(context, left, right)
+        if context.recipe.gemm == "bf16":  # the thin products need the residuals' operands too
+            exact = left.tensor.exact_dtype, right.tensor.exact_dtype
+            dtype = gemm_dtype(exact, context.compute_dtype, left.device)
+            left, right = left.decoded(dtype), right.decoded(dtype)
         is_transformed = product == "grad_weight" and context.recipe.hadamard
         result = multiply_split(
             lambda wide_dtype, bias: gemm(left, right, out_dtype=wide_dtype, bias=bias),
@@ -230,25 +233,6 @@ def _product(
         )
     context.show_product(product, left, right, result, bias)
     return result
-
-
-def _decoded(
-    context: MatmulContext, left: MatmulOperand, right: MatmulOperand
-) -> tuple[MatmulOperand, MatmulOperand]:
-    """The residuals with their operands made, which the thin products need as well as the GEMM."""
-    if context.recipe.gemm != "bf16":
-        return left, right
-    tensors = left.tensor, right.tensor
-    exact = [tensor.exact_dtype for tensor in tensors]
-    device = (left.low_rank or right.low_rank).values.device  # type: ignore[union-attr]  # one of them is split
-    dtype = gemm_dtype(exact, context.compute_dtype, device)
-    made = [
-        replace(tensor, ready_operand=tensor.operand(dtype))
-        if isinstance(tensor, QuantizedTensor)
-        else tensor
-        for tensor in tensors
-    ]
-    return replace(left, tensor=made[0]), replace(right, tensor=made[1])
 
 
 def _gemm(

@@ -102,6 +102,18 @@ class MatmulOperand:
     exponents: ExponentRange | None = None
     low_rank: LowRankPart | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is stored."""
+        tensor = self.tensor
+        return tensor.values.device if isinstance(tensor, UnquantizedTensor) else tensor.codes.device
+
+    def decoded(self, dtype: torch.dtype) -> MatmulOperand:
+        """With the GEMM's operand made, where several products need it."""
+        if isinstance(self.tensor, UnquantizedTensor):
+            return self
+        return replace(self, tensor=replace(self.tensor, ready_operand=self.tensor.operand(dtype)))
+
     def to_parts(self) -> tuple[tuple[Tensor, ...], MatmulOperand]:
         """Tensors, and a copy of the rest that holds none."""
         parts, rest = self.tensor.to_parts()
@@ -130,12 +142,9 @@ class MatmulOperand:
 def save_operands(ctx: Any, *operands: MatmulOperand | None, others: Sequence[Tensor] = ()) -> None:
     """Keep operands, or `None`, and further tensors in an autograd context until backward."""
     tensors: list[Tensor] = []
-    ctx.operands = []  # one (rest, number of tensors) or None for each
+    ctx.operands = []  # the rest and the number of tensors of each
     for operand in operands:
-        if operand is None:
-            ctx.operands.append(None)
-            continue
-        parts, rest = operand.to_parts()
+        parts, rest = ((), None) if operand is None else operand.to_parts()
         tensors += parts
         ctx.operands.append((rest, len(parts)))
     ctx.save_for_backward(*tensors, *others)
@@ -145,13 +154,9 @@ def restore_operands(ctx: Any) -> tuple[list[MatmulOperand | None], list[Tensor]
     """Inverse of `save_operands`, in backward: the operands, and the further tensors."""
     tensors = list(ctx.saved_tensors)
     restored: list[MatmulOperand | None] = []
-    for entry in ctx.operands:
-        if entry is None:
-            restored.append(None)
-            continue
-        rest, count = entry
-        parts, tensors = tensors[:count], tensors[count:]
-        restored.append(rest.from_parts(tuple(parts)))
+    for rest, count in ctx.operands:
+        restored.append(None if rest is None else rest.from_parts(tuple(tensors[:count])))
+        del tensors[:count]
     return restored, tensors
 
 

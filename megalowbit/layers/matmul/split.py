@@ -85,7 +85,7 @@ def multiply_split(
     Returns:
         (m, n) in `out_dtype`.
     """
-    device = (left.low_rank or _part(right)).values.device
+    device = left.operand.device
     dtype = gemm_dtype([None, None], compute_dtype, device)
     gains = [side.low_rank.gain for side in (left, right) if side.low_rank is not None]
     scaled = [gain for gain in gains if gain is not None]
@@ -137,8 +137,3 @@ def _transformed(matrix: Tensor, signs: int | None) -> Tensor:
         return matrix
     padded = torch.nn.functional.pad(matrix.float(), (0, -matrix.shape[1] % GROUP))
     return hadamard(padded, signs).to(matrix.dtype)
-
-
-def _part(side: Side) -> LowRankPart:
-    assert side.low_rank is not None, "one of the operands is split"
-    return side.low_rank
