@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megalowbit as mlb
-from megalowbit.layers.layer_snapshot import forget_uses
+from megalowbit.layers.carried_state import forget_uses
 
 SEQUENCES = 8
 COLUMNS = ("again", "later tokens", "batch", "cache", "quantisation")

@@ -24,7 +24,7 @@ from torch import nn
 
 from megalowbit.distributed.generator_states import random_state, restore_random_state
 from megalowbit.errors import UserError
-from megalowbit.layers.layer_snapshot import restore_layers, take_layers
+from megalowbit.layers.carried_state import restore_layers, take_layers
 from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
 

@@ -22,7 +22,6 @@ from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import copy_tokenizer
 from megalowbit.hf.weight_files import find_weight_files, stored_dtypes
 from megalowbit.layers.conversion.convert import bit_layers, plain_state_dict
-from megalowbit.layers.parameter_split.parameters import holds_split
 from megalowbit.layers.state_dict_layout import parameter_layout
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def fill_weights(
         for name, target in expected.items():
             target.copy_(state_dict[name])
     for layer in bit_layers(model).values():  # as loading a state dict would have found out
-        layer.set_split(holds_split(layer))
+        layer.is_split = layer.holds_split()
 
 
 def save_hf(

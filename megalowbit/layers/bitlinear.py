@@ -12,43 +12,55 @@ with may change from step to step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalowbit.errors import UserError
-from megalowbit.layers.compiled import opaque_linear, register
-from megalowbit.layers.matmul.chooser import Chooser, Probe
-from megalowbit.layers.matmul.context import WEIGHT_ROLES, Call
+from megalowbit.layers.compiled import compiled_linear, register
+from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
+from megalowbit.layers.matmul.quantizations import OPERANDS
 from megalowbit.layers.matmul.sharded_operands import ShardedOperands
-from megalowbit.layers.matmul.use_counter import Use, UseCounter, is_recomputing
+from megalowbit.layers.matmul.slots import Chooser, Observer, Probe
+from megalowbit.layers.matmul.use_counter import OwnStream, Use, UseCounter, is_recomputing
 from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.matmul.weight_factors import WeightFactors
-from megalowbit.layers.observer import Observer
-from megalowbit.layers.parameter_split.parameters import (
-    DECAY_RULES,
-    SPLIT_NAMES,
-    add_split_parameters,
-    check_split_parameters,
-    has_split_parameters,
-    holds_split,
-)
-from megalowbit.layers.parameter_split.state_dict import complete_split, put_whole_weight
+from megalowbit.layers.parameter_split.split_linear import SplitLinear
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.seed_sizes import check_sizes, needed_blocks
-from megalowbit.layers.state_dict_layout import HFStateDict
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.state import SplitState
 from megalowbit.values import whole_number
 
+# What `fill_slots` gives a layer beside what `nn.Linear` has.
+SLOTS = (
+    "_recipe",
+    "_needed_blocks",
+    "handle",
+    "layer_name",
+    "is_transposed",
+    "observer",
+    "chooser",
+    "_chosen",
+    "_waiting",
+    "random_stream",
+    "_own_stream",
+    "_uses",
+    "weight_slot",
+    "split_states",
+    "is_split",
+    "product_counts",
+)
 
-class BitLinear(HFStateDict):
+
+class BitLinear(SplitLinear):
     """A linear layer in low precision: y = Q(x) · Q(W)ᵀ + b.
 
     Args:
@@ -70,17 +82,12 @@ class BitLinear(HFStateDict):
         split_states: of split operands, by role: directions from which the next factorisation starts.
         product_counts: how many products have run in what: `{"output": {"fp8": 3, "bf16": 1}, …}`.
         is_transposed: whether it stands for a transformers `Conv1D`, which keeps its weight as (in, out).
-        is_split: whether the weight is W_R + U·diag(S)·V, see `split_parameters`; set by `set_split`.
-        weight_decay_rules: which factors decay, for `optim.param_groups`.
+        is_split: whether the weight is W_R + U·diag(S)·V, see `SplitLinear`.
+        handle: by which a compiled graph names the layer and its recipe; see `compiled`.
 
     Raises:
         UserError: a size is not a whole number ≥ 0, or the recipe is not valid.
     """
-
-    split_u: nn.Parameter  # these three where the recipe has `parameter_split`
-    split_s: nn.Parameter
-    split_v: nn.Parameter
-    weight_decay_rules = DECAY_RULES
 
     def __init__(
         self,
@@ -92,14 +99,15 @@ class BitLinear(HFStateDict):
         dtype: torch.dtype | None = None,
     ) -> None:
         for name, size in (("in_features", in_features), ("out_features", out_features)):
-            _check_size(name, size)
+            whole_number(f"{name} of BitLinear", size, least=0)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.fill_slots(recipe_of(recipe))
 
     def fill_slots(self, recipe: Recipe, *, layer_name: str = "", is_transposed: bool = False) -> None:
         """Set everything that `nn.Linear` does not have; its parameters stay as they are."""
         self.is_split = False
-        add_split_parameters(self, recipe)
+        if recipe.parameter_split is not None:
+            self.add_factors(recipe.parameter_split)
         self.weight_slot: WeightSlot | None = None
         self.split_states: dict[str, SplitState] = {}
         self.layer_name = layer_name
@@ -110,9 +118,7 @@ class BitLinear(HFStateDict):
         self._chosen: Recipe | None = None  # the chooser's last recipe, which fits the layer
         self._waiting: tuple[int, Probe] | None = None  # of a micro-batch, until its forward is repeated
         self.random_stream: RandomStream | None = None
-        self._own_stream: RandomStream | None = None
-        self._own_rank: int | None = None
-        self._seeded_at: tuple[int, int] | None = None  # micro-batch and use that drew the stream's seed
+        self._own_stream = OwnStream()
         self._uses = UseCounter()
         self.product_counts: dict[str, dict[str, int]] = {}
 
@@ -126,18 +132,10 @@ class BitLinear(HFStateDict):
         resolved = recipe_of(recipe)
         self.check_recipe(resolved)
         # A compiled model guards on the handle, and so compiles again; kept weights were another recipe's.
-        self._recipe, self._handle = resolved, register(self)
+        self._recipe, self.handle = resolved, register(self)
         self._needed_blocks = needed_blocks(resolved)
         if self.weight_slot is not None:
             self.weight_slot.clear()
-
-    def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse a recipe that does not fit the layer.
-
-        Raises:
-            UserError: its weight is to be split and the layer has no factors, or of another rank.
-        """
-        check_split_parameters(self, recipe)
 
     @property
     def shards(self) -> ShardedOperands | None:
@@ -145,9 +143,11 @@ class BitLinear(HFStateDict):
         return None
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """in_features and out_features."""
-        return self.in_features, self.out_features
+    def title(self) -> str:
+        """The layer in messages."""
+        if self.layer_name:
+            return f"BitLinear {self.layer_name!r}"
+        return f"BitLinear({self.in_features}, {self.out_features})"
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply: y = Q(x) · Q(W)ᵀ + b.
@@ -169,7 +169,7 @@ class BitLinear(HFStateDict):
         if not torch.compiler.is_compiling():
             return self._multiply(input, factors, dtype)
         if self.chooser is None:
-            return opaque_linear(self, input, self.weight, self.bias, factors, dtype)
+            return compiled_linear(self, input, self.weight, self.bias, factors, dtype)
         outside_the_graph = torch.compiler.disable(self._multiply)
         result: Tensor = outside_the_graph(input, factors, dtype)
         return result
@@ -178,8 +178,8 @@ class BitLinear(HFStateDict):
         use, needs_grad, recipe, probe = self.begin_use(), torch.is_grad_enabled(), None, None
         if self.chooser is not None:
             recipe, probe = self._choose(self.chooser, use, needs_grad=needs_grad)
-        call = self.call(use, compute_dtype=dtype, needs_grad=needs_grad, recipe=recipe, probe=probe)
-        return lowbit_linear(input, self.weight, self.bias, call, factors)
+        context = self.context(use, compute_dtype=dtype, needs_grad=needs_grad, recipe=recipe, probe=probe)
+        return lowbit_linear(input, self.weight, self.bias, context, factors)
 
     def _choose(self, chooser: Chooser, use: Use, *, needs_grad: bool) -> tuple[Recipe, Probe | None]:
         """What the chooser has for this use of the layer."""
@@ -203,15 +203,15 @@ class BitLinear(HFStateDict):
     def _check_input(self, input: object) -> None:
         if not isinstance(input, Tensor) or input.layout != torch.strided:
             got = f"a tensor of layout {input.layout}" if isinstance(input, Tensor) else type(input).__name__
-            raise UserError(f"{self._title()} expects a torch tensor, a dense one, got {got}: convert it")
+            raise UserError(f"{self.title} expects a torch tensor, a dense one, got {got}: convert it")
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise UserError(
-                f"{self._title()} expects a last axis of {self.in_features}, "
+                f"{self.title} expects a last axis of {self.in_features}, "
                 f"got an input of shape {tuple(input.shape)}"
             )
         if input.device != self.weight.device:
             raise UserError(
-                f"{self._title()} has its weight on {self.weight.device}, got an input on {input.device}: "
+                f"{self.title} has its weight on {self.weight.device}, got an input on {input.device}: "
                 "move one of them"
             )
         for role in ("input", "grad_output") if torch.is_grad_enabled() else ("input",):
@@ -220,7 +220,7 @@ class BitLinear(HFStateDict):
             if axis is not None and axis >= input.dim() - 1:  # gradients of the output have the same axes
                 axes = f"0 to {input.dim() - 2}" if input.dim() > 1 else "none"
                 raise UserError(
-                    f"{self._title()}: split_{role}.broadcast_dim = {axis} is no leading axis of an input of "
+                    f"{self.title}: split_{role}.broadcast_dim = {axis} is no leading axis of an input of "
                     f"shape {tuple(input.shape)} (those are: {axes}): set another, or null"
                 )
         if self._needed_blocks:
@@ -229,12 +229,7 @@ class BitLinear(HFStateDict):
                 "out_features": self.out_features,
                 "tokens": math.prod(input.shape[:-1]),
             }
-            check_sizes(self._needed_blocks, self._title(), sizes, is_training=self.training)
-
-    def _title(self) -> str:
-        if self.layer_name:
-            return f"BitLinear {self.layer_name!r}"
-        return f"BitLinear({self.in_features}, {self.out_features})"
+            check_sizes(self._needed_blocks, self.title, sizes, is_training=self.training)
 
     def begin_use(self, step: int | None = None) -> Use:
         """Count a use of the layer.
@@ -243,14 +238,23 @@ class BitLinear(HFStateDict):
             step: the micro-batch, where the caller knows it better than the stream.
         """
         is_replay = is_recomputing()
-        stream = self.random_stream or self._advanced_own_stream(is_replay=is_replay)
+        own = self._own_stream
+        stream = self.random_stream or own.advance(is_training=self.training, is_replay=is_replay)
         step = stream.step if step is None else step
         number = self._uses.next(step, is_replay=is_replay)
         if self.random_stream is None:
-            self._keep_torchs_generator_in_step(step, number, is_replay=is_replay)
+            own.keep_torchs_generator_in_step(step, number, is_replay=is_replay)
         return Use(step, number, is_replay, self.training)
 
-    def call(
+    def draw_as(self, rank: int, *, overrides: bool = True) -> None:
+        """Draw the random numbers of this data-parallel rank, also where the stream was given another."""
+        stream = self.random_stream
+        if stream is None:
+            stream, self._own_stream.rank = self._own_stream.stream, rank
+        if stream is not None and (overrides or stream.given_rank is None):
+            stream.rank = rank
+
+    def context(
         self,
         use: Use,
         *,
@@ -258,7 +262,7 @@ class BitLinear(HFStateDict):
         needs_grad: bool,
         recipe: Recipe | None = None,
         probe: Probe | None = None,
-    ) -> Call:
+    ) -> MatmulContext:
         """What the products of one use need beside their tensors; forward and backward may both ask.
 
         Args:
@@ -269,101 +273,49 @@ class BitLinear(HFStateDict):
             probe: who looks at it, or `None`.
         """
         recipe = self.recipe if recipe is None else recipe
-        stream = self.random_stream or self._own_stream
+        stream = self.random_stream or self._own_stream.stream
         assert stream is not None  # begin_use has made one
-        name, observer, shards = self.layer_name, self.observer, self.shards
-
-        def observe(role: str, counts: Tensor, error: Tensor) -> None:
-            if observer is not None and (shards is None or shards.is_reported(role)):
-                observer.observe(name, role, counts, error)
-
-        def split_state(role: str) -> SplitState:
-            state = self.split_states.setdefault(role, SplitState())
-            return state if use.is_training else state.copy()  # an evaluation leaves no trace
-
-        return Call(
+        observer = self.observer if use.is_training else None
+        return MatmulContext(
             recipe=recipe,
             compute_dtype=compute_dtype,
-            random_key=self._random_keys(stream, use),
+            random_key=partial(self._random_key, stream, use),
             hadamard_signs=stream.hadamard_signs() if recipe.hadamard else 0,
-            observe=observe if observer is not None and use.is_training else None,
+            observe=None if observer is None else partial(self._observe, observer),
             count=self._count,
             weights=self.weight_slot,
-            keeps_until_cleared=shards is not None or hasattr(self.weight, "ds_id"),  # ZeRO 3 gathers it anew
+            # what ZeRO 3 gathers for each use lies elsewhere each time
+            keeps_until_cleared=self.shards is not None or hasattr(self.weight, "ds_id"),
             is_replay=use.is_replay,
             needs_grad=needs_grad,
             step=use.step,
             sizes=self.sizes,
-            split_state=split_state,
-            shards=shards,
+            split_state=partial(self._split_state, use),
+            shards=self.shards,
             probe=probe,
         )
 
-    def draw_as(self, rank: int, *, overrides: bool = True) -> None:
-        """Draw the random numbers of this data-parallel rank, also where the stream was given another."""
-        stream = self.random_stream
-        if stream is None:
-            stream, self._own_rank = self._own_stream, rank
-        if stream is not None and (overrides or stream.given_rank is None):
-            stream.rank = rank
+    def _random_key(self, stream: RandomStream, use: Use, role: str, device: torch.device) -> RandomKey:
+        """The key of an operand's random numbers in one use."""
+        stream.check(device)
+        is_shared = OPERANDS[role] == "weight"
+        shard = None if self.shards is None else self.shards.shard_of(role)
+        return stream.key(
+            self.layer_name, role, step=use.step, use=use.number, is_shared=is_shared, shard=shard
+        )
 
-    def _random_keys(self, stream: RandomStream, use: Use) -> Callable[[str, torch.device], RandomKey]:
-        """Role and device → the key of an operand's random numbers in one use."""
-        name, shards = self.layer_name, self.shards
+    def _observe(self, observer: Observer, role: str, counts: Tensor, error: Tensor) -> None:
+        if self.shards is None or self.shards.is_reported(role):
+            observer.observe(self.layer_name, role, counts, error)
 
-        def random_key(role: str, device: torch.device) -> RandomKey:
-            stream.check(device)
-            shard = None if shards is None else shards.shard_of(role)
-            is_shared = role in WEIGHT_ROLES
-            return stream.key(name, role, step=use.step, use=use.number, is_shared=is_shared, shard=shard)
-
-        return random_key
+    def _split_state(self, use: Use, role: str) -> SplitState:
+        """What the split of an operand keeps; an evaluation leaves no trace."""
+        state = self.split_states.setdefault(role, SplitState())
+        return state if use.is_training else state.copy()
 
     def _count(self, product: str, path: str) -> None:
         paths = self.product_counts.setdefault(product, {})
         paths[path] = paths.get(path, 0) + 1
-
-    def _advanced_own_stream(self, *, is_replay: bool) -> RandomStream:
-        if self._own_stream is None:
-            self._own_stream = RandomStream(_draw_seed(), self._own_rank)
-        if self.training and not is_replay:
-            self._own_stream.advance()
-        return self._own_stream
-
-    def _keep_torchs_generator_in_step(self, step: int, use: int, *, is_replay: bool) -> None:
-        if self._seeded_at is None:
-            self._seeded_at = (step, use)
-        elif is_replay and self._seeded_at == (step, use):
-            # Checkpointing has set torch's generator back to before the seed was drawn. Draw it again, or
-            # dropouts behind this layer would not recompute the masks they had.
-            _draw_seed()
-
-    def reset_parameters(self) -> None:
-        """A new random weight, whole: factors become zero."""
-        super().reset_parameters()
-        if has_split_parameters(self):
-            for name in SPLIT_NAMES:
-                nn.init.zeros_(getattr(self, name))
-            self.set_split(False)
-
-    def set_split(self, is_split: bool) -> None:
-        """Say whether the parameters are those of a split weight, once they have changed."""
-        self.is_split = is_split
-
-    def put_in_hf_layout(self, state: MutableMapping[str, Any], prefix: str) -> None:
-        """See `HFStateDict`; a split weight is whole there, and its parts stand beside it."""
-        if self.is_split:
-            put_whole_weight(state, prefix)
-        super().put_in_hf_layout(state, prefix)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        try:
-            state_dict = complete_split(self, state_dict, prefix)
-        except UserError as error:
-            arguments[-1].append(str(error))  # as torch's own messages are; the layer stays as it is
-            return
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self.set_split(holds_split(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: not the chooser, which knows the original's layers alone."""
@@ -372,19 +324,10 @@ class BitLinear(HFStateDict):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a copied or unpickled state; handle and weight cache are those of the original."""
         super().__setstate__(state)
-        self.weight_slot, self._handle = None, register(self)
+        self.weight_slot, self.handle = None, register(self)
         self._needed_blocks = needed_blocks(self._recipe)
 
     def extra_repr(self) -> str:
         """Sizes as `nn.Linear` prints them, the recipe's name, and the rank where the weight is split."""
         split = f", split at rank {self.split_s.numel()}" if self.is_split else ""
         return f"{super().extra_repr()}, recipe={self.recipe.name!r}{split}"
-
-
-def _check_size(name: str, size: int) -> None:
-    whole_number(f"{name} of BitLinear", size, least=0)
-
-
-def _draw_seed() -> int:
-    """A seed that no other layer has, without asking a device."""
-    return int(torch.randint(2**62, (), device="cpu"))

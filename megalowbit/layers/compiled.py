@@ -8,8 +8,8 @@ recompilation from step to step, the same bits as without `torch.compile`. See d
 An operator takes tensors and plain values only, so a layer is named by an integer, looked up at run time in
 a registry that does not keep layers alive. The micro-batch comes in as a tensor, which `advance` counts up
 within the graph; what backward must know of its forward (step, use, exponent ranges) travels in a small CPU
-tensor, the ticket, whose memory also keeps the layer alive until then. Quantised weights out of a cache are
-copied, since a compiler may reuse the memory of what an operator returns.
+tensor, the saved handle, whose memory also keeps the layer alive until then. Quantised weights out of a cache
+are copied, since a compiler may reuse the memory of what an operator returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -25,22 +25,46 @@ import torch
 from torch import Tensor
 
 from megalowbit.errors import UserError
+from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import Dtypes, backward_products, forward_products
-from megalowbit.layers.matmul.operand import Factor
-from megalowbit.layers.matmul.saved import empty_parts, factor_from, input_layout, parts_of, weight_layout
+from megalowbit.layers.matmul.operand import MatmulOperand
+from megalowbit.layers.matmul.saved import parts_of, template
 from megalowbit.layers.matmul.use_counter import Use, is_recomputing
 from megalowbit.layers.matmul.weight_factors import WeightFactors
-from megalowbit.quantize.random_stream import check_advance
+from megalowbit.layers.recipe import Recipe
+from megalowbit.quantize.random_stream import RandomStream, check_advance
 
-if TYPE_CHECKING:
-    from megalowbit.layers.bitlinear import BitLinear
-
-TICKET_LENGTH = 8
+SAVED_LENGTH = 8  # of a saved handle: use (4), exponent ranges of input and weight (2 each)
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # neither merged nor replayed
 
 
+class CompiledLayer(Protocol):
+    """What the operators need of the layer that a handle names; `BitLinear` is one."""
+
+    handle: int
+    random_stream: RandomStream | None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The quantisers."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """in_features and out_features."""
+
+    @property
+    def title(self) -> str:
+        """The layer in messages."""
+
+    def begin_use(self, step: int | None = None) -> Use:
+        """Count a use of the layer."""
+
+    def context(self, use: Use, *, compute_dtype: torch.dtype, needs_grad: bool) -> MatmulContext:
+        """What the products of one use need beside their tensors."""
+
+
 @functools.lru_cache(maxsize=1)
-def _layers() -> tuple[WeakValueDictionary[int, BitLinear], Iterator[int]]:
+def _layers() -> tuple[WeakValueDictionary[int, CompiledLayer], Iterator[int]]:
     """The registry and the handles to come: state of the process, on purpose.
 
     An operator is a function of the process and takes no objects, so whatever leads from its plain arguments
@@ -49,7 +73,7 @@ def _layers() -> tuple[WeakValueDictionary[int, BitLinear], Iterator[int]]:
     return WeakValueDictionary(), itertools.count(1)
 
 
-def register(layer: BitLinear) -> int:
+def register(layer: CompiledLayer) -> int:
     """A handle by which the operators find a layer; it never names another one."""
     layers, handles = _layers()
     handle = next(handles)
@@ -57,7 +81,7 @@ def register(layer: BitLinear) -> int:
     return handle
 
 
-def _layer(handle: int) -> BitLinear:
+def _layer(handle: int) -> CompiledLayer:
     layer = _layers()[0].get(handle)
     if layer is None:
         raise UserError(
@@ -67,24 +91,24 @@ def _layer(handle: int) -> BitLinear:
     return layer
 
 
-class _Ticket(np.ndarray):
-    """Memory of a ticket. A tensor's storage holds on to its array, and the array to the layer."""
+class _SavedHandle(np.ndarray):
+    """Memory of a saved handle. A tensor's storage holds on to its array, and the array to the layer."""
 
-    layer: BitLinear
+    layer: CompiledLayer
 
     @staticmethod
-    def tensor(values: Sequence[int], layer: BitLinear) -> Tensor:
-        """A ticket (int64, on the CPU) whose saved copies keep the layer alive.
+    def tensor(values: Sequence[int], layer: CompiledLayer) -> Tensor:
+        """A saved handle (int64, on the CPU) whose saved copies keep the layer alive.
 
         A graph has no context at run time that could hold an object: only saved tensors last till backward.
         """
-        array = np.array(values, dtype=np.int64).view(_Ticket)
+        array = np.array(values, dtype=np.int64).view(_SavedHandle)
         array.layer = layer
         return torch.from_numpy(array)
 
 
-def opaque_linear(
-    layer: BitLinear,
+def compiled_linear(
+    layer: CompiledLayer,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -101,7 +125,7 @@ def opaque_linear(
         bias,
         *(factors or (None, None, None)),
         None if stream is None else stream.step_tensor,
-        layer._handle,
+        layer.handle,
         compute_dtype,
         has_graph and needs_weight,
         has_graph and input.requires_grad,
@@ -124,180 +148,184 @@ def _(step: Tensor) -> None:
     del step
 
 
-@torch.library.custom_op("megalowbit::linear", mutates_args=(), tags=_TAGS)
-def _forward(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    u: Tensor | None,
-    s: Tensor | None,
-    v: Tensor | None,
-    step: Tensor | None,
-    handle: int,
-    compute_dtype: torch.dtype,
-    keeps_input: bool,
-    keeps_weight: bool,
-    needs_grad: bool,
-) -> list[Tensor]:
-    layer = _layer(handle)
-    use = layer.begin_use(None if step is None else int(step))
-    call = layer.call(use, compute_dtype=compute_dtype, needs_grad=needs_grad)
-    factors = _factors(u, s, v)
+class _ForwardArguments(NamedTuple):
+    """Of the operator for forward; `step` is the micro-batch, where the layer shares a stream."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    u: Tensor | None
+    s: Tensor | None
+    v: Tensor | None
+    step: Tensor | None
+    handle: int
+    compute_dtype: torch.dtype
+    keeps_input: bool
+    keeps_weight: bool
+    needs_grad: bool
+
+    @property
+    def factors(self) -> WeightFactors | None:
+        if self.u is None or self.s is None or self.v is None:
+            return None
+        return WeightFactors(self.u, self.s, self.v)
+
+
+@torch.library.custom_op(
+    "megalowbit::linear",
+    mutates_args=(),
+    tags=_TAGS,
+    schema="(Tensor input, Tensor weight, Tensor? bias, Tensor? u, Tensor? s, Tensor? v, Tensor? step, "
+    "SymInt handle, ScalarType compute_dtype, bool keeps_input, bool keeps_weight, bool needs_grad) "
+    "-> Tensor[]",
+)
+def _forward(*values: Any) -> list[Tensor]:
+    given = _ForwardArguments(*values)
+    layer = _layer(given.handle)
+    use = layer.begin_use(None if given.step is None else int(given.step))
+    context = layer.context(use, compute_dtype=given.compute_dtype, needs_grad=given.needs_grad)
     result = forward_products(
-        call, input, weight, bias, factors, keeps_input=keeps_input, keeps_weight=keeps_weight
+        context,
+        given.input,
+        given.weight,
+        given.bias,
+        given.factors,
+        keeps_input=given.keeps_input,
+        keeps_weight=given.keeps_weight,
     )
-    if not needs_grad:
+    if not given.needs_grad:
         return [result.output]
-    ticket = _Ticket.tensor([*use, *_exponents(result.input), *_exponents(result.weight)], layer)
+    saved = _SavedHandle.tensor([*use, *_exponents(result.input), *_exponents(result.weight)], layer)
     parts = parts_of(result.input, is_shared=False)
-    parts += parts_of(result.weight, is_shared=call.weights is not None)
-    return [result.output, ticket, *parts]
+    parts += parts_of(result.weight, is_shared=context.weights is not None)
+    return [result.output, saved, *parts]
 
 
-def _factors(*parts: Tensor | None) -> WeightFactors | None:
-    u, s, v = parts
-    return None if u is None or s is None or v is None else WeightFactors(u, s, v)
-
-
-def _exponents(factor: Factor | None) -> tuple[int, int]:
-    if factor is None or factor.exponents is None:
+def _exponents(operand: MatmulOperand | None) -> tuple[int, int]:
+    if operand is None or operand.exponents is None:
         return -1, -1
-    return factor.exponents.lowest, factor.exponents.highest
+    return operand.exponents.lowest, operand.exponents.highest
 
 
 @_forward.register_fake
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    u: Tensor | None,
-    s: Tensor | None,
-    v: Tensor | None,
-    step: Tensor | None,
-    handle: int,
-    compute_dtype: torch.dtype,
-    keeps_input: bool,
-    keeps_weight: bool,
-    needs_grad: bool,
-) -> list[Tensor]:
-    del bias, u, s, v, step
-    layer = _layer(handle)
-    outputs = [input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=compute_dtype)]
-    if needs_grad:
-        outputs.append(torch.empty(TICKET_LENGTH, dtype=torch.int64, device="cpu"))
-    if keeps_input:
-        outputs += empty_parts(input_layout(layer.recipe, layer.sizes, input.shape), input)
-    if keeps_weight:
-        outputs += empty_parts(weight_layout(layer.recipe, layer.sizes, weight.shape), weight)
+def _(*values: Any) -> list[Tensor]:
+    given = _ForwardArguments(*values)
+    layer, input, weight = _layer(given.handle), given.input, given.weight
+    outputs = [input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=given.compute_dtype)]
+    if given.needs_grad:
+        outputs.append(torch.empty(SAVED_LENGTH, dtype=torch.int64, device="cpu"))
+    if given.keeps_input:
+        kept = template(layer.recipe, "input", layer.sizes, input.shape, input.dtype)
+        outputs += kept.empty_parts(input)
+    if given.keeps_weight:
+        kept = template(layer.recipe, "weight", layer.sizes, weight.shape, weight.dtype)
+        outputs += kept.empty_parts(weight)
     return outputs
 
 
-@torch.library.custom_op("megalowbit::linear_backward", mutates_args=(), tags=_TAGS)
-def _backward(
-    grad_output: Tensor,
-    saved: list[Tensor],
-    factors: list[Tensor],
-    handle: int,
-    compute_dtype: torch.dtype,
-    input_shape: list[int],
-    weight_shape: list[int],
-    input_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    needs_weight: bool,
-    needs_input: bool,
-) -> list[Tensor]:
-    layer = _layer(handle)
-    if handle != layer._handle:
+class _BackwardArguments(NamedTuple):
+    """Of the operator for backward; `saved` is what forward returned beside its output."""
+
+    grad_output: Tensor
+    saved: list[Tensor]
+    factors: list[Tensor]
+    handle: int
+    compute_dtype: torch.dtype
+    input_shape: list[int]
+    weight_shape: list[int]
+    input_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    needs_weight: bool
+    needs_input: bool
+
+
+@torch.library.custom_op(
+    "megalowbit::linear_backward",
+    mutates_args=(),
+    tags=_TAGS,
+    schema="(Tensor grad_output, Tensor[] saved, Tensor[] factors, SymInt handle, ScalarType compute_dtype, "
+    "SymInt[] input_shape, SymInt[] weight_shape, ScalarType input_dtype, ScalarType weight_dtype, "
+    "ScalarType? bias_dtype, bool needs_weight, bool needs_input) -> Tensor[]",
+)
+def _backward(*values: Any) -> list[Tensor]:
+    given = _BackwardArguments(*values)
+    layer = _layer(given.handle)
+    if given.handle != layer.handle:
         raise UserError(
-            f"the recipe of {layer._title()} was changed between a compiled forward and its backward: "
+            f"the recipe of {layer.title} was changed between a compiled forward and its backward: "
             "change it after backward"
         )
-    ticket, *parts = saved
-    step, number, is_replay, is_training, *exponents = ticket.tolist()
-    call = layer.call(
-        Use(step, number, bool(is_replay), bool(is_training)), compute_dtype=compute_dtype, needs_grad=True
-    )
-    input_factor = weight_factor = None
-    if needs_weight:
-        layout = input_layout(layer.recipe, layer.sizes, input_shape)
-        input_factor, parts = factor_from(layout, input_dtype, parts, (exponents[0], exponents[1]))
-    if needs_input:
-        layout = weight_layout(layer.recipe, layer.sizes, weight_shape)
-        weight_factor, _ = factor_from(layout, weight_dtype, parts, (exponents[2], exponents[3]))
+    saved_handle, *parts = given.saved
+    step, number, is_replay, is_training, *exponents = saved_handle.tolist()
+    use = Use(step, number, bool(is_replay), bool(is_training))
+    input = weight = None
+    if given.needs_weight:
+        kept = template(layer.recipe, "input", layer.sizes, given.input_shape, given.input_dtype)
+        input, parts = kept.filled(parts, (exponents[0], exponents[1]))
+    if given.needs_input:
+        kept = template(layer.recipe, "weight", layer.sizes, given.weight_shape, given.weight_dtype)
+        weight, _ = kept.filled(parts, (exponents[2], exponents[3]))
     gradients = backward_products(
-        call,
-        grad_output,
-        input_factor,
-        weight_factor,
-        WeightFactors(*factors) if factors else None,
-        in_features=weight_shape[1],
-        dtypes=Dtypes(input_dtype, weight_dtype, bias_dtype),
-        needs_bias=bias_dtype is not None,
+        layer.context(use, compute_dtype=given.compute_dtype, needs_grad=True),
+        given.grad_output,
+        input,
+        weight,
+        WeightFactors(*given.factors) if given.factors else None,
+        in_features=given.weight_shape[1],
+        dtypes=Dtypes(given.input_dtype, given.weight_dtype, given.bias_dtype),
+        needs_bias=given.bias_dtype is not None,
     )
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
 @_backward.register_fake
-def _(
-    grad_output: Tensor,
-    saved: list[Tensor],
-    factors: list[Tensor],
-    handle: int,
-    compute_dtype: torch.dtype,
-    input_shape: list[int],
-    weight_shape: list[int],
-    input_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    needs_weight: bool,
-    needs_input: bool,
-) -> list[Tensor]:
-    del saved, compute_dtype, handle
-    gradients = []
-    if needs_input:
-        gradients.append(grad_output.new_empty(input_shape, dtype=input_dtype))
-    if needs_weight:
-        gradients.append(grad_output.new_empty(weight_shape, dtype=weight_dtype))
-    if bias_dtype is not None:
-        gradients.append(grad_output.new_empty((weight_shape[0],), dtype=bias_dtype))
-    if needs_weight:
-        gradients += [torch.empty_like(part, memory_format=torch.contiguous_format) for part in factors]
+def _(*values: Any) -> list[Tensor]:
+    given = _BackwardArguments(*values)
+    new_empty, gradients = given.grad_output.new_empty, []
+    if given.needs_input:
+        gradients.append(new_empty(given.input_shape, dtype=given.input_dtype))
+    if given.needs_weight:
+        gradients.append(new_empty(given.weight_shape, dtype=given.weight_dtype))
+    if given.bias_dtype is not None:
+        gradients.append(new_empty((given.weight_shape[0],), dtype=given.bias_dtype))
+    if given.needs_weight:
+        gradients += [torch.empty_like(part, memory_format=torch.contiguous_format) for part in given.factors]
     return gradients
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    input, weight, bias, u, s, v, _, handle, compute_dtype, keeps_input, keeps_weight, needs_grad = inputs
-    factors = () if u is None else (u, s, v)
-    ctx.has_factors = bool(factors)
-    ctx.handle, ctx.compute_dtype, ctx.needs = handle, compute_dtype, (keeps_input, keeps_weight)
-    ctx.input_shape, ctx.weight_shape = input.shape, weight.shape
-    ctx.dtypes = input.dtype, weight.dtype, bias.dtype if bias is not None and bias.requires_grad else None
-    if needs_grad:
+    given = _ForwardArguments(*inputs)
+    factors, bias = given.factors or (), given.bias
+    ctx.num_factors, ctx.handle, ctx.compute_dtype = len(factors), given.handle, given.compute_dtype
+    ctx.input_shape, ctx.weight_shape = given.input.shape, given.weight.shape
+    bias_dtype = bias.dtype if bias is not None and bias.requires_grad else None
+    ctx.dtypes = Dtypes(given.input.dtype, given.weight.dtype, bias_dtype)
+    ctx.needs = given.keeps_input, given.keeps_weight
+    if given.needs_grad:
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*factors, *output[1:])
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Gradients of `_forward`'s arguments."""
-    grad_output, (keeps_input, keeps_weight) = grads[0], ctx.needs
-    num_factors = 3 if ctx.has_factors else 0
-    wanted = [keeps_weight, keeps_input, ctx.dtypes[2] is not None]
-    wanted += [ctx.has_factors and keeps_input] * 3
+    grad_output, (needs_weight, needs_input) = grads[0], ctx.needs
+    wanted = [needs_input, needs_weight, ctx.dtypes.bias is not None]
+    wanted += [ctx.num_factors and needs_weight] * 3
     found: list[Tensor | None] = [None] * len(wanted)
     if grad_output is not None and any(wanted):
         gradients = iter(
             _backward(
                 grad_output,
-                list(ctx.saved_tensors[num_factors:]),
-                list(ctx.saved_tensors[:num_factors]),
+                list(ctx.saved_tensors[ctx.num_factors :]),
+                list(ctx.saved_tensors[: ctx.num_factors]),
                 ctx.handle,
                 ctx.compute_dtype,
                 list(ctx.input_shape),
                 list(ctx.weight_shape),
                 *ctx.dtypes,
-                keeps_input,
-                keeps_weight,
+                needs_weight,
+                needs_input,
             )
         )
         found = [next(gradients) if is_wanted else None for is_wanted in wanted]

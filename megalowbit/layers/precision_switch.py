@@ -19,8 +19,7 @@ from torch import nn
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.recipe import Recipe
-from megalowbit.layers.recipe_checks import OPERAND_FIELDS, OWN_GRADIENT
+from megalowbit.layers.recipe import OPERAND_FIELDS, OWN_GRADIENT, Recipe
 from megalowbit.quantize.names import quantizer
 
 Scope = Literal["forward", "all"]

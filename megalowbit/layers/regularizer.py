@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from megalowbit.errors import UserError
-from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers
-from megalowbit.layers.parameter_split.parameters import SPLIT_NAMES, has_split_parameters, parts_of
+from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES, SplitLinear
 from megalowbit.layers.settings import RegularizerSettings
 from megalowbit.layers.tensor_parallel.linear import Cut, tensor_group_of
 from megalowbit.spectral.weight_split import WeightParts, first_moments, whole_weight
@@ -57,7 +56,7 @@ class DualRangeRegularizer:
         self.layers = dict(layers)
         self.settings = settings
         self.value: Tensor | None = None
-        if next(self._weights(), None) is None and next(self._split_layers(), None) is None:
+        if next(self.weights(), None) is None and next(self._split_layers(), None) is None:
             raise UserError(
                 f"megalowbit.regularizer.strength = {settings.strength} but no low-bit layer is trained: "
                 "set it to 0, or use a recipe that quantises"
@@ -73,7 +72,10 @@ class DualRangeRegularizer:
         Returns:
             R itself, without S: 0-dim float64 on the weights' device.
         """
-        values = [self._add_gradient(weight, _gradient_of(weight), loss_scale) for weight in self._weights()]
+        values = [
+            self.add_piece(weight, _gradient_of(weight), loss_scale, numel=whole_numel(weight))
+            for weight in self.weights()
+        ]
         values += [self._add_to_parts(parts, loss_scale) for parts in self._split_layers()]
         self.value = values[0]  # the constructor has seen a weight, and weights do not go
         for value in values[1:]:
@@ -86,30 +88,21 @@ class DualRangeRegularizer:
         group = tensor_group_of(self.layers.values())
         return value if group is None else group.sum(value.clone())
 
-    def weights(self) -> list[nn.Parameter]:
-        """Weights that are one parameter; those in four parts are not among them."""
-        return list(self._weights())
-
     @torch.no_grad()
     def add_piece(self, weight: Tensor, gradient: Tensor, loss_scale: float, *, numel: int) -> Tensor:
-        """Add the gradient of some elements of a weight to that of the loss, in place.
+        """Add the gradient of a weight, or of some of its elements, to that of the loss, in place.
+
+        Chunks go by rows, so that strided weights and gradients work too.
 
         Args:
-            weight: (n,) of the weight's elements, in any precision.
-            gradient: (n,) of theirs.
+            weight: elements of the weight, in one axis or more and any precision.
+            gradient: theirs, in the same shape.
             loss_scale: S by which `gradient` is multiplied.
             numel: elements of the whole weight.
 
         Returns:
             R of these elements, without S: 0-dim float64 on the weight's device.
         """
-        return self._add_by_rows(weight, gradient, loss_scale, numel)
-
-    def _add_gradient(self, weight: Tensor, gradient: Tensor, loss_scale: float) -> Tensor:
-        return self._add_by_rows(weight, gradient, loss_scale, whole_numel(weight))
-
-    def _add_by_rows(self, weight: Tensor, gradient: Tensor, loss_scale: float, numel: int) -> Tensor:
-        """One weight's share; chunks go by rows, so that strided weights and gradients work too."""
         rows, share = _rows_at_a_time(weight), self.settings.strength / numel
         total = torch.zeros((), dtype=torch.float64, device=weight.device)
         for part, target in zip(weight.split(rows), gradient.split(rows), strict=True):
@@ -149,11 +142,12 @@ class DualRangeRegularizer:
         slope = inverse.square_().mul_(-2 * settings.alpha2).add_(2 * settings.alpha1).mul_(values)
         return value * share, slope.mul_(share).clamp_(-settings.max_gradient, settings.max_gradient)
 
-    def _weights(self) -> Iterator[nn.Parameter]:
-        """Weights that are one parameter."""
+    def weights(self) -> Iterator[nn.Parameter]:
+        """Weights that are one parameter; those in four parts are not among them."""
         for layer in self.layers.values():
             # Factors are no weights; those of a split that has not happened yet are zeros.
-            in_parts = ("weight", *SPLIT_NAMES) if _is_split(layer) else SPLIT_NAMES
+            is_split = isinstance(layer, SplitLinear) and layer.is_split
+            in_parts = ("weight", *SPLIT_NAMES) if is_split else SPLIT_NAMES
             for name, parameter in layer.named_parameters(recurse=False):
                 is_whole = name not in in_parts
                 if parameter.requires_grad and parameter.ndim >= 2 and parameter.numel() and is_whole:
@@ -162,8 +156,8 @@ class DualRangeRegularizer:
     def _split_layers(self) -> Iterator[WeightParts]:
         """Weights in four parts, of which one at least is trained."""
         for layer in self.layers.values():
-            if isinstance(layer, BitLinear) and _is_split(layer) and layer.weight.numel():
-                parts = WeightParts(*parts_of(layer))
+            if isinstance(layer, SplitLinear) and layer.is_split and layer.weight.numel():
+                parts = WeightParts(*layer.parts())
                 if any(part.requires_grad for part in parts):
                     yield parts
 
@@ -192,10 +186,6 @@ def whole_numel(weight: Tensor) -> int:
     """Elements of the weight of which this may be a tensor-parallel shard."""
     cut: Cut | None = getattr(weight, "cut", None)
     return weight.numel() if cut is None else math.prod(cut.whole_shape(weight.shape))
-
-
-def _is_split(layer: nn.Module) -> bool:
-    return isinstance(layer, BitLinear) and layer.is_split and has_split_parameters(layer)
 
 
 def _rows_at_a_time(weight: Tensor) -> int:

@@ -6,15 +6,19 @@ them all in its forward, and the message names the layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megalowbit.errors import UserError
+from megalowbit.layers.matmul.quantizations import Quantizations
+from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.seed_compat import SeedCompatQuantizer
 
-if TYPE_CHECKING:
-    from megalowbit.layers.recipe import Recipe
-
+AXES = {  # of each operand as a matrix: rows, columns
+    "input": ("tokens", "in_features"),
+    "weight": ("out_features", "in_features"),
+    "grad_output": ("tokens", "out_features"),
+}
 _REMEDIES = {
     "in_features": "leave the layer out with recipe.keep",
     "out_features": "leave the layer out with recipe.keep",
@@ -42,30 +46,21 @@ class NeededBlocks(NamedTuple):
 
 def needed_blocks(recipe: Recipe) -> tuple[NeededBlocks, ...]:
     """All quantisers of a recipe that do not pad, with the axes that they see."""
-    is_per_gemm = recipe.layout == "per_gemm"
-    wanted = [
-        ("q_forward_input", "in_features", False),
-        ("q_forward_weight", "in_features", False),
-        ("q_backward_input", "tokens" if is_per_gemm else "in_features", True),
-        ("q_backward_weight", "out_features" if is_per_gemm else "in_features", True),
-        ("q_backward_outputgrad", "out_features", True),
-        ("q_backward_outputgrad_for_weight", "out_features", True),
-    ]
-    if is_per_gemm:
-        wanted.append(("q_backward_outputgrad", "tokens", True))
-    found = [(field, axis, getattr(recipe, field), late) for field, axis, late in wanted]
-    for field, axes, late in (
-        ("split_input", ("tokens", "in_features"), False),
-        ("split_weight", ("out_features", "in_features"), False),
-        ("split_grad_output", ("tokens", "out_features"), True),
-    ):
-        split = getattr(recipe, field)
+    found = []  # field, axis, quantiser, whether of backward
+    for each in dict.fromkeys(Quantizations.of(recipe)):
+        rows, cols = AXES[each.operand]
+        found.append(
+            (each.field, rows if each.is_transposed else cols, each.name, "forward" not in each.field)
+        )
+    for operand, axes in AXES.items():
+        split = getattr(recipe, f"split_{operand}")
         if split is not None and split.method != "mean":  # the mean is not quantised
-            found += [(f"{field}.q_factors", axis, split.q_factors, late) for axis in axes]
+            field = f"split_{operand}.q_factors"
+            found += [(field, axis, split.q_factors, operand == "grad_output") for axis in axes]
     return tuple(
-        NeededBlocks(axis, field, name, _multiple_of(name), late)
-        for field, axis, name, late in found
-        if name is not None and _multiple_of(name) > 1
+        NeededBlocks(axis, field, name, _multiple_of(name), is_of_backward)
+        for field, axis, name, is_of_backward in found
+        if _multiple_of(name) > 1
     )
 
 

@@ -28,6 +28,14 @@ from megalowbit.families.config_checks import check_fits
 from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.generation import remembered
+from megalowbit.layers.carried_state import (
+    OWN_ROLES,
+    SHARED_ROLES,
+    forget_uses,
+    has_splits,
+    load_split_state_dict,
+    split_state_dict,
+)
 from megalowbit.layers.conversion.convert import (
     ConversionReport,
     bit_layers,
@@ -36,17 +44,9 @@ from megalowbit.layers.conversion.convert import (
     random_stream,
 )
 from megalowbit.layers.conversion.report import refuse_missed
-from megalowbit.layers.layer_snapshot import forget_uses
 from megalowbit.layers.matmul.weight_cache import WeightCache
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.split_states import (
-    OWN_ROLES,
-    SHARED_ROLES,
-    has_splits,
-    load_split_state_dict,
-    split_state_dict,
-)
 from megalowbit.optim.timers import StepTimers
 from megalowbit.pretrain.components.base import Component, Kind, RunParts, find
 from megalowbit.pretrain.components.loss_guard import LossGuard

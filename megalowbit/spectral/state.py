@@ -4,8 +4,8 @@ A micro-batch starts from what the one before left behind. Every use within it s
 also a second use of the layer (the last one decides what remains) and a replay, in which activation
 checkpointing computes a forward again: it must give the factors of the first time, so it changes nothing.
 
-Known limit, shared with `layers.use_counter`: once another micro-batch has begun, a replay of an earlier one
-starts where the later one did, and nobody can tell.
+Known limit, shared with `layers.matmul.use_counter`: once another micro-batch has begun, a replay of an
+earlier one starts where the later one did, and nobody can tell.
 """
 
 from __future__ import annotations

@@ -32,10 +32,9 @@ from torch import nn
 
 from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.layers.conversion.convert import bit_layers, set_chooser
-from megalowbit.layers.matmul.chooser import Probe
+from megalowbit.layers.matmul.slots import Probe
 from megalowbit.layers.matmul.use_counter import Use
-from megalowbit.layers.recipe import Recipe
-from megalowbit.layers.recipe_checks import operand_quantizers
+from megalowbit.layers.recipe import Recipe, operand_quantizers
 from megalowbit.quantize.names import quantizer
 from megalowbit.speculation.agreement import agreed
 from megalowbit.speculation.counters import PrecisionCounters
@@ -114,7 +113,7 @@ class PrecisionController:
         return state.precision
 
     def recipe(self, layer: str, base: Recipe) -> Recipe:
-        """See `layers.chooser.Chooser.recipe`."""
+        """See `layers.matmul.slots.Chooser.recipe`."""
         known = self._recipes.get(layer)
         if known is None or known[0] is not base:
             choice = [self.precision(layer, product) for product in PRODUCTS]
@@ -122,7 +121,7 @@ class PrecisionController:
         return known[1]
 
     def probe(self, layer: str, use: Use) -> Probe | None:
-        """See `layers.chooser.Chooser.probe`: looks at the first training use of each layer in a step."""
+        """See `matmul.slots.Chooser.probe`: looks at the first training use of each layer in a step."""
         if self._look is None or layer in self._looked or use.is_replay or not use.is_training:
             return None
         self._looked.add(layer)

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalowbit.errors import UserError, shown, unknown_name
-from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
-from megalowbit.layers.recipe_checks import OPERAND_FIELDS, OWN_GRADIENT
+from megalowbit.layers.recipe import OPERAND_FIELDS, OWN_GRADIENT, SPLIT_FIELDS, Recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.speculation.settings import BITS
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megalowbit.layers.matmul.operand import Factor
+from megalowbit.layers.matmul.operand import MatmulOperand
 from megalowbit.quantize.philox import RandomKey, random_words
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
 from megalowbit.speculation.estimator import estimate
@@ -92,7 +92,7 @@ class ProductProbe:
 
     @torch.no_grad()
     def look(self, role: str, operand: Tensor) -> Tensor | None:
-        """See `layers.chooser.Probe.look`."""
+        """See `layers.matmul.slots.Probe.look`."""
         x = operand.detach()
         found = estimate(x, self._look.estimator, _key(self._layer, role, self._look.step))
         self._look.sheet.statistics[self._layer, role] = found
@@ -104,8 +104,10 @@ class ProductProbe:
         return found[COLUMNS.index("absmax")].to(torch.float32)
 
     @torch.no_grad()
-    def product(self, product: str, left: Factor, right: Factor, result: Tensor, bias: Tensor | None) -> None:
-        """See `layers.chooser.Probe.product`."""
+    def product(
+        self, product: str, left: MatmulOperand, right: MatmulOperand, result: Tensor, bias: Tensor | None
+    ) -> None:
+        """See `layers.matmul.slots.Probe.product`."""
         self._look.sheet.energies[self._layer, product] = None
         roles, axes = OPERANDS[product], _SIDES[product]
         places = [self._places.get(_AXES[role][axis]) for role, axis in zip(roles, axes, strict=True)]
@@ -160,7 +162,7 @@ def _taken(matrix: Tensor, axis: int, places: Tensor) -> Tensor:
     return taken.t() if axis else taken
 
 
-def _values(factor: Factor) -> Tensor:
+def _values(factor: MatmulOperand) -> Tensor:
     """The operand's matrix as it was multiplied, its scale included."""
     assert not factor.is_transposed  # no copy for each product
     assert factor.low_rank is None

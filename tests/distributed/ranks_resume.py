@@ -12,14 +12,14 @@ from tiny_training import TinyModel, config, facts, make, rank_and_size, report,
 
 from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.errors import UserError
-from megalowbit.layers.conversion.convert import random_stream
-from megalowbit.layers.split_states import (
+from megalowbit.layers.carried_state import (
     OWN_ROLES,
     SHARED_ROLES,
     load_split_state_dict,
     split_counts,
     split_state_dict,
 )
+from megalowbit.layers.conversion.convert import random_stream
 
 STEPS, SAVED = 9, 5
 folder, mode = Path(sys.argv[1]), sys.argv[2]

@@ -8,7 +8,6 @@ from tiny_training import config, facts, make, rank_and_size, report, train_step
 import megalowbit.layers.parameter_split.masters as split_masters
 from megalowbit.engine.parameters.split import split_weights
 from megalowbit.layers.conversion.convert import bit_layers
-from megalowbit.layers.parameter_split.parameters import parts_of
 from megalowbit.spectral.weight_split import WeightParts
 
 RANK, STEPS, SPLITS = 3, 6, (2, 4)
@@ -47,7 +46,7 @@ def whole(masters):
 
 def masters_of(engine):
     layers = bit_layers(engine.module).values()
-    return [[engine.optimizer.master_of(part) for part in parts_of(layer)] for layer in layers]
+    return [[engine.optimizer.master_of(part) for part in layer.parts()] for layer in layers]
 
 
 def state_of(engine):

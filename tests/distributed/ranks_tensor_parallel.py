@@ -21,7 +21,8 @@ from megalowbit.layers.conversion.convert import (
     restore,
     set_chooser,
 )
-from megalowbit.layers.matmul.context import Prepared
+from megalowbit.layers.matmul.context import SplitOperand
+from megalowbit.layers.matmul.quantizations import Quantization
 from megalowbit.layers.recipe import recipe
 
 rank, world_size = rank_and_size()
@@ -190,9 +191,9 @@ def numbers_drawn():
     found = {}
     for name in ("q_proj", "o_proj"):
         layer = layers[f"model.layers.0.self_attn.{name}"]
-        call = layer.call(layer.begin_use(), compute_dtype=torch.float32, needs_grad=True)
+        context = layer.context(layer.begin_use(), compute_dtype=torch.float32, needs_grad=True)
         for role in ("input", "weight", "grad_output"):
-            made = call.quantize(Prepared(x), "nvfp4e2m1b", role, is_reported=False)
+            made = context.quantize(SplitOperand(x), Quantization(role, "nvfp4e2m1b", ""), is_reported=False)
             found[f"{name} {role}"] = made.tensor.dequantize().flatten().tolist()
     engine.destroy()
     return found

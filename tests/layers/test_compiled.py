@@ -191,7 +191,7 @@ def test_a_layer_alone_draws_its_own_numbers():
     grad = torch.randn(8, 32)
     one, other = (torch.autograd.grad(run(x), x, grad)[0] for _ in range(2))
     assert not torch.equal(one, other)
-    assert layer._own_stream.step == 2
+    assert layer._own_stream.stream.step == 2
 
 
 def test_frozen_tensors_get_no_gradient():
@@ -208,9 +208,9 @@ def test_frozen_tensors_get_no_gradient():
 def test_a_copied_layer_has_a_handle_of_its_own_and_a_dead_one_none():
     layer = BitLinear(16, 16)
     copied = copy.deepcopy(layer)
-    assert _layer(layer._handle) is layer
-    assert _layer(copied._handle) is copied
-    handle = copied._handle
+    assert _layer(layer.handle) is layer
+    assert _layer(copied.handle) is copied
+    handle = copied.handle
     del copied
     gc.collect()
     with pytest.raises(UserError, match=f"BitLinear number {handle}, which has been freed"):
@@ -283,14 +283,14 @@ def test_an_operator_returns_no_memory_of_the_weight_cache():
             None,
             None,
             None,
-            layer._handle,
+            layer.handle,
             torch.float32,
             True,
             True,
             True,
         )
         (entry,) = layer.weight_slot._entries.values()
-        kept = {part.data_ptr() for part in entry.factor.to_parts()[0]}
+        kept = {part.data_ptr() for part in entry.operand.to_parts()[0]}
         assert len(kept) == 3
         assert not kept & {each.data_ptr() for each in outputs}
     assert len(cache) == 1
@@ -363,7 +363,7 @@ def test_a_layer_lives_until_its_compiled_backward(is_forward_called_directly):
         if is_forward_called_directly:
             weight, bias = (p.detach() for p in layer.parameters())
             output = _forward(
-                x, weight, bias, None, None, None, None, layer._handle, torch.float32, False, True, True
+                x, weight, bias, None, None, None, None, layer.handle, torch.float32, False, True, True
             )[0]
         else:
             output = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalowbit.layers.matmul.context import Call
+from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
 from megalowbit.layers.recipe import recipe
 from megalowbit.quantize.names import quantizer
@@ -25,9 +25,9 @@ def own_recipe(name, **changes):
     return recipe({**block, "layout": "per_gemm", **changes})
 
 
-def call_with(chosen, dtype=torch.float32, **kwargs):
+def context_with(chosen, dtype=torch.float32, **kwargs):
     stream = RandomStream(0)
-    return Call(
+    return MatmulContext(
         recipe=chosen,
         compute_dtype=dtype,
         random_key=lambda role, device: stream.key("layer", role),
@@ -73,7 +73,7 @@ def close(got, expected, relative=3e-6):
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 def test_each_product_gets_blocks_along_the_axis_it_sums_over(name, shape):
     x, w, g = operands(*shape)
-    output = lowbit_linear(x, w, None, call_with(own_recipe(name)))
+    output = lowbit_linear(x, w, None, context_with(own_recipe(name)))
     output.backward(g)
     plain = [t.detach().numpy() for t in (x, w, g)]
     assert close(output, dequantized(name, plain[0]) @ dequantized(name, plain[1]).T)
@@ -90,7 +90,7 @@ def test_hadamard_transforms_both_operands_of_the_weights_gradient_and_nothing_e
     w = torch.randint(-8, 9, (rows, cols), generator=generator).float().requires_grad_()
     g = torch.randint(-8, 9, (tokens, rows), generator=generator).float()
     name = "nvfp4e2m1bnosr"
-    output = lowbit_linear(x, w, None, call_with(own_recipe(name, hadamard=True)))
+    output = lowbit_linear(x, w, None, context_with(own_recipe(name, hadamard=True)))
     output.backward(g)
     plain = [t.detach().double().numpy() for t in (x, w, g)]
     assert close(output, dequantized(name, plain[0]) @ dequantized(name, plain[1]).T)
@@ -104,7 +104,7 @@ def test_without_rounding_error_the_transform_cancels():
     outliers = x.detach().clone()
     outliers[3] *= 100
     x = outliers.requires_grad_()
-    lowbit_linear(x, w, None, call_with(own_recipe("fp8e4m3b", hadamard=True))).backward(g)
+    lowbit_linear(x, w, None, context_with(own_recipe("fp8e4m3b", hadamard=True))).backward(g)
     exact = g.double().t() @ x.detach().double()
     assert (w.grad - exact).norm() / exact.norm() < 0.05
 
@@ -113,7 +113,7 @@ def test_without_rounding_error_the_transform_cancels():
 def test_half_precision_layers_round_the_same_products(dtype):
     x, w, g = operands(40, 33, 24, dtype)
     name = "mxfp4e2m1bnosr"
-    output = lowbit_linear(x, w, None, call_with(own_recipe(name), dtype))
+    output = lowbit_linear(x, w, None, context_with(own_recipe(name), dtype))
     output.backward(g)
     plain = [t.detach().float().numpy() for t in (x, w, g)]
     tolerance = 2.0**-6 if dtype == torch.bfloat16 else 2.0**-9
@@ -127,7 +127,7 @@ def test_half_precision_layers_round_the_same_products(dtype):
 def test_the_two_copies_of_an_output_gradient_draw_numbers_of_their_own():
     x, w, g = operands(32, 32, 32)
     chosen = own_recipe("nvfp4e2m1bnosr", q_backward_outputgrad="nvfp4e2m1b")
-    lowbit_linear(x, w, None, call_with(chosen)).backward(g)
+    lowbit_linear(x, w, None, context_with(chosen)).backward(g)
     stream = RandomStream(0)
     plain = [t.detach().numpy() for t in (x, w, g)]
     rows = dequantized("nvfp4e2m1b", plain[2], stream.key("layer", "grad_output"))
@@ -139,7 +139,7 @@ def test_the_two_copies_of_an_output_gradient_draw_numbers_of_their_own():
 def test_operands_that_are_not_quantised_enter_as_they_are():
     x, w, g = operands(20, 24, 40)
     chosen = own_recipe("fp32", q_backward_input="nvfp4e2m1bnosr")
-    output = lowbit_linear(x, w, None, call_with(chosen))
+    output = lowbit_linear(x, w, None, context_with(chosen))
     output.backward(g)
     plain = [t.detach().double().numpy() for t in (x, w, g)]
     assert close(output, plain[0] @ plain[1].T)
@@ -151,7 +151,7 @@ def saved_bytes(chosen, tokens=64, cols=32, rows=48):
     x, w, _ = operands(tokens, cols, rows)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
-        lowbit_linear(x, w, None, call_with(chosen))
+        lowbit_linear(x, w, None, context_with(chosen))
     return sum(saved)
 
 
@@ -168,12 +168,12 @@ def test_a_tiled_weight_is_quantised_once_for_both_products():
         "nvfp4e2m1bnosr", q_forward_weight="nvfp4e2m1b:tile16", q_backward_weight="nvfp4e2m1b:tile16"
     )
     stream = RandomStream(0)
-    call = Call(
+    context = MatmulContext(
         recipe=chosen,
         compute_dtype=torch.float32,
         random_key=lambda role, device: roles.append(role) or stream.key("layer", role),
     )
-    lowbit_linear(x, w, None, call).backward(g)
+    lowbit_linear(x, w, None, context).backward(g)
     assert roles == ["weight"]
 
 
@@ -183,15 +183,17 @@ def test_an_output_gradient_is_reported_once(frozen):
     if frozen is not None:
         (x if frozen == "input" else w).requires_grad_(False)
     seen = []
-    call = call_with(own_recipe("nvfp4e2m1bnosr"), observe=lambda role, counts, error: seen.append(role))
-    lowbit_linear(x, w, None, call).backward(g)
+    context = context_with(
+        own_recipe("nvfp4e2m1bnosr"), observe=lambda role, counts, error: seen.append(role)
+    )
+    lowbit_linear(x, w, None, context).backward(g)
     assert seen == ["input", "weight", "grad_output"]
 
 
 def test_empty_batches_pass():
     _, w, _ = operands(1, 24, 40)
     empty = torch.zeros(0, 3, 24, requires_grad=True)
-    lowbit_linear(empty, w, None, call_with(own_recipe("nvfp4e2m1bnosr", hadamard=True))).sum().backward()
+    lowbit_linear(empty, w, None, context_with(own_recipe("nvfp4e2m1bnosr", hadamard=True))).sum().backward()
     assert empty.grad.shape == (0, 3, 24)
     assert not w.grad.any()
 
@@ -199,6 +201,6 @@ def test_empty_batches_pass():
 def test_a_non_finite_output_gradient_stays_visible():
     x, w, g = operands(40, 32, 32)
     g[3, 5] = torch.inf
-    lowbit_linear(x, w, None, call_with(own_recipe("nvfp4e2m1bnosr", hadamard=True))).backward(g)
+    lowbit_linear(x, w, None, context_with(own_recipe("nvfp4e2m1bnosr", hadamard=True))).backward(g)
     assert not x.grad[3].isfinite().any()
     assert not w.grad[5].isfinite().any()

@@ -3,7 +3,7 @@ import torch
 
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import convert, set_observer
-from megalowbit.layers.observer import Observer
+from megalowbit.layers.matmul.slots import Observer
 from megalowbit.quantize.encoding import COUNT_NAMES
 
 

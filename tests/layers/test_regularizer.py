@@ -10,7 +10,6 @@ from megalowbit.errors import UserError
 from megalowbit.layers import regularizer as module
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert
-from megalowbit.layers.parameter_split.parameters import parts_of
 from megalowbit.layers.regularizer import DualRangeRegularizer, build_regularizer
 from megalowbit.layers.settings import RegularizerSettings
 from megalowbit.optim.loss_scale.constant import ConstantGradScaler
@@ -101,15 +100,15 @@ def splittable(is_split=True, dtype=torch.float32):
     one = BitLinear(7, 12, recipe={"base": "nvfp4", "parameter_split": {"rank": 2}}, dtype=dtype)
     if is_split:
         with torch.no_grad():
-            for parameter, part in zip(parts_of(one), weight_parts(one.weight.float(), 2), strict=True):
+            for parameter, part in zip(one.parts(), weight_parts(one.weight.float(), 2), strict=True):
                 parameter.copy_(part + 0.01 * torch.randn(part.shape))
-        one.set_split(True)
+        one.is_split = True
     return one
 
 
 def split_reference(one, settings, cap=None):
     """R of W_R + U·diag(S)·V and the gradients of the four, by autograd in float64."""
-    copies = [part.detach().double().requires_grad_() for part in parts_of(one)]
+    copies = [part.detach().double().requires_grad_() for part in one.parts()]
     residual, u, s, v = copies
     whole = residual + u @ torch.diag(s) @ v
     value, (slope,) = reference([whole], settings)
@@ -122,12 +121,12 @@ def split_reference(one, settings, cap=None):
 def test_a_split_weight_is_regularised_whole_through_its_four_parts(chunk, place, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", chunk)
     one = splittable(dtype=torch.bfloat16 if place == "main_grad" else torch.float32)
-    for part in parts_of(one):
+    for part in one.parts():
         setattr(part, place, torch.ones(part.shape))
     found = DualRangeRegularizer({"": one}, SETTINGS).add_gradients(loss_scale=64.0)
     value, gradients = split_reference(one, SETTINGS)
     assert found.item() == pytest.approx(value, rel=1e-6)
-    for part, expected in zip(parts_of(one), gradients, strict=True):
+    for part, expected in zip(one.parts(), gradients, strict=True):
         close((getattr(part, place) - 1) / 64, expected)
         assert (part.grad is None) == (place == "main_grad")
     assert one.bias.grad is None
@@ -138,7 +137,7 @@ def test_the_gradient_of_a_split_weight_is_capped_before_it_goes_to_the_parts():
     cap = float(split_reference(one, SETTINGS)[1][0].abs().median())
     settings = SETTINGS.model_copy(update={"max_gradient": cap})
     DualRangeRegularizer({"": one}, settings).add_gradients()
-    for part, expected in zip(parts_of(one), split_reference(one, settings, cap)[1], strict=True):
+    for part, expected in zip(one.parts(), split_reference(one, settings, cap)[1], strict=True):
         close(part.grad, expected)
 
 
@@ -149,7 +148,7 @@ def test_frozen_parts_of_a_split_weight_get_no_gradient(frozen):
     found = DualRangeRegularizer({"": one}, SETTINGS).add_gradients()
     value, gradients = split_reference(one, SETTINGS)
     assert found.item() == pytest.approx(value, rel=1e-6)
-    for part, expected in zip(parts_of(one), gradients, strict=True):
+    for part, expected in zip(one.parts(), gradients, strict=True):
         if part is getattr(one, frozen):
             assert part.grad is None
         else:
@@ -162,7 +161,7 @@ def test_factors_of_a_split_that_has_not_happened_are_left_alone():
     value, (expected,) = reference([one.weight], SETTINGS)
     assert found.item() == pytest.approx(value, rel=1e-6)
     close(one.weight.grad, expected)
-    assert all(part.grad is None for part in parts_of(one)[1:])
+    assert all(part.grad is None for part in one.parts()[1:])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

@@ -6,9 +6,9 @@ import torch
 from megalowbit.checkpoints.shards import ORIGIN_KEY
 from megalowbit.errors import UserError
 from megalowbit.hf.training_checkpoint import read_checkpoint
+from megalowbit.layers.carried_state import split_counts
 from megalowbit.layers.conversion.convert import bit_layers, random_stream
 from megalowbit.layers.conversion.report import ConversionReport, MissedWeight
-from megalowbit.layers.split_states import split_counts
 from megalowbit.pretrain.job import check_nothing_missed
 from megalowbit.pretrain.loop import train_step
 

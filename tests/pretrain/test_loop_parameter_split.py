@@ -14,7 +14,7 @@ from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.convert import bit_layers
-from megalowbit.layers.parameter_split.parameters import SPLIT_NAMES
+from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES
 from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.components.parameter_split import ParameterSplitting
 from megalowbit.pretrain.estimate.dry_run import describe

@@ -5,7 +5,7 @@ import pytest
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
-from megalowbit.layers.split_states import split_counts
+from megalowbit.layers.carried_state import split_counts
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run import pretrain

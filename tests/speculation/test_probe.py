@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalowbit.layers.matmul.chooser import Probe
-from megalowbit.layers.matmul.operand import Factor
+from megalowbit.layers.matmul.operand import MatmulOperand
+from megalowbit.layers.matmul.slots import Probe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.speculation.precisions import OPERANDS, PRODUCTS
@@ -57,7 +57,7 @@ def run(probe, x, name, *, bias=None, product_dtype=torch.bfloat16, is_packed=Fa
         maximum = probe.look(role, x[role])
         assert maximum.dtype == torch.float32
         assert maximum == x[role].abs().max()
-        factor = Factor(quantizer(name).quantize(x[role], operand_dtype=torch.bfloat16))
+        factor = MatmulOperand(quantizer(name).quantize(x[role], operand_dtype=torch.bfloat16))
         factors[role] = factor.packed() if is_packed else factor
     values = {role: factor.tensor.dequantize() for role, factor in factors.items()}
     for product in PRODUCTS:
@@ -164,7 +164,7 @@ def test_only_samples_are_kept_until_backward():
     factors = {}
     for role in ("input", "weight"):
         probe.look(role, x[role])
-        factors[role] = Factor(quantizer("int8").quantize(x[role]))
+        factors[role] = MatmulOperand(quantizer("int8").quantize(x[role]))
     result = x["input"].float() @ x["weight"].float().t()
     probe.product("output", factors["input"], factors["weight"], result, None)
     kept = sum(sample.values.untyped_storage().nbytes() for sample in probe._samples.values())
@@ -179,7 +179,7 @@ def test_a_product_whose_operand_was_not_shown_is_not_compared():
     x, asked = operands(), look()
     probe = ProductProbe(asked, "a")
     probe.look("grad_output", x["grad_output"])
-    factor = Factor(quantizer("int8").quantize(x["grad_output"]))
+    factor = MatmulOperand(quantizer("int8").quantize(x["grad_output"]))
     probe.product("grad_weight", factor, factor, x["grad_output"], None)
     assert asked.sheet.energies == {("a", "grad_weight"): None}
 
@@ -191,7 +191,7 @@ def test_what_is_not_finite_ends_as_numbers_that_are_not(bad):
     probe = ProductProbe(asked, "a")
     for role in ("input", "weight"):
         probe.look(role, x[role])
-    factors = [Factor(quantizer("int8").quantize(x[role])) for role in ("input", "weight")]
+    factors = [MatmulOperand(quantizer("int8").quantize(x[role])) for role in ("input", "weight")]
     probe.product("output", *factors, torch.zeros(TOKENS, OUTPUTS), None)
     assert not asked.sheet.statistics["a", "input"][1:].isfinite().any()
     assert asked.sheet.statistics["a", "weight"].isfinite().all()
@@ -204,7 +204,7 @@ def test_empty_operands_are_no_error():
     probe = ProductProbe(asked, "a")
     for role in x:
         probe.look(role, x[role])
-    factors = {role: Factor(quantizer("int8").quantize(each)) for role, each in x.items()}
+    factors = {role: MatmulOperand(quantizer("int8").quantize(each)) for role, each in x.items()}
     probe.product("output", factors["input"], factors["weight"], torch.zeros(0, OUTPUTS), None)
     probe.product("grad_weight", factors["grad_output"], factors["input"], torch.zeros(OUTPUTS, INPUTS), None)
     assert asked.sheet.statistics["a", "input"].tolist() == [0.0] * len(COLUMNS)

@@ -30,7 +30,6 @@ from megalowbit.layers.parameter_split.masters import (
     split_masters,
     without_rule,
 )
-from megalowbit.layers.parameter_split.parameters import has_split_parameters, parts_of
 from megalowbit.optim.optimizers.base import MegatronOptimizer
 
 
@@ -110,7 +109,7 @@ def split_weights(
         for param_group, scale in zip(optimizer.param_groups, scales, strict=True):
             param_group["lr_scale"] = scale
     for layer in layers.values():
-        layer.set_split(True)
+        layer.is_split = True
         if layer.weight_slot is not None:
             layer.weight_slot.clear()
     ranks = {name: len(layer.split_s) for name, layer in layers.items()}
@@ -151,8 +150,8 @@ def _masters_of(optimizer: object, layers: Mapping[str, BitLinear]) -> dict[str,
     found: dict[str, Masters] = {}
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for name, layer in layers.items():
-        assert has_split_parameters(layer)  # the recipe's setter has seen to it
-        parts: Masters = parts_of(layer)
+        assert layer.has_factors  # the recipe's setter has seen to it
+        parts: Masters = layer.parts()
         try:
             if isinstance(optimizer, MegatronOptimizer):
                 weight, u, s, v = map(optimizer.master_of, parts)
@@ -194,7 +193,7 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer, layers: Mapping[str, B
 
 
 def _has_gradient(layer: BitLinear) -> bool:
-    return any(part.grad is not None for part in parts_of(layer))
+    return any(part.grad is not None for part in layer.parts())
 
 
 def _check_range(layers: Mapping[str, BitLinear], masters: Mapping[str, Masters]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from megalowbit.distributed import process_group
+from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.layers.state_dict_layout import parameter_layout, put_in_hf_layout
-from megalowbit.layers.tensor_parallel.linear import TensorGroup, tensor_group_of
+from megalowbit.layers.tensor_parallel.linear import tensor_group_of
 
 
 def whole_state_dict(engine: Any, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:

@@ -41,7 +41,8 @@ from megalowbit.engine.pipeline.parts import (
 from megalowbit.engine.pipeline.stage_bounds import empty_stage
 from megalowbit.errors import UserError
 from megalowbit.hf.generation import remember, remembered
-from megalowbit.layers.conversion.convert import AdvanceStream, random_stream
+from megalowbit.layers.conversion.convert import random_stream
+from megalowbit.layers.conversion.stream_hook import AdvanceStream
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

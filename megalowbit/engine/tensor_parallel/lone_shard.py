@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.engine.tensor_parallel.shard_model import (
     divisible_family,
     module_sizes,
@@ -16,7 +17,7 @@ from megalowbit.engine.tensor_parallel.shard_model import (
     replace_conv1d,
     restore_sizes,
 )
-from megalowbit.layers.tensor_parallel.linear import Cut, TensorGroup
+from megalowbit.layers.tensor_parallel.linear import Cut
 
 
 class LoneGroup(TensorGroup):

@@ -29,6 +29,7 @@ from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import TENSOR_KEY, ProcessGrid
+from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.errors import UserError
 from megalowbit.families.base import Family, Projection
 from megalowbit.families.registry import FAMILIES
@@ -36,7 +37,6 @@ from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
-    TensorGroup,
     parallel_linear,
 )
 

@@ -1,4 +1,4 @@
-"""Model surgery: linear layers out, BitLinear in, and back.
+"""Conversion of models: linear layers out, BitLinear in, and back.
 
 `convert` swaps every `nn.Linear` and every transformers `Conv1D` (a linear layer with its weight
 transposed) of a model in place. It keeps the output head, layers with tied weights, subclasses of
@@ -20,90 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.errors import UserError
-from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.compiled import advance
-from megalowbit.layers.conversion.bare_weights import bare_weights
-from megalowbit.layers.conversion.kept_layers import (
-    conv1d_class,
-    is_linear,
-    linear_layers,
-    missed_among,
-    output_heads,
-    reasons_to_keep,
-)
-from megalowbit.layers.conversion.other_loops import check_engine
-from megalowbit.layers.conversion.partitioned import refuse_partitioned
-from megalowbit.layers.conversion.replicas import check_replica
-from megalowbit.layers.conversion.report import ConversionReport, KeptLayer, SwappedLayer, describe_missed
-from megalowbit.layers.matmul.chooser import Chooser
-from megalowbit.layers.matmul.use_counter import is_recomputing
+from megalowbit.layers.bitlinear import SLOTS, BitLinear
+from megalowbit.layers.conversion.kept_layers import Selection, conv1d_class, is_linear, select_layers
+from megalowbit.layers.conversion.report import ConversionReport, SwappedLayer, describe_missed
+from megalowbit.layers.conversion.stream_hook import AdvanceStream
+from megalowbit.layers.matmul.slots import Chooser, Observer
 from megalowbit.layers.matmul.weight_cache import WeightCache, WeightSlot
-from megalowbit.layers.observer import Observer
-from megalowbit.layers.parameter_split.parameters import SPLIT_NAMES, merged_weight
-from megalowbit.layers.parameter_split.state_dict import RESIDUAL
+from megalowbit.layers.parameter_split.split_linear import RESIDUAL, SPLIT_NAMES
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.tensor_parallel.bitlinear import LOW_BIT, ParallelBitLinear
-from megalowbit.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, TensorGroup
+from megalowbit.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalowbit.quantize.random_stream import RandomStream
 
 logger = logging.getLogger(__name__)
-
-_BITLINEAR_SLOTS = (
-    "_recipe",
-    "_needed_blocks",
-    "layer_name",
-    "is_transposed",
-    "observer",
-    "chooser",
-    "_chosen",
-    "_waiting",
-    "random_stream",
-    "_own_stream",
-    "_own_rank",
-    "_seeded_at",
-    "_uses",
-    "weight_slot",
-    "split_states",
-    "is_split",
-    "product_counts",
-    "_handle",
-)
-
-
-class AdvanceStream:
-    """Forward pre-hook: each training forward is one micro-batch.
-
-    An object rather than a closure, so that deepcopy and pickle take the stream along. It also runs where
-    nothing else of ours does, so it looks who trains the model: at the first forward, and where other hooks
-    have come or gone since, as an engine's do.
-    """
-
-    layer_names: tuple[str, ...] = ()
-    hooks_seen = 0
-
-    def __init__(self, stream: RandomStream, layer_names: tuple[str, ...] = ()) -> None:
-        self.stream = stream
-        self.layer_names = layer_names
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Advance the stream, except where checkpointing repeats a forward."""
-        del args
-        if not module.training:
-            return
-        if torch.compiler.is_compiling():
-            advance(self.stream.step_tensor)
-        elif not is_recomputing():
-            check_replica(self.stream)
-            if len(module._forward_pre_hooks) != self.hooks_seen:
-                check_engine(module, self.layer_names)
-                self.hooks_seen = len(module._forward_pre_hooks)
-            self.stream.advance()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles take along: a copy is another engine's."""
-        return {name: value for name, value in self.__dict__.items() if name != "hooks_seen"}
 
 
 def convert(
@@ -135,37 +67,18 @@ def convert(
     chosen = recipe_of(recipe)
     stream = RandomStream(seed, rank)
     _refuse_unfit(model)
-    layers = linear_layers(model)
-    bare = bare_weights(model, layers, output_heads(model))
-    reasons = reasons_to_keep(model, layers, chosen, bare)
+    selection = select_layers(model, chosen)
     if not chosen.quantizes:
-        reasons = {name: reasons.get(name, "the recipe quantises nothing") for name in layers}
-    kept = [KeptLayer(name, _kind(layer), reasons[name]) for name, layer in layers.items() if name in reasons]
-    if not chosen.quantizes:
-        return ConversionReport(recipe=chosen, swapped=(), kept=tuple(kept))
-    kept += [KeptLayer(name, each.kind, reasons[name]) for name, each in bare.items() if name in reasons]
-    missed = missed_among(bare, reasons)
-    to_swap = {name: layer for name, layer in layers.items() if name not in reasons}
-    if not to_swap:
-        left = [(each.name, each.reason) for each in kept] + [(each.name, each.reason) for each in missed]
-        found = "; ".join(f"{name}: {reason}" for name, reason in left[:4]) or "it has no linear layers"
-        raise UserError(
-            f"recipe {chosen.name!r} swaps no layer of {type(model).__name__} ({found}): "
-            "change `keep`, or use the recipe 'bf16' to train unquantised"
-        )
-    replacements = {id(layer): _to_bitlinear(layer, chosen, name) for name, layer in to_swap.items()}
-    _replace_children(model, replacements)
+        return ConversionReport(recipe=chosen, swapped=(), kept=selection.kept)
+    if not selection.to_swap:
+        raise _nothing_to_swap(model, chosen, selection)
+    swapped = _swap(model, selection.to_swap, chosen)
     for name, layer in bit_layers(model).items():
         layer.layer_name, layer.random_stream = name, stream
-    model.register_forward_pre_hook(AdvanceStream(stream, tuple(to_swap)))
-    swapped = [
-        SwappedLayer(name, _kind(old), new.in_features, new.out_features)
-        for name, old in to_swap.items()
-        for new in [replacements[id(old)]]
-    ]
-    if missed:
-        logger.warning("%s; it stays in high precision", describe_missed(missed, chosen))
-    return ConversionReport(recipe=chosen, swapped=tuple(swapped), kept=tuple(kept), missed=missed)
+    model.register_forward_pre_hook(AdvanceStream(stream, tuple(selection.to_swap)))
+    if selection.missed:
+        logger.warning("%s; it stays in high precision", describe_missed(selection.missed, chosen))
+    return ConversionReport(recipe=chosen, swapped=swapped, kept=selection.kept, missed=selection.missed)
 
 
 def restore(model: nn.Module) -> None:
@@ -274,21 +187,54 @@ def product_counts(model: nn.Module) -> dict[str, dict[str, int]]:
     return total
 
 
-def _kind(module: nn.Module) -> str:
-    return type(module).__name__
+def refuse_partitioned(model: nn.Module) -> None:
+    """Refuse a model that was built under `deepspeed.zero.Init`, whose parameters look empty.
+
+    Raises:
+        UserError: names the first such parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):  # DeepSpeed's mark
+            raise UserError(
+                f"parameter {name} is cut into pieces already, by deepspeed.zero.Init or an earlier engine "
+                "at stage 3, so its exact values are gone: build the model outside of zero.Init, for "
+                "mlb.initialize cuts it (transformers enters zero.Init by itself while a "
+                "TrainingArguments(deepspeed=…) or HfDeepSpeedConfig with stage 3 exists: build the model "
+                "before)"
+            )
 
 
 def _refuse_unfit(model: nn.Module) -> None:
     refuse_partitioned(model)
     if is_linear(model):
         raise UserError(
-            f"the model is itself a {_kind(model)}, which cannot be replaced in place: "
+            f"the model is itself a {type(model).__name__}, which cannot be replaced in place: "
             "wrap it in nn.Sequential, or build a BitLinear"
         )
     if random_stream(model) is not None:
         raise UserError(
             f"this {type(model).__name__} has been converted before: call megalowbit.restore(model) first"
         )
+
+
+def _nothing_to_swap(model: nn.Module, recipe: Recipe, selection: Selection) -> UserError:
+    left = [f"{each.name}: {each.reason}" for each in selection.kept]
+    left += [f"{each.name}: {each.reason}" for each in selection.missed]
+    found = "; ".join(left[:4]) or "it has no linear layers"
+    return UserError(
+        f"recipe {recipe.name!r} swaps no layer of {type(model).__name__} ({found}): "
+        "change `keep`, or use the recipe 'bf16' to train unquantised"
+    )
+
+
+def _swap(model: nn.Module, layers: Mapping[str, nn.Module], recipe: Recipe) -> tuple[SwappedLayer, ...]:
+    """Put a BitLinear in the place of each layer."""
+    made = {name: _to_bitlinear(layer, recipe, name) for name, layer in layers.items()}
+    _replace_children(model, {id(layer): made[name] for name, layer in layers.items()})
+    return tuple(
+        SwappedLayer(name, type(layers[name]).__name__, new.in_features, new.out_features)
+        for name, new in made.items()
+    )
 
 
 def _replace_children(model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:
@@ -319,14 +265,14 @@ def _from_bitlinear(layer: BitLinear) -> nn.Module:
     target = _plain_class(layer)
     new = target.__new__(target)
     new.__dict__.update(layer.__dict__)
-    for slot in _BITLINEAR_SLOTS:
+    for slot in SLOTS:
         del new.__dict__[slot]
     if isinstance(layer, ParallelBitLinear):
         new.__dict__["is_transposed"] = layer.is_transposed
         return new
     own = {name: value for name, value in layer._parameters.items() if name not in SPLIT_NAMES}
     if layer.is_split:
-        own["weight"] = nn.Parameter(merged_weight(layer), requires_grad=layer.weight.requires_grad)
+        own["weight"] = nn.Parameter(layer.merged_weight(), requires_grad=layer.weight.requires_grad)
     if layer.is_transposed:
         own["weight"] = _transposed(own["weight"])
         del new.__dict__["in_features"], new.__dict__["out_features"]

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from torch import nn
 
@@ -18,9 +19,49 @@ from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.bare_weights import BareWeight, bare_weights
 from megalowbit.layers.conversion.blocks import reasons_to_keep_blocks
-from megalowbit.layers.conversion.report import MissedWeight
+from megalowbit.layers.conversion.report import KeptLayer, MissedWeight
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.tensor_parallel.bitlinear import LOW_BIT
+
+
+class Selection(NamedTuple):
+    """What a recipe does with a model.
+
+    Attributes:
+        to_swap: linear layers by name, in the model's order.
+        kept: see `ConversionReport`.
+        missed: see there.
+    """
+
+    to_swap: dict[str, nn.Module]
+    kept: tuple[KeptLayer, ...]
+    missed: tuple[MissedWeight, ...]
+
+
+def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
+    """Which linear layers are to be swapped, which are kept and why, and what is missed.
+
+    Raises:
+        UserError: as `reasons_to_keep`.
+    """
+    layers = linear_layers(model)
+    bare = bare_weights(model, layers, output_heads(model))
+    reasons = reasons_to_keep(model, layers, recipe, bare)
+    if not recipe.quantizes:
+        reasons, bare = {name: reasons.get(name, "the recipe quantises nothing") for name in layers}, {}
+    kinds = {name: type(layer).__name__ for name, layer in layers.items()}
+    kinds |= {name: each.kind for name, each in bare.items()}
+    return Selection(
+        {name: layer for name, layer in layers.items() if name not in reasons},
+        tuple(KeptLayer(name, kind, reasons[name]) for name, kind in kinds.items() if name in reasons),
+        tuple(
+            MissedWeight(
+                name, each.shape, f"a parameter of {each.kind}, and no linear layer's weight", each.owner_name
+            )
+            for name, each in bare.items()
+            if name not in reasons
+        ),
+    )
 
 
 def conv1d_class() -> type[nn.Module] | None:
@@ -75,17 +116,6 @@ def reasons_to_keep(
     return {**reasons_to_keep_blocks(model, layers, recipe, holders), **reasons}
 
 
-def missed_among(bare: Mapping[str, BareWeight], reasons: Mapping[str, str]) -> tuple[MissedWeight, ...]:
-    """The bare weights that have no reason to be kept."""
-    return tuple(
-        MissedWeight(
-            name, each.shape, f"a parameter of {each.kind}, and no linear layer's weight", each.owner_name
-        )
-        for name, each in bare.items()
-        if name not in reasons
-    )
-
-
 def output_heads(model: nn.Module) -> set[int]:
     """Ids of the output heads in a model."""
     return {id(head) for head in map(_output_head, model.modules()) if head is not None}
@@ -121,8 +151,6 @@ def missed_weights(model: nn.Module, recipe: Recipe) -> tuple[MissedWeight, ...]
         model: any module.
         recipe: it is, or was, converted with.
     """
-    layers = linear_layers(model)
-    bare = bare_weights(model, layers, output_heads(model))
-    if not bare or not recipe.quantizes:
+    if not recipe.quantizes or not bare_weights(model, linear_layers(model), output_heads(model)):
         return ()
-    return missed_among(bare, reasons_to_keep(model, layers, recipe, bare))
+    return select_layers(model, recipe).missed

@@ -21,7 +21,6 @@ from torch import nn
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.parameter_split.parameters import has_split_parameters
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.quantize.random_stream import own_rank
@@ -253,7 +252,7 @@ def _export_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> lis
     if engine is None or not engine.zero_optimization_partition_weights():
         return []
     for name, layer in layers.items():
-        if not layer.is_transposed and not has_split_parameters(layer):
+        if not layer.is_transposed and not layer.has_factors:
             continue
         fault = "transposed (square ones in silence)" if layer.is_transposed else "without its split parts"
         return [

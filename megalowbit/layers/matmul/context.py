@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalowbit.layers.matmul.chooser import Probe
 from megalowbit.layers.matmul.gemms import no_autocast
-from megalowbit.layers.matmul.operand import (
-    Factor,
-    LowRankPart,
-    OperandTensor,
-    serves_both_axes,
-    transposed_values,
-)
-from megalowbit.layers.matmul.sharded_operands import Asked, ShardedOperands
+from megalowbit.layers.matmul.operand import LowRankPart, MatmulOperand, OperandTensor, transposed_values
+from megalowbit.layers.matmul.quantizations import Quantization, Quantizations
+from megalowbit.layers.matmul.sharded_operands import AmaxRequest, ShardedOperands
+from megalowbit.layers.matmul.slots import Probe
 from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import Recipe
-from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
-from megalowbit.quantize.quantizer import BlockQuantizer
+from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.split import split
 from megalowbit.spectral.state import SplitState
 
-REPORTED_ROLES = frozenset({"input", "weight", "grad_output"})
-WEIGHT_ROLES = frozenset({"weight", "backward_weight", "weight_split"})
-OPERANDS = {  # role of a quantisation → what it quantises
-    "input": "input",
-    "backward_input": "input",
-    "weight": "weight",
-    "backward_weight": "weight",
-    "grad_output": "grad_output",
-    "grad_output_transposed": "grad_output",
-    "grad_output_for_weight": "grad_output",
-}
 
-
-class Prepared(NamedTuple):
-    """An operand ready to be quantised.
+class SplitOperand(NamedTuple):
+    """An operand ready to be quantised, split where the recipe says so.
 
     Attributes:
         tensor: the operand, or what its low-rank part leaves of it.
@@ -57,14 +40,14 @@ class Prepared(NamedTuple):
     whole: Tensor | None = None
     factors: WeightFactors | None = None
 
-    def for_quantizer(self, name: str) -> Prepared:
+    def for_quantizer(self, quantizer: Quantizer) -> SplitOperand:
         """What this quantiser gets: an operand that it leaves as it is, is not split either."""
-        return Prepared(self.whole) if self.whole is not None and quantizer(name).is_identity else self
+        return SplitOperand(self.whole) if self.whole is not None and quantizer.is_identity else self
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """One use of a layer.
+class MatmulContext:
+    """One use of a layer: what its three products need beside their tensors.
 
     Attributes:
         recipe: quantisers of the five operands, layout and GEMM.
@@ -81,9 +64,10 @@ class Call:
         sizes: in_features and out_features of the layer, of which a rank may be a fraction.
         split_state: role → what the split of that operand keeps from use to use.
         shards: which operands are shards of a tensor-parallel layer; `None`: none is.
-        maxima: role → largest magnitude of the whole operand, of which this rank has a shard; see `agree_on`.
-        probe: looks at operands and products, or `None`; see `chooser`.
-        looked: operand → its largest magnitude, where the probe has found it.
+        maxima: role → largest magnitude of the whole operand, of which this rank has a shard; see
+            `exchange_maxima`.
+        probe: looks at operands and products, or `None`; see `slots`.
+        probed_maxima: operand → its largest magnitude, where the probe has found it.
     """
 
     recipe: Recipe
@@ -102,14 +86,32 @@ class Call:
     shards: ShardedOperands | None = None
     maxima: dict[str, Tensor] = field(default_factory=dict)
     probe: Probe | None = None
-    looked: dict[str, Tensor] = field(default_factory=dict)
+    probed_maxima: dict[str, Tensor] = field(default_factory=dict)
 
-    def agree_on(self, asked: Callable[[], list[Asked]]) -> None:
-        """Learn from other ranks how large sharded operands are, before they are quantised; collective."""
-        if self.shards is not None:
-            self.maxima.update(self.shards.maxima(asked()))
+    @cached_property
+    def quantizations(self) -> Quantizations:
+        """Those of the recipe."""
+        return Quantizations.of(self.recipe)
 
-    def look(self, **operands: Tensor) -> None:
+    def exchange_maxima(self, wanted: Iterable[Quantization], operands: Mapping[str, Tensor]) -> None:
+        """Learn from other ranks how large sharded operands are, before they are quantised; collective.
+
+        Weights that the cache holds are left out; it holds them on all ranks or on none.
+
+        Args:
+            wanted: what will be quantised.
+            operands: by name, see `Quantization.operand`.
+        """
+        if self.shards is None:
+            return
+        requests = [
+            AmaxRequest(each, operands[each.operand], self._signs(each))
+            for each in dict.fromkeys(wanted)
+            if each.operand != "weight" or self._cached_weight(operands["weight"], each) is None
+        ]
+        self.maxima.update(self.shards.maxima(requests))
+
+    def show_operands(self, **operands: Tensor) -> None:
         """Show the probe what will be multiplied, in this order, before any of it is quantised."""
         if self.probe is None or (self.is_replay and "grad_output" not in operands):
             return
@@ -117,16 +119,18 @@ class Call:
             with no_autocast(operand.device.type):
                 largest = self.probe.look(role, operand.detach())
             if largest is not None:
-                self.looked[role] = largest
+                self.probed_maxima[role] = largest
 
-    def show(self, product: str, left: Factor, right: Factor, result: Tensor, bias: Tensor | None) -> None:
+    def show_product(
+        self, product: str, left: MatmulOperand, right: MatmulOperand, result: Tensor, bias: Tensor | None
+    ) -> None:
         """Show the probe a product; see `Probe.product`."""
         if self.probe is None or (self.is_replay and product == "output"):
             return
         with no_autocast(result.device.type):
             self.probe.product(product, left, right, result, None if bias is None else bias.detach())
 
-    def prepare(self, x: Tensor, role: str) -> Prepared:
+    def split(self, x: Tensor, role: str) -> SplitOperand:
         """Split an operand as the recipe says.
 
         Args:
@@ -135,7 +139,7 @@ class Call:
         """
         settings: OperandSplit | None = getattr(self.recipe, f"split_{role}")
         if settings is None:
-            return Prepared(x)
+            return SplitOperand(x)
         assert self.split_state is not None  # whoever has a recipe with splits has states for them
         found = split(
             x.detach(),
@@ -151,130 +155,104 @@ class Call:
             gain = torch.full((), found.residual_gain, dtype=torch.float32, device=x.device)
         is_row = settings.method == "mean"
         low_rank = LowRankPart(found.left, found.values, found.right, gain, is_row)
-        return Prepared(found.residual, low_rank, x)
+        return SplitOperand(found.residual, low_rank, x)
 
     def quantize(
         self,
-        operand: Prepared,
-        name: str,
-        role: str,
+        operand: SplitOperand,
+        quantization: Quantization,
         *,
         operand_dtype: torch.dtype | None = None,
-        is_reported: bool | None = None,
-        reported_as: str | None = None,
-    ) -> Factor:
-        """Quantise one operand in blocks along its last axis.
+        is_reported: bool = True,
+    ) -> MatmulOperand:
+        """Quantise one operand.
 
         Args:
-            operand: from `prepare`.
-            name: of the quantiser.
-            role: part of the random key; repeated quantisations of a tensor have roles of their own.
-            operand_dtype: make the GEMM's operand on the way, in this dtype.
-            is_reported: whether the observer hears of it; by default as the role says.
-            reported_as: the role the observer hears of it as, where that is not its own.
+            operand: from `split`; taken as a matrix (rows, cols) where blocks lie along the rows.
+            quantization: how.
+            operand_dtype: make the GEMM's operand on the way, in this dtype; not where blocks lie along the
+                rows.
+            is_reported: false where the observer has the counts of this operand already.
         """
-        operand = operand.for_quantizer(name)
-        chosen, x = quantizer(name), operand.tensor
-        observe = self._observer(reported_as or role, name, is_reported)
-        key = self._key(name, role, x)
-        result = chosen.quantize(
-            x,
-            random_key=key,
-            with_counts=observe is not None,
-            operand_dtype=operand_dtype,
-            tensor_amax=self._maximum(operand, name, role),
-        )
-        if observe is not None:
-            _report(observe, reported_as or role, result, operand)
-        return Factor(result, low_rank=operand.low_rank)
-
-    def quantize_transposed(
-        self,
-        operand: Prepared,
-        name: str,
-        role: str,
-        *,
-        is_transformed: bool,
-        reported_as: str | None = None,
-    ) -> Factor:
-        """Quantise one operand in blocks along its rows (tokens, or output features).
-
-        Args:
-            operand: from `prepare`; its tensor is taken as a matrix (rows, cols).
-            name: of the quantiser.
-            role: as for `quantize`.
-            is_transformed: whether the recipe's Hadamard transform applies to it.
-            reported_as: the role the observer hears of it as; `None`: not at all.
-        """
-        operand = operand.for_quantizer(name)
-        chosen, x = quantizer(name), operand.tensor
-        key = self._key(name, role, x)
-        observe = None if reported_as is None else self._observer(reported_as, name, True)
-        signs = self.signs if is_transformed else None
-        with_counts, amax = observe is not None, self._maximum(operand, name, role, signs)
+        quantizer = quantization.quantizer
+        operand = operand.for_quantizer(quantizer)
+        x = operand.tensor
+        observe = self._observer(quantization) if is_reported else None
+        arguments: dict[str, Any] = {
+            "random_key": self._key(quantization, x),
+            "with_counts": observe is not None,
+            "tensor_amax": self._amax(operand, quantization),
+        }
         result: OperandTensor
-        if isinstance(chosen, BlockQuantizer):
-            result = chosen.quantize_transposed(
-                x, signs=signs, random_key=key, with_counts=with_counts, tensor_amax=amax
-            )
+        if not quantization.is_transposed:
+            result = quantizer.quantize(x, operand_dtype=operand_dtype, **arguments)
+        elif isinstance(quantizer, BlockQuantizer):
+            result = quantizer.quantize_transposed(x, signs=self._signs(quantization), **arguments)
         else:
-            values = transposed_values(x).values
-            result = chosen.quantize(values, random_key=key, with_counts=with_counts, tensor_amax=amax)
+            result = quantizer.quantize(transposed_values(x).values, **arguments)
         if observe is not None:
-            _report(observe, reported_as or role, result, operand)
-        return Factor(result, is_transposed=True, low_rank=operand.low_rank)
+            _report(observe, quantization.operand, result, operand)
+        return MatmulOperand(result, is_transposed=quantization.is_transposed, low_rank=operand.low_rank)
 
-    @property
-    def signs(self) -> int | None:
-        """Signs of the recipe's Hadamard transform, or `None` where there is none."""
-        return self.hadamard_signs if self.recipe.hadamard else None
-
-    def needs_weight(self, weight: Tensor, name: str, role: str) -> bool:
-        """Whether `weight` will quantise, and not find the factor in the cache."""
-        if self.weights is None or quantizer(name).is_stochastic or quantizer(name).is_identity:
-            return True
-        is_counted = self._observer(role, name, None) is not None
-        found = self.weights.find(
-            weight, role, name, is_counted=is_counted, until_cleared=self.keeps_until_cleared
-        )
-        return found is None
-
-    def weight(self, weight: Tensor, name: str, role: str, quantize: Callable[[], Factor]) -> Factor:
-        """A weight's factor: out of the cache, where there is one and the quantiser may be cached."""
-        if self.weights is None or quantizer(name).is_stochastic or quantizer(name).is_identity:
+    def weight(
+        self, weight: Tensor, quantization: Quantization, quantize: Callable[[], MatmulOperand]
+    ) -> MatmulOperand:
+        """A quantised weight: out of the cache, where there is one and the quantiser may be cached."""
+        if self.weights is None or not _may_be_cached(quantization):
             return quantize()
-        is_counted = self._observer(role, name, None) is not None
         return self.weights.get(
-            weight, role, name, quantize, is_counted=is_counted, until_cleared=self.keeps_until_cleared
+            weight, quantization.role, quantization.name, quantize, **self._conditions(quantization)
         )
 
-    def _maximum(self, operand: Prepared, name: str, role: str, signs: int | None = None) -> Tensor | None:
-        """The operand's largest magnitude, where other ranks or the probe have told it and it is of use."""
-        if role in self.maxima or not self.looked:
-            return self.maxima.get(role)
-        largest = self.looked.get(OPERANDS[role])
-        is_shard = self.shards is not None and self.shards.holds(role)
-        if largest is None or is_shard or signs is not None or operand.low_rank is not None:
+    def _cached_weight(self, weight: Tensor, quantization: Quantization) -> MatmulOperand | None:
+        """What `weight` would find in the cache."""
+        if self.weights is None or not _may_be_cached(quantization):
             return None
-        return largest if _is_maximum_of(name, largest) else None
+        return self.weights.find(
+            weight, quantization.role, quantization.name, **self._conditions(quantization)
+        )
 
-    def _key(self, name: str, role: str, x: Tensor) -> RandomKey | None:
-        return self.random_key(role, x.device) if quantizer(name).is_stochastic and x.numel() else None
+    def _conditions(self, quantization: Quantization) -> dict[str, bool]:
+        """What a cached weight must fulfil."""
+        is_counted = self._observer(quantization) is not None
+        return {"is_counted": is_counted, "until_cleared": self.keeps_until_cleared}
 
-    def _observer(
-        self, role: str, name: str, is_reported: bool | None
-    ) -> Callable[[str, Tensor, Tensor], None] | None:
-        if is_reported is None:
-            is_reported = role == "grad_output" or (role in REPORTED_ROLES and not self.is_replay)
-        return self.observe if is_reported and not quantizer(name).is_identity else None
+    def _signs(self, quantization: Quantization) -> int | None:
+        return self.hadamard_signs if quantization.is_transformed else None
+
+    def _amax(self, operand: SplitOperand, quantization: Quantization) -> Tensor | None:
+        """The operand's largest magnitude, where other ranks or the probe have found it and it is of use."""
+        role = quantization.role
+        if role in self.maxima or not self.probed_maxima:
+            return self.maxima.get(role)
+        largest = self.probed_maxima.get(quantization.operand)
+        is_shard = self.shards is not None and self.shards.holds(role)
+        if largest is None or is_shard or quantization.is_transformed or operand.low_rank is not None:
+            return None
+        return largest if _is_maximum_of(quantization.quantizer, largest) else None
+
+    def _key(self, quantization: Quantization, x: Tensor) -> RandomKey | None:
+        is_drawn = quantization.quantizer.is_stochastic and x.numel()
+        return self.random_key(quantization.role, x.device) if is_drawn else None
+
+    def _observer(self, quantization: Quantization) -> Callable[[str, Tensor, Tensor], None] | None:
+        """Who gets the counts: of each operand once, and of gradients also where a forward is repeated."""
+        role, operand = quantization.role, quantization.operand
+        is_reported = operand == "grad_output" or (role == operand and not self.is_replay)
+        return self.observe if is_reported and not quantization.quantizer.is_identity else None
 
 
-def _is_maximum_of(name: str, largest: Tensor) -> bool:
+def _may_be_cached(quantization: Quantization) -> bool:
+    """Whether a weight is quantised, and always to the same codes."""
+    chosen = quantization.quantizer
+    return not chosen.is_stochastic and not chosen.is_identity
+
+
+def _is_maximum_of(quantizer: Quantizer, largest: Tensor) -> bool:
     """Whether a quantiser, left alone, would find this largest magnitude and choose its scale by it."""
-    chosen = quantizer(name)
-    if not isinstance(chosen, BlockQuantizer):
+    if not isinstance(quantizer, BlockQuantizer):
         return False
-    encoding = chosen.encoding
+    encoding = quantizer.encoding
     if encoding.q_scalar != 1 or encoding.scale_from == "mean":
         return False
     if encoding.format.block is None:
@@ -288,7 +266,7 @@ def _report(
     observe: Callable[[str, Tensor, Tensor], None],
     role: str,
     result: OperandTensor,
-    operand: Prepared,
+    operand: SplitOperand,
 ) -> None:
     """Hand on the counts; the squared norm beside a residual's error is that of the whole operand."""
     assert result.counts is not None  # asked for
@@ -300,9 +278,3 @@ def _report(
         norm = torch.linalg.vector_norm(whole, dtype=torch.promote_types(whole.dtype, torch.float32)).double()
         error = torch.stack([error[0], norm.square()])
     observe(role, result.counts, error)
-
-
-def keeps_weight_codes(recipe: Recipe) -> bool:
-    """Whether forward's codes of the weight serve backward as well."""
-    same = recipe.q_forward_weight == recipe.q_backward_weight
-    return same and (recipe.layout == "single_copy" or serves_both_axes(recipe.q_forward_weight))

@@ -23,7 +23,7 @@ from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from megalowbit.errors import UserError
 from megalowbit.layers.matmul.gemms import finish, no_autocast
-from megalowbit.layers.matmul.operand import Factor
+from megalowbit.layers.matmul.operand import MatmulOperand
 from megalowbit.quantize.quantized_tensor import QuantizedTensor
 
 TILE_ROWS, TILE_BLOCKS = 128, 4
@@ -82,21 +82,17 @@ def hardware_operand(
 
 
 def multiply(
-    left: Factor,
-    right: Factor,
+    left: MatmulOperand,
+    right: MatmulOperand,
     *,
-    transpose_left: bool,
-    transpose_right: bool,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor | None:
     """Multiply left · rightᵀ + bias on FP4 tensor cores; `None` where operands or sizes do not fit.
 
     Args:
-        left: (m, k) as stored.
+        left: (m, k) as stored: blocks lie along the axis summed over, as in the layout "per_gemm".
         right: (n, k) as stored.
-        transpose_left: must be false: blocks lie along the axis summed over.
-        transpose_right: must be true, for the same reason.
         out_dtype: of the result.
         bias: (n,), added in fp32.
 
@@ -120,8 +116,6 @@ def multiply(
     if len(b.codes) % SIZE_MULTIPLE:
         _say_unfit(len(b.codes))
         return None
-    assert transpose_right, "operands of the layout per_gemm"
-    assert not transpose_left, "operands of the layout per_gemm"
     with no_autocast(device.type):
         is_final = bias is None and out_dtype in (torch.bfloat16, torch.float16)
         product = native_product(a, b, out_dtype if is_final else torch.float32)

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.errors import UserError
 from megalowbit.layers.matmul.gemms import finish, no_autocast
-from megalowbit.layers.matmul.operand import ExponentRange, Factor
+from megalowbit.layers.matmul.operand import ExponentRange, MatmulOperand
 from megalowbit.quantize import backends
 from megalowbit.quantize.encoding import DEPTH, E4M3, E5M2, SHIFT
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
@@ -46,34 +46,34 @@ def why_unavailable(device: torch.device) -> str | None:
     return None if device.type in ("cpu", "cuda") else "PyTorch multiplies FP8 matrices on CPU and CUDA only"
 
 
-def measure(*factors: Factor) -> None:
-    """Find out the exponent ranges of MXFP4 factors that have none yet, in one host read for all."""
+def measure(*operands: MatmulOperand) -> None:
+    """Find out the exponent ranges of MXFP4 operands that have none yet, in one host read for all."""
     unknown = [
-        factor
-        for factor in {id(each): each for each in factors}.values()
-        if factor.exponents is None and _is_mxfp4(factor)
+        operand
+        for operand in {id(each): each for each in operands}.values()
+        if operand.exponents is None and _is_mxfp4(operand)
     ]
     if not unknown:
         return
-    found = torch.stack([end for factor in unknown for end in _exponent_ends(factor)]).tolist()
-    for factor, lowest, highest in zip(unknown, found[::2], found[1::2], strict=True):
-        factor.exponents = ExponentRange(lowest=lowest, highest=highest) if highest >= 0 else _NONE
+    found = torch.stack([end for operand in unknown for end in _exponent_ends(operand)]).tolist()
+    for operand, lowest, highest in zip(unknown, found[::2], found[1::2], strict=True):
+        operand.exponents = ExponentRange(lowest=lowest, highest=highest) if highest >= 0 else _NONE
 
 
-def measure_products(*products: tuple[Factor | None, Factor | None]) -> None:
+def measure_products(*products: tuple[MatmulOperand | None, MatmulOperand | None]) -> None:
     """Measure what products to come will ask for, in one host read.
 
     Args:
-        products: left and right factor of each; `None` where the product is not wanted.
+        products: left and right operand of each; `None` where the product is not wanted.
     """
-    wanted: list[Factor] = []
+    wanted: list[MatmulOperand] = []
     for left, right in products:
         if left is not None and right is not None and _may_fit(left, right):
             wanted += (left, right)
     measure(*wanted)
 
 
-def _may_fit(left: Factor, right: Factor) -> bool:
+def _may_fit(left: MatmulOperand, right: MatmulOperand) -> bool:
     """Whether formats and sizes allow FP8; exponents may still forbid it."""
     sizes = (*matrix_shape(left.tensor.shape), *matrix_shape(right.tensor.shape))
     is_fake = isinstance(left.tensor.codes, FakeTensor)  # an estimate of memory, without exponents to read
@@ -81,14 +81,14 @@ def _may_fit(left: Factor, right: Factor) -> bool:
     return fits and all(n > 0 and n % SIZE_MULTIPLE == 0 for n in sizes)
 
 
-def _is_mxfp4(factor: Factor) -> bool:
-    tensor = factor.tensor
+def _is_mxfp4(operand: MatmulOperand) -> bool:
+    tensor = operand.tensor
     return isinstance(tensor, QuantizedTensor) and tensor.format.scale == "e8m0"
 
 
-def _exponent_ends(factor: Factor) -> tuple[Tensor, Tensor]:
+def _exponent_ends(operand: MatmulOperand) -> tuple[Tensor, Tensor]:
     """Lowest and highest exponent code of blocks that count, 0-dim int64; -1 as highest if there are none."""
-    codes, scales = factor.tensor.codes, factor.tensor.scales
+    codes, scales = operand.tensor.codes, operand.tensor.scales
     assert codes is not None, "MXFP4"
     assert scales is not None, "MXFP4"
     if codes.numel() == 0:
@@ -106,17 +106,17 @@ def dtype_for(exponents: ExponentRange) -> torch.dtype | None:
     return next((dtype for dtype in (E4M3, E5M2) if spread <= DEPTH[dtype]), None)
 
 
-def decode_fp8(factor: Factor, dtype: torch.dtype, *, transpose: bool = False) -> Tensor:
-    """A measured factor's matrix as FP8, contiguous; times 2^`scale_exponent` it is the decoded matrix.
+def decode_fp8(operand: MatmulOperand, dtype: torch.dtype, *, transpose: bool = False) -> Tensor:
+    """A measured operand's matrix as FP8, contiguous; times 2^`scale_exponent` it is the decoded matrix.
 
     Args:
-        factor: MXFP4.
+        operand: MXFP4.
         dtype: as `dtype_for` says.
         transpose: return (cols, rows) instead of (rows, cols).
     """
-    tensor, exponents = factor.tensor, factor.exponents
+    tensor, exponents = operand.tensor, operand.exponents
     assert isinstance(tensor, QuantizedTensor)
-    assert exponents is not None, "measure the factor first"
+    assert exponents is not None, "measure the operand first"
     rows, cols = matrix_shape(tensor.shape)
     if backends.backend_of(tensor.codes) == "triton":
         from megalowbit.quantize.triton.launch_fp4 import decode_fp8 as decode_on_gpu
@@ -149,8 +149,8 @@ def scale_exponent(exponents: ExponentRange, dtype: torch.dtype) -> int:
 
 
 def multiply(
-    left: Factor,
-    right: Factor,
+    left: MatmulOperand,
+    right: MatmulOperand,
     *,
     transpose_left: bool,
     transpose_right: bool,
@@ -185,12 +185,7 @@ def multiply(
         return None
     a = decode_fp8(left, chosen[0], transpose=transpose_left)
     b = decode_fp8(right, chosen[1], transpose=not transpose_right).t()
-    scales = [
-        torch.full(
-            (), 2.0 ** scale_exponent(factor.exponents or _NONE, dtype), dtype=torch.float32, device=device
-        )
-        for factor, dtype in zip((left, right), chosen, strict=True)
-    ]
+    scales = [_scale(operand, dtype) for operand, dtype in zip((left, right), chosen, strict=True)]
     with no_autocast(device.type):
         product = torch._scaled_mm(
             a,
@@ -203,10 +198,17 @@ def multiply(
         return finish(product, None, bias, out_dtype)
 
 
-def _choose(left: Factor, right: Factor) -> tuple[torch.dtype, torch.dtype] | None:
+def _scale(operand: MatmulOperand, dtype: torch.dtype) -> Tensor:
+    """What a measured operand's FP8 numbers are to be multiplied by, 0-dim fp32."""
+    scale, codes = 2.0 ** scale_exponent(operand.exponents or _NONE, dtype), operand.tensor.codes
+    assert codes is not None, "MXFP4"
+    return torch.full((), scale, dtype=torch.float32, device=codes.device)
+
+
+def _choose(left: MatmulOperand, right: MatmulOperand) -> tuple[torch.dtype, torch.dtype] | None:
     """FP8 dtypes of both operands, which have been measured; `None` where the product has to run in bf16."""
-    assert left.exponents is not None, "measure the factor first"
-    assert right.exponents is not None, "measure the factor first"
+    assert left.exponents is not None, "measure the operand first"
+    assert right.exponents is not None, "measure the operand first"
     dtypes = dtype_for(left.exponents), dtype_for(right.exponents)
     if dtypes[0] is None or dtypes[1] is None or dtypes == (E5M2, E5M2):
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +20,19 @@ from torch.autograd.function import once_differentiable
 
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
-from megalowbit.layers.matmul.context import Call, Prepared, keeps_weight_codes
+from megalowbit.layers.matmul.context import MatmulContext, SplitOperand
 from megalowbit.layers.matmul.gemms import column_sums, gemm_dtype, multiply
-from megalowbit.layers.matmul.operand import Factor, exact_dtype, restore_factors, save_factors
-from megalowbit.layers.matmul.sharded_operands import Asked
+from megalowbit.layers.matmul.operand import MatmulOperand, exact_dtype, restore_operands, save_operands
+from megalowbit.layers.matmul.quantizations import Quantization
 from megalowbit.layers.matmul.split import Side, multiply_split
 from megalowbit.layers.matmul.weight_factors import WeightFactors
-from megalowbit.layers.recipe_checks import operand_quantizers
-from megalowbit.quantize.names import quantizer
-from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
+from megalowbit.layers.recipe import operand_quantizers
+from megalowbit.quantize.quantized_tensor import matrix_shape
+
+# Of each product: which of its operands are transposed, left and right.
+TRANSPOSES = MappingProxyType(
+    {"output": (False, True), "grad_input": (False, False), "grad_weight": (True, False)}
+)
 
 
 class Forward(NamedTuple):
@@ -36,17 +40,17 @@ class Forward(NamedTuple):
 
     Attributes:
         output: (…, out_features).
-        input: factor of grad_weight, or `None` where nobody asked for that.
-        weight: factor of grad_input, or `None`.
+        input: operand of grad_weight, or `None` where nobody asked for that.
+        weight: operand of grad_input, or `None`.
     """
 
     output: Tensor
-    input: Factor | None
-    weight: Factor | None
+    input: MatmulOperand | None
+    weight: MatmulOperand | None
 
 
 def forward_products(
-    call: Call,
+    context: MatmulContext,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -58,7 +62,7 @@ def forward_products(
     """Quantise, multiply, and make what backward will need.
 
     Args:
-        call: quantisers, dtypes and slots.
+        context: quantisers, dtypes and slots.
         input: (…, in_features).
         weight: (out_features, in_features); W_R of a weight split into parameters.
         bias: (out_features,) or `None`.
@@ -66,82 +70,47 @@ def forward_products(
         keeps_input: whether the weight's gradient, or that of a factor, will be asked for.
         keeps_weight: whether the input's gradient will be asked for.
     """
-    recipe = call.recipe
-    ready = _ready_dtype(call, "output", input.device)
-    prepared = call.prepare(input, "input")
-    prepare_weight = functools.cache(lambda: call.prepare(weight, "weight")._replace(factors=factors))
-    call.agree_on(lambda: _asked_forward(call, input, weight, keeps_input, keeps_weight))
-    call.look(input=input, weight=weight)
-    x = call.quantize(prepared, recipe.q_forward_input, "input", operand_dtype=ready)
-    w = call.weight(
-        weight,
-        recipe.q_forward_weight,
-        "weight",
-        lambda: call.quantize(prepare_weight(), recipe.q_forward_weight, "weight", operand_dtype=ready),
+    plan = context.quantizations
+    split_input = context.split(input, "input")
+    # once, and only where the cache lacks one of the weight's quantised forms
+    split_weight = functools.cache(lambda: context.split(weight, "weight")._replace(factors=factors))
+    wanted = [plan.input, plan.backward_input] if keeps_input else [plan.input]
+    wanted += [plan.weight, plan.backward_weight] if keeps_weight else [plan.weight]
+    context.exchange_maxima(wanted, {"input": input, "weight": weight})
+    context.show_operands(input=input, weight=weight)
+
+    ready = _ready_dtype(context, "output", input.device)
+    x = context.quantize(split_input, plan.input, operand_dtype=ready)
+    w = context.weight(
+        weight, plan.weight, lambda: context.quantize(split_weight(), plan.weight, operand_dtype=ready)
     )
-    sums_output = call.shards is not None and call.shards.is_row
+    whole, dtype = w if factors is None else factors.beside(w), context.compute_dtype
+    sums_output = context.shards is not None and context.shards.is_row
     own_bias = None if sums_output else bias
-    whole, dtype = w if factors is None else factors.beside(w), call.compute_dtype
-    output = _product(call, "output", x, whole, transpose_right=True, out_dtype=dtype, bias=own_bias)
-    if call.shards is not None and sums_output:
-        output = call.shards.sum_output(output, bias)
+    output = _product(context, "output", x, whole, out_dtype=dtype, bias=own_bias)
+    if context.shards is not None and sums_output:
+        output = context.shards.sum_output(output, bias)
     return Forward(
         output.view(*input.shape[:-1], weight.shape[0]),
-        _input_for_backward(call, prepared, x) if keeps_input else None,
-        _weight_for_backward(call, weight, prepare_weight, w) if keeps_weight else None,
+        _input_for_backward(context, split_input, x) if keeps_input else None,
+        _weight_for_backward(context, weight, split_weight, w) if keeps_weight else None,
     )
 
 
-def _asked_forward(
-    call: Call, input: Tensor, weight: Tensor, keeps_input: bool, keeps_weight: bool
-) -> list[Asked]:
-    """What forward will quantise, but for weights in the cache, which are there on all ranks or on none."""
-    recipe, is_per_gemm = call.recipe, call.recipe.layout == "per_gemm"
-    asked = [Asked("input", input, recipe.q_forward_input)]
-    if keeps_input and (is_per_gemm or recipe.q_backward_input != recipe.q_forward_input):
-        signs = call.signs if is_per_gemm else None
-        asked.append(Asked("backward_input", input, recipe.q_backward_input, is_per_gemm, signs))
-    weights = [Asked("weight", weight, recipe.q_forward_weight)]
-    if keeps_weight and not keeps_weight_codes(recipe):
-        weights.append(Asked("backward_weight", weight, recipe.q_backward_weight, is_per_gemm))
-    return asked + [each for each in weights if call.needs_weight(weight, each.name, each.role)]
-
-
-def _asked_backward(call: Call, grad_output: Tensor, has_grad: bool, has_own: bool) -> list[Asked]:
-    """What backward will quantise."""
-    recipe = call.recipe
-    asked = [Asked("grad_output", grad_output, recipe.q_backward_outputgrad)] if has_grad else []
-    if has_own and recipe.layout == "per_gemm":
-        name = recipe.q_backward_outputgrad
-        asked.append(Asked("grad_output_transposed", grad_output, name, True, call.signs))
-    elif has_own:
-        asked.append(Asked("grad_output_for_weight", grad_output, recipe.outputgrad_for_weight))
-    return asked
-
-
-def _input_for_backward(call: Call, input: Prepared, forward: Factor) -> Factor:
-    name = call.recipe.q_backward_input
-    if call.recipe.layout == "per_gemm":
-        return call.quantize_transposed(input, name, "backward_input", is_transformed=True)
-    if name == call.recipe.q_forward_input:
+def _input_for_backward(context: MatmulContext, input: SplitOperand, forward: MatmulOperand) -> MatmulOperand:
+    wanted = context.quantizations.backward_input
+    if wanted == context.quantizations.input:
         return forward.packed()
-    return call.quantize(input, name, "backward_input")
+    return context.quantize(input, wanted)
 
 
 def _weight_for_backward(
-    call: Call, weight: Tensor, prepare: Callable[[], Prepared], forward: Factor
-) -> Factor:
-    recipe = call.recipe
-    if keeps_weight_codes(recipe):
+    context: MatmulContext, weight: Tensor, split: Callable[[], SplitOperand], forward: MatmulOperand
+) -> MatmulOperand:
+    wanted = context.quantizations.backward_weight
+    if wanted == context.quantizations.weight:
         return forward.packed()
-    name, role = recipe.q_backward_weight, "backward_weight"
-
-    def quantize() -> Factor:
-        if recipe.layout == "per_gemm":
-            return call.quantize_transposed(prepare(), name, role, is_transformed=False)
-        return call.quantize(prepare(), name, role)
-
-    return call.weight(weight, name, role, quantize).packed()
+    return context.weight(weight, wanted, lambda: context.quantize(split(), wanted)).packed()
 
 
 class Dtypes(NamedTuple):
@@ -153,10 +122,10 @@ class Dtypes(NamedTuple):
 
 
 def backward_products(
-    call: Call,
+    context: MatmulContext,
     grad_output: Tensor,
-    input: Factor | None,
-    weight: Factor | None,
+    input: MatmulOperand | None,
+    weight: MatmulOperand | None,
     factors: WeightFactors | None = None,
     *,
     in_features: int,
@@ -166,7 +135,7 @@ def backward_products(
     """Gradients of input, weight and bias; then, of a weight split into parameters, those of U, S and V.
 
     Args:
-        call: that of the forward.
+        context: that of the forward.
         grad_output: (…, out_features).
         input: as `Forward.input`.
         weight: as `Forward.weight`.
@@ -176,166 +145,123 @@ def backward_products(
         needs_bias: whether the bias's gradient is asked for.
     """
     grad_input = grad_weight = grad_bias = None
-    grad, grad_t = _quantised_gradient(call, grad_output, weight is not None, input is not None)
-    if call.recipe.gemm == "fp8" and call.compute_dtype != torch.float64:  # one host read for both products
+    grad, grad_t = _quantize_gradient(
+        context, grad_output, for_input=weight is not None, for_weight=input is not None
+    )
+    if (
+        context.recipe.gemm == "fp8" and context.compute_dtype != torch.float64
+    ):  # one host read for both products
         fp8_product.measure_products((grad, weight), (grad_t, input))
     if weight is not None:
         assert grad is not None  # made above
         whole = weight if factors is None else factors.beside(weight)
-        grad_input = _product(call, "grad_input", grad, whole, out_dtype=dtypes.input)
+        grad_input = _product(context, "grad_input", grad, whole, out_dtype=dtypes.input)
         grad_input = grad_input.view(*grad_output.shape[:-1], in_features)
-    summing = None if call.shards is None else call.shards.start_sum_grad_input(grad_input)
+    summing = None if context.shards is None else context.shards.start_sum_grad_input(grad_input)
     if input is not None:
         assert grad_t is not None  # made above
-        grad_weight = _product(
-            call, "grad_weight", grad_t, input, transpose_left=True, out_dtype=dtypes.weight
-        )
+        grad_weight = _product(context, "grad_weight", grad_t, input, out_dtype=dtypes.weight)
     if needs_bias and dtypes.bias is not None:
         grad_bias = column_sums(grad_output.reshape(matrix_shape(grad_output.shape)), dtypes.bias)
     if summing is not None:  # it went on beside the other products
         summing.wait()
     if factors is None:
         return grad_input, grad_weight, grad_bias
-    of_factors = (None,) * 3 if grad_weight is None else factors.gradients(grad_weight, call.compute_dtype)
+    of_factors = (None,) * 3 if grad_weight is None else factors.gradients(grad_weight, context.compute_dtype)
     return grad_input, grad_weight, grad_bias, *of_factors
 
 
-def _quantised_gradient(
-    call: Call, grad_output: Tensor, has_weight: bool, has_input: bool
-) -> tuple[Factor | None, Factor | None]:
+def _quantize_gradient(
+    context: MatmulContext, grad_output: Tensor, *, for_input: bool, for_weight: bool
+) -> tuple[MatmulOperand | None, MatmulOperand | None]:
     """The output gradient as grad_input and as grad_weight multiply it, as far as they are asked for."""
-    recipe = call.recipe
-    name, own_name = recipe.q_backward_outputgrad, recipe.outputgrad_for_weight
-    if not has_weight and not has_input:
+    plan = context.quantizations
+    wanted: dict[Quantization, str] = {}  # quantisation → the first product that takes it
+    if for_input:
+        wanted[plan.grad_output] = "grad_input"
+    if for_weight:
+        wanted.setdefault(plan.grad_output_for_weight, "grad_weight")
+    if not wanted:
         return None, None
-    prepared = call.prepare(grad_output, "grad_output")
-    has_own = has_input and (recipe.layout == "per_gemm" or own_name != name)
-    has_grad = has_weight or not has_own
-    call.agree_on(lambda: _asked_backward(call, grad_output, has_grad, has_own))
-    call.look(grad_output=grad_output)
-    grad: Factor | None = None
-    if has_grad:
-        ready = _ready_dtype(call, "grad_input", grad_output.device)
-        grad = call.quantize(prepared, name, "grad_output", operand_dtype=ready)
-    if not has_own:
-        return grad, grad
-    # The observer hears of it once, and never of what is left as it is.
-    reported = "grad_output" if grad is None or quantizer(name).is_identity else None
-    if recipe.layout == "per_gemm":
-        return grad, call.quantize_transposed(
-            prepared, name, "grad_output_transposed", is_transformed=True, reported_as=reported
-        )
-    ready = _ready_dtype(call, "grad_weight", grad_output.device)
-    role = "grad_output_for_weight"
-    return grad, call.quantize(prepared, own_name, role, operand_dtype=ready, reported_as=reported)
+    operand = context.split(grad_output, "grad_output")
+    context.exchange_maxima(wanted, {"grad_output": grad_output})
+    context.show_operands(grad_output=grad_output)
+    made: dict[Quantization, MatmulOperand] = {}
+    for each, product in wanted.items():
+        # The observer gets it once, and never what is left as it is.
+        is_first = all(other.quantizer.is_identity for other in made)
+        ready = _ready_dtype(context, product, grad_output.device)
+        made[each] = context.quantize(operand, each, operand_dtype=ready, is_reported=is_first)
+    return made.get(plan.grad_output), made.get(plan.grad_output_for_weight)
 
 
-def _ready_dtype(call: Call, product: str, device: torch.device) -> torch.dtype | None:
+def _ready_dtype(context: MatmulContext, product: str, device: torch.device) -> torch.dtype | None:
     """The dtype a product's operands are needed in: quantisers make them on the way. `None`: packed."""
-    if call.recipe.gemm != "bf16":
+    if context.recipe.gemm != "bf16":
         return None
-    exact = [exact_dtype(name) for name in operand_quantizers(call.recipe, product)]
-    return gemm_dtype(exact, call.compute_dtype, device)
+    exact = [exact_dtype(name) for name in operand_quantizers(context.recipe, product)]
+    return gemm_dtype(exact, context.compute_dtype, device)
 
 
 def _product(
-    call: Call,
+    context: MatmulContext,
     product: str,
-    left: Factor,
-    right: Factor,
+    left: MatmulOperand,
+    right: MatmulOperand,
     *,
-    transpose_left: bool = False,
-    transpose_right: bool = False,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """One product, of split operands too; transposes are of the tensors that the factors stand for."""
-    gemm = functools.partial(
-        _gemm, call, product, transpose_left=transpose_left, transpose_right=transpose_right
-    )
+    """One product, of split operands too."""
+    gemm = functools.partial(_gemm, context, product)
     if left.low_rank is None and right.low_rank is None:
         result = gemm(left, right, out_dtype=out_dtype, bias=bias)
     else:
-        left, right = _decoded(call, left, right)
-        is_transformed = product == "grad_weight" and call.recipe.hadamard
+        if context.recipe.gemm == "bf16":  # the thin products need the residuals' operands too
+            exact = left.tensor.exact_dtype, right.tensor.exact_dtype
+            dtype = gemm_dtype(exact, context.compute_dtype, left.device)
+            left, right = left.decoded(dtype), right.decoded(dtype)
+        is_transformed = product == "grad_weight" and context.recipe.hadamard
         result = multiply_split(
             lambda wide_dtype, bias: gemm(left, right, out_dtype=wide_dtype, bias=bias),
-            Side(left, transpose_left),
-            Side(right, transpose_right),
-            compute_dtype=call.compute_dtype,
+            Side(left, TRANSPOSES[product][0]),
+            Side(right, TRANSPOSES[product][1]),
+            compute_dtype=context.compute_dtype,
             out_dtype=out_dtype,
             bias=bias,
-            signs=call.hadamard_signs if is_transformed else None,
+            signs=context.hadamard_signs if is_transformed else None,
         )
-    call.show(product, left, right, result, bias)
+    context.show_product(product, left, right, result, bias)
     return result
 
 
-def _decoded(call: Call, left: Factor, right: Factor) -> tuple[Factor, Factor]:
-    """The residuals with their operands made, which the thin products need as well as the GEMM."""
-    if call.recipe.gemm != "bf16":
-        return left, right
-    tensors = left.tensor, right.tensor
-    exact = [tensor.exact_dtype for tensor in tensors]
-    device = (left.low_rank or right.low_rank).values.device  # type: ignore[union-attr]  # one of them is split
-    dtype = gemm_dtype(exact, call.compute_dtype, device)
-    made = [
-        replace(tensor, ready_operand=tensor.operand(dtype))
-        if isinstance(tensor, QuantizedTensor)
-        else tensor
-        for tensor in tensors
-    ]
-    return replace(left, tensor=made[0]), replace(right, tensor=made[1])
-
-
 def _gemm(
-    call: Call,
+    context: MatmulContext,
     product: str,
-    left: Factor,
-    right: Factor,
+    left: MatmulOperand,
+    right: MatmulOperand,
     *,
-    transpose_left: bool,
-    transpose_right: bool,
     out_dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
-    """One GEMM of what two factors hold, in what the recipe asks for."""
-    transpose_left, transpose_right = (
-        transpose_left != left.is_transposed,
-        transpose_right != right.is_transposed,
-    )
-    result, path = None, call.recipe.gemm
-    if path == "fp8" and call.compute_dtype != torch.float64:
-        result = fp8_product.multiply(
-            left,
-            right,
-            transpose_left=transpose_left,
-            transpose_right=transpose_right,
-            out_dtype=out_dtype,
-            bias=bias,
-        )
+    """One GEMM of what two operands hold, in what the recipe asks for."""
+    transpose_left, transpose_right = TRANSPOSES[product]
+    arguments: dict[str, Any] = {  # transposes are of what is stored
+        "transpose_left": transpose_left != left.is_transposed,
+        "transpose_right": transpose_right != right.is_transposed,
+        "out_dtype": out_dtype,
+        "bias": bias,
+    }
+    result, path = None, context.recipe.gemm
+    if path == "fp8" and context.compute_dtype != torch.float64:
+        result = fp8_product.multiply(left, right, **arguments)
     elif path == "fp4":
-        result = native_fp4.multiply(
-            left,
-            right,
-            transpose_left=transpose_left,
-            transpose_right=transpose_right,
-            out_dtype=out_dtype,
-            bias=bias,
-        )
+        result = native_fp4.multiply(left, right, out_dtype=out_dtype, bias=bias)
     if result is None:
         path = "bf16"
-        result = multiply(
-            left.tensor,
-            right.tensor,
-            transpose_left=transpose_left,
-            transpose_right=transpose_right,
-            compute_dtype=call.compute_dtype,
-            out_dtype=out_dtype,
-            bias=bias,
-        )
-    if call.count is not None:
-        call.count(product, path)
+        result = multiply(left.tensor, right.tensor, compute_dtype=context.compute_dtype, **arguments)
+    if context.count is not None:
+        context.count(product, path)
     return result
 
 
@@ -344,23 +270,23 @@ class LowbitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *factors: Tensor
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, context: MatmulContext, *factors: Tensor
     ) -> Tensor:
         """See `lowbit_linear`."""
         needs_input, *needs_parts = ctx.needs_input_grad
-        del needs_parts[1:3]  # of bias and call
+        del needs_parts[1:3]  # of bias and context
         result = forward_products(
-            call,
+            context,
             input,
             weight,
             bias,
             WeightFactors(*factors) if factors else None,
-            keeps_input=call.needs_grad and any(needs_parts),
-            keeps_weight=call.needs_grad and needs_input,
+            keeps_input=context.needs_grad and any(needs_parts),
+            keeps_weight=context.needs_grad and needs_input,
         )
-        if call.needs_grad:
-            save_factors(ctx, result.input, result.weight, others=factors)
-            ctx.call, ctx.in_features = call, weight.shape[1]
+        if context.needs_grad:
+            save_operands(ctx, result.input, result.weight, others=factors)
+            ctx.context, ctx.in_features = context, weight.shape[1]
             ctx.dtypes = Dtypes(input.dtype, weight.dtype, None if bias is None else bias.dtype)
         return result.output
 
@@ -368,9 +294,9 @@ class LowbitLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, weight, bias and factors, from grad_output (…, out_features)."""
-        (saved_input, saved_weight), factors = restore_factors(ctx)
+        (saved_input, saved_weight), factors = restore_operands(ctx)
         gradients = backward_products(
-            ctx.call,
+            ctx.context,
             grad_output,
             saved_input,
             saved_weight,
@@ -383,18 +309,22 @@ class LowbitLinear(torch.autograd.Function):
 
 
 def lowbit_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, factors: WeightFactors | None = None
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    context: MatmulContext,
+    factors: WeightFactors | None = None,
 ) -> Tensor:
-    """Compute input · weightᵀ + bias with the quantised operands of `call`, differentiable once.
+    """Compute input · weightᵀ + bias with the quantised operands of `context`, differentiable once.
 
     Args:
         input: (…, in_features), any rank from 1 on, any strides, may be empty.
         weight: (out_features, in_features).
         bias: (out_features,) or `None`.
-        call: quantisers, dtypes and slots.
+        context: quantisers, dtypes and slots.
         factors: U, S and V where the weight is W_R + U·diag(S)·V and `weight` is W_R.
 
     Returns:
-        (…, out_features) in `call.compute_dtype`.
+        (…, out_features) in `context.compute_dtype`.
     """
-    return LowbitLinear.apply(input, weight, bias, call, *(factors or ()))
+    return LowbitLinear.apply(input, weight, bias, context, *(factors or ()))

@@ -1,9 +1,9 @@
 """One operand of a layer's products, with what the products want to know of it.
 
-A factor's matrix may be stored transposed: blocks lie along the last axis of what is stored, and where each
+An operand's matrix may be stored transposed: blocks lie along the last axis of what is stored, and where each
 product is quantised for itself (`layout="per_gemm"`) that axis is the one the product sums over. A split
-operand is a residual, which is what the matrix then holds, and a low-rank part beside it. For backward a
-factor is kept as its parts, as a quantised tensor is.
+operand is a residual, which is what the matrix then holds, and a low-rank part beside it. For backward an
+operand is kept as its parts, as a quantised tensor is.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LowRankPart:
         return (right.t(), left.t()) if transpose else (left, right)
 
     def to_parts(self) -> tuple[tuple[Tensor, ...], LowRankPart]:
-        """As `Factor.to_parts`."""
+        """As `MatmulOperand.to_parts`."""
         left, rest_left = self.left.to_parts()
         right, rest_right = self.right.to_parts()
         nothing = self.values.new_empty(0, device="cpu")
@@ -70,7 +70,7 @@ class LowRankPart:
         return (*left, *right, self.values, *gain), rest
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> LowRankPart:
-        """As `Factor.from_parts`."""
+        """As `MatmulOperand.from_parts`."""
         gain = None
         if self.gain is not None:
             *tensors, gain = tensors  # type: ignore[assignment]
@@ -87,8 +87,8 @@ class LowRankPart:
 
 
 @dataclass(eq=False)
-class Factor:
-    """An operand.
+class MatmulOperand:
+    """An operand, quantised or not.
 
     Attributes:
         tensor: quantised, or as it is; of a split operand, the residual.
@@ -102,7 +102,19 @@ class Factor:
     exponents: ExponentRange | None = None
     low_rank: LowRankPart | None = None
 
-    def to_parts(self) -> tuple[tuple[Tensor, ...], Factor]:
+    @property
+    def device(self) -> torch.device:
+        """Where it is stored."""
+        tensor = self.tensor
+        return tensor.values.device if isinstance(tensor, UnquantizedTensor) else tensor.codes.device
+
+    def decoded(self, dtype: torch.dtype) -> MatmulOperand:
+        """With the GEMM's operand made, where several products need it."""
+        if isinstance(self.tensor, UnquantizedTensor):
+            return self
+        return replace(self, tensor=replace(self.tensor, ready_operand=self.tensor.operand(dtype)))
+
+    def to_parts(self) -> tuple[tuple[Tensor, ...], MatmulOperand]:
         """Tensors, and a copy of the rest that holds none."""
         parts, rest = self.tensor.to_parts()
         if self.low_rank is None:
@@ -110,7 +122,7 @@ class Factor:
         further, low_rank = self.low_rank.to_parts()
         return (*parts, *further), replace(self, tensor=rest, low_rank=low_rank)
 
-    def from_parts(self, tensors: tuple[Tensor, ...]) -> Factor:
+    def from_parts(self, tensors: tuple[Tensor, ...]) -> MatmulOperand:
         """Inverse of `to_parts`, called on its second result."""
         if self.low_rank is None:
             return replace(self, tensor=self.tensor.from_parts(tensors))
@@ -121,62 +133,40 @@ class Factor:
             low_rank=self.low_rank.from_parts(tensors[count:]),
         )
 
-    def packed(self) -> Factor:
+    def packed(self) -> MatmulOperand:
         """Without what only the present product needs: counts, and the operand made on the way."""
         parts, rest = self.to_parts()
         return rest.from_parts(parts)
 
 
-def save_factors(ctx: Any, *factors: Factor | None, others: Sequence[Tensor] = ()) -> None:
-    """Keep factors, or `None`, and further tensors in an autograd context until backward."""
+def save_operands(ctx: Any, *operands: MatmulOperand | None, others: Sequence[Tensor] = ()) -> None:
+    """Keep operands, or `None`, and further tensors in an autograd context until backward."""
     tensors: list[Tensor] = []
-    ctx.factors = []  # one (rest, number of tensors) or None for each factor
-    for factor in factors:
-        if factor is None:
-            ctx.factors.append(None)
-            continue
-        parts, rest = factor.to_parts()
+    ctx.operands = []  # the rest and the number of tensors of each
+    for operand in operands:
+        parts, rest = ((), None) if operand is None else operand.to_parts()
         tensors += parts
-        ctx.factors.append((rest, len(parts)))
+        ctx.operands.append((rest, len(parts)))
     ctx.save_for_backward(*tensors, *others)
 
 
-def restore_factors(ctx: Any) -> tuple[list[Factor | None], list[Tensor]]:
-    """Inverse of `save_factors`, in backward: the factors, and the further tensors."""
+def restore_operands(ctx: Any) -> tuple[list[MatmulOperand | None], list[Tensor]]:
+    """Inverse of `save_operands`, in backward: the operands, and the further tensors."""
     tensors = list(ctx.saved_tensors)
-    restored: list[Factor | None] = []
-    for entry in ctx.factors:
-        if entry is None:
-            restored.append(None)
-            continue
-        rest, count = entry
-        parts, tensors = tensors[:count], tensors[count:]
-        restored.append(rest.from_parts(tuple(parts)))
+    restored: list[MatmulOperand | None] = []
+    for rest, count in ctx.operands:
+        restored.append(None if rest is None else rest.from_parts(tuple(tensors[:count])))
+        del tensors[:count]
     return restored, tensors
-
-
-def is_block_quantizer(name: str) -> bool:
-    """Whether a quantiser packs blocks (and can do so along the other axis, or after a transform)."""
-    return isinstance(quantizer(name), BlockQuantizer)
 
 
 @functools.lru_cache(maxsize=256)
 def exact_dtype(name: str) -> torch.dtype | None:
     """The narrowest dtype that holds a quantiser's operands exactly; `None` where it packs nothing."""
-    if not is_block_quantizer(name):
-        return None
-    return quantizer(name).quantize(torch.zeros(0, 16, dtype=torch.float32, device="cpu")).exact_dtype
-
-
-def serves_both_axes(name: str) -> bool:
-    """Whether a quantiser gives a transposed matrix the transposed codes: square blocks, or one scale."""
     chosen = quantizer(name)
-    if chosen.is_identity:
-        return True
     if not isinstance(chosen, BlockQuantizer):
-        return False
-    block = chosen.encoding.format.block
-    return block is None or block[0] == block[1]
+        return None
+    return chosen.quantize(torch.zeros(0, 16, dtype=torch.float32, device="cpu")).exact_dtype
 
 
 def transposed_values(x: Tensor) -> UnquantizedTensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megalowbit.layers.matmul.gemms import gemm_dtype, no_autocast
-from megalowbit.layers.matmul.operand import Factor, LowRankPart
+from megalowbit.layers.matmul.operand import LowRankPart, MatmulOperand
 from megalowbit.quantize.hadamard import GROUP, hadamard
 
 
@@ -30,17 +30,17 @@ class Side(NamedTuple):
     """One operand of a product, as it enters it.
 
     Attributes:
-        factor: residual and low-rank part.
-        transpose: whether the product takes the transpose of the tensor the factor stands for.
+        operand: residual and low-rank part.
+        transpose: whether the product takes the transpose of the tensor the operand stands for.
     """
 
-    factor: Factor
+    operand: MatmulOperand
     transpose: bool
 
     @property
     def low_rank(self) -> LowRankPart | None:
         """The low-rank part, if there is one."""
-        return self.factor.low_rank
+        return self.operand.low_rank
 
     @property
     def is_row(self) -> bool:
@@ -49,11 +49,11 @@ class Side(NamedTuple):
 
     def residual(self, dtype: torch.dtype) -> Tensor:
         """The residual's codes × block scales as a matrix, without the tensor's scale."""
-        return self.factor.tensor.operand(dtype, transpose=self.transpose != self.factor.is_transposed)
+        return self.operand.tensor.operand(dtype, transpose=self.transpose != self.operand.is_transposed)
 
     def scaled(self, thin: Tensor, dtype: torch.dtype) -> Tensor:
         """A product with `residual`, times the tensor's scale and the residual's gain."""
-        scale = self.factor.tensor.tensor_scale
+        scale = self.operand.tensor.tensor_scale
         gain = None if self.low_rank is None else self.low_rank.gain
         for factor in (scale, gain):
             if factor is not None:
@@ -85,7 +85,7 @@ def multiply_split(
     Returns:
         (m, n) in `out_dtype`.
     """
-    device = (left.low_rank or _part(right)).values.device
+    device = left.operand.device
     dtype = gemm_dtype([None, None], compute_dtype, device)
     gains = [side.low_rank.gain for side in (left, right) if side.low_rank is not None]
     scaled = [gain for gain in gains if gain is not None]
@@ -137,8 +137,3 @@ def _transformed(matrix: Tensor, signs: int | None) -> Tensor:
         return matrix
     padded = torch.nn.functional.pad(matrix.float(), (0, -matrix.shape[1] % GROUP))
     return hadamard(padded, signs).to(matrix.dtype)
-
-
-def _part(side: Side) -> LowRankPart:
-    assert side.low_rank is not None, "one of the operands is split"
-    return side.low_rank

@@ -1,4 +1,4 @@
-"""Which use of a layer within one micro-batch this is.
+"""Which use of a layer within one micro-batch this is, and the random stream of a layer without a model's.
 
 A layer that runs twice in one forward must round with different random numbers each time; a forward that
 activation checkpointing runs again during backward must draw the same ones as the first time. Segments are
@@ -22,6 +22,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+from megalowbit.quantize.random_stream import RandomStream
 
 
 def is_recomputing() -> bool:
@@ -60,3 +62,41 @@ class UseCounter:
             return (self._uses - self._replays) % self._uses
         self._uses += 1
         return self._uses - 1
+
+
+class OwnStream:
+    """The random stream of a layer that shares none, seeded at its first use from torch's CPU generator.
+
+    Attributes:
+        rank: data-parallel rank, if one was given.
+        stream: `None` before the first use.
+    """
+
+    def __init__(self) -> None:
+        self.rank: int | None = None
+        self.stream: RandomStream | None = None
+        self._seeded_at: tuple[int, int] | None = None  # micro-batch and use
+
+    def advance(self, *, is_training: bool, is_replay: bool) -> RandomStream:
+        """The stream for the use that starts now: each training forward is one micro-batch."""
+        if self.stream is None:
+            self.stream = RandomStream(_draw_seed(), self.rank)
+        if is_training and not is_replay:
+            self.stream.advance()
+        return self.stream
+
+    def keep_torchs_generator_in_step(self, step: int, use: int, *, is_replay: bool) -> None:
+        """Draw the seed again where checkpointing repeats the forward that has drawn it.
+
+        It has set torch's generator back to before the seed was drawn; dropouts behind this layer would not
+        recompute the masks they had.
+        """
+        if self._seeded_at is None:
+            self._seeded_at = (step, use)
+        elif is_replay and self._seeded_at == (step, use):
+            _draw_seed()
+
+
+def _draw_seed() -> int:
+    """A seed that no other layer has, without asking a device."""
+    return int(torch.randint(2**62, (), device="cpu"))

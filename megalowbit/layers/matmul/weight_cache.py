@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalowbit.layers.matmul.operand import Factor
+from megalowbit.layers.matmul.operand import MatmulOperand
 
 Key = tuple[object, ...]
 
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
     """One quantised form, what it was made from, whether it was counted, and whether in inference mode."""
 
     key: Key
-    factor: Factor
+    operand: MatmulOperand
     is_counted: bool
     is_inference: bool
 
@@ -45,30 +45,30 @@ class WeightSlot:
         weight: Tensor,
         role: str,
         name: str,
-        quantize: Callable[[], Factor],
+        quantize: Callable[[], MatmulOperand],
         *,
         is_counted: bool = False,
         until_cleared: bool = False,
-    ) -> Factor:
-        """The factor kept for this role and quantiser, or a new one.
+    ) -> MatmulOperand:
+        """The operand kept for this role and quantiser, or a new one.
 
         Args:
             weight: the layer's weight.
             role: which of its operands.
             name: of the quantiser.
-            quantize: makes the factor; what it returns may carry a ready operand, which is not kept.
-            is_counted: whether `quantize` reports counts; a factor made without any will then not do.
-            until_cleared: whether a factor will do wherever the weight lies now; for weights that are
+            quantize: makes the operand; what it returns may carry a ready operand, which is not kept.
+            is_counted: whether `quantize` reports counts; an operand made without any will then not do.
+            until_cleared: whether an operand will do wherever the weight lies now; for weights that are
                 gathered anew, and for shards.
         """
         found = self.find(weight, role, name, is_counted=is_counted, until_cleared=until_cleared)
         if found is not None:
             return found
-        factor = quantize()
+        operand = quantize()
         is_inference = torch.is_inference_mode_enabled()
         key = _key(weight, until_cleared=until_cleared)
-        self._entries[role, name] = Entry(key, factor.packed(), is_counted, is_inference)
-        return factor
+        self._entries[role, name] = Entry(key, operand.packed(), is_counted, is_inference)
+        return operand
 
     def find(
         self,
@@ -78,8 +78,8 @@ class WeightSlot:
         *,
         is_counted: bool = False,
         until_cleared: bool = False,
-    ) -> Factor | None:
-        """The factor kept for this role and quantiser, if it will do."""
+    ) -> MatmulOperand | None:
+        """The operand kept for this role and quantiser, if it will do."""
         entry = self._entries.get((role, name))
         if (
             entry is not None
@@ -87,7 +87,7 @@ class WeightSlot:
             and (entry.is_counted or not is_counted)
             and (torch.is_inference_mode_enabled() or not entry.is_inference)
         ):
-            return entry.factor
+            return entry.operand
         return None
 
     def clear(self) -> None:
@@ -106,7 +106,7 @@ def _key(weight: Tensor, *, until_cleared: bool) -> Key:
 
 
 class WeightCache:
-    """The slots of a model's layers; made by `surgery.cache_weights`.
+    """The slots of a model's layers; made by `conversion.convert.cache_weights`.
 
     Args:
         slots: of the layers.

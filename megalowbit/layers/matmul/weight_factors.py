@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megalowbit.layers.matmul.gemms import gemm_dtype, no_autocast
-from megalowbit.layers.matmul.operand import Factor, LowRankPart
+from megalowbit.layers.matmul.operand import LowRankPart, MatmulOperand
 from megalowbit.quantize.quantized_tensor import UnquantizedTensor
 
 
@@ -36,7 +36,7 @@ class WeightFactors(NamedTuple):
     s: Tensor
     v: Tensor
 
-    def beside(self, residual: Factor) -> Factor:
+    def beside(self, residual: MatmulOperand) -> MatmulOperand:
         """The weight as it is multiplied: Q(W_R), which a cache may keep for longer, and these factors."""
         values = self.s.detach().to(torch.promote_types(self.s.dtype, torch.float32))
         left, right = self.u.detach().t(), self.v.detach()

@@ -10,14 +10,20 @@ Not covered: recipes with splits, which need whole tensors, and quantisers with 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 from torch import nn
 
+from megalowbit.distributed.tensor_group import TensorGroup
+from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.matmul.sharded_operands import ShardedOperands, check_sharded_recipe
-from megalowbit.layers.recipe import Recipe
-from megalowbit.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, TensorGroup
+from megalowbit.layers.matmul.quantizations import Quantizations
+from megalowbit.layers.matmul.sharded_operands import ShardedOperands
+from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
+from megalowbit.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalowbit.quantize.quantizer import BlockQuantizer
+from megalowbit.quantize.tensor_statistics import needs_maximum
 
 
 class ParallelBitLinear(BitLinear):
@@ -33,7 +39,7 @@ class ParallelBitLinear(BitLinear):
         return ShardedOperands(self.tensor_group, self.is_row) if self.tensor_group.size > 1 else None
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """See `sharded_operands.check_sharded_recipe`.
+        """See `check_sharded_recipe`.
 
         Raises:
             UserError: the layer cannot be quantised so, in shards.
@@ -41,7 +47,7 @@ class ParallelBitLinear(BitLinear):
         super().check_recipe(recipe)
         if self.tensor_group.size > 1:
             shards = [part // self.tensor_group.size for part in self.weight.cut.parts]  # type: ignore[attr-defined]
-            check_sharded_recipe(recipe, self._title(), is_row=self.is_row, shards=shards)
+            check_sharded_recipe(recipe, self.title, is_row=self.is_row, shards=shards)
 
     def extra_repr(self) -> str:
         """As BitLinear prints it, and the rank."""
@@ -65,3 +71,42 @@ class RowParallelBitLinear(ParallelBitLinear):
 LOW_BIT: dict[type[nn.Module], type[BitLinear]] = {
     kind.plain_class: kind for kind in (ColumnParallelBitLinear, RowParallelBitLinear)
 }
+
+
+def check_sharded_recipe(recipe: Recipe, title: str, *, is_row: bool, shards: Iterable[int]) -> None:
+    """Refuse a recipe that shards cannot be quantised with, each for itself.
+
+    Args:
+        recipe: of the layer.
+        title: of the layer, for the message.
+        is_row: whether input features are cut.
+        shards: what a rank has of each part of the axis that is cut.
+
+    Raises:
+        UserError: it splits operands, a quantiser needs the whole tensor, or blocks would straddle shards.
+    """
+    for field in SPLIT_FIELDS:
+        if getattr(recipe, field) is not None:
+            raise UserError(
+                f"recipe {recipe.name!r} has {field}, which needs whole tensors, and {title} is cut over "
+                f"tensor-parallel ranks: set {field} to null, or tensor_parallel.autotp_size to 1"
+            )
+    quantizations = sorted(Quantizations.of(recipe), key=lambda each: each.operand != "weight")
+    for each in quantizations:  # weights first
+        if each.operand not in ("weight", "input" if is_row else "grad_output"):
+            continue
+        chosen = each.quantizer
+        needs_maximum(chosen)  # says what cannot be quantised in shards
+        block = chosen.encoding.format.block if isinstance(chosen, BlockQuantizer) else None
+        if block is None:
+            continue
+        is_cut_along_rows = each.operand == "weight" and not is_row
+        extent = block[0] if is_cut_along_rows != each.is_transposed else block[1]
+        for shard in shards:
+            if shard % extent:
+                raise UserError(
+                    f"{title}: a shard of {shard} features does not hold whole blocks of {extent} of "
+                    f"{each.name!r}: lower tensor_parallel.autotp_size, keep the layer in high "
+                    "precision, or take formats of one scale a tensor (recipe fp8; in speculation also a "
+                    "ladder without mixed)"
+                )

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.errors import UserError
 from megalowbit.layers.state_dict_layout import HFStateDict
 
@@ -74,79 +74,33 @@ class Cut:
         return (*shard[: self.dim], sum(self.parts), *shard[self.dim + 1 :])
 
 
-class TensorGroup:
-    """The ranks that hold the shards of one layer, and the sums over them.
-
-    Copies of a layer share it; it cannot be pickled, as no process group can.
-
-    Args:
-        group: the process group, this process in it.
-
-    Attributes:
-        group: as given.
-        rank: of this process, 0 … size-1.
-        size: number of ranks.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in the tensor's dtype; overwrites the tensor where it is contiguous."""
-        if self.size == 1:
-            return tensor
-        tensor = tensor.contiguous()
-        dist.all_reduce(tensor, group=self.group)
-        return tensor
-
-    def start_sum(self, tensor: Tensor) -> Any:
-        """Begin to sum a contiguous tensor in place: what to `wait()` for, or `None`."""
-        if self.size == 1:
-            return None
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
-
-    def largest(self, values: Tensor) -> Tensor:
-        """The largest over all ranks, element by element, in place; no value may be NaN, which MAX drops."""
-        if self.size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        return values
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, which have one shape, in order; collective."""
-        if self.size == 1:
-            return [tensor]
-        tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(tensors, tensor.contiguous(), group=self.group)
-        return tensors
-
-    def __deepcopy__(self, memo: object) -> TensorGroup:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise UserError(
-            "a tensor-parallel layer cannot be pickled, its process group belongs to this process: "
-            "save model.state_dict() instead"
-        )
-
-
 def tensor_group_of(modules: Iterable[nn.Module]) -> TensorGroup | None:
     """The ranks that share the first sharded layer among some modules, and so all of them; None: none is."""
     groups = (each.__dict__.get("tensor_group") for each in modules)
     return next((group for group in groups if group is not None), None)
 
 
-class ColumnParallelLinear(HFStateDict):
-    """A linear layer with this rank's share of the output features; made by `column_parallel`.
+class _ShardedLinear(HFStateDict):
+    """What both kinds share.
 
     Attributes:
         in_features, out_features: of the shard.
         tensor_group: the ranks that hold the others.
         is_transposed: whether it stands for a transformers `Conv1D`, which keeps its weight as (in, out).
+        is_row: whether input features are cut, and not output features.
     """
 
     tensor_group: TensorGroup
+    is_row: ClassVar[bool]
+
+    def extra_repr(self) -> str:
+        """Sizes as `nn.Linear` prints them, and the rank."""
+        return f"{super().extra_repr()}, shard {self.tensor_group.rank} of {self.tensor_group.size}"
+
+
+class ColumnParallelLinear(_ShardedLinear):
+    """A linear layer with this rank's share of the output features; made by `parallel_linear`."""
+
     is_row = False
 
     def forward(self, input: Tensor) -> Tensor:
@@ -155,18 +109,13 @@ class ColumnParallelLinear(HFStateDict):
             input = _SumGradient.apply(input, self.tensor_group)
         return nn.functional.linear(input, self.weight, self.bias)
 
-    def extra_repr(self) -> str:
-        """Sizes as `nn.Linear` prints them, and the rank."""
-        return f"{super().extra_repr()}, shard {self.tensor_group.rank} of {self.tensor_group.size}"
 
+class RowParallelLinear(_ShardedLinear):
+    """A linear layer with this rank's share of the input features; made by `parallel_linear`.
 
-class RowParallelLinear(HFStateDict):
-    """A linear layer with this rank's share of the input features; made by `row_parallel`.
-
-    Attributes: see `ColumnParallelLinear`; the bias is whole.
+    Its bias is whole.
     """
 
-    tensor_group: TensorGroup
     is_row = True
 
     def forward(self, input: Tensor) -> Tensor:
@@ -175,10 +124,6 @@ class RowParallelLinear(HFStateDict):
         if self.tensor_group.size > 1:
             output = _SumOutput.apply(output, self.tensor_group)
         return output if self.bias is None else output + self.bias.to(output.dtype)
-
-    def extra_repr(self) -> str:
-        """Sizes as `nn.Linear` prints them, and the rank."""
-        return f"{super().extra_repr()}, shard {self.tensor_group.rank} of {self.tensor_group.size}"
 
 
 class _SumGradient(torch.autograd.Function):
@@ -225,12 +170,12 @@ def parallel_linear(
         group: the ranks that hold the others.
         is_row: whether input features are cut, and not output features.
         parts: see `Cut`, along the axis that is cut.
-        is_transposed: see `ColumnParallelLinear`.
+        is_transposed: as of the layer.
     """
-    kind: type[ColumnParallelLinear | RowParallelLinear] = (
-        RowParallelLinear if is_row else ColumnParallelLinear
+    kind = RowParallelLinear if is_row else ColumnParallelLinear
+    layer: ColumnParallelLinear | RowParallelLinear = kind(
+        weight.shape[1], weight.shape[0], bias=bias is not None, device="meta"
     )
-    layer = kind(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = weight
     layer.register_parameter("bias", bias)
     layer.tensor_group, layer.is_transposed = group, is_transposed

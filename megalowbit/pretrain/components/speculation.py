@@ -235,7 +235,7 @@ def line_after_switch(recipe: Recipe) -> str:
     Args:
         recipe: with which the layers go on.
     """
-    from megalowbit.layers.recipe_checks import operand_quantizers
+    from megalowbit.layers.recipe import operand_quantizers
     from megalowbit.quantize.names import quantizer
     from megalowbit.speculation.precisions import PRODUCTS
 

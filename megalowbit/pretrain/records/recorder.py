@@ -13,7 +13,7 @@ from types import TracebackType
 
 from megalowbit.distributed.agreement import agree
 from megalowbit.errors import from_system
-from megalowbit.layers.split_states import split_counts
+from megalowbit.layers.carried_state import split_counts
 from megalowbit.pretrain.components.base import Component
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import splits_line

@@ -9,7 +9,6 @@ from megalowbit.engine.parameters.split import split_weights
 from megalowbit.engine.pipeline.setup import pipeline_module
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers
-from megalowbit.layers.parameter_split.parameters import merged_weight
 
 SPLIT = {"base": "nvfp4", "parameter_split": {"rank": 3}}
 IDS = torch.arange(32).view(2, 16)
@@ -135,7 +134,7 @@ def test_a_checkpoint_of_a_split_model_holds_what_is_left_and_an_export_the_whol
         "split_u", "split_s", "split_v", "split_residual",
     }  # fmt: skip
     for name, layer in bit_layers(engine.module).items():
-        assert torch.equal(plain.get_submodule(name).weight, merged_weight(layer).t())
+        assert torch.equal(plain.get_submodule(name).weight, layer.merged_weight().t())
 
 
 def test_a_pipelines_weights_are_gathered(tmp_path):

@@ -8,7 +8,7 @@ from megalowbit.engine.initialize import initialize
 from megalowbit.engine.parameters.split import split_weights
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, cache_weights, convert
-from megalowbit.layers.parameter_split.parameters import SPLIT_NAMES, parts_of
+from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 IN, HIDDEN, RANK, LR = 16, 32, 4, 1e-2
@@ -47,7 +47,7 @@ def whole(masters):
 
 
 def masters_of(optimizer, layer):
-    return [optimizer.master_of(part) for part in parts_of(layer)]
+    return [optimizer.master_of(part) for part in layer.parts()]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -66,7 +66,7 @@ def test_a_split_keeps_the_whole_master_and_truncates_its_singular_values(dtype)
         torch.testing.assert_close(masters[2].double(), values[:RANK], rtol=1e-5, atol=1e-6)
         residual = torch.linalg.svdvals(masters[0].detach().double())
         torch.testing.assert_close(residual[: len(values) - RANK], values[RANK:], rtol=1e-4, atol=1e-6)
-        for part, master in zip(parts_of(layer), masters, strict=True):
+        for part, master in zip(layer.parts(), masters, strict=True):
             assert torch.equal(part, master.to(dtype))
 
 
@@ -91,7 +91,7 @@ def test_moments_follow_by_the_chain_rule_and_the_residual_keeps_those_of_the_wh
     layer = bit_layers(model)["2"]
     before = copy.deepcopy(optimizer.state_of(layer.weight))
     split_weights(model, optimizer)
-    after = [optimizer.state_of(part) for part in parts_of(layer)]
+    after = [optimizer.state_of(part) for part in layer.parts()]
     for name, value in before.items():
         assert torch.equal(after[0][name], value)
     u, s, v = (master.detach().double() for master in masters_of(optimizer, layer)[1:])
@@ -116,10 +116,10 @@ def test_reset_starts_all_four_moments_anew():
     report = split_weights(model, optimizer)
     assert "optimizer state reset" in str(report)
     for layer in bit_layers(model).values():
-        assert [len(optimizer.state_of(part)) for part in parts_of(layer)] == [0, 0, 0, 0]
+        assert [len(optimizer.state_of(part)) for part in layer.parts()] == [0, 0, 0, 0]
         assert optimizer.state_of(layer.bias)["step"] == 3
     train(model, optimizer, steps=1)
-    for part in parts_of(bit_layers(model)["0"]):
+    for part in bit_layers(model)["0"].parts():
         assert optimizer.state_of(part)["step"] == 1
 
 
@@ -127,7 +127,7 @@ def test_a_split_before_the_first_step_has_no_state_to_carry():
     model, optimizer = build()
     split_weights(model, optimizer)
     train(model, optimizer, steps=1)
-    assert all(optimizer.state_of(part)["step"] == 1 for part in parts_of(bit_layers(model)["0"]))
+    assert all(optimizer.state_of(part)["step"] == 1 for part in bit_layers(model)["0"].parts())
 
 
 def test_sgd_momentum_is_projected_like_a_first_moment():
@@ -137,7 +137,7 @@ def test_sgd_momentum_is_projected_like_a_first_moment():
     m = optimizer.state_of(layer.weight)["momentum_buffer"].double()
     split_weights(model, optimizer)
     _, u, s, v = (master.detach().double() for master in masters_of(optimizer, layer))
-    found = [optimizer.state_of(part)["momentum_buffer"].double() for part in parts_of(layer)]
+    found = [optimizer.state_of(part)["momentum_buffer"].double() for part in layer.parts()]
     torch.testing.assert_close(found[0], m, rtol=0, atol=0)
     torch.testing.assert_close(found[1], m @ v.t() * s, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(found[3], s[:, None] * (u.t() @ m), rtol=1e-5, atol=1e-8)
@@ -279,7 +279,7 @@ def test_a_plain_torch_optimizer_will_do():
     optimizer.zero_grad()
     before = model[0].weight.detach().double()
     split_weights(model, optimizer)
-    assert (whole(parts_of(model[0])) - before).abs().max() < 1e-6
+    assert (whole(model[0].parts()) - before).abs().max() < 1e-6
     assert optimizer.state[model[0].split_u]["exp_avg"].shape == (HIDDEN, RANK)
     model, _ = build(merged_lr=1e-3)
     with pytest.raises(UserError, match="merged_lr needs one of megalowbit's optimizers, AdamW does not"):
@@ -352,4 +352,4 @@ def test_an_engine_is_all_it_needs(precision):
     assert report.lr_scale == pytest.approx(0.25)
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
     for layer in bit_layers(model).values():
-        assert all(optimizer.state_of(part)["exp_avg"].any() for part in parts_of(layer))
+        assert all(optimizer.state_of(part)["exp_avg"].any() for part in layer.parts())

@@ -20,7 +20,7 @@ from choosing import (
 from torch import nn
 
 from megalowbit.layers.conversion.convert import bit_layers, cache_weights, convert, set_chooser
-from megalowbit.layers.matmul.chooser import Chooser, Probe
+from megalowbit.layers.matmul.slots import Chooser, Probe
 from megalowbit.layers.recipe import recipe
 from megalowbit.quantize.names import quantizer
 

@@ -30,7 +30,8 @@ from megalowbit.layers.conversion.convert import (
     set_chooser,
     set_observer,
 )
-from megalowbit.layers.matmul.context import Prepared
+from megalowbit.layers.matmul.context import SplitOperand
+from megalowbit.layers.matmul.quantizations import Quantization
 from megalowbit.layers.precision_switch import switch_precision
 from megalowbit.layers.recipe import recipe
 
@@ -78,9 +79,10 @@ def test_gradients_rounded_apart_draw_apart():
     assert seen["grad_input"][0].abs().unique().numel() <= 8
     # one quantiser under both roles would round alike if it drew the same numbers
     layer = BitLinear(48, 32)
-    call = layer.call(layer.begin_use(), compute_dtype=torch.float32, needs_grad=True)
+    context = layer.context(layer.begin_use(), compute_dtype=torch.float32, needs_grad=True)
     g = torch.linspace(-1, 1, 512).view(16, 32)
-    both = [call.quantize(Prepared(g), "int4:sr", role) for role in ("grad_output", "grad_output_for_weight")]
+    roles = [Quantization(role, "int4:sr", "") for role in ("grad_output", "grad_output_for_weight")]
+    both = [context.quantize(SplitOperand(g), role) for role in roles]
     assert not torch.equal(both[0].tensor.codes, both[1].tensor.codes)
 
 

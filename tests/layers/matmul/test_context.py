@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from megalowbit.layers.matmul.context import Call, Prepared, keeps_weight_codes
+from megalowbit.layers.matmul.context import MatmulContext, SplitOperand
+from megalowbit.layers.matmul.quantizations import Quantization
 from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.recipe import recipe
 from megalowbit.quantize.names import quantizer
@@ -10,9 +11,9 @@ from megalowbit.quantize.random_stream import RandomStream
 X = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
 
 
-def call_with(chosen="nvfp4", **kwargs):
+def context_with(chosen="nvfp4", **kwargs):
     stream = RandomStream(2)
-    return Call(
+    return MatmulContext(
         recipe=recipe(chosen),
         compute_dtype=torch.float32,
         random_key=lambda role, device: stream.key("layer", role),
@@ -20,17 +21,25 @@ def call_with(chosen="nvfp4", **kwargs):
     )
 
 
+def quantization(role, name="nvfp4e2m1bnosr", **kwargs):
+    return Quantization(role, name, "q_of_a_test", **kwargs)
+
+
 def test_an_operand_is_drawn_with_the_key_of_its_role():
-    call = call_with()
+    context = context_with()
+
+    def drawn_as(role):
+        return context.quantize(SplitOperand(X), quantization(role, "nvfp4e2m1b")).tensor.codes
+
     expected = quantizer("nvfp4e2m1b").quantize(X, random_key=RandomStream(2).key("layer", "grad_output"))
-    assert torch.equal(call.quantize(Prepared(X), "nvfp4e2m1b", "grad_output").tensor.codes, expected.codes)
-    assert not torch.equal(call.quantize(Prepared(X), "nvfp4e2m1b", "input").tensor.codes, expected.codes)
+    assert torch.equal(drawn_as("grad_output"), expected.codes)
+    assert not torch.equal(drawn_as("input"), expected.codes)
 
 
 def test_nearest_rounding_and_empty_tensors_ask_for_no_key():
-    call = Call(recipe=recipe("nvfp4"), compute_dtype=torch.float32, random_key=None)
-    call.quantize(Prepared(X), "nvfp4e2m1bnosr", "input")
-    call.quantize(Prepared(X[:0]), "nvfp4e2m1b", "input")
+    context = MatmulContext(recipe=recipe("nvfp4"), compute_dtype=torch.float32, random_key=None)
+    context.quantize(SplitOperand(X), quantization("input"))
+    context.quantize(SplitOperand(X[:0]), quantization("input", "nvfp4e2m1b"))
 
 
 @pytest.mark.parametrize(
@@ -48,24 +57,25 @@ def test_nearest_rounding_and_empty_tensors_ask_for_no_key():
 )
 def test_each_tensor_is_reported_once(role, is_replay, is_reported):
     seen = []
-    call = call_with(observe=lambda *args: seen.append(args), is_replay=is_replay)
-    call.quantize(Prepared(X), "nvfp4e2m1bnosr", role)
+    context = context_with(observe=lambda *args: seen.append(args), is_replay=is_replay)
+    context.quantize(SplitOperand(X), quantization(role))
     assert [args[0] for args in seen] == ([role] if is_reported else [])
 
 
 def test_what_is_not_quantised_is_not_reported():
     seen = []
-    call_with(observe=lambda *args: seen.append(args)).quantize(Prepared(X), "fp32", "input")
+    context_with(observe=lambda *args: seen.append(args)).quantize(
+        SplitOperand(X), quantization("input", "fp32")
+    )
     assert not seen
 
 
 @pytest.mark.parametrize("is_transformed", [False, True])
 def test_the_transform_applies_where_recipe_and_operand_say_so(is_transformed):
     block = {"base": "nvfp4", "layout": "per_gemm", "hadamard": True}
-    call = call_with(block, hadamard_signs=0b1011)
-    got = call.quantize_transposed(
-        Prepared(X), "nvfp4e2m1bnosr", "backward_input", is_transformed=is_transformed
-    )
+    context = context_with(block, hadamard_signs=0b1011)
+    asked = quantization("backward_input", is_transposed=True, is_transformed=is_transformed)
+    got = context.quantize(SplitOperand(X), asked)
     expected = quantizer("nvfp4e2m1bnosr").quantize_transposed(X, signs=0b1011 if is_transformed else None)
     assert got.is_transposed
     assert torch.equal(got.tensor.codes, expected.codes)
@@ -73,43 +83,21 @@ def test_the_transform_applies_where_recipe_and_operand_say_so(is_transformed):
 
 @pytest.mark.parametrize(("name", "times"), [("nvfp4e2m1bnosr", 1), ("nvfp4e2m1b", 2), ("fp32", 2)])
 def test_weights_are_kept_where_their_rounding_does_not_change(name, times):
-    made = []
-    call = call_with(weights=WeightSlot())
+    made, asked = [], quantization("weight", name)
+    context = context_with(weights=WeightSlot())
     for _ in range(2):
-        call.weight(X, name, "weight", lambda: made.append(1) or call.quantize(Prepared(X), name, "weight"))
+        context.weight(X, asked, lambda: made.append(1) or context.quantize(SplitOperand(X), asked))
     assert len(made) == times
-
-
-@pytest.mark.parametrize(
-    ("block", "expected"),
-    [
-        ("nvfp4", True),
-        ({"base": "nvfp4", "q_backward_weight": "fp32"}, False),
-        ({"base": "nvfp4", "layout": "per_gemm"}, False),
-        (
-            {
-                "base": "nvfp4",
-                "layout": "per_gemm",
-                "q_forward_weight": "nvfp4e2m1bnosr:tile16",
-                "q_backward_weight": "nvfp4e2m1bnosr:tile16",
-            },
-            True,
-        ),
-    ],
-)
-def test_forwards_weight_codes_serve_backward_where_layout_and_names_allow(block, expected):
-    assert keeps_weight_codes(recipe(block)) is expected
 
 
 @pytest.mark.parametrize("name", ["nvfp4e2m1bnosr", "nvfp4e2m1b:seed_compat", "fp4e2m1:seed_compat"])
 def test_a_transposed_operand_is_counted_whatever_its_quantiser(name):
     seen, x = [], X[:16]
-    call = call_with(observe=lambda *args: seen.append(args))
-    call.quantize_transposed(Prepared(x), name, "grad_output_transposed", is_transformed=False)
+    context = context_with(observe=lambda *args: seen.append(args))
+    asked = quantization("grad_output_transposed", name, is_transposed=True)
+    context.quantize(SplitOperand(x), asked, is_reported=False)
     assert not seen
-    call.quantize_transposed(
-        Prepared(x), name, "grad_output_transposed", is_transformed=False, reported_as="grad_output"
-    )
+    context.quantize(SplitOperand(x), asked)
     ((role, counts, error),) = seen
     assert role == "grad_output"
     assert counts[0] == x.numel()

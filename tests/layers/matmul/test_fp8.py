@@ -11,7 +11,7 @@ from megalowbit.layers.conversion.convert import product_counts
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.fp8 import decode_fp8, dtype_for, measure, multiply, scale_exponent
 from megalowbit.layers.matmul.gemms import multiply as multiply_bf16
-from megalowbit.layers.matmul.operand import ExponentRange, Factor
+from megalowbit.layers.matmul.operand import ExponentRange, MatmulOperand
 from megalowbit.quantize.encoding import E4M3, E5M2
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
@@ -31,7 +31,7 @@ def spread_matrix(rows, cols, exponents, seed=0):
 
 
 def factor_of(matrix, name="mxfp4e2m1bnosr"):
-    return Factor(quantizer(name).quantize(matrix))
+    return MatmulOperand(quantizer(name).quantize(matrix))
 
 
 def exact(factor):

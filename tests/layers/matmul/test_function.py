@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalowbit.layers.matmul.context import Call
+from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
 from megalowbit.layers.recipe import Recipe, recipe
 from megalowbit.quantize import backends
@@ -15,9 +15,9 @@ from megalowbit.quantize.random_stream import RandomStream
 NEAREST = recipe({"base": "nvfp4", "name": "nearest", "q_backward_outputgrad": "nvfp4e2m1bnosr"})
 
 
-def call_with(chosen: Recipe, dtype=torch.float32, **kwargs) -> Call:
+def context_with(chosen: Recipe, dtype=torch.float32, **kwargs) -> MatmulContext:
     stream = RandomStream(0)
-    return Call(
+    return MatmulContext(
         recipe=chosen,
         compute_dtype=dtype,
         random_key=lambda role, device: stream.key("layer", role),
@@ -44,7 +44,7 @@ def close(got, expected, relative):
 )
 def test_forward_and_gradients_equal_float64_products_of_reference_operands(reference, dtype, relative):
     x, w, b, g = operands(dtype=dtype)
-    output = lowbit_linear(x, w, b, call_with(NEAREST, dtype))
+    output = lowbit_linear(x, w, b, context_with(NEAREST, dtype))
     output.backward(g)
     q_x, q_w, q_g = (reference.dequantized(t.detach().float().numpy()) for t in (x, w, g))
     assert output.dtype == dtype
@@ -56,7 +56,7 @@ def test_forward_and_gradients_equal_float64_products_of_reference_operands(refe
 
 def test_stochastic_output_gradients_are_those_of_their_key(reference):
     x, w, b, g = operands()
-    lowbit_linear(x, w, b, call_with(recipe("nvfp4"))).backward(g)
+    lowbit_linear(x, w, b, context_with(recipe("nvfp4"))).backward(g)
     from megalowbit.quantize.names import quantizer
 
     key = RandomStream(0).key("layer", "grad_output")
@@ -71,7 +71,7 @@ def test_mixed_recipes_quantise_exactly_the_operands_they_name(reference):
     chosen = recipe(
         {"base": "bf16", "q_forward_weight": "nvfp4e2m1bnosr", "q_backward_input": "nvfp4e2m1bnosr"}
     )
-    output = lowbit_linear(x, w, b, call_with(chosen))
+    output = lowbit_linear(x, w, b, context_with(chosen))
     output.backward(g)
     plain = [t.detach().double().numpy() for t in (x, w, g)]
     q_x, q_w = (reference.dequantized(t.detach().numpy()) for t in (x, w))
@@ -82,7 +82,7 @@ def test_mixed_recipes_quantise_exactly_the_operands_they_name(reference):
 
 def test_the_identity_recipe_is_a_plain_linear_layer():
     x, w, b, g = operands()
-    lowbit_linear(x, w, b, call_with(recipe("bf16"))).backward(g)
+    lowbit_linear(x, w, b, context_with(recipe("bf16"))).backward(g)
     grads = [t.grad.clone() for t in (x, w, b)]
     for t in (x, w, b):
         t.grad = None
@@ -98,7 +98,7 @@ def test_only_gradients_asked_for_are_computed_and_only_their_operands_saved(fro
     w.requires_grad_(frozen == "input")
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        output = lowbit_linear(x, w, b, call_with(NEAREST))
+        output = lowbit_linear(x, w, b, context_with(NEAREST))
     output.backward(g)
     assert (x.grad is None) == (frozen != "weight")
     assert (w.grad is None) == (frozen != "input")
@@ -111,7 +111,7 @@ def test_saved_bytes_are_four_and_a_half_bits_an_element():
     x, w, b, _ = operands(tokens=256, cols=768, rows=512, dtype=torch.bfloat16)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
-        lowbit_linear(x, w, b, call_with(NEAREST, torch.bfloat16))
+        lowbit_linear(x, w, b, context_with(NEAREST, torch.bfloat16))
     assert sum(saved) == (256 + 512) * 768 * 4.5 / 8 + 8
 
 
@@ -120,7 +120,7 @@ def test_saved_bytes_are_four_and_a_half_bits_an_element():
 def test_a_non_finite_output_gradient_shows_in_every_gradient(bad, dtype):
     x, w, b, g = operands(dtype=dtype)
     g[3, 5] = bad
-    lowbit_linear(x, w, b, call_with(recipe("nvfp4"), dtype)).backward(g)
+    lowbit_linear(x, w, b, context_with(recipe("nvfp4"), dtype)).backward(g)
     assert not x.grad[3].isfinite().any()
     assert not w.grad[:16].isfinite().any()  # the block of output features 0 … 15
     assert w.grad[16:].isfinite().all()
@@ -133,7 +133,7 @@ def test_a_non_finite_operand_shows_in_the_output(operand):
     x, w, b, _ = operands()
     with torch.no_grad():
         (x if operand == "input" else w)[2, 7] = math.inf
-    output = lowbit_linear(x, w, b, call_with(recipe("nvfp4"))).detach()
+    output = lowbit_linear(x, w, b, context_with(recipe("nvfp4"))).detach()
     spoiled = output[2] if operand == "input" else output[:, 2]
     assert not spoiled.isfinite().any()
     assert int(output.isfinite().sum()) == output.numel() - spoiled.numel()
@@ -150,7 +150,7 @@ def test_any_rank_and_any_size_multiplies_and_differentiates(leading, cols, rows
     generator = torch.Generator().manual_seed(cols * 100 + rows)
     x = torch.randn(*leading, cols, generator=generator).to(dtype).requires_grad_()
     w = torch.randn(rows, cols, generator=generator).to(dtype).requires_grad_()
-    output = lowbit_linear(x, w, None, call_with(NEAREST, dtype))
+    output = lowbit_linear(x, w, None, context_with(NEAREST, dtype))
     assert output.shape == (*leading, rows)
     output.sum().backward()
     assert x.grad.shape == x.shape
@@ -168,7 +168,7 @@ def test_gradients_through_strided_inputs_equal_those_of_copies():
     for make in (lambda t: t.permute(2, 1, 0), lambda t: t.permute(2, 1, 0).contiguous()):
         leaf = base.clone().requires_grad_()
         w.grad = None
-        output = lowbit_linear(make(leaf), w, b, call_with(recipe("nvfp4")))
+        output = lowbit_linear(make(leaf), w, b, context_with(recipe("nvfp4")))
         output.transpose(0, 2).square().sum().backward()  # a strided output gradient, too
         gradients.append((leaf.grad, w.grad))
     assert torch.equal(gradients[0][0], gradients[1][0])
@@ -177,14 +177,14 @@ def test_gradients_through_strided_inputs_equal_those_of_copies():
 
 def test_an_expanded_output_gradient_is_accepted():
     x, w, b, _ = operands()
-    lowbit_linear(x, w, b, call_with(NEAREST)).sum().backward()
+    lowbit_linear(x, w, b, context_with(NEAREST)).sum().backward()
     assert np.isfinite(w.grad.numpy()).all()
     assert torch.allclose(b.grad, torch.full((24,), 12.0))
 
 
 def test_weight_gradients_take_the_weights_dtype():
     x, w, b, g = operands()
-    output = lowbit_linear(x, w, b, call_with(NEAREST, torch.bfloat16))
+    output = lowbit_linear(x, w, b, context_with(NEAREST, torch.bfloat16))
     output.backward(g.bfloat16())
     assert output.dtype == torch.bfloat16
     assert (x.grad.dtype, w.grad.dtype, b.grad.dtype) == (torch.float32,) * 3
@@ -192,7 +192,7 @@ def test_weight_gradients_take_the_weights_dtype():
 
 def test_differentiating_twice_is_refused():
     x, w, b, _ = operands()
-    output = lowbit_linear(x, w, b, call_with(NEAREST))
+    output = lowbit_linear(x, w, b, context_with(NEAREST))
     (grad,) = torch.autograd.grad(output, x, torch.ones_like(output, requires_grad=True), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
@@ -209,7 +209,7 @@ def test_operands_of_the_present_products_are_made_while_they_are_quantised(monk
 
     monkeypatch.setattr(backends, "decode", recording)
     x, w, _, g = operands(tokens=12, rows=24, dtype=dtype)
-    output = lowbit_linear(x, w, None, call_with(NEAREST, dtype))
+    output = lowbit_linear(x, w, None, context_with(NEAREST, dtype))
     assert decoded == []
     output.backward(g)
     assert decoded == [24, 12]  # weight and input, which were kept packed

@@ -3,7 +3,7 @@ import torch
 
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.matmul.function import forward_products
-from megalowbit.layers.matmul.saved import empty_parts, factor_from, input_layout, parts_of, weight_layout
+from megalowbit.layers.matmul.saved import parts_of, template
 from megalowbit.layers.recipe import recipe
 
 
@@ -35,27 +35,27 @@ RECIPES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("changes", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("base", RECIPES.values(), ids=RECIPES)
-def test_what_is_kept_has_the_shapes_foretold_and_comes_back_as_it_was(base, changes, dtype):
+def test_what_is_kept_has_the_shapes_expected_and_comes_back_as_it_was(base, changes, dtype):
     layer = BitLinear(40, 24, recipe=recipe({**base, **changes}), dtype=dtype)
     x = torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
-    call = layer.call(layer.begin_use(), compute_dtype=dtype, needs_grad=True)
-    kept = forward_products(call, x, layer.weight, None, keeps_input=True, keeps_weight=True)
-    for factor, layout, like in (
-        (kept.input, input_layout(layer.recipe, layer.sizes, x.shape), x),
-        (kept.weight, weight_layout(layer.recipe, layer.sizes, layer.weight.shape), layer.weight),
+    context = layer.context(layer.begin_use(), compute_dtype=dtype, needs_grad=True)
+    kept = forward_products(context, x, layer.weight, None, keeps_input=True, keeps_weight=True)
+    for operand, expected, like in (
+        (kept.input, template(layer.recipe, "input", layer.sizes, x.shape, dtype), x),
+        (kept.weight, template(layer.recipe, "weight", layer.sizes, layer.weight.shape, dtype), layer.weight),
     ):
-        parts = parts_of(factor, is_shared=False)
-        foretold = empty_parts(layout, like)
-        assert [(p.shape, p.dtype) for p in parts] == [(p.shape, p.dtype) for p in foretold]
-        again, rest = factor_from(layout, dtype, [*parts, torch.zeros(3)], (-1, -1))
+        parts = parts_of(operand, is_shared=False)
+        empty = expected.empty_parts(like)
+        assert [(p.shape, p.dtype) for p in parts] == [(p.shape, p.dtype) for p in empty]
+        again, rest = expected.filled([*parts, torch.zeros(3)], (-1, -1))
         assert [each.shape for each in rest] == [(3,)]
-        assert again.is_transposed == factor.is_transposed
-        assert torch.equal(again.tensor.operand(torch.float32), factor.tensor.operand(torch.float32))
-        assert (again.low_rank is None) == (factor.low_rank is None)
-        if factor.low_rank is not None:
-            both = [each.low_rank.matrices(torch.float32, transpose=False) for each in (again, factor)]
+        assert again.is_transposed == operand.is_transposed
+        assert torch.equal(again.tensor.operand(torch.float32), operand.tensor.operand(torch.float32))
+        assert (again.low_rank is None) == (operand.low_rank is None)
+        if operand.low_rank is not None:
+            both = [each.low_rank.matrices(torch.float32, transpose=False) for each in (again, operand)]
             assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
-            assert (again.low_rank.gain is None) == (factor.low_rank.gain is None)
+            assert (again.low_rank.gain is None) == (operand.low_rank.gain is None)
 
 
 @pytest.mark.parametrize("settings", [{}, {"refresh_every": 2}, {"refresh_every": 2, "reuse": "factors"}])
@@ -63,13 +63,13 @@ def test_unquantised_factors_are_kept_in_memory_of_their_own(settings):
     split = {"rank": 3, "q_factors": "fp32", **settings}
     layer = BitLinear(40, 24, recipe={"base": "nvfp4", "split_input": split, "split_weight": split})
     for _ in range(2):  # found, then taken from the state
-        call = layer.call(layer.begin_use(), compute_dtype=torch.float32, needs_grad=True)
+        context = layer.context(layer.begin_use(), compute_dtype=torch.float32, needs_grad=True)
         kept = forward_products(
-            call, torch.randn(8, 40), layer.weight, None, keeps_input=True, keeps_weight=True
+            context, torch.randn(8, 40), layer.weight, None, keeps_input=True, keeps_weight=True
         )
-        for role, factor in (("input", kept.input), ("weight", kept.weight)):
+        for role, operand in (("input", kept.input), ("weight", kept.weight)):
             before = layer.split_states[role].state_dict()
-            for part in parts_of(factor, is_shared=False):
+            for part in parts_of(operand, is_shared=False):
                 part.zero_()
             after = layer.split_states[role].state_dict()
             assert before["directions"].any()
@@ -79,9 +79,9 @@ def test_unquantised_factors_are_kept_in_memory_of_their_own(settings):
 
 def test_shared_parts_are_copied():
     layer = BitLinear(32, 16)
-    call = layer.call(layer.begin_use(), compute_dtype=torch.float32, needs_grad=True)
+    context = layer.context(layer.begin_use(), compute_dtype=torch.float32, needs_grad=True)
     kept = forward_products(
-        call, torch.randn(4, 32), layer.weight, None, keeps_input=True, keeps_weight=True
+        context, torch.randn(4, 32), layer.weight, None, keeps_input=True, keeps_weight=True
     ).weight
     own = {part.data_ptr() for part in kept.to_parts()[0]}
     assert not own & {part.data_ptr() for part in parts_of(kept, is_shared=True)}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalowbit.layers.matmul.context import Call
+from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
 from megalowbit.layers.recipe import OPERAND_FIELDS, recipe
 from megalowbit.quantize.names import quantizer
@@ -41,9 +41,9 @@ def key(role):
     return RandomStream(5).key("layer", role)
 
 
-def call_with(chosen, dtype, sizes, **kwargs):
+def context_with(chosen, dtype, sizes, **kwargs):
     states = {}
-    return Call(
+    return MatmulContext(
         recipe=chosen,
         compute_dtype=dtype,
         random_key=lambda role, device: key(role),
@@ -150,7 +150,7 @@ def test_any_format_can_hold_the_residual(name):
 def check(chosen, shape, dtype, relative):
     x, w, b, g = operands(*shape, dtype)
     sizes = shape[1], shape[2]
-    output = lowbit_linear(x, w, b, call_with(chosen, dtype, sizes))
+    output = lowbit_linear(x, w, b, context_with(chosen, dtype, sizes))
     output.backward(g)
     name = chosen.q_forward_input
     rx, rw, rg = (
@@ -173,10 +173,10 @@ def test_the_observer_hears_of_the_residual_with_the_norm_of_the_whole():
     x, w, _, g = operands(64, 48, 64, torch.float32)
     seen = {}
     chosen = own_recipe(NAME, {"split_grad_output": {"rank": 4}})
-    call = call_with(
+    context = context_with(
         chosen, torch.float32, (48, 64), observe=lambda role, counts, error: seen.update({role: error})
     )
-    lowbit_linear(x, w, None, call).backward(g)
+    lowbit_linear(x, w, None, context).backward(g)
     assert seen["grad_output"][1].item() == pytest.approx(g.double().square().sum().item(), rel=0.02)
     residual_noise = seen["grad_output"][0].item()
     whole = quantizer(NAME).quantize(g, with_counts=True).error[0].item()
@@ -188,7 +188,7 @@ def test_a_split_saves_codes_and_not_the_operand():
     kept = []
     chosen = own_recipe(NAME, {"split_input": OperandSplit(rank=4)})
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        lowbit_linear(x, w, None, call_with(chosen, torch.bfloat16, (48, 64)))
+        lowbit_linear(x, w, None, context_with(chosen, torch.bfloat16, (48, 64)))
     bits = 8 * sum(t.nbytes for t in kept) / x.numel()
     assert bits < 4.5 * (1 + 4 / 48 + 64 / 512) + 1  # residual, factors, weight; scales of partial blocks
 
@@ -197,8 +197,8 @@ def test_non_finite_operands_stay_visible():
     chosen = own_recipe(NAME, SPLITS["all"])
     for bad in (float("inf"), float("nan")):
         x, w, _, g = operands(32, 48, 64, torch.float32)
-        call = call_with(chosen, torch.float32, (48, 64))
+        context = context_with(chosen, torch.float32, (48, 64))
         g[3, 5] = bad
-        lowbit_linear(x, w, None, call).backward(g)
+        lowbit_linear(x, w, None, context).backward(g)
         assert not w.grad.isfinite().all()
         assert not x.grad.isfinite().all()

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, cache_weights, convert
-from megalowbit.layers.matmul.operand import Factor
+from megalowbit.layers.matmul.operand import MatmulOperand
 from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.recipe import recipe
 from megalowbit.quantize.names import quantizer
@@ -130,8 +130,8 @@ def test_only_packed_codes_are_kept():
     model(data[0])
     for layer in bit_layers(model).values():
         (entry,) = layer.weight_slot._entries.values()
-        assert entry.factor.tensor.ready_operand is None
-        assert entry.factor.tensor.nbytes < layer.weight.numel() * 0.6 + 64
+        assert entry.operand.tensor.ready_operand is None
+        assert entry.operand.tensor.nbytes < layer.weight.numel() * 0.6 + 64
 
 
 def test_a_weight_quantised_in_evaluation_is_still_counted_in_training():
@@ -157,7 +157,7 @@ def test_another_tensor_of_the_same_version_and_shape_is_another_weight():
     assert one._version == other._version
     slot, name = WeightSlot(), "nvfp4e2m1bnosr"
     for weight in (one, other, other):
-        factor = slot.get(weight, "weight", name, lambda w=weight: Factor(quantizer(name).quantize(w)))
+        factor = slot.get(weight, "weight", name, lambda w=weight: MatmulOperand(quantizer(name).quantize(w)))
         assert torch.equal(factor.tensor.dequantize(), weight)
 
 
@@ -180,7 +180,7 @@ def test_weights_kept_in_training_are_used_in_inference_mode():
 
     def quantize():
         made.append(torch.is_inference_mode_enabled())
-        return Factor(quantizer("nvfp4e2m1bnosr").quantize(torch.ones(4, 16)))
+        return MatmulOperand(quantizer("nvfp4e2m1bnosr").quantize(torch.ones(4, 16)))
 
     weight = torch.ones(4, 16)
     for is_inference in (True, True, False, True, False):
@@ -210,7 +210,11 @@ def test_another_recipe_takes_no_kept_weights_of_the_one_before():
 def test_a_gathered_weight_is_found_wherever_it_lies_until_the_slot_is_cleared(until_cleared):
     slot, name, weight = WeightSlot(), "nvfp4e2m1bnosr", torch.ones(4, 16)
     slot.get(
-        weight, "weight", name, lambda: Factor(quantizer(name).quantize(weight)), until_cleared=until_cleared
+        weight,
+        "weight",
+        name,
+        lambda: MatmulOperand(quantizer(name).quantize(weight)),
+        until_cleared=until_cleared,
     )
     moved = weight.clone().add_(0)  # other memory, another version
     found = slot.find(moved, "weight", name, until_cleared=until_cleared)

@@ -9,7 +9,6 @@ from megalowbit.engine.parameters.split import split_weights
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.matmul.weight_factors import WeightFactors
-from megalowbit.layers.parameter_split.parameters import parts_of
 from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.names import quantizer
 
@@ -65,7 +64,7 @@ def test_the_error_of_a_split_weight_is_that_of_its_residual(dtype, rounding):
 def test_the_error_stays_that_of_the_residual_when_the_factors_move():
     whole = fp4_spectrum.matrix(256, 128)
     model, _ = split_layer(whole)
-    w, u, s, before = (part.detach().double() for part in parts_of(model[0]))
+    w, u, s, before = (part.detach().double() for part in model[0].parts())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # by a tenth, as a few hundred steps do
         v = model[0].split_v
@@ -103,7 +102,7 @@ def test_gradients_are_those_of_the_product_that_is_defined(name):
     plain = BitLinear(32, 48, recipe=Recipe(name="x", **fields))
     for index, part in enumerate((layer.split_u, layer.split_s, layer.split_v)):
         nn.init.normal_(part, generator=torch.Generator().manual_seed(index))
-    layer.set_split(True)
+    layer.is_split = True
     plain.load_state_dict({"weight": layer.weight, "bias": layer.bias})
     gradient = torch.randn(32, 48)
     inputs = torch.randn(32, 32)
@@ -152,7 +151,7 @@ def test_parts_that_are_frozen_get_no_gradient_and_the_others_the_same_one(train
         layer.recipe = {**layer.recipe.to_dict(), "q_backward_outputgrad": NEAREST}
         for part in (layer.split_u, layer.split_s, layer.split_v):
             nn.init.normal_(part)
-        layer.set_split(True)
+        layer.is_split = True
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_(name in names)
         run = torch.compile(layer, backend="aot_eager", fullgraph=True) if is_compiled else layer

@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import convert, plain_state_dict, restore
 from megalowbit.layers.state_dict_layout import parameter_layout
 from megalowbit.layers.tensor_parallel.bitlinear import ColumnParallelBitLinear, RowParallelBitLinear
-from megalowbit.layers.tensor_parallel.linear import TensorGroup, parallel_linear
+from megalowbit.layers.tensor_parallel.linear import parallel_linear
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
-from megalowbit.layers.tensor_parallel.linear import Cut, TensorGroup, parallel_linear
+from megalowbit.layers.tensor_parallel.linear import Cut, parallel_linear
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from megalowbit.layers.conversion.convert import (
     plain_state_dict,
     restore,
 )
-from megalowbit.layers.parameter_split.parameters import SPLIT_NAMES, has_split_parameters, merged_weight
+from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES
 from megalowbit.layers.recipe import Recipe, recipe
 from megalowbit.quantize.names import quantizer
 
@@ -232,7 +232,7 @@ def test_a_recipe_that_needs_other_factors_is_refused():
         layer.recipe = recipe({**SPLIT, "parameter_split": {"rank": 4}})
     layer.recipe = "mxfp4"
     assert layer.recipe == recipe("mxfp4")
-    assert has_split_parameters(layer)
+    assert layer.has_factors
 
 
 def test_a_state_dict_without_factors_is_a_whole_weight():
@@ -327,7 +327,7 @@ def test_restore_merges_the_weight_with_one_rounding(kind, dtype):
     layer = split(model[0])
     w, u, s, v = (part.detach().double() for part in parts(layer))
     whole = (w + u @ torch.diag(s) @ v).float().to(dtype)
-    assert torch.equal(merged_weight(layer), whole)
+    assert torch.equal(layer.merged_weight(), whole)
     expected = plain_state_dict(model)
     restore(model)
     assert type(model[0]) is kind

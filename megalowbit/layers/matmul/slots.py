@@ -1,30 +1,44 @@
-"""The slot through which a layer asks what its products run with, and shows what it multiplies.
+"""What may sit in a layer's slots: an observer, which gets counts, and a chooser, which picks recipes.
 
-Speculation implements it; layers only know these protocols, and an empty slot costs nothing. A chooser gives
-each layer its recipe for the step and may look at single uses with a probe. In a use, forward shows input and
-weight, quantises, multiplies, and shows `output`; backward shows the output gradient, quantises, and shows
-`grad_input` and `grad_weight`, as far as they are asked for. A weight that comes quantised out of the cache
-is looked at all the same. Nothing is copied for a probe: it must change no tensor, and what it wants to keep
-it copies. It draws no numbers from torch's generators, and autocast is off while it works.
+Telemetry implements `Observer` and speculation `Chooser` and `Probe`; layers only know these protocols, and
+an empty slot costs nothing. A chooser gives each layer its recipe for the step and may look at single uses
+with a probe. In a use, forward shows input and weight, quantises, multiplies, and shows `output`; backward
+shows the output gradient, quantises, and shows `grad_input` and `grad_weight`, as far as they are asked for.
+A weight that comes quantised out of the cache is looked at all the same. Nothing is copied for a probe: it
+must change no tensor, and what it wants to keep it copies. It draws no numbers from torch's generators, and
+autocast is off while it works.
 
-Activation checkpointing repeats forwards, which are neither asked about nor shown again; the backward behind
-them is shown to the probe of the forward they repeat. Where reentrant checkpointing repeats a layer that one
-micro-batch uses several times, or a layer without the model's random stream, only forwards are shown: which
-of them is repeated cannot be told. Not covered: weights split into parameters, whose products are wider than
-the weight.
+Activation checkpointing repeats forwards, for which no chooser is asked and no probe is called again; the
+backward behind them is shown to the probe of the forward they repeat. Where reentrant checkpointing repeats a
+layer that one micro-batch uses several times, or a layer without the model's random stream, only forwards are
+shown: which of them is repeated cannot be told. Not covered: weights split into parameters, whose products
+are wider than the weight.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from megalowbit.layers.matmul.operand import MatmulOperand
 from megalowbit.layers.matmul.use_counter import Use
+from megalowbit.layers.recipe import Recipe
 
-if TYPE_CHECKING:
-    from megalowbit.layers.matmul.operand import Factor
-    from megalowbit.layers.recipe import Recipe
+
+@runtime_checkable
+class Observer(Protocol):
+    """Receives the counts of each quantised operand."""
+
+    def observe(self, layer: str, role: str, counts: Tensor, error: Tensor) -> None:
+        """Take the counts of one tensor; called in training mode only, once for each quantisation.
+
+        Args:
+            layer: the layer's name in the model it was converted in.
+            role: `"input"`, `"weight"` or `"grad_output"`.
+            counts: int64 on the layer's device, one for each of `COUNT_NAMES`; the observer's to keep.
+            error: float64 on the layer's device, one for each of `ERROR_NAMES`.
+        """
 
 
 @runtime_checkable
@@ -44,7 +58,9 @@ class Probe(Protocol):
             spares the quantiser its search; NaN or an infinity where the operand has one. `None`: not found.
         """
 
-    def product(self, product: str, left: Factor, right: Factor, result: Tensor, bias: Tensor | None) -> None:
+    def product(
+        self, product: str, left: MatmulOperand, right: MatmulOperand, result: Tensor, bias: Tensor | None
+    ) -> None:
         """Take a product that has just been computed from the operands looked at.
 
         Args:

@@ -9,8 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from megalowbit.layers.conversion.convert import bit_layers, convert, plain_state_dict
-from megalowbit.layers.parameter_split.parameters import SPLIT_NAMES, merged_weight
-from megalowbit.layers.parameter_split.state_dict import RESIDUAL
+from megalowbit.layers.parameter_split.split_linear import RESIDUAL, SPLIT_NAMES
 from megalowbit.layers.state_dict_layout import parameter_layout
 from megalowbit.spectral.weight_split import weight_parts
 
@@ -32,7 +31,7 @@ def split(model):
             new = weight_parts(layer.weight.detach().float(), 3)
             for name, value in zip(("weight", *SPLIT_NAMES), new, strict=True):
                 getattr(layer, name).copy_(value)
-        layer.set_split(True)
+        layer.is_split = True
     return model
 
 
@@ -86,7 +85,7 @@ def test_the_whole_weight_alone_is_loaded_unsplit(kind):
     state = {name: value for name, value in model.state_dict().items() if "split" not in name}
     other.load_state_dict(state)
     assert not other[0].is_split
-    assert torch.equal(merged_weight(other[0]), merged_weight(model[0]))
+    assert torch.equal(other[0].merged_weight(), model[0].merged_weight())
     plain = nn.Sequential(nn.Linear(16, 16) if kind == "linear" else Conv1D(16, 16))
     plain.load_state_dict(state)
 
@@ -142,7 +141,7 @@ def test_what_is_left_of_a_split_is_refused_by_a_layer_without_factors():
         target.load_state_dict(state, strict=False)
     found = target.load_state_dict(source.state_dict(), strict=False)  # whole there
     assert {name.rpartition(".")[2] for name in found.unexpected_keys} == {*SPLIT_NAMES, RESIDUAL}
-    assert torch.equal(target[0].weight, merged_weight(source[0]))
+    assert torch.equal(target[0].weight, source[0].merged_weight())
     unsplit = make(is_split=False, seed=1)
     target.load_state_dict(unsplit.state_dict(), strict=False)
     assert torch.equal(target[0].weight, unsplit[0].weight)
@@ -171,7 +170,7 @@ def test_a_split_model_without_data_is_filled_by_assignment(device):
         empty = make(is_split=False)
     empty.load_state_dict(make().state_dict(), assign=True)
     assert empty[0].is_split
-    assert torch.equal(merged_weight(empty[0]), merged_weight(make()[0]))
+    assert torch.equal(empty[0].merged_weight(), make()[0].merged_weight())
 
 
 def test_from_pretrained_of_a_split_model_finds_whole_weights(tmp_path):

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from megalowbit.errors import UserError
-from megalowbit.layers.conversion.convert import bit_layers, cache_weights, convert, random_stream
-from megalowbit.layers.split_states import (
+from megalowbit.layers.carried_state import (
     OWN_ROLES,
     SHARED_ROLES,
     has_splits,
@@ -14,6 +13,7 @@ from megalowbit.layers.split_states import (
     split_counts,
     split_state_dict,
 )
+from megalowbit.layers.conversion.convert import bit_layers, cache_weights, convert, random_stream
 
 RECIPE = {
     "base": "nvfp4",
@@ -152,7 +152,7 @@ def test_output_gradients_go_on_warm_where_loading_splits_or_merges_weights(is_s
     for layer in bit_layers(model if not is_split else other).values():
         for name in ("split_u", "split_s", "split_v"):
             torch.nn.init.ones_(getattr(layer, name))
-        layer.set_split(True)
+        layer.is_split = True
     train(model, 2)
     model.load_state_dict(other.state_dict())
     assert {layer.is_split for layer in bit_layers(model).values()} == {is_split}

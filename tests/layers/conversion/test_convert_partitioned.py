@@ -3,7 +3,7 @@ import torch
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
-from megalowbit.layers.conversion.partitioned import refuse_partitioned
+from megalowbit.layers.conversion.convert import refuse_partitioned
 
 
 def model():

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
+from megalowbit.layers.carried_state import forget_uses, restore_layers, split_counts, take_layers
 from megalowbit.layers.conversion.convert import bit_layers, cache_weights, convert, random_stream
-from megalowbit.layers.layer_snapshot import forget_uses, restore_layers, take_layers
-from megalowbit.layers.split_states import split_counts
 
 SPLIT = {
     "base": "nvfp4",

@@ -12,6 +12,6 @@ COUNT = 7
 def test_replicas_draw_the_numbers_of_their_ranks():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-v", str(CASES)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=CASES.parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=CASES.parents[3])
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{COUNT} passed" in done.stdout

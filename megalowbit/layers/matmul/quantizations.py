@@ -1,0 +1,116 @@
+"""Which quantisations a recipe's three products need: of which operand, by which quantiser, along which axis.
+
+    product        left                            right
+    output         input                           weight
+    grad_input     grad_output                     backward_weight
+    grad_weight    grad_output_for_weight          backward_input
+
+Where the codes of one serve two products (most recipes with the layout "single_copy"), both entries are the
+same quantisation. Everything that has to know what will be quantised reads it here: forward and backward,
+what is kept between them, maxima that tensor-parallel ranks exchange, sizes that quantisers need.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+from megalowbit.layers.recipe import Recipe
+from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer
+
+OPERANDS = MappingProxyType(  # role of a quantisation, part of its random key → what it quantises
+    {
+        "input": "input",
+        "input_split": "input",
+        "backward_input": "input",
+        "weight": "weight",
+        "weight_split": "weight",
+        "backward_weight": "weight",
+        "grad_output": "grad_output",
+        "grad_output_split": "grad_output",
+        "grad_output_transposed": "grad_output",
+        "grad_output_for_weight": "grad_output",
+    }
+)
+
+
+class Quantization(NamedTuple):
+    """One quantisation of an operand.
+
+    Attributes:
+        role: tells it from others of the same operand; see `OPERANDS`.
+        name: of the quantiser.
+        field: of the recipe, which names it.
+        is_transposed: whether blocks lie along the operand's rows (tokens, or output features).
+        is_transformed: whether the recipe's Hadamard transform applies, along those rows.
+    """
+
+    role: str
+    name: str
+    field: str
+    is_transposed: bool = False
+    is_transformed: bool = False
+
+    @property
+    def operand(self) -> str:
+        """What it quantises: "input", "weight" or "grad_output"."""
+        return OPERANDS[self.role]
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """The quantiser."""
+        return quantizer(self.name)
+
+
+class Quantizations(NamedTuple):
+    """Those of a recipe, by product and side as in the table above."""
+
+    input: Quantization
+    weight: Quantization
+    backward_input: Quantization
+    backward_weight: Quantization
+    grad_output: Quantization
+    grad_output_for_weight: Quantization
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Quantizations:
+        """The quantisations that a recipe asks for."""
+        is_per_gemm = recipe.layout == "per_gemm"
+        input = Quantization("input", recipe.q_forward_input, "q_forward_input")
+        weight = Quantization("weight", recipe.q_forward_weight, "q_forward_weight")
+        grad_output = Quantization("grad_output", recipe.q_backward_outputgrad, "q_backward_outputgrad")
+        backward_input, backward_weight, for_weight = input, weight, grad_output
+        if is_per_gemm or recipe.q_backward_input != input.name:
+            backward_input = Quantization(
+                "backward_input", recipe.q_backward_input, "q_backward_input", is_per_gemm, recipe.hadamard
+            )
+        if not _serves_backward(recipe):
+            backward_weight = Quantization(
+                "backward_weight", recipe.q_backward_weight, "q_backward_weight", is_per_gemm
+            )
+        if is_per_gemm:
+            for_weight = Quantization(
+                "grad_output_transposed", grad_output.name, grad_output.field, True, recipe.hadamard
+            )
+        elif recipe.outputgrad_for_weight != grad_output.name:
+            field = "q_backward_outputgrad_for_weight"
+            for_weight = Quantization("grad_output_for_weight", recipe.outputgrad_for_weight, field)
+        return cls(input, weight, backward_input, backward_weight, grad_output, for_weight)
+
+
+def _serves_backward(recipe: Recipe) -> bool:
+    """Whether forward's codes of the weight serve backward as well."""
+    is_same = recipe.q_forward_weight == recipe.q_backward_weight
+    return is_same and (recipe.layout == "single_copy" or serves_both_axes(recipe.q_forward_weight))
+
+
+def serves_both_axes(name: str) -> bool:
+    """Whether a quantiser gives a transposed matrix the transposed codes: square blocks, or one scale."""
+    chosen = quantizer(name)
+    if chosen.is_identity:
+        return True
+    if not isinstance(chosen, BlockQuantizer):
+        return False
+    block = chosen.encoding.format.block
+    return block is None or block[0] == block[1]
