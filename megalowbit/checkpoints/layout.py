@@ -191,8 +191,7 @@ class Layout:
             raise UserError(
                 f"{where}: parameter {stored.name} is marked tensor_model_parallel and has no cut, so how "
                 f"its {self.tensor_size} shards make a whole is not known: continue at the ZeRO stage and on "
-                "the ranks it was saved with, or set .cut (megalowbit.layers.tensor_parallel.linear.Cut) "
-                "to save it"
+                "the ranks it was saved with, or set .cut (megalowbit.layers.tensor_parallel.Cut) to save it"
             )
 
     def check(self, where: str) -> None:

@@ -1,1 +1,5 @@
 """Linear layers of which every tensor-parallel rank holds a shard."""
+
+from megalowbit.layers.tensor_parallel.linear import Cut
+
+__all__ = ["Cut"]
