@@ -50,11 +50,8 @@ class FileFacts(NamedTuple):
 def atomic_file(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]:
     """Open a draft that takes the place of `path` when the block ends, and vanishes if the block fails.
 
-    Writers of the same file at the same time do not disturb each other: the last one stays.
-
-    Args:
-        path: in a folder that exists.
-        mode: `"w"` for UTF-8 text, `"wb"` for bytes.
+    The folder must exist; `"w"` is for UTF-8 text. Writers of the same file at the same time do not disturb
+    each other: the last one stays.
     """
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     # "x": whoever can guess the name must not have put a link there
@@ -142,9 +139,7 @@ def sha256_of(path: Path) -> str:
 def write_manifest(folder: Path, known: Iterable[FileFacts] = ()) -> None:
     """Write the manifest of all files in and below `folder`; its presence says that they are complete.
 
-    Args:
-        folder: of one checkpoint.
-        known: facts that their writers have; other files are read again.
+    `known` are facts that the files' writers have; other files are read again.
 
     Raises:
         OSError: also where a file of `known` is missing, or has another size.
@@ -186,11 +181,7 @@ def is_file(path: Path) -> bool:
 
 
 def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
-    """Read what should be in a checkpoint's folder.
-
-    Args:
-        folder: of one checkpoint.
-        remedy: what the user can do, closes the messages.
+    """Read what should be in a checkpoint's folder; `remedy` closes the messages.
 
     Raises:
         UserError: no such folder; no manifest, or a damaged one, or one of another format.
@@ -351,9 +342,7 @@ def damaged_in(folder: Path) -> list[str]:
 def remove_drafts(folder: Path, names: Iterable[str] = ("*",)) -> None:
     """Remove what writers that were killed have left of files and folders; nobody may be writing these.
 
-    Args:
-        folder: where they lie.
-        names: patterns of what they were to become.
+    `names` are patterns of what they were to become.
     """
     for draft in [path for name in names for path in folder.glob(f".{name}.*.tmp")]:
         if DRAFT.fullmatch(draft.name) and draft.is_dir() and not draft.is_symlink():

@@ -44,10 +44,7 @@ def header_file(folder: Path) -> Path:
 def check_files(folder: Path, *, remedy: str, step: int | None = None) -> None:
     """Whether a verified checkpoint has every file that its layout needs, and is of the step it should be of.
 
-    Args:
-        folder: of the checkpoint.
-        remedy: what the user can do, closes the messages.
-        step: that it should be of; `None`: of any.
+    `remedy` is what the user can do, and closes the messages.
 
     Raises:
         UserError: its manifest does not name a file, or its header contradicts itself: it is damaged.
@@ -74,10 +71,6 @@ def check_files(folder: Path, *, remedy: str, step: int | None = None) -> None:
 
 def check_header(content: Mapping[str, Any], path: Path) -> None:
     """Refuse a header whose values are of other kinds than an engine writes.
-
-    Args:
-        content: of the first file, with the engine's own part.
-        path: of that file.
 
     Raises:
         UserError: see above, or the file is of another step or name.
@@ -127,10 +120,7 @@ OWN_KINDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 class CheckpointContents:
-    """Everything a checkpoint holds, by name.
-
-    Args:
-        folder: of one checkpoint, whose manifest the caller has compared with its files.
+    """Everything by name that a checkpoint holds whose files have been compared with its manifest.
 
     Attributes:
         layout: how it was saved; None for weights alone, or a checkpoint written before layouts were.
@@ -175,11 +165,9 @@ class CheckpointContents:
         return [*self._places, *self.layout.tied, *self._buffers()]
 
     def weight(self, name: str, *, as_stored: bool = False) -> torch.Tensor:
-        """A whole parameter or buffer.
+        """A whole parameter or buffer, one of `names`: the fp32 master where there is one.
 
-        Args:
-            name: one of `names`.
-            as_stored: in the type it computes in, instead of as its fp32 master where there is one.
+        `as_stored`: in the type it computes in instead.
 
         Raises:
             UserError: the checkpoint has no such parameter, or its files contradict its layout.
@@ -254,9 +242,7 @@ class CheckpointContents:
 class StateDict(Mapping[str, torch.Tensor]):
     """The state dict of a checkpoint's model; each tensor is read when it is asked for, and not kept.
 
-    Args:
-        contents: of the checkpoint.
-        as_stored: see `CheckpointContents.weight`.
+    `as_stored` is that of `CheckpointContents.weight`.
     """
 
     def __init__(self, contents: CheckpointContents, *, as_stored: bool = False) -> None:

@@ -139,10 +139,6 @@ class Layout:
     def from_dict(cls, saved: Mapping[str, Any], *, where: str) -> Layout:
         """Read what `to_dict` wrote, and check that no two parameters share a place.
 
-        Args:
-            saved: plain data.
-            where: the checkpoint, for messages.
-
         Raises:
             UserError: another format, or the data contradicts itself.
         """

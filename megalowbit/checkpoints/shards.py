@@ -104,10 +104,7 @@ def unwritable(path: str | Path, error: Exception) -> UserError:
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Say in one line that what is read contradicts itself, whatever that leads to.
-
-    Args:
-        where: what is read, opens the message.
+    """Say in one line, which `where` opens, that what is read contradicts itself, whatever that leads to.
 
     Raises:
         UserError: in place of any other exception but those of the file system.
@@ -136,17 +133,12 @@ def origin_of(content: Mapping[str, Any], path: Path, step: object) -> dict[str,
 def check_origin(content: Mapping[str, Any], path: Path, step: object) -> None:
     """Refuse a file of another rank or another save, or one that was changed, whatever its manifest says.
 
-    Args:
-        content: of the file; one of earlier versions does not say where it is from.
-        path: where it was read.
-        step: of the checkpoint, as its header says.
-
     Raises:
         UserError: see above.
     """
     origin = content.get(ORIGIN_KEY)
     if origin is None:
-        return
+        return  # written by an earlier version
     expected = origin_of(content, path, step)
     wrong = [key for key in expected if not isinstance(origin, dict) or origin.get(key) != expected[key]]
     if wrong == ["digest"]:
@@ -184,14 +176,7 @@ def _foreign(path: str | Path, error: pickle.UnpicklingError) -> UserError:
 
 
 class Shards:
-    """The files of one checkpoint.
-
-    Args:
-        folder: of the checkpoint, verified.
-        layout: what lies where in it.
-        names: of the files that its manifest vouches for; no other is read.
-        step: of the checkpoint.
-    """
+    """The files of a verified checkpoint; only `names` are read, those that its manifest vouches for."""
 
     def __init__(self, folder: Path, layout: Layout, names: Collection[str], step: object = None) -> None:
         self.folder, self.layout, self._names, self._step = folder, layout, names, step

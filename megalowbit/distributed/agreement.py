@@ -26,10 +26,7 @@ T = TypeVar("T")
 def agree(decide: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Call `decide(*arguments, **named)` on rank 0 only and return its result on every rank; collective.
 
-    Args:
-        decide: called on rank 0; its result must be picklable.
-        arguments: for `decide`.
-        named: for `decide`.
+    The result must be picklable.
 
     Raises:
         UserError: `decide` raised one; raised on every rank with the same message.

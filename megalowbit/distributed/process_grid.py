@@ -57,12 +57,7 @@ class ProcessGrid:
 
     @classmethod
     def from_config(cls, deepspeed_config: Mapping[str, Any], rank: int, world_size: int) -> ProcessGrid:
-        """Read the sizes from a DeepSpeed configuration; what it leaves out is 1.
-
-        Args:
-            deepspeed_config: as written by the user, with or without the `"megalowbit"` block.
-            rank: of this process, in the world.
-            world_size: processes of the job.
+        """Read the sizes from a DeepSpeed configuration as the user wrote it; what it leaves out is 1.
 
         Raises:
             UserError: a size is no whole number ≥ 1, or the sizes do not fit the world.

@@ -243,11 +243,9 @@ def check_numbers_differ(
 
 
 def exchange_device(group: dist.ProcessGroup | None, device: torch.device | None = None) -> torch.device:
-    """Where a small tensor must lie for `group` to exchange it: `device`, or the current GPU under NCCL.
+    """Where a small tensor must lie for `group` (default: the world) to exchange it.
 
-    Args:
-        group: default: the world.
-        device: where the tensor is made; None: the CPU.
+    That is `device` (None: the CPU), or the current GPU under NCCL.
     """
     import torch
     import torch.distributed as dist

@@ -28,14 +28,9 @@ from megalowbit.optim.schedules.scheduler import LRScheduler
 
 
 class OptimizerStart:
-    """Called by `deepspeed.initialize` for the optimizer; then `finish` is due.
+    """Called by `deepspeed.initialize` for the optimizer of a prepared model; then `finish` is due.
 
-    Args:
-        model: prepared.
-        parts: the configuration.
-        groups: over which norm and overflow are reduced, or None.
-        optimizer: of the user, or None.
-        model_parameters: of the user, or None.
+    Norm and overflow are reduced over `groups`.
 
     Attributes:
         regularizer: at work, or None.
@@ -89,12 +84,7 @@ class OptimizerStart:
 
 
 def build_optimizer(block: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make the torch optimizer a filled `optimizer` block describes.
-
-    Args:
-        block: as `fill_optimizer` left it.
-        groups: parameter groups; a group's own `weight_decay` wins over the block's.
-    """
+    """The torch optimizer of a filled `optimizer` block; a group's own `weight_decay` wins over it."""
     params = dict(block["params"])
     if block["type"] == "SGD":
         return torch.optim.SGD(groups, fused=True, **params)

@@ -60,12 +60,8 @@ def prepare_model(
 ) -> PreparedModel:
     """Cut, convert and mark `model` in place; every rank must call it.
 
-    Args:
-        model: as the user made it.
-        parts: the configuration.
-        grid: where this process stands.
-        mpu: of the user; None: the configuration cuts the model, if anything does.
-        seed: of stochastic rounding in layers that are converted here.
+    `mpu` is the user's; without one the configuration cuts the model, if anything does. `seed` is that of
+    stochastic rounding in layers that are converted here.
 
     Raises:
         UserError: the model does not fit the configuration.

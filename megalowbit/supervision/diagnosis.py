@@ -57,12 +57,9 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat], *, rank: int) -> Diagnosis:
-    """Find out why the run does not go on; every rank that notices calls this, once.
+    """Find out why the run does not go on; every rank that notices calls this, once, while it still beats.
 
-    Args:
-        thread: of this rank, still beating.
-        describe: this rank's own state.
-        rank: this one.
+    `describe` gives this rank's own state.
     """
     try:
         if thread.ask(lambda store: store.claim(DIAGNOSES)):
@@ -146,9 +143,7 @@ def _of_silent_store(thread: HeartbeatThread, silence: str, host: str) -> str:
 def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> str:
     """Say what has happened.
 
-    Args:
-        snapshot: what is known of all ranks.
-        observer: the rank that has noticed; its own waiting is added, or another's if it does not wait.
+    The waiting of `observer`, the rank that has noticed, is added, or another's if it does not wait.
 
     Returns:
         A line without full stop: `"rank 1 (host n2) does not answer: silent since step 7 (…); rank 0 …"`.

@@ -146,12 +146,7 @@ class HeartbeatStore:
     """The entries of one training loop; every method is one or a few requests to the store."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """Open a connection; needs a process group, and all ranks to come by as often.
-
-        Args:
-            rank: of this process.
-            world_size: how many write here.
-        """
+        """Open a connection; needs a process group, and all `world_size` ranks to come by as often."""
         from torch.distributed import distributed_c10d
 
         store = distributed_c10d._get_default_store()

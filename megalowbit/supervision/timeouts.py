@@ -23,13 +23,7 @@ BESIDE_A_WATCHDOG = MappingProxyType({"gloo": 1.0, "nccl": 1.4})
 
 
 def timeout_of(backend: str, timeout: timedelta, *, is_watched: bool) -> timedelta | None:
-    """What a group of this backend gets; None where none can be set.
-
-    Args:
-        backend: `"gloo"`, `"nccl"`.
-        timeout: as configured.
-        is_watched: whether a watchdog looks after this process as well.
-    """
+    """What a group of this backend gets, beside a watchdog or without; None where none can be set."""
     if backend not in BESIDE_A_WATCHDOG:
         return None
     return timeout * (BESIDE_A_WATCHDOG[backend] if is_watched else 1.0)
@@ -38,11 +32,8 @@ def timeout_of(backend: str, timeout: timedelta, *, is_watched: bool) -> timedel
 def set_group_timeouts(timeout: timedelta, *, is_watched: bool = False) -> int:
     """Let collectives of all existing groups fail after `timeout`; local, harmless if called again.
 
-    Groups made later have torch's default: call it again.
-
-    Args:
-        timeout: of a collective.
-        is_watched: see `timeout_of`.
+    `is_watched`: a watchdog looks after this process as well. Groups made later have torch's default: call it
+    again.
 
     Returns:
         How many groups were set.

@@ -165,11 +165,7 @@ class Watchdog:
         self._raise_alarm()
 
     def step_ended(self, seconds: float) -> str | None:
-        """A warning if a step was far slower than those before it.
-
-        Args:
-            seconds: the step's own, without saves.
-        """
+        """A warning if a step, without saves, was far slower than those before it."""
         limit, count = self._settings.slow_step, len(self._steps)
         median = statistics.median(self._steps) if count >= STEPS_NEEDED else None
         self._steps.append(seconds)

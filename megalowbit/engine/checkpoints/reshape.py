@@ -30,10 +30,7 @@ def check_fits(
 ) -> None:
     """Whether the checkpoint's parameters are those of an engine with layout `present`; changes nothing.
 
-    Args:
-        contents: of the checkpoint.
-        present: the engine's layout.
-        recipes: saved and present ones, if they are known; a recipe gives weights their orientation.
+    `recipes` are the saved and the present one, if known: a recipe gives weights their orientation.
 
     Raises:
         UserError: a name or shape differs, or what is trained; or shards of unknown cut would be cut anew.
@@ -66,12 +63,7 @@ def check_fits(
 
 
 def load_reshaped(engine: Any, contents: CheckpointContents, present: Layout) -> None:
-    """Load a checkpoint that `check_fits` has found to fit; every rank must call it.
-
-    Args:
-        engine: from `initialize`.
-        contents: of the checkpoint.
-        present: the engine's own layout.
+    """Load a checkpoint that `check_fits` has found to fit an engine of layout `present`; collective.
 
     Raises:
         UserError: the files contradict their layout, or the update rule is another; all ranks raise it.

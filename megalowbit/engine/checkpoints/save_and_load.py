@@ -61,9 +61,7 @@ WHOLE: Mapping[str, Any] = MappingProxyType({})  # options of a load that takes 
 def begin_folder(path: Path, *, is_named_by_user: bool = False) -> None:
     """Make the folder of a checkpoint; rank 0, before anything is written.
 
-    Args:
-        path: of the checkpoint.
-        is_named_by_user: a folder of this name may hold anything, and is left where it is.
+    A folder that the user has named may hold anything, and is left where it is.
 
     Raises:
         UserError: there is a complete checkpoint, or something else, or it cannot be made.
@@ -101,16 +99,9 @@ def save_together(
 ) -> None:
     """Write a checkpoint, or leave nothing; every rank must call it, between optimizer steps.
 
-    Where a rank is lost when all is written, the checkpoint stays, and what that raises is raised.
-
-    Args:
-        engine: from `initialize`.
-        path: of the checkpoint.
-        client_state: rank 0's is saved.
-        step: it is of.
-        rank_file: name and content of a file of this rank's own.
-        is_latest: whether `latest` beside it shall name it.
-        is_named_by_user: see `begin_folder`.
+    Of `client_state` rank 0's is saved; `rank_file` is name and content of a file of this rank's own. With
+    `is_latest` the file `latest` beside the checkpoint names it. Where a rank is lost when all is written,
+    the checkpoint stays, and what that raises is raised.
 
     Raises:
         UserError: there is one already, or some rank could not write; all ranks raise it.
@@ -180,10 +171,7 @@ def _write_files(
 def verify_together(path: Path, *, remedy: str, step: int | None = None) -> None:
     """Compare a checkpoint's files with manifest and layout; the ranks share the reading.
 
-    Args:
-        path: of the checkpoint.
-        remedy: what the user can do, closes the messages.
-        step: that it should be of; `None`: of any.
+    `remedy` closes the messages; `step` is what the checkpoint should be of, None: anything.
 
     Raises:
         UserError: a file is missing or damaged; all ranks raise it.
@@ -198,10 +186,7 @@ def load_together(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Continue from a verified checkpoint; every rank must call it.
 
-    Args:
-        engine: from `initialize`.
-        path: of the checkpoint.
-        options: arguments of DeepSpeed's `load_checkpoint` that are not its defaults.
+    `options` are arguments of DeepSpeed's `load_checkpoint` that are not its defaults.
 
     Returns:
         The engine's own part of what was saved, and the client state.

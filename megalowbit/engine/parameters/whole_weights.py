@@ -21,10 +21,6 @@ from megalowbit.layers.tensor_parallel.linear import tensor_group_of
 def whole_state_dict(engine: Any, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """`engine.module.state_dict()` with whole tensors; every rank must call it.
 
-    Args:
-        engine: from `initialize`.
-        exclude_frozen: whether parameters that are not trained are left out.
-
     Returns:
         On rank 0 all parameters and persistent buffers, on the host, in the precision they compute in and in
         the Hugging Face model's layout; tied ones share memory. On other ranks nothing.

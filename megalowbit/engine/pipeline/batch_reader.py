@@ -24,12 +24,10 @@ Batch = tuple[Inputs, Tensor]
 
 
 class BatchReader:
-    """Takes the place of an engine's `train_batch` and `eval_batch`, and refuses what pipelines have not.
+    """Takes the place of `train_batch` and `eval_batch` of a `PipelinedModel`'s engine.
 
-    A function given to `engine.set_batch_fn` is applied to each batch first, as DeepSpeed does.
-
-    Args:
-        engine: DeepSpeed's `PipelineEngine` of a `PipelinedModel`.
+    It refuses what pipelines have not. A function given to `engine.set_batch_fn` is applied to each batch
+    first, as DeepSpeed does.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -79,12 +79,7 @@ def mask_of(extras: list[Tensor], num_tokens: int) -> Tensor | None:
 
 
 def check_values(inputs: Inputs, labels: Tensor, limits: BatchLimits) -> None:
-    """Refuse tokens and positions that a model has no row for.
-
-    Args:
-        inputs: of `as_inputs_and_labels`.
-        labels: of the same.
-        limits: of the model.
+    """Refuse tokens and positions that a model has no row for, in what `as_inputs_and_labels` returned.
 
     Raises:
         UserError: names the tensor and the value.

@@ -28,11 +28,7 @@ RunBlocks = Callable[[Sequence["Block"], Tensor, BlockOptions], Tensor]
 
 
 class Part(nn.Module):
-    """Some modules of a model, each under its own name in it.
-
-    Args:
-        modules: dotted name in the model → module.
-    """
+    """Some modules of a model, each under its own dotted name in it."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -58,12 +54,7 @@ class Embedding(Part):
 
 
 class Block(Part):
-    """One transformer block.
-
-    Args:
-        modules: one, by its name.
-        attention: the kind of its mask.
-    """
+    """One transformer block; `attention` is the kind of its mask."""
 
     def __init__(self, modules: Mapping[str, nn.Module], attention: str = FULL) -> None:
         super().__init__(modules)
@@ -92,11 +83,7 @@ class Head(Part):
 
 
 class BlockInputs:
-    """What every block of a stage gets beside the hidden states.
-
-    Args:
-        model: whose configuration and rotary angles are used.
-    """
+    """What every block of a stage gets beside the hidden states."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         rotary = family(model.config.model_type).rotary

@@ -115,11 +115,7 @@ def check_stages(model: torch.nn.Module, parts: DeepSpeedConfigParts, grid: Proc
 def check_block(model: torch.nn.Module, block: Mapping[str, Any] | None) -> None:
     """Refuse a configuration that says otherwise than `pipeline_module` was told.
 
-    Recomputation may be asked for in either place.
-
-    Args:
-        model: a stage; others may be anything.
-        block: `pipeline` of the configuration, with what the user has set only; None: nothing.
+    `block` is what the user has set of `pipeline`. Recomputation may be asked for in either place.
 
     Raises:
         UserError: names both values.

@@ -15,12 +15,7 @@ from megalowbit.errors import UserError
 
 
 def stage_bounds(parts: Sequence[nn.Module], num_stages: int, partition: str) -> list[int]:
-    """Where stages begin in the parts of a model, and the end of the last.
-
-    Args:
-        parts: as of `parts.parts_of`.
-        num_stages: of the pipeline.
-        partition: `"parameters"`, `"uniform"` or `"type:block"`.
+    """Where stages begin in `parts_of` a model, and the end of the last; `partition` as of `pipeline_module`.
 
     Returns:
         `num_stages` + 1 places.

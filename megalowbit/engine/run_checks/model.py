@@ -63,11 +63,7 @@ def low_bit_names(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def check_layers_kept(module: torch.nn.Module, converted: Collection[str]) -> None:
-    """Make sure that DeepSpeed has left every low-bit layer in its place.
-
-    Args:
-        module: the engine's module.
-        converted: names of the low-bit layers before DeepSpeed got the model.
+    """Make sure that DeepSpeed has left every low-bit layer in its place; `converted` are their names before.
 
     Raises:
         UserError: one of them is gone, or another layer now.

@@ -44,11 +44,9 @@ class LoneGroup(TensorGroup):
 
 
 def shard_alone(model: nn.Module, size: int) -> None:
-    """Leave rank 0's shard of a model, in place.
+    """Leave rank 0's shard of a model of real or fake tensors, in place.
 
-    Args:
-        model: of one of the families, with plain layers, whole; real or fake tensors.
-        size: tensor-parallel ranks; nothing happens where there is one.
+    The model is of one of the families, with plain layers, whole.
 
     Raises:
         UserError: the model cannot be cut so.

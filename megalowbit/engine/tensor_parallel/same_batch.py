@@ -20,11 +20,7 @@ HANDLE = "first_dataloader_check"  # DeepSpeed's, of a hook that removes itself
 
 
 def check_first_batch(engine: Any) -> None:
-    """Let the engine's first forward compare its batch over the tensor-parallel ranks.
-
-    Args:
-        engine: just started; nothing happens to one without tensor parallelism of DeepSpeed's.
-    """
+    """Let a new engine's first forward compare its batch over DeepSpeed's tensor-parallel ranks, if any."""
     theirs = getattr(engine, HANDLE, None)
     if theirs is None:
         return

@@ -49,14 +49,11 @@ SIZES = ("num_heads", "embed_dim", "hidden_size", "num_attention_heads", "num_ke
 
 
 def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank | None:
-    """Cut a model over the tensor-parallel ranks, in place; collective, and nothing where there is one rank.
+    """Cut a whole model over the tensor-parallel ranks, in place; collective. One rank cuts nothing.
 
-    A model that has been cut before stays as it is. Parameters stay the same objects, with less in them, but
-    for those of a transformers `Conv1D`: it becomes a linear layer with a new weight.
-
-    Args:
-        model: of one of the families, with plain layers, whole.
-        parts: the configuration; `tensor_parallel.autotp_size` ranks share each layer.
+    The model is of one of the families, with plain layers; one that has been cut before stays as it is.
+    Parameters stay the same objects, with less in them, but for those of a transformers `Conv1D`: it becomes
+    a linear layer with a new weight.
 
     Returns:
         The groups of this rank, or `None`.

@@ -91,13 +91,7 @@ class ZeroSurface(LastStep):
     _global_grad_norm: float | None
 
     def attach(self, loss_scaler: ZeroLossScaler, gradients: GradientPieces, options: StepOptions) -> None:
-        """Take the place of DeepSpeed's attributes of the same names; once, right after its constructor.
-
-        Args:
-            loss_scaler: over the run's grad scaler.
-            gradients: measures this rank's pieces.
-            options: of every step; clipping is DeepSpeed's.
-        """
+        """Take the place of DeepSpeed's attributes of the same names; once, right after its constructor."""
         self._loss_scaler, self.gradients, self._options = loss_scaler, gradients, options
         self._timers = PhaseTimers(self.__dict__.pop("timers"))
         for name in ("loss_scaler", "dynamic_loss_scale"):
