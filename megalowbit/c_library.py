@@ -74,9 +74,6 @@ def find_or_build(source: Path, headers: Sequence[str] = ()) -> ctypes.CDLL:
     Args:
         source: the C file that is compiled.
         headers: names of the files beside it that it includes.
-
-    Raises:
-        UnavailableError: there is no library, and why.
     """
     deadline = time.monotonic() + COMPILE_TIMEOUT_S
     compiler = _compiler()

@@ -305,11 +305,7 @@ def looks_whole(folder: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that nobody needs; a kill at any moment leaves a draft, and no part under its name.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a folder that nobody needs; a kill at any moment leaves a draft, and no part under its name."""
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     folder.rename(draft)
     if draft.is_symlink():
@@ -319,11 +315,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint so that it is none, and its step can be saved again; returns where it is.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename a damaged checkpoint, so its step can be saved again; returns where it is."""
     number, target = 1, folder.with_name(folder.name + DAMAGED)
     while os.path.lexists(target):
         number += 1

@@ -30,11 +30,7 @@ FIRST_FILES = (model_file(0, 0), model_file(3, 0))  # stages 0 to 2, and 3
 
 
 def header_file(folder: Path) -> Path:
-    """The file of a checkpoint that says what the others hold.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The file of a checkpoint that says what the others hold; one without it is refused."""
     for name in FIRST_FILES:
         if (folder / name).is_file():
             return folder / name
@@ -70,11 +66,7 @@ def check_files(folder: Path, *, remedy: str, step: int | None = None) -> None:
 
 
 def check_header(content: Mapping[str, Any], path: Path) -> None:
-    """Refuse a header whose values are of other kinds than an engine writes.
-
-    Raises:
-        UserError: see above, or the file is of another step or name.
-    """
+    """Refuse a header whose values are of other kinds than an engine writes."""
     own = content[ENGINE_KEY]
     check_origin(content, path, own.get("step"))
     for key, is_right in OWN_KINDS.items():

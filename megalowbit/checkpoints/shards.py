@@ -131,11 +131,7 @@ def origin_of(content: Mapping[str, Any], path: Path, step: object) -> dict[str,
 
 
 def check_origin(content: Mapping[str, Any], path: Path, step: object) -> None:
-    """Refuse a file of another rank or another save, or one that was changed, whatever its manifest says.
-
-    Raises:
-        UserError: see above.
-    """
+    """Refuse a file of another rank or another save, or one that was changed, whatever its manifest says."""
     origin = content.get(ORIGIN_KEY)
     if origin is None:
         return  # written by an earlier version

@@ -72,11 +72,7 @@ class ProcessGrid:
 
     @classmethod
     def smallest(cls, deepspeed_config: Mapping[str, Any], data_size: int) -> ProcessGrid:
-        """Rank 0 of the smallest grid with `data_size` data-parallel ranks that the sizes fit.
-
-        Raises:
-            UserError: as `from_config`.
-        """
+        """Rank 0 of the smallest grid with `data_size` data-parallel ranks that the sizes fit."""
         tensor_size = _size(deepspeed_config, TENSOR_KEY, unset=(None, 0))
         stages = _size(deepspeed_config, PIPELINE_KEY, unset=(None,))
         return cls.from_config(deepspeed_config, 0, tensor_size * stages * data_size)

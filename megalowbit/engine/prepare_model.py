@@ -62,9 +62,6 @@ def prepare_model(
 
     `mpu` is the user's; without one the configuration cuts the model, if anything does. `seed` is that of
     stochastic rounding in layers that are converted here.
-
-    Raises:
-        UserError: the model does not fit the configuration.
     """
     mpu = shard_model(model, parts) or mpu
     recipe = succeed_together(_prepare_part, model, parts, grid, seed)
@@ -84,11 +81,7 @@ def _prepare_part(
 
 
 def check_prepared(engine: Any, prepared: PreparedModel) -> None:
-    """Make sure that what was prepared is what the engine trains, with our scaler.
-
-    Raises:
-        UserError: low-bit layers or the scaler are not there any more.
-    """
+    """Make sure that what was prepared is what the engine trains, with our scaler."""
     if not has_low_bit_layers_elsewhere(engine.module):
         check_quantised(engine.module, prepared.recipe)
     check_layers_kept(engine.module, prepared.low_bit)
@@ -96,11 +89,7 @@ def check_prepared(engine: Any, prepared: PreparedModel) -> None:
 
 
 def check_quantised(module: torch.nn.Module, recipe: Any) -> None:
-    """Make sure that a run which asks for low-bit layers has some.
-
-    Raises:
-        UserError: `recipe` quantises, and `module` holds no low-bit layer.
-    """
+    """Make sure that a run which asks for low-bit layers has some."""
     if recipe is None or not recipe.quantizes:
         return
     if not bit_layers(module):

@@ -95,11 +95,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         return content
 
     def read_ahead(self, paths: Iterable[str]) -> None:
-        """Read files now that `load` will be asked for, until `forget`.
-
-        Raises:
-            UserError: as `load`.
-        """
+        """Read files now that `load` will be asked for, until `forget`."""
         self._read = {path: self.load(path, map_location="cpu") for path in paths}
 
     def forget(self) -> None:

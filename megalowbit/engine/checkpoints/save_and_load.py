@@ -226,11 +226,7 @@ def load_together(
 
 
 def restore_scaler(engine: Any, own: Mapping[str, Any]) -> None:
-    """Give the scaler at work the state it was saved with; at every stage it is the same one.
-
-    Raises:
-        UserError: the state is of another strategy.
-    """
+    """Give the scaler at work the state it was saved with; at every stage it is the same one."""
     scaler, saved = engine.optimizer.grad_scaler, own.get("grad_scaler")
     if scaler is not None and saved is not None:
         scaler.load_state_dict(saved)

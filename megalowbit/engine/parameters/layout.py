@@ -20,9 +20,6 @@ def lay_out_parameters(model: torch.nn.Module, *, stage: int) -> None:
     """Refuse parameters that cannot be trained at this ZeRO stage; make the others contiguous, in place.
 
     To be called before DeepSpeed gets the model; nothing is changed if this raises.
-
-    Raises:
-        UserError: names the parameter and the remedy.
     """
     # built under deepspeed.zero.Init: in pieces, and refused elsewhere
     parameters = [(name, each) for name, each in model.named_parameters() if not hasattr(each, "ds_id")]

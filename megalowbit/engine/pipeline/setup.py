@@ -99,11 +99,7 @@ def stage_of(model: torch.nn.Module) -> PipelinedModel | None:
 
 
 def check_stages(model: torch.nn.Module, parts: DeepSpeedConfigParts, grid: ProcessGrid) -> None:
-    """Refuse a model that is not cut as the configuration says, and settings that stages cannot honour.
-
-    Raises:
-        UserError: see above, and `stage_of`.
-    """
+    """Refuse a model that is not cut as the configuration says, and settings that stages cannot honour."""
     if stage_of(model) is None and grid.pipeline_size > 1:
         raise UserError(
             f"{PIPELINE_KEY} = {grid.pipeline_size} but the model is whole: pass "
@@ -116,9 +112,6 @@ def check_block(model: torch.nn.Module, block: Mapping[str, Any] | None) -> None
     """Refuse a configuration that says otherwise than `pipeline_module` was told.
 
     `block` is what the user has set of `pipeline`. Recomputation may be asked for in either place.
-
-    Raises:
-        UserError: names both values.
     """
     stage = stage_of(model)
     if stage is None or not block:

@@ -19,9 +19,6 @@ def stage_bounds(parts: Sequence[nn.Module], num_stages: int, partition: str) ->
 
     Returns:
         `num_stages` + 1 places.
-
-    Raises:
-        UserError: a stage would be empty.
     """
     from megalowbit.engine.process_start import import_deepspeed
 

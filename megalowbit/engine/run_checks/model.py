@@ -26,11 +26,7 @@ def check_arguments(
     model_parameters: ModelParameters | None,
     lr_scheduler: object,
 ) -> None:
-    """Refuse arguments of `initialize` that contradict each other or the configured precision.
-
-    Raises:
-        UserError: names the argument or the parameter.
-    """
+    """Refuse arguments of `initialize` that contradict each other or the configured precision."""
     is_built = isinstance(optimizer, torch.optim.Optimizer)
     if optimizer is not None and not is_built and not callable(optimizer):
         raise UserError(
@@ -63,11 +59,7 @@ def low_bit_names(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def check_layers_kept(module: torch.nn.Module, converted: Collection[str]) -> None:
-    """Make sure that DeepSpeed has left every low-bit layer in its place; `converted` are their names before.
-
-    Raises:
-        UserError: one of them is gone, or another layer now.
-    """
+    """Make sure that DeepSpeed has left the low-bit layers named `converted` in their places."""
     present = set(low_bit_names(module))
     missing = [name for name in converted if name not in present]
     if missing:
@@ -80,11 +72,7 @@ def check_layers_kept(module: torch.nn.Module, converted: Collection[str]) -> No
 
 
 def check_scaler(engine: Any) -> None:
-    """Make sure that the loss scale is in our hands; to be called before the first step and after a load.
-
-    Raises:
-        UserError: the engine's optimizer has another scaler than the one it was made with.
-    """
+    """Make sure that the loss scale is in our hands; to be called before the first step and after a load."""
     optimizer = engine.optimizer
     scaler = getattr(optimizer, "grad_scaler", None)
     of_deepspeed = getattr(optimizer, "loss_scaler", None)

@@ -47,9 +47,6 @@ def shard_alone(model: nn.Module, size: int) -> None:
     """Leave rank 0's shard of a model of real or fake tensors, in place.
 
     The model is of one of the families, with plain layers, whole.
-
-    Raises:
-        UserError: the model cannot be cut so.
     """
     if size == 1:
         return

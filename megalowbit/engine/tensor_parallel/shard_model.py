@@ -101,11 +101,7 @@ def _groups(size: int) -> GroupsOfRank:
 
 
 def divisible_family(model: nn.Module, size: int) -> Family:
-    """The family of a model that `size` ranks can share.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """The family of a model; refused are models that `size` ranks cannot share."""
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None

@@ -246,11 +246,7 @@ class ZeroSurface(LastStep):
         self._has_sums = self._has_gradients = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
-        """Not supported once the optimizer is built.
-
-        Raises:
-            UserError: always.
-        """
+        """Refuse: the optimizer is built."""
         raise no_later_parameters()
 
 
@@ -413,9 +409,6 @@ def replace_optimizer_class(optimizer: Any) -> None:
     """Turn the engine's ZeRO optimizer into ours, in place: hooks of the model hold on to the object.
 
     `ZeroSurface.attach` must follow.
-
-    Raises:
-        UserError: it is of another class.
     """
     classes: dict[type, type] = {
         DeepSpeedZeroOptimizer: ZeroOptimizer,
