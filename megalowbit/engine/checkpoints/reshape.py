@@ -94,19 +94,17 @@ class _Target:
 
     def __init__(self, engine: Any, layout: Layout, part: Slice) -> None:
         self._optimizer, self._layout, self._part = engine.optimizer, layout, part
-        self._engine = engine
-        self._data_rank = engine.process_grid.data_rank
+        self._grid = engine.process_grid
         self._states: dict[int, dict[str, Any]] = {}
         self._groups: dict[int, dict[str, Any]] = {}
 
     def load_parameter(
         self, parameter: torch.nn.Parameter, stored: StoredParameter, contents: CheckpointContents
     ) -> None:
-        """Copy one parameter, its master and state."""
         whole = self._cut(contents.weight(stored.name), parameter, stored)
         if self._layout.stage == 3:
             if stored.group == NOWHERE:
-                _copy_partition(whole, parameter, self._data_rank)
+                _copy_partition(whole, parameter, self._grid.data_rank)
         else:
             parameter.data.copy_(whole)
         for flat, value in self._pieces(whole, parameter, stored):
@@ -157,8 +155,7 @@ class _Target:
         cut = getattr(parameter, "cut", None)
         if cut is None:
             return whole
-        grid = self._engine.process_grid
-        shard: torch.Tensor = cut.cut(whole, grid.tensor_rank, self._layout.tensor_size)
+        shard: torch.Tensor = cut.cut(whole, self._grid.tensor_rank, self._layout.tensor_size)
         return shard
 
     def _master(self, parameter: torch.nn.Parameter, stored: StoredParameter) -> torch.Tensor:
@@ -186,7 +183,7 @@ class _Target:
             return
         flat, values = self._master(parameter, stored) if of is None else of, whole.reshape(-1)
         for piece in self._layout.fragments(self._part, stored):
-            if piece.data_rank == self._data_rank:
+            if piece.data_rank == self._grid.data_rank:
                 yield part_of(flat, piece), values.narrow(0, piece.start, piece.numel)
 
 

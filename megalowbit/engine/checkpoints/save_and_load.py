@@ -200,7 +200,7 @@ def load_together(
     own = contents.header.get(ENGINE_KEY)
     if not isinstance(own, dict):
         raise UserError(f"checkpoint {path} is of another program: start from its weights instead")
-    takes_states = options.get("load_optimizer_states", True) and not options.get("load_module_only")
+    takes_states = not _leaves_masters(options)
     if takes_states:
         succeed_together(_check_update_rule, path, own, engine)
     present = None if contents.layout is None else describe_layout(engine)
