@@ -50,9 +50,7 @@ class OptimizerStart:
         model_parameters: ModelParameters | None,
     ) -> None:
         self._model, self._parts, self._groups, self._client = model, parts, groups, optimizer
-        self._trained = succeed_together(
-            lambda: groups_to_train(model, optimizer, model_parameters, parts.deepspeed)
-        )
+        self._trained = succeed_together(groups_to_train, model, optimizer, model_parameters, parts.deepspeed)
         parameters = [parameter for group in self._trained for parameter in group["params"]]
         self.regularizer = build_regularizer(model, parts.settings.regularizer, parameters)
         self._zero: ZeroStart | None = None
@@ -67,7 +65,7 @@ class OptimizerStart:
         if client is None:
             inner = build_optimizer(self._parts.deepspeed["optimizer"], self._trained)
         else:
-            inner = succeed_together(lambda: client_optimizer(self._model, client, self._trained))
+            inner = succeed_together(client_optimizer, self._model, client, self._trained)
         if self._zero is not None:
             return self._zero.inner(inner)
         return wrap_optimizer(inner, self._model, self._parts, mpu=self._groups, regularizer=self.regularizer)

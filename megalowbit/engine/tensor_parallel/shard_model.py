@@ -34,15 +34,10 @@ from megalowbit.errors import UserError
 from megalowbit.families.base import Family, Projection
 from megalowbit.families.registry import FAMILIES
 from megalowbit.layers.conversion.convert import bit_layers
-from megalowbit.layers.tensor_parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    parallel_linear,
-)
+from megalowbit.layers.tensor_parallel.linear import parallel_linear
 
 logger = logging.getLogger(__name__)
 
-ParallelLinear = ColumnParallelLinear | RowParallelLinear
 IS_SHARDED = "ds_autotp_parsed"  # DeepSpeed's own mark
 # what AutoTP divides wherever a module has it, among what the families here have
 SIZES = ("num_heads", "embed_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -69,9 +64,8 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
     units = _groups(size)
     if getattr(model, IS_SHARDED, False):
         return units
-    family = succeed_together(lambda: divisible_family(model, size))
+    family = succeed_together(divisible_family, model, size)
     _start_alike(model, units.tensor)
-    _draw_alike(units.tensor)
     transposed = replace_conv1d(model)
     sizes = module_sizes(model, family)
     _apply_autotp(model, family, size)
@@ -136,17 +130,15 @@ def divisible_family(model: nn.Module, size: int) -> Family:
 
 @torch.no_grad()
 def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all tensor ranks the weights of the first: shards of different models would fit nowhere."""
+    """Give all tensor ranks the weights and the generators of the first.
+
+    Shards of different models would fit nowhere, and dropout of what all hold must be the same.
+    """
     device, source = process_group.exchange_device(group), dist.get_process_group_ranks(group)[0]
     for tensor in [*model.parameters(), *model.buffers()]:
         values = tensor.detach().to(device).contiguous()
         dist.broadcast(values, source, group=group)
         tensor.copy_(values)
-
-
-def _draw_alike(group: dist.ProcessGroup) -> None:
-    """Give all tensor ranks the generators of the first: dropout of what they all hold must be the same."""
-    device, source = process_group.exchange_device(group), dist.get_process_group_ranks(group)[0]
     generators = [torch.default_generator]
     if torch.cuda.is_available():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
