@@ -19,8 +19,8 @@ from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import ProcessGrid
-from megalowbit.engine.pipeline.setup import begin_stage, groups_of, has_low_bit_layers_elsewhere, whole_of
-from megalowbit.engine.run_checks.model import check_layers_kept, check_scaler, low_bit_names
+from megalowbit.engine.pipeline.setup import begin_stage, groups_of, whole_of
+from megalowbit.engine.run_checks.model import check_layers_kept, check_scaler
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, convert
@@ -65,7 +65,9 @@ def prepare_model(
     """
     mpu = shard_model(model, parts) or mpu
     recipe = succeed_together(_prepare_part, model, parts, grid, seed)
-    return PreparedModel(recipe=recipe, low_bit=low_bit_names(model), mpu=mpu, groups=groups_of(model) or mpu)
+    return PreparedModel(
+        recipe=recipe, low_bit=tuple(bit_layers(model)), mpu=mpu, groups=groups_of(model) or mpu
+    )
 
 
 def _prepare_part(
@@ -82,8 +84,7 @@ def _prepare_part(
 
 def check_prepared(engine: Any, prepared: PreparedModel) -> None:
     """Make sure that what was prepared is what the engine trains, with our scaler."""
-    if not has_low_bit_layers_elsewhere(engine.module):
-        check_quantised(engine.module, prepared.recipe)
+    check_quantised(whole_of(engine.module), prepared.recipe)  # a stage may have no low-bit layer of its own
     check_layers_kept(engine.module, prepared.low_bit)
     check_scaler(engine)
 

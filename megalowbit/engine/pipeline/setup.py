@@ -24,6 +24,7 @@ from megalowbit.engine.pipeline.batch_reader import BatchReader
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, plain_state_dict
+from megalowbit.values import is_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,12 +63,12 @@ def pipeline_module(
     import_deepspeed()
     from megalowbit.engine.pipeline.stage import PipelinedModel
 
-    for name, value in (
-        ("num_stages", num_stages),
-        ("activation_checkpoint_interval", activation_checkpoint_interval),
+    for name, value, least in (
+        ("num_stages", num_stages, 1),
+        ("activation_checkpoint_interval", activation_checkpoint_interval, 0),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < (name == "num_stages"):
-            raise UserError(f"{name} = {value!r} must be a whole number ≥ {int(name == 'num_stages')}")
+        if not is_count(value, least=least):
+            raise UserError(f"{name} = {value!r} must be a whole number ≥ {least}")
     ProcessGrid(process_group.rank(), process_group.world_size(), pipeline_size=num_stages)
     return PipelinedModel(
         model,
@@ -184,11 +185,6 @@ def attach_pipeline(engine: Any) -> None:
         schedule.ReduceTiedGrads: _wait_for_the_average,
         schedule.ReduceGrads: _reduce_gradients,
     }
-
-
-def has_low_bit_layers_elsewhere(module: torch.nn.Module) -> bool:
-    """Whether `module` is a stage of a model with low-bit layers, which may all be other stages'."""
-    return stage_of(module) is not None and bool(bit_layers(whole_of(module)))
 
 
 def release_whole(module: torch.nn.Module) -> None:

@@ -53,14 +53,9 @@ def check_arguments(
             )
 
 
-def low_bit_names(model: torch.nn.Module) -> tuple[str, ...]:
-    """Names of a model's low-bit layers."""
-    return tuple(bit_layers(model))
-
-
 def check_layers_kept(module: torch.nn.Module, converted: Collection[str]) -> None:
     """Make sure that DeepSpeed has left the low-bit layers named `converted` in their places."""
-    present = set(low_bit_names(module))
+    present = bit_layers(module)
     missing = [name for name in converted if name not in present]
     if missing:
         modules = dict(module.named_modules())
