@@ -109,7 +109,6 @@ class HashingFile:
         self.failure: OSError | None = None  # for writers, as torch's, that lose it on the way
 
     def write(self, piece: bytes) -> int:
-        """Write and count."""
         self._digest.update(piece)
         self.size += len(piece)
         try:
@@ -119,7 +118,6 @@ class HashingFile:
             raise
 
     def flush(self) -> None:
-        """Hand everything to the file."""
         self._file.flush()
 
     def facts(self, name: str) -> FileFacts:

@@ -53,7 +53,6 @@ class Problems:
         self._lines: list[str] = []
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
         return bool(self._lines)
 
     @contextmanager
@@ -79,7 +78,6 @@ class Problems:
         return UserError(NEXT.join([f"{len(self._lines)} mistakes:", *self._lines]))
 
     def raise_any(self) -> None:
-        """Raise `error()` if there is any mistake."""
         if self._lines:
             raise self.error()
 

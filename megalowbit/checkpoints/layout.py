@@ -92,7 +92,6 @@ class StoredParameter:
 
     @property
     def numel(self) -> int:
-        """Elements of the slice's part."""
         return math.prod(self.shape)
 
 
@@ -132,7 +131,6 @@ class Layout:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod

@@ -222,7 +222,6 @@ class Shards:
         return {key: value for key, value in group.items() if key != "params"}
 
     def buffer(self, slice_index: int, name: str) -> torch.Tensor:
-        """A buffer of a slice."""
         return self._stored(self.layout.slices[slice_index].buffers[name], name)
 
     def _computing_weight(self, slice_index: int, stored: StoredParameter) -> torch.Tensor:

@@ -67,7 +67,7 @@ def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat]
         return _read(thread, describe, rank)
     except StoreSilentError as silence:
         line = _of_silent_store(thread, str(silence), describe().host)
-        return Diagnosis(f"{line}; {_own(describe(), rank)}")
+        return Diagnosis(f"{line}; {describe_rank(rank, describe())}")
 
 
 def wait_until_known(thread: HeartbeatThread) -> None:
@@ -112,12 +112,14 @@ def _read(thread: HeartbeatThread, describe: Callable[[], Heartbeat], rank: int)
         time.sleep(thread.interval / POLLS_AN_INTERVAL)
     other = thread.ask(lambda store: store.claimant(DIAGNOSES))
     return Diagnosis(
-        f"rank {other} was to find out why the run stands still, and has ended; {_own(describe(), rank)}"
+        f"rank {other} was to find out why the run stands still, and has ended; "
+        f"{describe_rank(rank, describe())}"
     )
 
 
-def _own(heartbeat: Heartbeat, rank: int) -> str:
-    return f"rank {rank} (host {heartbeat.host}) {describe_wait(heartbeat)} since {heartbeat.mark}"
+def describe_rank(rank: int, heartbeat: Heartbeat) -> str:
+    """`"rank 1 (host n2) waited 6 s in all_reduce (…) since step 7"`."""
+    return f"rank {rank} (host {heartbeat.host}) {_describe_wait(heartbeat)} since {heartbeat.mark}"
 
 
 def _of_silent_store(thread: HeartbeatThread, silence: str, host: str) -> str:
@@ -153,10 +155,10 @@ def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> str:
     if not waiting or line.startswith("all ranks"):
         return line
     witness = observer if observer in waiting else waiting[0]
-    return f"{line}; {name_ranks([witness], snapshot.second)} {describe_wait(snapshot.second[witness])}"
+    return f"{line}; {name_ranks([witness], snapshot.second)} {_describe_wait(snapshot.second[witness])}"
 
 
-def describe_wait(heartbeat: Heartbeat) -> str:
+def _describe_wait(heartbeat: Heartbeat) -> str:
     """`"waited 6 s in all_reduce (…)"`, or where it was."""
     return f"{'waited' if heartbeat.is_waiting else 'was'} {heartbeat.seconds:.0f} s in {heartbeat.place}"
 

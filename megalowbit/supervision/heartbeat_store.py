@@ -56,7 +56,6 @@ class Heartbeat:
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Heartbeat:
-        """The counterpart of `to_text`."""
         return cls(**json.loads(text))
 
 
@@ -164,7 +163,6 @@ class HeartbeatStore:
         return self._rank == 0 and (self.address is None or self.address.is_main_process)
 
     def publish(self, heartbeat: Heartbeat) -> None:
-        """Replace this rank's heartbeat."""
         self._store.set(_key_of(self._rank), heartbeat.to_text())
 
     def heartbeats(self) -> dict[int, Heartbeat]:
@@ -192,7 +190,6 @@ class HeartbeatStore:
         self._store.set(ALARM, "1")
 
     def is_alarmed(self) -> bool:
-        """Whether some rank has raised an alarm."""
         return self._has(ALARM)
 
     def claim(self, what: str) -> bool:
@@ -210,11 +207,9 @@ class HeartbeatStore:
         self.raise_alarm()
 
     def failure(self) -> FailureReport | None:
-        """The first that was reported."""
         return FailureReport(*self._read(FAILURE)) if self._has(FAILURE) else None
 
     def publish_diagnosis(self, diagnosis: PublishedDiagnosis) -> None:
-        """Let all ranks read what was found."""
         self._store.set(DIAGNOSIS, json.dumps(diagnosis))
         self._store.add(INFORMED, 1)
 

@@ -39,7 +39,7 @@ from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, U
 from megalowbit.supervision.collective_trace import is_failed_collective, trace_of_error, trace_of_frame
 from megalowbit.supervision.diagnosis import (
     Diagnosis,
-    describe_wait,
+    describe_rank,
     diagnose,
     diagnose_together,
     name_ranks,
@@ -294,7 +294,6 @@ class Watchdog:
             self._end(diagnosis)
 
     def _end_of_patience(self) -> None:
-        """Nothing has moved for too long."""
         if self._heartbeat_thread is None:
             own = self._describe(0)
             who = name_ranks([self._rank], {self._rank: own})
@@ -337,9 +336,7 @@ class Watchdog:
 
     def _state_since(self, first: dict[int, Heartbeat]) -> str:
         """What has become of the ranks since a first reading; of this one, where there was none."""
-        heartbeat = self._describe(0)
-        who = name_ranks([self._rank], {self._rank: heartbeat})
-        own = f"{who} {describe_wait(heartbeat)} since {heartbeat.mark}"
+        own = describe_rank(self._rank, self._describe(0))
         if self._heartbeat_thread is None or not first:
             return own
         try:
@@ -350,7 +347,6 @@ class Watchdog:
             return own
 
     def _end(self, diagnosis: Diagnosis) -> None:
-        """End this process, now."""
         # a terminal or a disk may hang as well
         self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
         error = _error(diagnosis)

@@ -182,7 +182,8 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer, layers: Mapping[str, B
 
     Sums in fp32 are there all the time; those of a step that has been taken are zero.
     """
-    name = next((name for name, layer in layers.items() if _has_gradient(layer)), None)
+    held = (name for name, layer in layers.items() if any(part.grad is not None for part in layer.parts()))
+    name = next(held, None)
     if name is None and isinstance(optimizer, MegatronOptimizer) and optimizer.params_have_main_grad:
         name = next((name for name, layer in layers.items() if optimizer.has_gradient(layer.weight)), None)
     if name is not None:
@@ -190,10 +191,6 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer, layers: Mapping[str, B
             f"split weights between optimizer steps: layer {name} has gradients that no step has applied: "
             "call step or zero_grad first"
         )
-
-
-def _has_gradient(layer: BitLinear) -> bool:
-    return any(part.grad is not None for part in layer.parts())
 
 
 def _check_range(layers: Mapping[str, BitLinear], masters: Mapping[str, Masters]) -> None:

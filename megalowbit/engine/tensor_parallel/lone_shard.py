@@ -28,14 +28,12 @@ class LoneGroup(TensorGroup):
         self.size = size
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """This rank's own."""
         return tensor
 
     def start_sum(self, tensor: Tensor) -> None:
         """Nothing to wait for."""
 
     def largest(self, values: Tensor) -> Tensor:
-        """This rank's own."""
         return values
 
     def gather(self, tensor: Tensor) -> list[Tensor]:

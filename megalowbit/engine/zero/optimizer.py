@@ -101,7 +101,6 @@ class ZeroSurface(LastStep):
 
     @property
     def grad_scaler(self) -> GradScaler | None:
-        """The run's scaler."""
         return self._loss_scaler.grad_scaler
 
     @property
@@ -219,7 +218,6 @@ class ZeroSurface(LastStep):
         return self.gradients.measure(list(self.pieces()), is_exact=is_exact)
 
     def update(self, measured: Measurement, facts: GradientFacts | None) -> None:  # noqa: ARG002
-        """Take DeepSpeed's step."""
         assert facts is not None, "the host decides first"
         self._step_by(facts.norm)
 

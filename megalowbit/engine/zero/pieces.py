@@ -68,7 +68,6 @@ class GradientPieces:
         self._is_counted = [_is_counted(parameter, copies) for parameter in parameters]
 
     def name_of(self, parameter: torch.nn.Parameter) -> str:
-        """Its name."""
         return self._names[self._places[id(parameter)]]
 
     def measure(self, pieces: Sequence[Piece], *, is_exact: bool) -> Measurement:

@@ -100,7 +100,7 @@ class ZeroStart:
 
         options = StepOptions(
             **step_options(self._parts),
-            training_group=_world_group(),
+            training_group=dist.group.WORLD if process_group.world_size() > 1 else None,
             before_step=self._regularization(engine),
             instruments=self._instruments,
         )
@@ -159,8 +159,3 @@ def _all_parameters(optimizer: Any) -> list[torch.nn.Parameter]:
     """What a ZeRO optimizer trains, in its own order, which is that of every rank."""
     groups = optimizer.fp16_groups if hasattr(optimizer, "fp16_groups") else optimizer.bit16_groups
     return [parameter for group in groups for parameter in group]
-
-
-def _world_group() -> dist.ProcessGroup | None:
-    """All ranks, which take each step together; None where there is one process."""
-    return dist.group.WORLD if process_group.world_size() > 1 else None
