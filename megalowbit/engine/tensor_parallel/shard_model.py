@@ -120,11 +120,6 @@ def divisible_family(model: nn.Module, size: int) -> Family:
                 f"{TENSOR_KEY} = {size} does not divide the model's {field} {value}: "
                 f"set it to a divisor of {value}"
             )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            raise UserError(
-                f"parameter {name} was partitioned by deepspeed.zero.Init: build the model outside it"
-            )
     return family
 
 
