@@ -49,7 +49,7 @@ def load_checked(
 
     Args:
         source: the C file; it has `megalowbit_has_threads`.
-        headers: as for `find_or_build`.
+        headers: names of the files beside it that it includes.
         answers: what a library computes, by what was asked of it.
         known: what it must compute.
 

@@ -35,15 +35,14 @@ def start_process_group(
     timeout: timedelta | None = None,
     dist_init_required: bool | None = None,
 ) -> ProcessIdentity:
-    """Make sure that a process group exists and that DeepSpeed uses it; harmless if called again.
+    """Make sure that a process group exists and that DeepSpeed uses it; returns the identity that was used.
+
+    Harmless if called again.
 
     Args:
         identity: who this process is; read from the environment if not given.
         timeout: after which a collective that does not end fails; torch's default if None.
         dist_init_required: as for `deepspeed.init_distributed`.
-
-    Returns:
-        The identity that was used.
 
     Raises:
         TransientError: the main process cannot be reached, or its port is taken.

@@ -87,21 +87,13 @@ class HeartbeatSnapshot(NamedTuple):
 
 
 class FailureReport(NamedTuple):
-    """A rank's own account of why it ends.
-
-    Attributes:
-        rank: whose.
-        host: its machine.
-        mark: what its loop was at.
-        line: what it raised.
-        kind: one of `KINDS`.
-    """
+    """A rank's own account of why it ends: what its loop was at, and what it raised."""
 
     rank: int
     host: str
     mark: str
     line: str
-    kind: str
+    kind: str  # one of `KINDS`
 
     def __str__(self) -> str:
         where = " (its own output says where)" if self.kind == DEFECT else ""
@@ -109,17 +101,11 @@ class FailureReport(NamedTuple):
 
 
 class PublishedDiagnosis(NamedTuple):
-    """What the rank that diagnosed has found.
-
-    Attributes:
-        line: for people.
-        kind: see `FailureReport`.
-        living: ranks that are expected to read it, this one among them.
-    """
+    """What the rank that diagnosed has found, on a line for people."""
 
     line: str
-    kind: str
-    living: int
+    kind: str  # one of `KINDS`
+    living: int  # ranks that are expected to read it, this one among them
 
 
 class StoreAddress(NamedTuple):

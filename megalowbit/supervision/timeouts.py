@@ -30,13 +30,10 @@ def timeout_of(backend: str, timeout: timedelta, *, is_watched: bool) -> timedel
 
 
 def set_group_timeouts(timeout: timedelta, *, is_watched: bool = False) -> int:
-    """Let collectives of all existing groups fail after `timeout`; local, harmless if called again.
+    """Let collectives of all existing groups fail after `timeout`; returns how many groups were set.
 
-    `is_watched`: a watchdog looks after this process as well. Groups made later have torch's default: call it
-    again.
-
-    Returns:
-        How many groups were set.
+    Local, harmless if called again, as is needed for groups made later. `is_watched`: a watchdog looks after
+    this process as well.
     """
     if not process_group.is_initialized():
         return 0

@@ -206,17 +206,14 @@ def _check_range(layers: Mapping[str, BitLinear], masters: Mapping[str, Masters]
             )
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, MegatronOptimizer) else optimizer
-
-
 def _check_state(
     optimizer: torch.optim.Optimizer, masters: Mapping[str, Masters], optimizer_state: str
 ) -> None:
     """Refuse state there is no rule for, or that would not be made again."""
-    kind = type(_inner(optimizer)).__name__
+    inner = optimizer.optimizer if isinstance(optimizer, MegatronOptimizer) else optimizer
+    kind = type(inner).__name__
     if optimizer_state == "reset":
-        if isinstance(_inner(optimizer), torch.optim.Adagrad):
+        if isinstance(inner, torch.optim.Adagrad):
             raise UserError(f"{kind} makes its state only once and cannot be reset: use AdamW")
         return
     for weight, *_ in masters.values():

@@ -57,7 +57,7 @@ class PipelinedModel(PipelineModule):
 
     Attributes:
         config: the model's.
-        partition: see above.
+        partition: how parts were dealt to stages.
         num_parameters_of_all_stages: the model's; a tied weight counts once.
         whole: the model as it was given, until `release`: layers are converted in it.
 

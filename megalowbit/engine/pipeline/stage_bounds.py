@@ -15,10 +15,9 @@ from megalowbit.errors import UserError
 
 
 def stage_bounds(parts: Sequence[nn.Module], num_stages: int, partition: str) -> list[int]:
-    """Where stages begin in `parts_of` a model, and the end of the last; `partition` as of `pipeline_module`.
+    """Where each of `num_stages` begins in `parts_of` a model, and the end of the last.
 
-    Returns:
-        `num_stages` + 1 places.
+    `partition` is that of `pipeline_module`.
     """
     from megalowbit.engine.process_start import import_deepspeed
 

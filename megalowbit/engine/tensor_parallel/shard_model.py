@@ -50,9 +50,6 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
     Parameters stay the same objects, with less in them, but for those of a transformers `Conv1D`: it becomes
     a linear layer with a new weight.
 
-    Returns:
-        The groups of this rank, or `None`.
-
     Raises:
         UserError: the model is of another family, has low-bit layers already, or cannot be cut evenly.
     """

@@ -141,10 +141,7 @@ class PieceRegularizer:
 
     The gradient is made element by element from the weight and the number of the whole weight's elements,
     so each rank adds it to the pieces it owns, before they are measured; only its value is summed over the
-    ranks.
-
-    Args:
-        regularizer: whose settings and weights it takes, and whose `value` it sets.
+    ranks, as the regulariser's `value`.
     """
 
     def __init__(self, regularizer: DualRangeRegularizer) -> None:
