@@ -248,14 +248,10 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def verify_folder(folder: Path, *, remedy: str, share: int = 0, shares: int = 1) -> None:
-    """Compare a checkpoint's files with its manifest.
+    """Compare a checkpoint's files with its manifest; `remedy` closes the messages.
 
-    Args:
-        folder: of one checkpoint; what the manifest does not name is ignored unless it could be read as a
-            part of the checkpoint.
-        remedy: what the user can do, closes the messages.
-        share: which of `shares` parts of the files to look at, for processes that divide the work.
-        shares: how many parts there are.
+    What the manifest does not name is ignored unless it could be read as a part of the checkpoint. Processes
+    that divide the work look at part number `share` of `shares` parts each.
 
     Raises:
         UserError: as `read_manifest`, or a file is missing or damaged: its name, what was expected and found.

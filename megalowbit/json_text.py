@@ -101,10 +101,7 @@ def read_text(path: Path, *, largest: int = LARGEST_TEXT) -> str:
 def refuse_irregular_files(what: str, folder: Path, *below: str) -> None:
     """For folders whose files others open, and might wait for or read without an end; nothing is opened here.
 
-    Args:
-        what: the folder's files are, opens the messages.
-        folder: to be looked into, not what lies below it.
-        below: names of folders in it to be looked into as well, where they are there.
+    `what` the files are opens the messages. Looked into are the folder, and the folders in it named `below`.
 
     Raises:
         UserError: a FIFO, a socket, a device or a link to one lies there; or a folder cannot be listed.

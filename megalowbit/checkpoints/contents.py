@@ -22,7 +22,15 @@ from megalowbit.checkpoints.layout import (
     Layout,
     StoredParameter,
 )
-from megalowbit.checkpoints.shards import Shards, check_origin, files_of, load_file, model_file, reading
+from megalowbit.checkpoints.shards import (
+    Shards,
+    check_origin,
+    files_of,
+    is_moment,
+    load_file,
+    model_file,
+    reading,
+)
 from megalowbit.durable_files import MANIFEST, read_manifest
 from megalowbit.errors import UserError, shown
 
@@ -179,9 +187,7 @@ class CheckpointContents:
         places = self._places_of(name)
         states = [self._files.state(index, stored) for index, stored in self._needed(places)]
         return {
-            key: _join(places, [state[key] for state in states])
-            if isinstance(value, torch.Tensor) and value.ndim > 0
-            else value
+            key: _join(places, [state[key] for state in states]) if is_moment(value) else value
             for key, value in states[0].items()
         }
 

@@ -199,22 +199,15 @@ class Shards:
         """What the inner optimizer keeps of a parameter: moments in its shape, and counts of steps."""
         if stored.state == NOWHERE:
             return {}
-        if self.layout.stage == 0:
-            entry = self._inner(slice_index, 0)["state"].get(stored.state, {})
-            return {
-                key: self._checked(value, stored) if _is_moment(value) else value
-                for key, value in entry.items()
-            }
-        entries = [
-            self._inner(slice_index, rank)["state"].get(stored.state, {})
-            for rank in range(self.layout.data_size)
-        ]
-        return {
-            key: self._assemble(slice_index, stored, [entry[key] for entry in entries])
-            if _is_moment(value)
-            else value
-            for key, value in entries[0].items()
-        }
+        ranks = range(self.layout.data_size if self.layout.stage else 1)
+        entries = [self._inner(slice_index, rank)["state"].get(stored.state, {}) for rank in ranks]
+        state = dict(entries[0])
+        for key, value in entries[0].items():
+            if is_moment(value) and self.layout.stage:
+                state[key] = self._assemble(slice_index, stored, [entry[key] for entry in entries])
+            elif is_moment(value):
+                state[key] = self._checked(value, stored)
+        return state
 
     def hyper_parameters(self, slice_index: int, stored: StoredParameter) -> dict[str, Any]:
         """Those of a trained parameter's group: learning rate, weight decay and so on."""
@@ -295,5 +288,6 @@ def part_of(flat: torch.Tensor, piece: Fragment) -> torch.Tensor:
     return flat.narrow(0, piece.flat_start, piece.numel)
 
 
-def _is_moment(value: object) -> bool:
+def is_moment(value: object) -> bool:
+    """Whether an optimizer's state is of a parameter's elements, and no count of steps."""
     return isinstance(value, torch.Tensor) and value.ndim > 0

@@ -211,10 +211,8 @@ def check_numbers_differ(
 ) -> None:
     """Refuse ranks that round different data with the same random numbers; collective, 8 bytes a rank.
 
-    Args:
-        mine: what this rank's numbers follow from, by value; None: it draws none.
-        group: ranks with data of their own (default: the world).
-        device: where this rank computes.
+    `mine` is what this rank's numbers follow from, by value, None if it draws none; `group` are the ranks
+    with data of their own (default: the world).
 
     Raises:
         UserError: two ranks have the same; raised on all ranks of the group.

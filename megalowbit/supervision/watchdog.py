@@ -105,12 +105,9 @@ class Watchdog:
     ) -> None:
         """Prepare; the block begins to count.
 
-        Args:
-            settings: timeout, and what a slow step is.
-            identity: this process.
-            folder: where a rank that hangs leaves its stack, `stack-rank<r>.txt`; None: nowhere.
-            tell: says why this process ends where its thread must end it, within seconds; called on every
-                such rank, with `is_told` where another one prints it.
+        In `folder`, if there is one, a rank that hangs leaves its stack, `stack-rank<r>.txt`. `tell` says why
+        this process ends where its thread must end it, within seconds; called on every such rank, with
+        `is_told` where another one prints it.
         """
         self._settings, self._rank, self._folder, self._tell = settings, identity.rank, folder, tell
         self._host = socket.gethostname()
@@ -144,11 +141,9 @@ class Watchdog:
         return self
 
     def mark(self, what: str, *, is_save: bool = False) -> None:
-        """Progress, in a microsecond: the loop goes on.
+        """Progress, in a microsecond: the loop goes on, with `"step 8"` or `"the save of step 8"`.
 
-        Args:
-            what: with what: `"step 8"`, `"the save of step 8"`.
-            is_save: what begins is worth waiting for when SIGTERM has come: it has all of `timeout`.
+        Where SIGTERM has come, what begins with `is_save` is worth waiting for: it has all of `timeout`.
         """
         self._mark = _Mark(what, time.monotonic(), is_save)
 

@@ -17,7 +17,7 @@ import torch
 
 from megalowbit.checkpoints.contents import CheckpointContents
 from megalowbit.checkpoints.layout import NOWHERE, Layout, Slice, StoredParameter
-from megalowbit.checkpoints.shards import part_of
+from megalowbit.checkpoints.shards import is_moment, part_of
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.engine.checkpoints.layout import named_buffers, named_parameters
 from megalowbit.errors import UserError
@@ -114,7 +114,7 @@ class _Target:
         self._groups.setdefault(stored.optimizer_group, contents.hyper_parameters(stored.name))
         entry = self._states.setdefault(stored.state, {})
         for key, value in contents.optimizer_state(stored.name).items():
-            if not (isinstance(value, torch.Tensor) and value.ndim):
+            if not is_moment(value):
                 # of its own: parameters of one flat group come with one count, which each would advance
                 entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue

@@ -39,13 +39,9 @@ class Piece(NamedTuple):
 class GradientPieces:
     """Measures the pieces of all ranks together.
 
-    Args:
-        parameters: all that are trained, also those this rank has no piece of; in the same order on ranks
-            that hold the same.
-        names: of each.
-        options: what is measured, over the training group; None: this process alone.
-        copies: ranks that hold copies of what is not sharded; None: there are none.
-        peers: the data-parallel ranks, over which gradients are averaged.
+    `parameters` are all that are trained, also those this rank has no piece of, in the same order on ranks
+    that hold the same. `copies` are the ranks that hold copies of what is not sharded, if there are any;
+    `peers` the data-parallel ranks, over which gradients are averaged.
 
     Attributes:
         later_stages: of a pipeline, which run their backward before this rank's.
@@ -152,13 +148,9 @@ class PieceRegularizer:
     def add_gradients(
         self, pieces: Iterable[Piece], loss_scale: float, *, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Once per optimizer step; collective.
+        """Once per optimizer step, to gradients multiplied by S; collective.
 
-        Args:
-            pieces: this rank's.
-            loss_scale: S by which their gradients are multiplied.
-            group: the data-parallel ranks, over which the value is summed.
-            device: one that `group` can exchange.
+        The value is summed over `group`, the data-parallel ranks, on a device that it can exchange.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         for parameter, gradient, start in pieces:
