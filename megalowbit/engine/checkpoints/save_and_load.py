@@ -22,13 +22,7 @@ from megalowbit.checkpoints.contents import CheckpointContents, check_files
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY, RANK_FILES_KEY
 from megalowbit.checkpoints.shards import reading, unwritable
 from megalowbit.distributed import process_group
-from megalowbit.distributed.agreement import (
-    agree,
-    failing_together,
-    gather,
-    gather_bytes,
-    succeed_together,
-)
+from megalowbit.distributed.agreement import agree, failing_together, gather, gather_bytes, succeed_together
 from megalowbit.distributed.generator_states import packed_random_state
 from megalowbit.durable_files import (
     LATEST,
