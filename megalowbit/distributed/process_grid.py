@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalowbit.errors import UserError, shown
-from megalowbit.values import is_count
 
 TENSOR_KEY = "tensor_parallel.autotp_size"
 PIPELINE_KEY = "pipeline.stages"
@@ -139,6 +138,6 @@ def _size(config: Mapping[str, Any], dotted: str, *, unset: tuple[object, ...]) 
     value = block.get(key) if isinstance(block, Mapping) else None
     if value in unset and not isinstance(value, bool):
         return 1
-    if not is_count(value):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{dotted} = {shown(value)} must be a whole number ≥ 1, or left out")
     return value
