@@ -49,7 +49,7 @@ def load_checked(
 
     Args:
         source: the C file; it has `megalowbit_has_threads`.
-        headers: as for `find_or_build`.
+        headers: names of the files beside it that it includes.
         answers: what a library computes, by what was asked of it.
         known: what it must compute.
 
@@ -74,9 +74,6 @@ def find_or_build(source: Path, headers: Sequence[str] = ()) -> ctypes.CDLL:
     Args:
         source: the C file that is compiled.
         headers: names of the files beside it that it includes.
-
-    Raises:
-        UnavailableError: there is no library, and why.
     """
     deadline = time.monotonic() + COMPILE_TIMEOUT_S
     compiler = _compiler()

@@ -50,11 +50,8 @@ class FileFacts(NamedTuple):
 def atomic_file(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]:
     """Open a draft that takes the place of `path` when the block ends, and vanishes if the block fails.
 
-    Writers of the same file at the same time do not disturb each other: the last one stays.
-
-    Args:
-        path: in a folder that exists.
-        mode: `"w"` for UTF-8 text, `"wb"` for bytes.
+    The folder must exist; `"w"` is for UTF-8 text. Writers of the same file at the same time do not disturb
+    each other: the last one stays.
     """
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     # "x": whoever can guess the name must not have put a link there
@@ -112,7 +109,6 @@ class HashingFile:
         self.failure: OSError | None = None  # for writers, as torch's, that lose it on the way
 
     def write(self, piece: bytes) -> int:
-        """Write and count."""
         self._digest.update(piece)
         self.size += len(piece)
         try:
@@ -122,7 +118,6 @@ class HashingFile:
             raise
 
     def flush(self) -> None:
-        """Hand everything to the file."""
         self._file.flush()
 
     def facts(self, name: str) -> FileFacts:
@@ -142,9 +137,7 @@ def sha256_of(path: Path) -> str:
 def write_manifest(folder: Path, known: Iterable[FileFacts] = ()) -> None:
     """Write the manifest of all files in and below `folder`; its presence says that they are complete.
 
-    Args:
-        folder: of one checkpoint.
-        known: facts that their writers have; other files are read again.
+    `known` are facts that the files' writers have; other files are read again.
 
     Raises:
         OSError: also where a file of `known` is missing, or has another size.
@@ -186,11 +179,7 @@ def is_file(path: Path) -> bool:
 
 
 def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
-    """Read what should be in a checkpoint's folder.
-
-    Args:
-        folder: of one checkpoint.
-        remedy: what the user can do, closes the messages.
+    """Read what should be in a checkpoint's folder; `remedy` closes the messages.
 
     Raises:
         UserError: no such folder; no manifest, or a damaged one, or one of another format.
@@ -259,14 +248,10 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def verify_folder(folder: Path, *, remedy: str, share: int = 0, shares: int = 1) -> None:
-    """Compare a checkpoint's files with its manifest.
+    """Compare a checkpoint's files with its manifest; `remedy` closes the messages.
 
-    Args:
-        folder: of one checkpoint; what the manifest does not name is ignored unless it could be read as a
-            part of the checkpoint.
-        remedy: what the user can do, closes the messages.
-        share: which of `shares` parts of the files to look at, for processes that divide the work.
-        shares: how many parts there are.
+    What the manifest does not name is ignored unless it could be read as a part of the checkpoint. Processes
+    that divide the work look at part number `share` of `shares` parts each.
 
     Raises:
         UserError: as `read_manifest`, or a file is missing or damaged: its name, what was expected and found.
@@ -314,11 +299,7 @@ def looks_whole(folder: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that nobody needs; a kill at any moment leaves a draft, and no part under its name.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a folder that nobody needs; a kill at any moment leaves a draft, and no part under its name."""
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     folder.rename(draft)
     if draft.is_symlink():
@@ -328,11 +309,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint so that it is none, and its step can be saved again; returns where it is.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename a damaged checkpoint, so its step can be saved again; returns where it is."""
     number, target = 1, folder.with_name(folder.name + DAMAGED)
     while os.path.lexists(target):
         number += 1
@@ -351,9 +328,7 @@ def damaged_in(folder: Path) -> list[str]:
 def remove_drafts(folder: Path, names: Iterable[str] = ("*",)) -> None:
     """Remove what writers that were killed have left of files and folders; nobody may be writing these.
 
-    Args:
-        folder: where they lie.
-        names: patterns of what they were to become.
+    `names` are patterns of what they were to become.
     """
     for draft in [path for name in names for path in folder.glob(f".{name}.*.tmp")]:
         if DRAFT.fullmatch(draft.name) and draft.is_dir() and not draft.is_symlink():

@@ -53,7 +53,6 @@ class Problems:
         self._lines: list[str] = []
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
         return bool(self._lines)
 
     @contextmanager
@@ -79,7 +78,6 @@ class Problems:
         return UserError(NEXT.join([f"{len(self._lines)} mistakes:", *self._lines]))
 
     def raise_any(self) -> None:
-        """Raise `error()` if there is any mistake."""
         if self._lines:
             raise self.error()
 
@@ -100,12 +98,7 @@ def printed(error: UserError) -> str:
 
 
 def from_system(message: str, error: BaseException) -> UserError:
-    """What a file system's error means to the run: a full disk stays full, a server that is away comes back.
-
-    Args:
-        message: names the thing and the remedy.
-        error: what was raised.
-    """
+    """What a file system's error means to the run: a full disk stays full, a server may come back."""
     may_pass = isinstance(error, OSError) and error.errno in PASSING
     return (TransientError if may_pass else UserError)(message)
 
@@ -129,10 +122,7 @@ def shortened(text: str, longest: int = LONGEST_REASON) -> str:
 def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
     """Build the error for a name that is not in `known`, naming the nearest one and, of short lists, all.
 
-    Args:
-        what: what is being named, as the user would call it (`"recipe"`).
-        value: what the user wrote.
-        known: the valid names, in the order they should be listed.
+    `what` is what is being named, as the user would call it (`"recipe"`).
     """
     names = list(known)
     # the sections of a key, where all have the same, make none of them nearer

@@ -74,11 +74,7 @@ def parse_json(text: str, where: str, *, first_line: int = 1, is_strict: bool = 
 
 
 def read_text(path: Path, *, largest: int = LARGEST_TEXT) -> str:
-    """The text of a regular file.
-
-    Args:
-        path: of the file; links are followed.
-        largest: how many bytes it may have.
+    """The text of a regular file of `largest` bytes at most; links are followed.
 
     Raises:
         OSError: it is missing, a folder, or cannot be read.
@@ -105,10 +101,7 @@ def read_text(path: Path, *, largest: int = LARGEST_TEXT) -> str:
 def refuse_irregular_files(what: str, folder: Path, *below: str) -> None:
     """For folders whose files others open, and might wait for or read without an end; nothing is opened here.
 
-    Args:
-        what: the folder's files are, opens the messages.
-        folder: to be looked into, not what lies below it.
-        below: names of folders in it to be looked into as well, where they are there.
+    `what` the files are opens the messages. Looked into are the folder, and the folders in it named `below`.
 
     Raises:
         UserError: a FIFO, a socket, a device or a link to one lies there; or a folder cannot be listed.
@@ -127,11 +120,7 @@ def refuse_irregular_files(what: str, folder: Path, *below: str) -> None:
 
 
 def read_json_object(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Args:
-        path: of the file.
-        is_strict: as for `parse_json`.
+    """The object in a JSON file; `is_strict` as for `parse_json`.
 
     Raises:
         UserError: the file cannot be read (`read_text`), is not JSON, or holds something else.

@@ -121,9 +121,6 @@ def whole_number(name: str, value: object, *, least: int, most: int = LARGEST, o
         least: the smallest that is allowed.
         most: the largest.
         other: what else is allowed, for the message.
-
-    Raises:
-        UserError: it is no such number.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]

@@ -22,7 +22,15 @@ from megalowbit.checkpoints.layout import (
     Layout,
     StoredParameter,
 )
-from megalowbit.checkpoints.shards import Shards, check_origin, files_of, load_file, model_file, reading
+from megalowbit.checkpoints.shards import (
+    Shards,
+    check_origin,
+    files_of,
+    is_moment,
+    load_file,
+    model_file,
+    reading,
+)
 from megalowbit.durable_files import MANIFEST, read_manifest
 from megalowbit.errors import UserError, shown
 
@@ -30,11 +38,7 @@ FIRST_FILES = (model_file(0, 0), model_file(3, 0))  # stages 0 to 2, and 3
 
 
 def header_file(folder: Path) -> Path:
-    """The file of a checkpoint that says what the others hold.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The file of a checkpoint that says what the others hold; one without it is refused."""
     for name in FIRST_FILES:
         if (folder / name).is_file():
             return folder / name
@@ -44,10 +48,7 @@ def header_file(folder: Path) -> Path:
 def check_files(folder: Path, *, remedy: str, step: int | None = None) -> None:
     """Whether a verified checkpoint has every file that its layout needs, and is of the step it should be of.
 
-    Args:
-        folder: of the checkpoint.
-        remedy: what the user can do, closes the messages.
-        step: that it should be of; `None`: of any.
+    `remedy` is what the user can do, and closes the messages.
 
     Raises:
         UserError: its manifest does not name a file, or its header contradicts itself: it is damaged.
@@ -73,15 +74,7 @@ def check_files(folder: Path, *, remedy: str, step: int | None = None) -> None:
 
 
 def check_header(content: Mapping[str, Any], path: Path) -> None:
-    """Refuse a header whose values are of other kinds than an engine writes.
-
-    Args:
-        content: of the first file, with the engine's own part.
-        path: of that file.
-
-    Raises:
-        UserError: see above, or the file is of another step or name.
-    """
+    """Refuse a header whose values are of other kinds than an engine writes."""
     own = content[ENGINE_KEY]
     check_origin(content, path, own.get("step"))
     for key, is_right in OWN_KINDS.items():
@@ -127,10 +120,7 @@ OWN_KINDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 class CheckpointContents:
-    """Everything a checkpoint holds, by name.
-
-    Args:
-        folder: of one checkpoint, whose manifest the caller has compared with its files.
+    """Everything by name that a checkpoint holds whose files have been compared with its manifest.
 
     Attributes:
         layout: how it was saved; None for weights alone, or a checkpoint written before layouts were.
@@ -175,11 +165,9 @@ class CheckpointContents:
         return [*self._places, *self.layout.tied, *self._buffers()]
 
     def weight(self, name: str, *, as_stored: bool = False) -> torch.Tensor:
-        """A whole parameter or buffer.
+        """A whole parameter or buffer, one of `names`: the fp32 master where there is one.
 
-        Args:
-            name: one of `names`.
-            as_stored: in the type it computes in, instead of as its fp32 master where there is one.
+        `as_stored`: in the type it computes in instead.
 
         Raises:
             UserError: the checkpoint has no such parameter, or its files contradict its layout.
@@ -199,9 +187,7 @@ class CheckpointContents:
         places = self._places_of(name)
         states = [self._files.state(index, stored) for index, stored in self._needed(places)]
         return {
-            key: _join(places, [state[key] for state in states])
-            if isinstance(value, torch.Tensor) and value.ndim > 0
-            else value
+            key: _join(places, [state[key] for state in states]) if is_moment(value) else value
             for key, value in states[0].items()
         }
 
@@ -254,9 +240,7 @@ class CheckpointContents:
 class StateDict(Mapping[str, torch.Tensor]):
     """The state dict of a checkpoint's model; each tensor is read when it is asked for, and not kept.
 
-    Args:
-        contents: of the checkpoint.
-        as_stored: see `CheckpointContents.weight`.
+    `as_stored` is that of `CheckpointContents.weight`.
     """
 
     def __init__(self, contents: CheckpointContents, *, as_stored: bool = False) -> None:

@@ -92,7 +92,6 @@ class StoredParameter:
 
     @property
     def numel(self) -> int:
-        """Elements of the slice's part."""
         return math.prod(self.shape)
 
 
@@ -132,16 +131,11 @@ class Layout:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], *, where: str) -> Layout:
         """Read what `to_dict` wrote, and check that no two parameters share a place.
-
-        Args:
-            saved: plain data.
-            where: the checkpoint, for messages.
 
         Raises:
             UserError: another format, or the data contradicts itself.

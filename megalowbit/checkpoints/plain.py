@@ -19,8 +19,7 @@ SHARDS = "*zero_pp_rank_0_mp_rank_00_optim_states.pt"
 def plain_checkpoint(path: Path) -> Path | None:
     """The folder of a checkpoint in DeepSpeed's layout and without our manifest, or None.
 
-    Args:
-        path: that folder, or the one above it, with DeepSpeed's file `latest`.
+    That is `path`, or the folder in it that DeepSpeed's file `latest` names.
 
     Raises:
         UserError: nobody can know, for the file system is away or a name is none.

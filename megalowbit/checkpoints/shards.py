@@ -104,10 +104,7 @@ def unwritable(path: str | Path, error: Exception) -> UserError:
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Say in one line that what is read contradicts itself, whatever that leads to.
-
-    Args:
-        where: what is read, opens the message.
+    """Say in one line, which `where` opens, that what is read contradicts itself, whatever that leads to.
 
     Raises:
         UserError: in place of any other exception but those of the file system.
@@ -134,19 +131,10 @@ def origin_of(content: Mapping[str, Any], path: Path, step: object) -> dict[str,
 
 
 def check_origin(content: Mapping[str, Any], path: Path, step: object) -> None:
-    """Refuse a file of another rank or another save, or one that was changed, whatever its manifest says.
-
-    Args:
-        content: of the file; one of earlier versions does not say where it is from.
-        path: where it was read.
-        step: of the checkpoint, as its header says.
-
-    Raises:
-        UserError: see above.
-    """
+    """Refuse a file of another rank or another save, or one that was changed, whatever its manifest says."""
     origin = content.get(ORIGIN_KEY)
     if origin is None:
-        return
+        return  # written by an earlier version
     expected = origin_of(content, path, step)
     wrong = [key for key in expected if not isinstance(origin, dict) or origin.get(key) != expected[key]]
     if wrong == ["digest"]:
@@ -184,14 +172,7 @@ def _foreign(path: str | Path, error: pickle.UnpicklingError) -> UserError:
 
 
 class Shards:
-    """The files of one checkpoint.
-
-    Args:
-        folder: of the checkpoint, verified.
-        layout: what lies where in it.
-        names: of the files that its manifest vouches for; no other is read.
-        step: of the checkpoint.
-    """
+    """The files of a verified checkpoint; only `names` are read, those that its manifest vouches for."""
 
     def __init__(self, folder: Path, layout: Layout, names: Collection[str], step: object = None) -> None:
         self.folder, self.layout, self._names, self._step = folder, layout, names, step
@@ -218,22 +199,15 @@ class Shards:
         """What the inner optimizer keeps of a parameter: moments in its shape, and counts of steps."""
         if stored.state == NOWHERE:
             return {}
-        if self.layout.stage == 0:
-            entry = self._inner(slice_index, 0)["state"].get(stored.state, {})
-            return {
-                key: self._checked(value, stored) if _is_moment(value) else value
-                for key, value in entry.items()
-            }
-        entries = [
-            self._inner(slice_index, rank)["state"].get(stored.state, {})
-            for rank in range(self.layout.data_size)
-        ]
-        return {
-            key: self._assemble(slice_index, stored, [entry[key] for entry in entries])
-            if _is_moment(value)
-            else value
-            for key, value in entries[0].items()
-        }
+        ranks = range(self.layout.data_size if self.layout.stage else 1)
+        entries = [self._inner(slice_index, rank)["state"].get(stored.state, {}) for rank in ranks]
+        state = dict(entries[0])
+        for key, value in entries[0].items():
+            if is_moment(value) and self.layout.stage:
+                state[key] = self._assemble(slice_index, stored, [entry[key] for entry in entries])
+            elif is_moment(value):
+                state[key] = self._checked(value, stored)
+        return state
 
     def hyper_parameters(self, slice_index: int, stored: StoredParameter) -> dict[str, Any]:
         """Those of a trained parameter's group: learning rate, weight decay and so on."""
@@ -241,7 +215,6 @@ class Shards:
         return {key: value for key, value in group.items() if key != "params"}
 
     def buffer(self, slice_index: int, name: str) -> torch.Tensor:
-        """A buffer of a slice."""
         return self._stored(self.layout.slices[slice_index].buffers[name], name)
 
     def _computing_weight(self, slice_index: int, stored: StoredParameter) -> torch.Tensor:
@@ -315,5 +288,6 @@ def part_of(flat: torch.Tensor, piece: Fragment) -> torch.Tensor:
     return flat.narrow(0, piece.flat_start, piece.numel)
 
 
-def _is_moment(value: object) -> bool:
+def is_moment(value: object) -> bool:
+    """Whether an optimizer's state is of a parameter's elements, and no count of steps."""
     return isinstance(value, torch.Tensor) and value.ndim > 0

@@ -26,10 +26,7 @@ T = TypeVar("T")
 def agree(decide: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Call `decide(*arguments, **named)` on rank 0 only and return its result on every rank; collective.
 
-    Args:
-        decide: called on rank 0; its result must be picklable.
-        arguments: for `decide`.
-        named: for `decide`.
+    The result must be picklable.
 
     Raises:
         UserError: `decide` raised one; raised on every rank with the same message.
@@ -37,28 +34,21 @@ def agree(decide: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """
     if process_group.world_size() == 1:
         return decide(*arguments, **named)
-    outcome: list[Any] = [None, None, None]  # result; kind and message of a UserError; any other failure
+    result: Any = None
     failure: Exception | None = None
     if process_group.rank() == 0:
         try:
-            outcome[0] = decide(*arguments, **named)
-        except UserError as error:
-            outcome[1] = (isinstance(error, TransientError), str(error))
+            result = decide(*arguments, **named)
         except Exception as error:  # must reach the other ranks before it goes on its way
             failure = error
-            outcome[2] = f"rank 0 failed: {type(error).__name__}: {error}"
-    import torch.distributed as dist
-
-    dist.broadcast_object_list(outcome, src=0)
-    if failure is not None:
+    shared, reason = share((result, None if failure is None else (_kind(failure), _line(failure))), 0)
+    if failure is not None and not isinstance(failure, UserError):
         raise failure
-    if outcome[2] is not None:
-        raise RuntimeError(outcome[2])
-    if outcome[1] is not None:
-        is_transient, message = outcome[1]
-        raise raised_on_all_ranks(message, is_transient=is_transient)
-    result: T = outcome[0]
-    return result
+    if reason is not None:
+        kind, line = reason
+        raise _error_of_all(kind, f"rank 0 failed: {line}" if kind == "defect" else line)
+    found: T = shared
+    return found
 
 
 @contextmanager
@@ -97,9 +87,7 @@ def _failure_of_all(failure: Exception | None) -> Exception | None:
         return failure
     rank, (kind, line) = next((rank, each) for rank, each in enumerate(everyone) if each is not None)
     message = line if set(everyone) == {everyone[rank]} else f"rank {rank}: {line}"
-    if kind == "defect":
-        return RuntimeError(message)
-    return raised_on_all_ranks(message, is_transient=kind == "transient")
+    return _error_of_all(kind, message)
 
 
 def raised_on_all_ranks(message: str, *, is_transient: bool = False) -> UserError:
@@ -107,6 +95,12 @@ def raised_on_all_ranks(message: str, *, is_transient: bool = False) -> UserErro
     error = (TransientError if is_transient else UserError)(message)
     error.is_on_all_ranks = True
     return error
+
+
+def _error_of_all(kind: str, message: str) -> Exception:
+    if kind == "defect":
+        return RuntimeError(message)
+    return raised_on_all_ranks(message, is_transient=kind == "transient")
 
 
 def _kind(error: Exception) -> str:

@@ -78,12 +78,9 @@ def is_cut_alike(layout: Mapping[str, Any] | None, grid: ProcessGrid) -> bool:
 
 
 def saved_rank_of(layout: Mapping[str, Any] | None, world_size: int, grid: ProcessGrid) -> int | None:
-    """Which rank of a saved run had this process's place; None if none had.
+    """Which rank of a saved run of `world_size` had this process's place; None if none had.
 
-    Args:
-        layout: the saved `Layout` as plain data; None: data parallelism alone.
-        world_size: of the saved run.
-        grid: of this process.
+    `layout` is the saved `Layout` as plain data; None: data parallelism alone.
     """
     sizes = {key: 1 if layout is None else int(layout[key]) for key in ("tensor_size", "pipeline_size")}
     places = [(grid.data_rank, grid.tensor_rank, grid.stage), (grid.data_rank, 0, 0)]

@@ -127,12 +127,9 @@ def adapt_mpu(mpu: Any) -> GroupsOfRank | None:
 def find_grid(
     config: Mapping[str, Any], *, stages: int | None = None, mpu: GroupsOfRank | None = None
 ) -> ProcessGrid:
-    """Where this process stands, from whatever cuts the job: an mpu, a pipeline module or the configuration.
+    """Where this process stands, from whatever cuts the job.
 
-    Args:
-        config: DeepSpeed's.
-        stages: of a pipeline module, which brings them along; None: the model is none.
-        mpu: adapted.
+    That is an adapted mpu, the stages that a pipeline module brings along, or DeepSpeed's configuration.
 
     Raises:
         UserError: two of them cut the job, or it cannot be cut like that.

@@ -57,34 +57,18 @@ class ProcessGrid:
 
     @classmethod
     def from_config(cls, deepspeed_config: Mapping[str, Any], rank: int, world_size: int) -> ProcessGrid:
-        """Read the sizes from a DeepSpeed configuration; what it leaves out is 1.
-
-        Args:
-            deepspeed_config: as written by the user, with or without the `"megalowbit"` block.
-            rank: of this process, in the world.
-            world_size: processes of the job.
+        """Read the sizes from a DeepSpeed configuration as the user wrote it; what it leaves out is 1.
 
         Raises:
             UserError: a size is no whole number ≥ 1, or the sizes do not fit the world.
         """
-        return cls(
-            rank=rank,
-            world_size=world_size,
-            # 0 is DeepSpeed's own default: no tensor parallelism
-            tensor_size=_size(deepspeed_config, TENSOR_KEY, unset=(None, 0)),
-            pipeline_size=_size(deepspeed_config, PIPELINE_KEY, unset=(None,)),
-        )
+        return cls(rank, world_size, *_sizes(deepspeed_config))
 
     @classmethod
     def smallest(cls, deepspeed_config: Mapping[str, Any], data_size: int) -> ProcessGrid:
-        """Rank 0 of the smallest grid with `data_size` data-parallel ranks that the sizes fit.
-
-        Raises:
-            UserError: as `from_config`.
-        """
-        tensor_size = _size(deepspeed_config, TENSOR_KEY, unset=(None, 0))
-        stages = _size(deepspeed_config, PIPELINE_KEY, unset=(None,))
-        return cls.from_config(deepspeed_config, 0, tensor_size * stages * data_size)
+        """Rank 0 of the smallest grid with `data_size` data-parallel ranks that the sizes fit."""
+        tensor_size, stages = _sizes(deepspeed_config)
+        return cls(0, tensor_size * stages * data_size, tensor_size, stages)
 
     @property
     def data_size(self) -> int:
@@ -141,6 +125,11 @@ class ProcessGrid:
         sizes = " × ".join(str(size) for size in cut.values())
         names = ", ".join(f"{name} {size}" for name, size in cut.items())
         return f"{sizes}: {names}" if len(cut) > 1 else names
+
+
+def _sizes(config: Mapping[str, Any]) -> tuple[int, int]:
+    # 0 is DeepSpeed's own default: no tensor parallelism
+    return _size(config, TENSOR_KEY, unset=(None, 0)), _size(config, PIPELINE_KEY, unset=(None,))
 
 
 def _size(config: Mapping[str, Any], dotted: str, *, unset: tuple[object, ...]) -> int:

@@ -211,10 +211,8 @@ def check_numbers_differ(
 ) -> None:
     """Refuse ranks that round different data with the same random numbers; collective, 8 bytes a rank.
 
-    Args:
-        mine: what this rank's numbers follow from, by value; None: it draws none.
-        group: ranks with data of their own (default: the world).
-        device: where this rank computes.
+    `mine` is what this rank's numbers follow from, by value, None if it draws none; `group` are the ranks
+    with data of their own (default: the world).
 
     Raises:
         UserError: two ranks have the same; raised on all ranks of the group.
@@ -243,11 +241,9 @@ def check_numbers_differ(
 
 
 def exchange_device(group: dist.ProcessGroup | None, device: torch.device | None = None) -> torch.device:
-    """Where a small tensor must lie for `group` to exchange it: `device`, or the current GPU under NCCL.
+    """Where a small tensor must lie for `group` (default: the world) to exchange it.
 
-    Args:
-        group: default: the world.
-        device: where the tensor is made; None: the CPU.
+    That is `device` (None: the CPU), or the current GPU under NCCL.
     """
     import torch
     import torch.distributed as dist

@@ -16,11 +16,8 @@ class TensorGroup:
 
     Copies of a layer share it; it cannot be pickled, as no process group can.
 
-    Args:
-        group: the process group, this process in it.
-
     Attributes:
-        group: as given.
+        group: the process group, this process in it.
         rank: of this process, 0 … size-1.
         size: number of ranks.
     """

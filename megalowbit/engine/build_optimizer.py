@@ -28,14 +28,9 @@ from megalowbit.optim.schedules.scheduler import LRScheduler
 
 
 class OptimizerStart:
-    """Called by `deepspeed.initialize` for the optimizer; then `finish` is due.
+    """Called by `deepspeed.initialize` for the optimizer of a prepared model; then `finish` is due.
 
-    Args:
-        model: prepared.
-        parts: the configuration.
-        groups: over which norm and overflow are reduced, or None.
-        optimizer: of the user, or None.
-        model_parameters: of the user, or None.
+    Norm and overflow are reduced over `groups`.
 
     Attributes:
         regularizer: at work, or None.
@@ -55,9 +50,7 @@ class OptimizerStart:
         model_parameters: ModelParameters | None,
     ) -> None:
         self._model, self._parts, self._groups, self._client = model, parts, groups, optimizer
-        self._trained = succeed_together(
-            lambda: groups_to_train(model, optimizer, model_parameters, parts.deepspeed)
-        )
+        self._trained = succeed_together(groups_to_train, model, optimizer, model_parameters, parts.deepspeed)
         parameters = [parameter for group in self._trained for parameter in group["params"]]
         self.regularizer = build_regularizer(model, parts.settings.regularizer, parameters)
         self._zero: ZeroStart | None = None
@@ -72,7 +65,7 @@ class OptimizerStart:
         if client is None:
             inner = build_optimizer(self._parts.deepspeed["optimizer"], self._trained)
         else:
-            inner = succeed_together(lambda: client_optimizer(self._model, client, self._trained))
+            inner = succeed_together(client_optimizer, self._model, client, self._trained)
         if self._zero is not None:
             return self._zero.inner(inner)
         return wrap_optimizer(inner, self._model, self._parts, mpu=self._groups, regularizer=self.regularizer)
@@ -89,12 +82,7 @@ class OptimizerStart:
 
 
 def build_optimizer(block: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make the torch optimizer a filled `optimizer` block describes.
-
-    Args:
-        block: as `fill_optimizer` left it.
-        groups: parameter groups; a group's own `weight_decay` wins over the block's.
-    """
+    """The torch optimizer of a filled `optimizer` block; a group's own `weight_decay` wins over it."""
     params = dict(block["params"])
     if block["type"] == "SGD":
         return torch.optim.SGD(groups, fused=True, **params)

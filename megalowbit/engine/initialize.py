@@ -25,11 +25,7 @@ from megalowbit.config.deepspeed_arguments import (
     the_config,
     the_model,
 )
-from megalowbit.config.deepspeed_json import (
-    DeepSpeedConfigParts,
-    load_json,
-    read_deepspeed_config,
-)
+from megalowbit.config.deepspeed_json import DeepSpeedConfigParts, load_json, read_deepspeed_config
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.pipeline import set_by_user
 from megalowbit.config.zero import zero_stage

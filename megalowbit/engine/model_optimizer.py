@@ -50,11 +50,7 @@ def groups_to_train(
 def client_optimizer(
     model: torch.nn.Module, make: ClientOptimizer, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """The user's optimizer, made now if `make` is a callable.
-
-    Raises:
-        UserError: what it returns is none of torch's, or has parameters of another model.
-    """
+    """The user's optimizer, made now if `make` is a callable."""
     if isinstance(make, torch.optim.Optimizer):
         return make
     optimizer = make(groups)
@@ -134,11 +130,7 @@ def wrap_optimizer(
     mpu: Any,
     regularizer: DualRangeRegularizer | None,
 ) -> torch.optim.Optimizer:
-    """Our optimizer around `inner`; the model has its final dtype afterwards.
-
-    Raises:
-        UserError: scaler or layer scaling ask for what the model has not.
-    """
+    """Our optimizer around `inner`; the model has its final dtype afterwards."""
     from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
 
     settings = parts.settings

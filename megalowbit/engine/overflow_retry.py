@@ -27,6 +27,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.carried_state import restore_layers, take_layers
 from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
+from megalowbit.values import is_count
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")  # of an engine
 
@@ -108,7 +109,7 @@ def retry_step(
     Raises:
         UserError: `max_retries` is not a whole number ≥ 0.
     """
-    if not isinstance(max_retries, int) or isinstance(max_retries, bool) or max_retries < 0:
+    if not is_count(max_retries, least=0):
         raise UserError(
             f"max_retries = {max_retries!r} is not valid: use a whole number ≥ 0, 0 never retries"
         )

@@ -19,8 +19,8 @@ from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import ProcessGrid
-from megalowbit.engine.pipeline.setup import begin_stage, groups_of, has_low_bit_layers_elsewhere, whole_of
-from megalowbit.engine.run_checks.model import check_layers_kept, check_scaler, low_bit_names
+from megalowbit.engine.pipeline.setup import begin_stage, groups_of, whole_of
+from megalowbit.engine.run_checks.model import check_layers_kept, check_scaler
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, convert
@@ -60,19 +60,14 @@ def prepare_model(
 ) -> PreparedModel:
     """Cut, convert and mark `model` in place; every rank must call it.
 
-    Args:
-        model: as the user made it.
-        parts: the configuration.
-        grid: where this process stands.
-        mpu: of the user; None: the configuration cuts the model, if anything does.
-        seed: of stochastic rounding in layers that are converted here.
-
-    Raises:
-        UserError: the model does not fit the configuration.
+    `mpu` is the user's; without one the configuration cuts the model, if anything does. `seed` is that of
+    stochastic rounding in layers that are converted here.
     """
     mpu = shard_model(model, parts) or mpu
     recipe = succeed_together(_prepare_part, model, parts, grid, seed)
-    return PreparedModel(recipe=recipe, low_bit=low_bit_names(model), mpu=mpu, groups=groups_of(model) or mpu)
+    return PreparedModel(
+        recipe=recipe, low_bit=tuple(bit_layers(model)), mpu=mpu, groups=groups_of(model) or mpu
+    )
 
 
 def _prepare_part(
@@ -88,23 +83,14 @@ def _prepare_part(
 
 
 def check_prepared(engine: Any, prepared: PreparedModel) -> None:
-    """Make sure that what was prepared is what the engine trains, with our scaler.
-
-    Raises:
-        UserError: low-bit layers or the scaler are not there any more.
-    """
-    if not has_low_bit_layers_elsewhere(engine.module):
-        check_quantised(engine.module, prepared.recipe)
+    """Make sure that what was prepared is what the engine trains, with our scaler."""
+    check_quantised(whole_of(engine.module), prepared.recipe)  # a stage may have no low-bit layer of its own
     check_layers_kept(engine.module, prepared.low_bit)
     check_scaler(engine)
 
 
 def check_quantised(module: torch.nn.Module, recipe: Any) -> None:
-    """Make sure that a run which asks for low-bit layers has some.
-
-    Raises:
-        UserError: `recipe` quantises, and `module` holds no low-bit layer.
-    """
+    """Make sure that a run which asks for low-bit layers has some."""
     if recipe is None or not recipe.quantizes:
         return
     if not bit_layers(module):

@@ -35,15 +35,14 @@ def start_process_group(
     timeout: timedelta | None = None,
     dist_init_required: bool | None = None,
 ) -> ProcessIdentity:
-    """Make sure that a process group exists and that DeepSpeed uses it; harmless if called again.
+    """Make sure that a process group exists and that DeepSpeed uses it; returns the identity that was used.
+
+    Harmless if called again.
 
     Args:
         identity: who this process is; read from the environment if not given.
         timeout: after which a collective that does not end fails; torch's default if None.
         dist_init_required: as for `deepspeed.init_distributed`.
-
-    Returns:
-        The identity that was used.
 
     Raises:
         TransientError: the main process cannot be reached, or its port is taken.
@@ -85,11 +84,7 @@ def _check_installed_together() -> None:
 
 
 def _check_interface() -> None:
-    """Gloo says of a wrong name that a pointer was null.
-
-    Raises:
-        UserError: GLOO_SOCKET_IFNAME names an interface that this machine does not have.
-    """
+    """Refuse a name in GLOO_SOCKET_IFNAME of which Gloo would say that a pointer was null."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     present = [name for _, name in socket.if_nameindex()]
     for name in filter(None, names.split(",")):
@@ -137,9 +132,6 @@ def import_deepspeed(*, is_checked: bool = True) -> Any:
     Args:
         is_checked: refuse versions that are not supported; False where `start_process_group` follows, which
             refuses them on all ranks together.
-
-    Raises:
-        UserError: see `check_installed`.
     """
     has_no_device = not torch.accelerator.is_available()
     if has_no_device:

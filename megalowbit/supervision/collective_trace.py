@@ -129,34 +129,30 @@ def _collective(inside: Iterable[_Frame]) -> str | None:
         for frame in inside
         if _is_communication(frame.file) and frame.function not in INNER_NAMES
     ]
-    of_torch = [function for file, function in names if COMMUNICATION[0] in _slashed(file)]
+    of_torch = [function for file, function in names if COMMUNICATION[0] in file]
     return of_torch[-1] if of_torch else names[-1][1] if names else None
 
 
 def _waits(frame: _Frame) -> bool:
-    is_ours = any(f"/{library}" in _slashed(frame.file) for library in LIBRARIES)
+    is_ours = any(f"/{library}" in frame.file for library in LIBRARIES)
     return is_ours and ".wait(" in linecache.getline(frame.file, frame.line)
 
 
 def _is_passed_over(file: str) -> bool:
-    return _is_communication(file) or any(_slashed(file).endswith(wrapper) for wrapper in WRAPPERS)
+    return _is_communication(file) or file.endswith(WRAPPERS)
 
 
 def _is_communication(file: str) -> bool:
-    return any(f"/{part}" in _slashed(file) for part in COMMUNICATION)
+    return any(f"/{part}" in file for part in COMMUNICATION)
 
 
 def _is_installed(file: str) -> bool:
-    is_there = re.search(r"/site-packages/|/lib/python3|^<", _slashed(file)) is not None
-    return is_there and "/megalowbit/" not in _slashed(file)
+    is_there = re.search(r"/site-packages/|/lib/python3|^<", file) is not None
+    return is_there and "/megalowbit/" not in file
 
 
 def _place(frame: _Frame) -> str:
     return f"{_short(frame.file)}:{frame.line} {frame.function}"
-
-
-def _slashed(file: str) -> str:
-    return file.replace("\\", "/")
 
 
 def _short(file: str) -> str:

@@ -57,12 +57,9 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat], *, rank: int) -> Diagnosis:
-    """Find out why the run does not go on; every rank that notices calls this, once.
+    """Find out why the run does not go on; every rank that notices calls this, once, while it still beats.
 
-    Args:
-        thread: of this rank, still beating.
-        describe: this rank's own state.
-        rank: this one.
+    `describe` gives this rank's own state.
     """
     try:
         if thread.ask(lambda store: store.claim(DIAGNOSES)):
@@ -70,7 +67,7 @@ def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat]
         return _read(thread, describe, rank)
     except StoreSilentError as silence:
         line = _of_silent_store(thread, str(silence), describe().host)
-        return Diagnosis(f"{line}; {_own(describe(), rank)}")
+        return Diagnosis(f"{line}; {describe_rank(rank, describe())}")
 
 
 def wait_until_known(thread: HeartbeatThread) -> None:
@@ -115,12 +112,14 @@ def _read(thread: HeartbeatThread, describe: Callable[[], Heartbeat], rank: int)
         time.sleep(thread.interval / POLLS_AN_INTERVAL)
     other = thread.ask(lambda store: store.claimant(DIAGNOSES))
     return Diagnosis(
-        f"rank {other} was to find out why the run stands still, and has ended; {_own(describe(), rank)}"
+        f"rank {other} was to find out why the run stands still, and has ended; "
+        f"{describe_rank(rank, describe())}"
     )
 
 
-def _own(heartbeat: Heartbeat, rank: int) -> str:
-    return f"rank {rank} (host {heartbeat.host}) {describe_wait(heartbeat)} since {heartbeat.mark}"
+def describe_rank(rank: int, heartbeat: Heartbeat) -> str:
+    """`"rank 1 (host n2) waited 6 s in all_reduce (…) since step 7"`."""
+    return f"rank {rank} (host {heartbeat.host}) {_describe_wait(heartbeat)} since {heartbeat.mark}"
 
 
 def _of_silent_store(thread: HeartbeatThread, silence: str, host: str) -> str:
@@ -146,9 +145,7 @@ def _of_silent_store(thread: HeartbeatThread, silence: str, host: str) -> str:
 def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> str:
     """Say what has happened.
 
-    Args:
-        snapshot: what is known of all ranks.
-        observer: the rank that has noticed; its own waiting is added, or another's if it does not wait.
+    The waiting of `observer`, the rank that has noticed, is added, or another's if it does not wait.
 
     Returns:
         A line without full stop: `"rank 1 (host n2) does not answer: silent since step 7 (…); rank 0 …"`.
@@ -158,10 +155,10 @@ def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> str:
     if not waiting or line.startswith("all ranks"):
         return line
     witness = observer if observer in waiting else waiting[0]
-    return f"{line}; {name_ranks([witness], snapshot.second)} {describe_wait(snapshot.second[witness])}"
+    return f"{line}; {name_ranks([witness], snapshot.second)} {_describe_wait(snapshot.second[witness])}"
 
 
-def describe_wait(heartbeat: Heartbeat) -> str:
+def _describe_wait(heartbeat: Heartbeat) -> str:
     """`"waited 6 s in all_reduce (…)"`, or where it was."""
     return f"{'waited' if heartbeat.is_waiting else 'was'} {heartbeat.seconds:.0f} s in {heartbeat.place}"
 

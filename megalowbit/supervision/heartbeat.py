@@ -44,13 +44,10 @@ class HeartbeatThread:
         interval: float,
         at_alarm: Callable[[], None],
     ) -> None:
-        """Prepare the thread.
+        """Prepare the thread, which alone uses `store` from now on, and beats every `interval` seconds.
 
-        Args:
-            store: used by this thread alone from now on.
-            describe: makes the heartbeat of a given number; called in the thread.
-            interval: seconds between heartbeats.
-            at_alarm: called once, in the thread, when another rank has raised an alarm.
+        In it `describe` makes the heartbeat of a given number, and `at_alarm` is called once, when another
+        rank has raised an alarm.
         """
         self.store = store
         self.interval = interval
@@ -67,11 +64,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self, *, is_done: bool) -> None:
-        """Give a last heartbeat and end.
-
-        Args:
-            is_done: wait for the last heartbeat, two intervals at most; else it is of no use to anybody.
-        """
+        """Give a last heartbeat and end; wait for it where `is_done`, two intervals at most."""
         self._requests.put(None)
         if is_done:
             self._thread.join(INTERVALS_TO_ANSWER * self.interval)

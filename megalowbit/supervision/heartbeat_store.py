@@ -56,7 +56,6 @@ class Heartbeat:
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Heartbeat:
-        """The counterpart of `to_text`."""
         return cls(**json.loads(text))
 
 
@@ -88,21 +87,13 @@ class HeartbeatSnapshot(NamedTuple):
 
 
 class FailureReport(NamedTuple):
-    """A rank's own account of why it ends.
-
-    Attributes:
-        rank: whose.
-        host: its machine.
-        mark: what its loop was at.
-        line: what it raised.
-        kind: one of `KINDS`.
-    """
+    """A rank's own account of why it ends: what its loop was at, and what it raised."""
 
     rank: int
     host: str
     mark: str
     line: str
-    kind: str
+    kind: str  # one of `KINDS`
 
     def __str__(self) -> str:
         where = " (its own output says where)" if self.kind == DEFECT else ""
@@ -110,17 +101,11 @@ class FailureReport(NamedTuple):
 
 
 class PublishedDiagnosis(NamedTuple):
-    """What the rank that diagnosed has found.
-
-    Attributes:
-        line: for people.
-        kind: see `FailureReport`.
-        living: ranks that are expected to read it, this one among them.
-    """
+    """What the rank that diagnosed has found, on a line for people."""
 
     line: str
-    kind: str
-    living: int
+    kind: str  # one of `KINDS`
+    living: int  # ranks that are expected to read it, this one among them
 
 
 class StoreAddress(NamedTuple):
@@ -146,12 +131,7 @@ class HeartbeatStore:
     """The entries of one training loop; every method is one or a few requests to the store."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """Open a connection; needs a process group, and all ranks to come by as often.
-
-        Args:
-            rank: of this process.
-            world_size: how many write here.
-        """
+        """Open a connection; needs a process group, and all `world_size` ranks to come by as often."""
         from torch.distributed import distributed_c10d
 
         store = distributed_c10d._get_default_store()
@@ -169,7 +149,6 @@ class HeartbeatStore:
         return self._rank == 0 and (self.address is None or self.address.is_main_process)
 
     def publish(self, heartbeat: Heartbeat) -> None:
-        """Replace this rank's heartbeat."""
         self._store.set(_key_of(self._rank), heartbeat.to_text())
 
     def heartbeats(self) -> dict[int, Heartbeat]:
@@ -197,7 +176,6 @@ class HeartbeatStore:
         self._store.set(ALARM, "1")
 
     def is_alarmed(self) -> bool:
-        """Whether some rank has raised an alarm."""
         return self._has(ALARM)
 
     def claim(self, what: str) -> bool:
@@ -215,11 +193,9 @@ class HeartbeatStore:
         self.raise_alarm()
 
     def failure(self) -> FailureReport | None:
-        """The first that was reported."""
         return FailureReport(*self._read(FAILURE)) if self._has(FAILURE) else None
 
     def publish_diagnosis(self, diagnosis: PublishedDiagnosis) -> None:
-        """Let all ranks read what was found."""
         self._store.set(DIAGNOSIS, json.dumps(diagnosis))
         self._store.add(INFORMED, 1)
 

@@ -23,29 +23,17 @@ BESIDE_A_WATCHDOG = MappingProxyType({"gloo": 1.0, "nccl": 1.4})
 
 
 def timeout_of(backend: str, timeout: timedelta, *, is_watched: bool) -> timedelta | None:
-    """What a group of this backend gets; None where none can be set.
-
-    Args:
-        backend: `"gloo"`, `"nccl"`.
-        timeout: as configured.
-        is_watched: whether a watchdog looks after this process as well.
-    """
+    """What a group of this backend gets, beside a watchdog or without; None where none can be set."""
     if backend not in BESIDE_A_WATCHDOG:
         return None
     return timeout * (BESIDE_A_WATCHDOG[backend] if is_watched else 1.0)
 
 
 def set_group_timeouts(timeout: timedelta, *, is_watched: bool = False) -> int:
-    """Let collectives of all existing groups fail after `timeout`; local, harmless if called again.
+    """Let collectives of all existing groups fail after `timeout`; returns how many groups were set.
 
-    Groups made later have torch's default: call it again.
-
-    Args:
-        timeout: of a collective.
-        is_watched: see `timeout_of`.
-
-    Returns:
-        How many groups were set.
+    Local, harmless if called again, as is needed for groups made later. `is_watched`: a watchdog looks after
+    this process as well.
     """
     if not process_group.is_initialized():
         return 0

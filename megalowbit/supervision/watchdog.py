@@ -39,7 +39,7 @@ from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, U
 from megalowbit.supervision.collective_trace import is_failed_collective, trace_of_error, trace_of_frame
 from megalowbit.supervision.diagnosis import (
     Diagnosis,
-    describe_wait,
+    describe_rank,
     diagnose,
     diagnose_together,
     name_ranks,
@@ -105,12 +105,9 @@ class Watchdog:
     ) -> None:
         """Prepare; the block begins to count.
 
-        Args:
-            settings: timeout, and what a slow step is.
-            identity: this process.
-            folder: where a rank that hangs leaves its stack, `stack-rank<r>.txt`; None: nowhere.
-            tell: says why this process ends where its thread must end it, within seconds; called on every
-                such rank, with `is_told` where another one prints it.
+        In `folder`, if there is one, a rank that hangs leaves its stack, `stack-rank<r>.txt`. `tell` says why
+        this process ends where its thread must end it, within seconds; called on every such rank, with
+        `is_told` where another one prints it.
         """
         self._settings, self._rank, self._folder, self._tell = settings, identity.rank, folder, tell
         self._host = socket.gethostname()
@@ -144,11 +141,9 @@ class Watchdog:
         return self
 
     def mark(self, what: str, *, is_save: bool = False) -> None:
-        """Progress, in a microsecond: the loop goes on.
+        """Progress, in a microsecond: the loop goes on, with `"step 8"` or `"the save of step 8"`.
 
-        Args:
-            what: with what: `"step 8"`, `"the save of step 8"`.
-            is_save: what begins is worth waiting for when SIGTERM has come: it has all of `timeout`.
+        Where SIGTERM has come, what begins with `is_save` is worth waiting for: it has all of `timeout`.
         """
         self._mark = _Mark(what, time.monotonic(), is_save)
 
@@ -165,11 +160,7 @@ class Watchdog:
         self._raise_alarm()
 
     def step_ended(self, seconds: float) -> str | None:
-        """A warning if a step was far slower than those before it.
-
-        Args:
-            seconds: the step's own, without saves.
-        """
+        """A warning if a step, without saves, was far slower than those before it."""
         limit, count = self._settings.slow_step, len(self._steps)
         median = statistics.median(self._steps) if count >= STEPS_NEEDED else None
         self._steps.append(seconds)
@@ -298,7 +289,6 @@ class Watchdog:
             self._end(diagnosis)
 
     def _end_of_patience(self) -> None:
-        """Nothing has moved for too long."""
         if self._heartbeat_thread is None:
             own = self._describe(0)
             who = name_ranks([self._rank], {self._rank: own})
@@ -341,9 +331,7 @@ class Watchdog:
 
     def _state_since(self, first: dict[int, Heartbeat]) -> str:
         """What has become of the ranks since a first reading; of this one, where there was none."""
-        heartbeat = self._describe(0)
-        who = name_ranks([self._rank], {self._rank: heartbeat})
-        own = f"{who} {describe_wait(heartbeat)} since {heartbeat.mark}"
+        own = describe_rank(self._rank, self._describe(0))
         if self._heartbeat_thread is None or not first:
             return own
         try:
@@ -354,7 +342,6 @@ class Watchdog:
             return own
 
     def _end(self, diagnosis: Diagnosis) -> None:
-        """End this process, now."""
         # a terminal or a disk may hang as well
         self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
         error = _error(diagnosis)

@@ -33,11 +33,7 @@ ATOMS = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.Size, tor
 
 
 class AtomicCheckpointEngine(TorchCheckpointEngine):
-    """`TorchCheckpointEngine` with atomic files of plain data and errors that reach every rank.
-
-    Args:
-        engine: DeepSpeed's that it is for, which copies no scripts beside checkpoints any more; or None.
-    """
+    """`TorchCheckpointEngine` with atomic files of plain data and errors that reach every rank."""
 
     def __init__(self, engine: Any = None) -> None:
         super().__init__()
@@ -99,11 +95,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         return content
 
     def read_ahead(self, paths: Iterable[str]) -> None:
-        """Read files now that `load` will be asked for, until `forget`.
-
-        Raises:
-            UserError: as `load`.
-        """
+        """Read files now that `load` will be asked for, until `forget`."""
         self._read = {path: self.load(path, map_location="cpu") for path in paths}
 
     def forget(self) -> None:
@@ -163,9 +155,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
 def plain_data(value: Any, where: str = "") -> Any:
     """The same content without objects of any program: tensors, numbers, texts and containers.
 
-    Args:
-        value: a state; containers are copied, tensors are not.
-        where: keys that lead to it, for the message.
+    Containers are copied, tensors are not; `where` are the keys that lead to `value`, for the message.
 
     Raises:
         TypeError: something in it could only be pickled.

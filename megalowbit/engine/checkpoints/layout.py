@@ -46,12 +46,13 @@ def describe_layout(engine: Any) -> Layout:
     for index, (rank, _) in first.items():
         slices[index], names = share(own, rank)
         tied |= names
+    known = {stored.name for part in slices.values() for stored in part.parameters}
     return Layout(
         stage=engine.zero_optimization_stage(),
         data_size=engine.seq_dp_world_size,
         **grid_sizes(engine),
         slices=tuple(slices[index] for index in sorted(slices)),
-        tied={alias: name for alias, name in tied.items() if alias not in _all_names(slices.values())},
+        tied={alias: name for alias, name in tied.items() if alias not in known},
     )
 
 
@@ -135,8 +136,11 @@ def own_slice(engine: Any) -> Slice:
                 is_marked=bool(getattr(parameter, "tensor_model_parallel", False)),
             )
         )
-    buffers = {name: place for name, place in _buffer_files(engine, stage).items() if place is not None}
-    return Slice(parameters=tuple(parameters), partition_sizes=tuple(sizes), buffers=buffers)
+    return Slice(
+        parameters=tuple(parameters),
+        partition_sizes=tuple(sizes),
+        buffers=_buffer_files(engine, stage),
+    )
 
 
 def _masters(engine: Any, stage: int) -> tuple[dict[int, Place], list[int]]:
@@ -207,16 +211,15 @@ def _weight_files(engine: Any, stage: int) -> dict[int, tuple[str, str]]:
     }
 
 
-def _buffer_files(engine: Any, stage: int) -> dict[str, tuple[str, str] | None]:
-    names = engine.module.parameter_names() if hasattr(engine.module, "parameter_names") else {}
-    found: dict[str, tuple[str, str] | None] = {}
-    locals_of = {id(buffer): name for name, buffer in named_buffers(engine).items()}
-    for file, prefix, module in _modules(engine, stage):
-        for name, buffer in module.named_buffers():
-            if id(buffer) in locals_of:
-                local = locals_of[id(buffer)]
-                found[names.get(local, local)] = (file, prefix + name)
-    return found
+def _buffer_files(engine: Any, stage: int) -> dict[str, tuple[str, str]]:
+    """File and key of buffers by local name."""
+    names = {id(buffer): name for name, buffer in named_buffers(engine).items()}
+    return {
+        names[id(buffer)]: (file, prefix + name)
+        for file, prefix, module in _modules(engine, stage)
+        for name, buffer in module.named_buffers()
+        if id(buffer) in names
+    }
 
 
 def _modules(engine: Any, stage: int) -> Iterable[tuple[str, str, torch.nn.Module]]:
@@ -235,7 +238,3 @@ def _shape(parameter: torch.Tensor) -> torch.Size:
     """Of the whole parameter, which ZeRO 3 keeps elsewhere."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
-
-
-def _all_names(slices: Iterable[Slice]) -> set[str]:
-    return {stored.name for part in slices for stored in part.parameters}

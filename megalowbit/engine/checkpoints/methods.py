@@ -1,10 +1,16 @@
-"""DeepSpeed's `engine.save_checkpoint` and `engine.load_checkpoint`, as safe as the store's.
+"""DeepSpeed's methods of an engine that write and read files, as safe as the store's.
 
-Arguments and results are DeepSpeed's. What they write has our layout and a manifest, which comes before
-`latest`; what they load is verified and compared with the engine on all ranks, and cut anew where the engine
-is cut in another way. Unlike the store they restore no random generators and remove no older checkpoints.
-Refused: overwriting a complete checkpoint, leaving out frozen parameters, a folder without manifest, and
-where DeepSpeed would do it wrong without a word, parts of a checkpoint (`checkpoint_io`).
+Arguments and results are DeepSpeed's. What `engine.save_checkpoint` writes has our layout and a manifest,
+which comes before `latest`; what `engine.load_checkpoint` loads is verified and compared with the engine on
+all ranks, and cut anew where the engine is cut in another way. Unlike the store they restore no random
+generators and remove no older checkpoints. Refused: overwriting a complete checkpoint, leaving out frozen
+parameters, a folder without manifest, and where DeepSpeed would do it wrong without a word, parts of a
+checkpoint (`save_and_load`).
+
+`engine.save_16bit_model` and the dictionaries that `accelerator.get_state_dict` and the Trainer ask for are
+made of parameters by DeepSpeed, which at stage 3 would give low-bit layers' (out, in) for a Conv1D's (in,
+out), under tensor parallelism one rank's shards, and nothing for a pipeline. Here they are whole, in
+transformers' layout, and written as one file that is whole or not there.
 """
 
 from __future__ import annotations
@@ -12,14 +18,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
+
+import torch
 
 from megalowbit.checkpoints.contents import header_file
 from megalowbit.checkpoints.plain import plain_checkpoint, way_in
+from megalowbit.checkpoints.shards import unwritable
+from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks, succeed_together
-from megalowbit.durable_files import LATEST, MANIFEST
+from megalowbit.durable_files import LATEST, MANIFEST, atomic_file
 from megalowbit.engine.checkpoints.save_and_load import load_together, save_together, verify_together
-from megalowbit.engine.checkpoints.weight_exports import attach_weight_exports
+from megalowbit.engine.parameters.whole_weights import whole_state_dict
+from megalowbit.engine.pipeline.setup import gather_weights, stage_of
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_text
 
@@ -27,85 +39,119 @@ logger = logging.getLogger(__name__)
 
 
 def attach_checkpoint_methods(engine: Any) -> None:
-    """Put both methods into an engine from `deepspeed.initialize`, and those that export weights alone."""
-    methods = CheckpointMethods(engine)
-    engine.save_checkpoint, engine.load_checkpoint = methods.save, methods.load
-    attach_weight_exports(engine)
+    """Put the methods below into an engine from `deepspeed.initialize`."""
+    engine.save_checkpoint = MethodType(save_checkpoint, engine)
+    engine.load_checkpoint = MethodType(load_checkpoint, engine)
+    engine.save_16bit_model = engine.save_fp16_model = MethodType(save_16bit_model, engine)
+    engine._zero3_consolidated_16bit_state_dict = MethodType(consolidated_state_dict, engine)
+    engine._replace_module_consolidated_state_dict = MethodType(consolidated_state_dict, engine)
 
 
-class CheckpointMethods:
-    """The two methods of one engine.
+def save_checkpoint(
+    engine: Any,
+    save_dir: str | Path,
+    tag: object = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write `save_dir/tag/`; every rank must call it. See `DeepSpeedEngine.save_checkpoint`.
 
-    Args:
-        engine: with an `AtomicCheckpointEngine`.
+    Raises:
+        UserError: the checkpoint exists, or could not be written; all ranks raise it.
     """
+    if exclude_frozen_parameters:
+        raise UserError("exclude_frozen_parameters is not supported: save them all, leave it away")
+    path = _agreed_path(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
+    save_together(
+        engine,
+        path,
+        client_state or {},
+        step=engine.global_steps,
+        is_latest=save_latest,
+        is_named_by_user=True,
+    )
+    return True
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
 
-    def save(
-        self,
-        save_dir: str | Path,
-        tag: object = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write `save_dir/tag/`; every rank must call it. See `DeepSpeedEngine.save_checkpoint`.
+def load_checkpoint(
+    engine: Any,
+    load_dir: str | Path,
+    tag: object = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Callable[..., Any] | None = None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Continue from `load_dir/tag/`; every rank must call it. See `DeepSpeedEngine.load_checkpoint`.
 
-        Raises:
-            UserError: the checkpoint exists, or could not be written; all ranks raise it.
-        """
-        if exclude_frozen_parameters:
-            raise UserError("exclude_frozen_parameters is not supported: save them all, leave it away")
-        engine = self._engine
-        path = _agreed_path(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
-        save_together(
-            engine,
-            path,
-            client_state or {},
-            step=engine.global_steps,
-            is_latest=save_latest,
-            is_named_by_user=True,
-        )
-        return True
+    Returns:
+        The path of a file of the checkpoint and the client state; two Nones where `tag` is None and
+        there is no `latest`.
 
-    def load(
-        self,
-        load_dir: str | Path,
-        tag: object = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Continue from `load_dir/tag/`; every rank must call it. See `DeepSpeedEngine.load_checkpoint`.
+    Raises:
+        UserError: it is damaged, incomplete, or does not fit; all ranks raise it.
+    """
+    if all(gather(tag is None)):
+        tag = agree(_latest, Path(load_dir))
+        if tag is None:
+            return None, None
+    path = _agreed_path(load_dir, tag)
+    defaults = (
+        ("load_module_strict", load_module_strict, True),
+        ("load_optimizer_states", load_optimizer_states, True),
+        ("load_lr_scheduler_states", load_lr_scheduler_states, True),
+        ("load_module_only", load_module_only, False),
+        ("custom_load_fn", custom_load_fn, None),
+    )
+    options = {name: value for name, value, default in defaults if value != default}
+    agree(_check_complete, path)
+    verify_together(path, remedy="use another checkpoint")
+    _, client_state = load_together(engine, path, options)
+    return str(header_file(path)), client_state
 
-        Returns:
-            The path of a file of the checkpoint and the client state; two Nones where `tag` is None and
-            there is no `latest`.
 
-        Raises:
-            UserError: it is damaged, incomplete, or does not fit; all ranks raise it.
-        """
-        if all(gather(tag is None)):
-            tag = agree(_latest, Path(load_dir))
-            if tag is None:
-                return None, None
-        path = _agreed_path(load_dir, tag)
-        defaults = (
-            ("load_module_strict", load_module_strict, True),
-            ("load_optimizer_states", load_optimizer_states, True),
-            ("load_lr_scheduler_states", load_lr_scheduler_states, True),
-            ("load_module_only", load_module_only, False),
-            ("custom_load_fn", custom_load_fn, None),
-        )
-        options = {name: value for name, value, default in defaults if value != default}
-        agree(_check_complete, path)
-        verify_together(path, remedy="use another checkpoint")
-        _, client_state = load_together(self._engine, path, options)
-        return str(header_file(path)), client_state
+def consolidated_state_dict(
+    engine: Any, exclude_frozen_parameters: bool = False
+) -> dict[str, torch.Tensor] | None:
+    """See `DeepSpeedEngine._consolidated_16bit_state_dict`: on rank 0 a state dict, None on others.
+
+    Raises:
+        UserError: frozen parameters of a pipeline are to be left out.
+    """
+    stage = stage_of(engine.module)
+    if stage is not None and exclude_frozen_parameters:
+        raise UserError("exclude_frozen_parameters is not supported for a pipeline: leave it away")
+    if stage is not None:
+        return gather_weights(stage)
+    whole = whole_state_dict(engine, exclude_frozen=exclude_frozen_parameters)
+    return whole if process_group.rank() == 0 else None
+
+
+def save_16bit_model(
+    engine: Any,
+    save_dir: str | Path,
+    save_filename: str = "pytorch_model.bin",
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write the whole state dict to `save_dir/save_filename`. See `DeepSpeedEngine.save_16bit_model`.
+
+    Returns:
+        False, and nothing is written, where the configuration of stage 3 does not allow gathering.
+
+    Raises:
+        UserError: the file could not be written, or see `consolidated_state_dict`; all ranks raise it.
+    """
+    path = Path(save_dir) / save_filename
+    if engine.zero_optimization_stage() == 3 and not engine.zero_gather_16bit_weights_on_model_save():
+        if process_group.rank() == 0:
+            key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+            logger.warning("%s is not written: %s is false", path, key)
+        return False
+    state = consolidated_state_dict(engine, exclude_frozen_parameters)
+    agree(_write, state, path)
+    return True
 
 
 def _path(folder: str | Path, tag: object) -> Path:
@@ -146,3 +192,12 @@ def _check_complete(path: Path) -> None:
             f"checkpoint {path} has no {MANIFEST}: its save was interrupted, or it was written by another "
             f"program; {remedy}"
         )
+
+
+def _write(state: dict[str, torch.Tensor] | None, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path, "wb") as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:
+        raise unwritable(path, error) from error

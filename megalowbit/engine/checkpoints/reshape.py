@@ -17,7 +17,7 @@ import torch
 
 from megalowbit.checkpoints.contents import CheckpointContents
 from megalowbit.checkpoints.layout import NOWHERE, Layout, Slice, StoredParameter
-from megalowbit.checkpoints.shards import part_of
+from megalowbit.checkpoints.shards import is_moment, part_of
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.engine.checkpoints.layout import named_buffers, named_parameters
 from megalowbit.errors import UserError
@@ -30,10 +30,7 @@ def check_fits(
 ) -> None:
     """Whether the checkpoint's parameters are those of an engine with layout `present`; changes nothing.
 
-    Args:
-        contents: of the checkpoint.
-        present: the engine's layout.
-        recipes: saved and present ones, if they are known; a recipe gives weights their orientation.
+    `recipes` are the saved and the present one, if known: a recipe gives weights their orientation.
 
     Raises:
         UserError: a name or shape differs, or what is trained; or shards of unknown cut would be cut anew.
@@ -66,12 +63,7 @@ def check_fits(
 
 
 def load_reshaped(engine: Any, contents: CheckpointContents, present: Layout) -> None:
-    """Load a checkpoint that `check_fits` has found to fit; every rank must call it.
-
-    Args:
-        engine: from `initialize`.
-        contents: of the checkpoint.
-        present: the engine's own layout.
+    """Load a checkpoint that `check_fits` has found to fit an engine of layout `present`; collective.
 
     Raises:
         UserError: the files contradict their layout, or the update rule is another; all ranks raise it.
@@ -102,19 +94,17 @@ class _Target:
 
     def __init__(self, engine: Any, layout: Layout, part: Slice) -> None:
         self._optimizer, self._layout, self._part = engine.optimizer, layout, part
-        self._engine = engine
-        self._data_rank = engine.process_grid.data_rank
+        self._grid = engine.process_grid
         self._states: dict[int, dict[str, Any]] = {}
         self._groups: dict[int, dict[str, Any]] = {}
 
     def load_parameter(
         self, parameter: torch.nn.Parameter, stored: StoredParameter, contents: CheckpointContents
     ) -> None:
-        """Copy one parameter, its master and state."""
         whole = self._cut(contents.weight(stored.name), parameter, stored)
         if self._layout.stage == 3:
             if stored.group == NOWHERE:
-                _copy_partition(whole, parameter, self._data_rank)
+                _copy_partition(whole, parameter, self._grid.data_rank)
         else:
             parameter.data.copy_(whole)
         for flat, value in self._pieces(whole, parameter, stored):
@@ -124,7 +114,7 @@ class _Target:
         self._groups.setdefault(stored.optimizer_group, contents.hyper_parameters(stored.name))
         entry = self._states.setdefault(stored.state, {})
         for key, value in contents.optimizer_state(stored.name).items():
-            if not (isinstance(value, torch.Tensor) and value.ndim):
+            if not is_moment(value):
                 # of its own: parameters of one flat group come with one count, which each would advance
                 entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
@@ -165,8 +155,7 @@ class _Target:
         cut = getattr(parameter, "cut", None)
         if cut is None:
             return whole
-        grid = self._engine.process_grid
-        shard: torch.Tensor = cut.cut(whole, grid.tensor_rank, self._layout.tensor_size)
+        shard: torch.Tensor = cut.cut(whole, self._grid.tensor_rank, self._layout.tensor_size)
         return shard
 
     def _master(self, parameter: torch.nn.Parameter, stored: StoredParameter) -> torch.Tensor:
@@ -194,7 +183,7 @@ class _Target:
             return
         flat, values = self._master(parameter, stored) if of is None else of, whole.reshape(-1)
         for piece in self._layout.fragments(self._part, stored):
-            if piece.data_rank == self._data_rank:
+            if piece.data_rank == self._grid.data_rank:
                 yield part_of(flat, piece), values.narrow(0, piece.start, piece.numel)
 
 

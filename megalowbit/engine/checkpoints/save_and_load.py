@@ -22,13 +22,7 @@ from megalowbit.checkpoints.contents import CheckpointContents, check_files
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY, RANK_FILES_KEY
 from megalowbit.checkpoints.shards import reading, unwritable
 from megalowbit.distributed import process_group
-from megalowbit.distributed.agreement import (
-    agree,
-    failing_together,
-    gather,
-    gather_bytes,
-    succeed_together,
-)
+from megalowbit.distributed.agreement import agree, failing_together, gather, gather_bytes, succeed_together
 from megalowbit.distributed.generator_states import packed_random_state
 from megalowbit.durable_files import (
     LATEST,
@@ -61,9 +55,7 @@ WHOLE: Mapping[str, Any] = MappingProxyType({})  # options of a load that takes 
 def begin_folder(path: Path, *, is_named_by_user: bool = False) -> None:
     """Make the folder of a checkpoint; rank 0, before anything is written.
 
-    Args:
-        path: of the checkpoint.
-        is_named_by_user: a folder of this name may hold anything, and is left where it is.
+    A folder that the user has named may hold anything, and is left where it is.
 
     Raises:
         UserError: there is a complete checkpoint, or something else, or it cannot be made.
@@ -101,16 +93,9 @@ def save_together(
 ) -> None:
     """Write a checkpoint, or leave nothing; every rank must call it, between optimizer steps.
 
-    Where a rank is lost when all is written, the checkpoint stays, and what that raises is raised.
-
-    Args:
-        engine: from `initialize`.
-        path: of the checkpoint.
-        client_state: rank 0's is saved.
-        step: it is of.
-        rank_file: name and content of a file of this rank's own.
-        is_latest: whether `latest` beside it shall name it.
-        is_named_by_user: see `begin_folder`.
+    Of `client_state` rank 0's is saved; `rank_file` is name and content of a file of this rank's own. With
+    `is_latest` the file `latest` beside the checkpoint names it. Where a rank is lost when all is written,
+    the checkpoint stays, and what that raises is raised.
 
     Raises:
         UserError: there is one already, or some rank could not write; all ranks raise it.
@@ -180,10 +165,7 @@ def _write_files(
 def verify_together(path: Path, *, remedy: str, step: int | None = None) -> None:
     """Compare a checkpoint's files with manifest and layout; the ranks share the reading.
 
-    Args:
-        path: of the checkpoint.
-        remedy: what the user can do, closes the messages.
-        step: that it should be of; `None`: of any.
+    `remedy` closes the messages; `step` is what the checkpoint should be of, None: anything.
 
     Raises:
         UserError: a file is missing or damaged; all ranks raise it.
@@ -198,10 +180,7 @@ def load_together(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Continue from a verified checkpoint; every rank must call it.
 
-    Args:
-        engine: from `initialize`.
-        path: of the checkpoint.
-        options: arguments of DeepSpeed's `load_checkpoint` that are not its defaults.
+    `options` are arguments of DeepSpeed's `load_checkpoint` that are not its defaults.
 
     Returns:
         The engine's own part of what was saved, and the client state.
@@ -215,7 +194,7 @@ def load_together(
     own = contents.header.get(ENGINE_KEY)
     if not isinstance(own, dict):
         raise UserError(f"checkpoint {path} is of another program: start from its weights instead")
-    takes_states = options.get("load_optimizer_states", True) and not options.get("load_module_only")
+    takes_states = not _leaves_masters(options)
     if takes_states:
         succeed_together(_check_update_rule, path, own, engine)
     present = None if contents.layout is None else describe_layout(engine)
@@ -241,11 +220,7 @@ def load_together(
 
 
 def restore_scaler(engine: Any, own: Mapping[str, Any]) -> None:
-    """Give the scaler at work the state it was saved with; at every stage it is the same one.
-
-    Raises:
-        UserError: the state is of another strategy.
-    """
+    """Give the scaler at work the state it was saved with; at every stage it is the same one."""
     scaler, saved = engine.optimizer.grad_scaler, own.get("grad_scaler")
     if scaler is not None and saved is not None:
         scaler.load_state_dict(saved)

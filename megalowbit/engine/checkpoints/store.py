@@ -188,7 +188,7 @@ class CheckpointStore:
         path = self.path_of(step)
         rank_file = (_rank_file(process_group.rank()), rank_state) if rank_state else None
         save_together(engine, path, client_state, step=step, rank_file=rank_file)
-        agree(self._tidy_up, path, spare)
+        agree(self._prune, path, spare)
         self._verified.discard(path)
         return path
 
@@ -246,13 +246,6 @@ class CheckpointStore:
             check_origin(state, file, own["step"])
             return {key: value for key, value in state.items() if key != ORIGIN_KEY}
 
-    def _tidy_up(self, saved: Path, spare: Collection[int]) -> None:
-        """`_prune`; what keeps older checkpoints from being removed is logged, for the new one is there."""
-        try:
-            self._prune(saved, spare)
-        except (OSError, UserError) as error:
-            logger.warning("older checkpoints in %s stay: %s", self.folder, error)
-
     def _clear_incomplete(self, path: Path) -> None:
         """Remove what an interrupted save has left; a folder that has lost its manifest is moved aside."""
         if is_rest_of_save(path):
@@ -263,21 +256,25 @@ class CheckpointStore:
     def _prune(self, saved: Path, spare: Collection[int]) -> None:
         """Remove all but the newest `keep` whole ones, `spare` and the one just saved, maybe an earlier one.
 
-        Damaged ones count as little as drafts.
+        Damaged ones count as little as drafts. What keeps any from being removed is logged, no more: the new
+        one is there.
         """
-        remove_drafts(self.folder)
-        steps = self.steps()
-        whole = [step for step in steps if looks_whole(self.path_of(step))]
-        kept = set(whole if self.keep is None else whole[-self.keep :])
-        kept |= {step for step in whole if self.path_of(step) == saved or step in spare}
-        for step in steps_in(self.folder):
-            if step in steps and step not in whole:
-                self._set_aside(self.path_of(step), f"checkpoint {self.path_of(step)} lacks files")
-            elif step not in kept and step < steps[-1]:
-                if step in steps:
-                    remove_checkpoint(self.path_of(step))
-                else:
-                    self._clear_incomplete(self.path_of(step))
+        try:
+            remove_drafts(self.folder)
+            steps = self.steps()
+            whole = [step for step in steps if looks_whole(self.path_of(step))]
+            kept = set(whole if self.keep is None else whole[-self.keep :])
+            kept |= {step for step in whole if self.path_of(step) == saved or step in spare}
+            for step in steps_in(self.folder):
+                if step in steps and step not in whole:
+                    self._set_aside(self.path_of(step), f"checkpoint {self.path_of(step)} lacks files")
+                elif step not in kept and step < steps[-1]:
+                    if step in steps:
+                        remove_checkpoint(self.path_of(step))
+                    else:
+                        self._clear_incomplete(self.path_of(step))
+        except (OSError, UserError) as error:
+            logger.warning("older checkpoints in %s stay: %s", self.folder, error)
 
     def _step_of(self, path: Path) -> int | None:
         """The step that the name of a checkpoint in this folder says."""

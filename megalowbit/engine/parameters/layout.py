@@ -19,12 +19,7 @@ from megalowbit.errors import UserError
 def lay_out_parameters(model: torch.nn.Module, *, stage: int) -> None:
     """Refuse parameters that cannot be trained at this ZeRO stage; make the others contiguous, in place.
 
-    Args:
-        model: before DeepSpeed gets it; nothing is changed if this raises.
-        stage: 0 to 3.
-
-    Raises:
-        UserError: names the parameter and the remedy.
+    To be called before DeepSpeed gets the model; nothing is changed if this raises.
     """
     # built under deepspeed.zero.Init: in pieces, and refused elsewhere
     parameters = [(name, each) for name, each in model.named_parameters() if not hasattr(each, "ds_id")]

@@ -182,7 +182,8 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer, layers: Mapping[str, B
 
     Sums in fp32 are there all the time; those of a step that has been taken are zero.
     """
-    name = next((name for name, layer in layers.items() if _has_gradient(layer)), None)
+    held = (name for name, layer in layers.items() if any(part.grad is not None for part in layer.parts()))
+    name = next(held, None)
     if name is None and isinstance(optimizer, MegatronOptimizer) and optimizer.params_have_main_grad:
         name = next((name for name, layer in layers.items() if optimizer.has_gradient(layer.weight)), None)
     if name is not None:
@@ -190,10 +191,6 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer, layers: Mapping[str, B
             f"split weights between optimizer steps: layer {name} has gradients that no step has applied: "
             "call step or zero_grad first"
         )
-
-
-def _has_gradient(layer: BitLinear) -> bool:
-    return any(part.grad is not None for part in layer.parts())
 
 
 def _check_range(layers: Mapping[str, BitLinear], masters: Mapping[str, Masters]) -> None:
@@ -209,17 +206,14 @@ def _check_range(layers: Mapping[str, BitLinear], masters: Mapping[str, Masters]
             )
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, MegatronOptimizer) else optimizer
-
-
 def _check_state(
     optimizer: torch.optim.Optimizer, masters: Mapping[str, Masters], optimizer_state: str
 ) -> None:
     """Refuse state there is no rule for, or that would not be made again."""
-    kind = type(_inner(optimizer)).__name__
+    inner = optimizer.optimizer if isinstance(optimizer, MegatronOptimizer) else optimizer
+    kind = type(inner).__name__
     if optimizer_state == "reset":
-        if isinstance(_inner(optimizer), torch.optim.Adagrad):
+        if isinstance(inner, torch.optim.Adagrad):
             raise UserError(f"{kind} makes its state only once and cannot be reset: use AdamW")
         return
     for weight, *_ in masters.values():

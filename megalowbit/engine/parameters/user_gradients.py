@@ -54,13 +54,7 @@ def drop_from_host(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def piece_of(values: Tensor, *, size: int, rank: int) -> Tensor:
-    """A rank's piece of the flattened `values` as ZeRO stage 3 cuts them, padded with zeros.
-
-    Args:
-        values: (numel,) of the whole parameter.
-        size: elements of a piece.
-        rank: which piece.
-    """
+    """Piece `rank` of flattened `values`, (numel,), as ZeRO 3 cuts them: (size,), padded with zeros."""
     piece = values.new_zeros(size)
     mine = values[rank * size : (rank + 1) * size]
     piece[: mine.numel()] = mine

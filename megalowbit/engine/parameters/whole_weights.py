@@ -21,10 +21,6 @@ from megalowbit.layers.tensor_parallel.linear import tensor_group_of
 def whole_state_dict(engine: Any, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """`engine.module.state_dict()` with whole tensors; every rank must call it.
 
-    Args:
-        engine: from `initialize`.
-        exclude_frozen: whether parameters that are not trained are left out.
-
     Returns:
         On rank 0 all parameters and persistent buffers, on the host, in the precision they compute in and in
         the Hugging Face model's layout; tied ones share memory. On other ranks nothing.
@@ -36,7 +32,8 @@ def whole_state_dict(engine: Any, *, exclude_frozen: bool = False) -> dict[str, 
     with parameter_layout(engine.module):  # cuts and partitions are of parameters as they are
         state = engine.module.state_dict(keep_vars=True)
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or (exclude_frozen and _is_frozen(value)):
+        is_frozen = isinstance(value, torch.nn.Parameter) and not value.requires_grad
+        if not isinstance(value, torch.Tensor) or (exclude_frozen and is_frozen):
             continue
         if id(value) not in seen:
             with gathered(value):
@@ -47,10 +44,6 @@ def whole_state_dict(engine: Any, *, exclude_frozen: bool = False) -> dict[str, 
             whole[name] = copy
     put_in_hf_layout(engine.module, whole)
     return {name: value.contiguous() for name, value in whole.items()}
-
-
-def _is_frozen(value: torch.Tensor) -> bool:
-    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
 
 
 def _joined(value: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:

@@ -24,12 +24,10 @@ Batch = tuple[Inputs, Tensor]
 
 
 class BatchReader:
-    """Takes the place of an engine's `train_batch` and `eval_batch`, and refuses what pipelines have not.
+    """Takes the place of `train_batch` and `eval_batch` of a `PipelinedModel`'s engine.
 
-    A function given to `engine.set_batch_fn` is applied to each batch first, as DeepSpeed does.
-
-    Args:
-        engine: DeepSpeed's `PipelineEngine` of a `PipelinedModel`.
+    It refuses what pipelines have not. A function given to `engine.set_batch_fn` is applied to each batch
+    first, as DeepSpeed does.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -58,7 +56,7 @@ class BatchReader:
         engine = self._engine
         if data_iter is not None:
             engine.set_dataiterator(data_iter)
-        batches = self._read_together("train_batch", engine.data_iterator, engine.micro_batches)
+        batches = succeed_together(self._read, "train_batch", engine.data_iterator, engine.micro_batches)
         with self._given(batches):
             loss: Tensor = type(engine).train_batch(engine)
         return loss
@@ -75,7 +73,7 @@ class BatchReader:
         """Losses without a step: see DeepSpeed's `eval_batch`; errors as of `train_batch`."""
         engine = self._engine
         count = engine.micro_batches if num_micro_batches is None else num_micro_batches
-        batches = self._read_together("eval_batch", data_iter, count)
+        batches = succeed_together(self._read, "eval_batch", data_iter, count)
         with self._given(batches):
             return type(engine).eval_batch(
                 engine,
@@ -86,9 +84,6 @@ class BatchReader:
                 bcast_loss=bcast_loss,
                 num_micro_batches=num_micro_batches,
             )
-
-    def _read_together(self, caller: str, source: Any, count: int) -> list[Batch]:
-        return succeed_together(lambda: self._read(caller, source, count))
 
     def _read(self, caller: str, source: Any, count: int) -> list[Batch]:
         """The next micro-batches; none in stages between the first and the last."""

@@ -79,16 +79,7 @@ def mask_of(extras: list[Tensor], num_tokens: int) -> Tensor | None:
 
 
 def check_values(inputs: Inputs, labels: Tensor, limits: BatchLimits) -> None:
-    """Refuse tokens and positions that a model has no row for.
-
-    Args:
-        inputs: of `as_inputs_and_labels`.
-        labels: of the same.
-        limits: of the model.
-
-    Raises:
-        UserError: names the tensor and the value.
-    """
+    """Refuse tokens and positions that a model has no row for, in what `as_inputs_and_labels` returned."""
     tokens, *extras = inputs if isinstance(inputs, tuple) else (inputs,)
     _check_range("input_ids", tokens, limits.vocabulary, "the vocabulary")
     _check_range("labels", labels[labels != IGNORED_LABEL], limits.vocabulary, "the vocabulary and -100")

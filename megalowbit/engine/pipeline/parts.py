@@ -28,11 +28,7 @@ RunBlocks = Callable[[Sequence["Block"], Tensor, BlockOptions], Tensor]
 
 
 class Part(nn.Module):
-    """Some modules of a model, each under its own name in it.
-
-    Args:
-        modules: dotted name in the model → module.
-    """
+    """Some modules of a model, each under its own dotted name in it."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -58,12 +54,7 @@ class Embedding(Part):
 
 
 class Block(Part):
-    """One transformer block.
-
-    Args:
-        modules: one, by its name.
-        attention: the kind of its mask.
-    """
+    """One transformer block; `attention` is the kind of its mask."""
 
     def __init__(self, modules: Mapping[str, nn.Module], attention: str = FULL) -> None:
         super().__init__(modules)
@@ -92,11 +83,7 @@ class Head(Part):
 
 
 class BlockInputs:
-    """What every block of a stage gets beside the hidden states.
-
-    Args:
-        model: whose configuration and rotary angles are used.
-    """
+    """What every block of a stage gets beside the hidden states."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         rotary = family(model.config.model_type).rotary
@@ -106,13 +93,10 @@ class BlockInputs:
     def options(
         self, hidden: Tensor, mask: Tensor | None, position_ids: Tensor, kinds: Iterable[str]
     ) -> BlockOptions:
-        """Arguments of blocks; under `"attention_mask"` a mask for each kind.
+        """Arguments of blocks for `hidden`, (batch, tokens, hidden).
 
-        Args:
-            hidden: (batch, tokens, hidden).
-            mask: (batch, tokens), 1 where a token is attended to; None: everywhere.
-            position_ids: (batch or 1, tokens).
-            kinds: of the blocks' masks, `FULL` or `SLIDING`.
+        `mask`: (batch, tokens), 1 where a token is attended to; None: everywhere. `position_ids`: (batch or
+        1, tokens). Under `"attention_mask"` there is a mask for each of `kinds`, `FULL` or `SLIDING`.
         """
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -170,14 +154,10 @@ def tied_names(config: PretrainedConfig) -> tuple[str, str]:
 def run_parts(
     parts: Sequence[nn.Module], inputs: Inputs, block_inputs: BlockInputs, run: RunBlocks | None = None
 ) -> Inputs:
-    """Run consecutive parts of one model.
+    """Run consecutive ones of `parts_of` a model; `run` runs the blocks, `run_blocks` by default.
 
-    Args:
-        parts: some of `parts_of`.
-        inputs: token ids if the embedding is among the parts, else hidden states; alone, or in a tuple with
-            mask and positions, as `as_inputs_and_labels` orders them.
-        block_inputs: of the same model.
-        run: runs the blocks; `run_blocks` by default.
+    `inputs` are token ids if the embedding is among the parts, else hidden states; alone, or in a tuple with
+    mask and positions, as `as_inputs_and_labels` orders them.
 
     Returns:
         Logits if the head is among the parts, else what the next parts take.
@@ -204,9 +184,7 @@ def run_parts(
 def causal_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of the next token, in fp32.
 
-    Args:
-        logits: (batch, tokens, vocabulary).
-        labels: (batch, tokens) token ids; −100 is not predicted.
+    Of logits, (batch, tokens, vocabulary), and token ids, (batch, tokens), of which −100 is not predicted.
     """
     targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -24,6 +24,7 @@ from megalowbit.engine.pipeline.batch_reader import BatchReader
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, plain_state_dict
+from megalowbit.values import is_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,12 +63,12 @@ def pipeline_module(
     import_deepspeed()
     from megalowbit.engine.pipeline.stage import PipelinedModel
 
-    for name, value in (
-        ("num_stages", num_stages),
-        ("activation_checkpoint_interval", activation_checkpoint_interval),
+    for name, value, least in (
+        ("num_stages", num_stages, 1),
+        ("activation_checkpoint_interval", activation_checkpoint_interval, 0),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < (name == "num_stages"):
-            raise UserError(f"{name} = {value!r} must be a whole number ≥ {int(name == 'num_stages')}")
+        if not is_count(value, least=least):
+            raise UserError(f"{name} = {value!r} must be a whole number ≥ {least}")
     ProcessGrid(process_group.rank(), process_group.world_size(), pipeline_size=num_stages)
     return PipelinedModel(
         model,
@@ -99,11 +100,7 @@ def stage_of(model: torch.nn.Module) -> PipelinedModel | None:
 
 
 def check_stages(model: torch.nn.Module, parts: DeepSpeedConfigParts, grid: ProcessGrid) -> None:
-    """Refuse a model that is not cut as the configuration says, and settings that stages cannot honour.
-
-    Raises:
-        UserError: see above, and `stage_of`.
-    """
+    """Refuse a model that is not cut as the configuration says, and settings that stages cannot honour."""
     if stage_of(model) is None and grid.pipeline_size > 1:
         raise UserError(
             f"{PIPELINE_KEY} = {grid.pipeline_size} but the model is whole: pass "
@@ -115,14 +112,7 @@ def check_stages(model: torch.nn.Module, parts: DeepSpeedConfigParts, grid: Proc
 def check_block(model: torch.nn.Module, block: Mapping[str, Any] | None) -> None:
     """Refuse a configuration that says otherwise than `pipeline_module` was told.
 
-    Recomputation may be asked for in either place.
-
-    Args:
-        model: a stage; others may be anything.
-        block: `pipeline` of the configuration, with what the user has set only; None: nothing.
-
-    Raises:
-        UserError: names both values.
+    `block` is what the user has set of `pipeline`. Recomputation may be asked for in either place.
     """
     stage = stage_of(model)
     if stage is None or not block:
@@ -195,11 +185,6 @@ def attach_pipeline(engine: Any) -> None:
         schedule.ReduceTiedGrads: _wait_for_the_average,
         schedule.ReduceGrads: _reduce_gradients,
     }
-
-
-def has_low_bit_layers_elsewhere(module: torch.nn.Module) -> bool:
-    """Whether `module` is a stage of a model with low-bit layers, which may all be other stages'."""
-    return stage_of(module) is not None and bool(bit_layers(whole_of(module)))
 
 
 def release_whole(module: torch.nn.Module) -> None:

@@ -51,19 +51,13 @@ TIED = "embedding"  # the one key of `tied_comms`
 
 
 class PipelinedModel(PipelineModule):
-    """This process's stage of a model.
+    """This process's stage of a model, which is whole, on the CPU and the same on all ranks.
 
-    Args:
-        model: whole, on the CPU, alike on all ranks; converted or not.
-        num_stages: divides the number of processes.
-        partition: how parts are dealt to stages: `"parameters"` (about as many parameters each),
-            `"uniform"` (as many parts each) or `"type:block"` (as many blocks each).
-        interval: blocks per recomputed segment; 0 recomputes nothing.
-        is_dynamic: whether batches may have different shapes; one small message more a micro-batch.
+    Arguments are those of `pipeline_module`.
 
     Attributes:
         config: the model's.
-        partition: see above.
+        partition: how parts were dealt to stages.
         num_parameters_of_all_stages: the model's; a tied weight counts once.
         whole: the model as it was given, until `release`: layers are converted in it.
 

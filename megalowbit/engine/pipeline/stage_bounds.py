@@ -15,18 +15,9 @@ from megalowbit.errors import UserError
 
 
 def stage_bounds(parts: Sequence[nn.Module], num_stages: int, partition: str) -> list[int]:
-    """Where stages begin in the parts of a model, and the end of the last.
+    """Where each of `num_stages` begins in `parts_of` a model, and the end of the last.
 
-    Args:
-        parts: as of `parts.parts_of`.
-        num_stages: of the pipeline.
-        partition: `"parameters"`, `"uniform"` or `"type:block"`.
-
-    Returns:
-        `num_stages` + 1 places.
-
-    Raises:
-        UserError: a stage would be empty.
+    `partition` is that of `pipeline_module`.
     """
     from megalowbit.engine.process_start import import_deepspeed
 

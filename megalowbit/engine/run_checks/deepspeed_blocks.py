@@ -27,11 +27,7 @@ ONE_OF_EACH = {TRAIN: 1, MICRO: 1, STEPS: 1}  # batch sizes are checked where th
 
 
 def check_parts(parts: DeepSpeedConfigParts) -> None:
-    """Check DeepSpeed's blocks and the recipe of a configuration.
-
-    Raises:
-        UserError: a line for each mistake.
-    """
+    """Refuse mistakes in DeepSpeed's blocks and the recipe of a configuration, with a line for each."""
     problems = Problems()
     with problems.collect():
         check_nested_blocks(parts.deepspeed)
@@ -42,11 +38,7 @@ def check_parts(parts: DeepSpeedConfigParts) -> None:
 
 
 def check_nested_blocks(config: Mapping[str, Any]) -> None:
-    """Let DeepSpeed's own models read a configuration, filled in and without our block.
-
-    Raises:
-        UserError: a line for each of their findings.
-    """
+    """Refuse what DeepSpeed's own models find in a configuration, filled in and without our block."""
     import_deepspeed()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

@@ -26,11 +26,7 @@ def check_arguments(
     model_parameters: ModelParameters | None,
     lr_scheduler: object,
 ) -> None:
-    """Refuse arguments of `initialize` that contradict each other or the configured precision.
-
-    Raises:
-        UserError: names the argument or the parameter.
-    """
+    """Refuse arguments of `initialize` that contradict each other or the configured precision."""
     is_built = isinstance(optimizer, torch.optim.Optimizer)
     if optimizer is not None and not is_built and not callable(optimizer):
         raise UserError(
@@ -57,22 +53,9 @@ def check_arguments(
             )
 
 
-def low_bit_names(model: torch.nn.Module) -> tuple[str, ...]:
-    """Names of a model's low-bit layers."""
-    return tuple(bit_layers(model))
-
-
 def check_layers_kept(module: torch.nn.Module, converted: Collection[str]) -> None:
-    """Make sure that DeepSpeed has left every low-bit layer in its place.
-
-    Args:
-        module: the engine's module.
-        converted: names of the low-bit layers before DeepSpeed got the model.
-
-    Raises:
-        UserError: one of them is gone, or another layer now.
-    """
-    present = set(low_bit_names(module))
+    """Make sure that DeepSpeed has left the low-bit layers named `converted` in their places."""
+    present = bit_layers(module)
     missing = [name for name in converted if name not in present]
     if missing:
         modules = dict(module.named_modules())
@@ -84,11 +67,7 @@ def check_layers_kept(module: torch.nn.Module, converted: Collection[str]) -> No
 
 
 def check_scaler(engine: Any) -> None:
-    """Make sure that the loss scale is in our hands; to be called before the first step and after a load.
-
-    Raises:
-        UserError: the engine's optimizer has another scaler than the one it was made with.
-    """
+    """Make sure that the loss scale is in our hands; to be called before the first step and after a load."""
     optimizer = engine.optimizer
     scaler = getattr(optimizer, "grad_scaler", None)
     of_deepspeed = getattr(optimizer, "loss_scaler", None)

@@ -104,10 +104,8 @@ def check_ranks_agree(
 ) -> None:
     """Make sure that all ranks were started alike; collective.
 
-    Args:
-        everywhere: facts that all ranks must share, by what they are: `{"seed": "0"}`.
-        of_this_part: facts shared by the ranks with this one's tensor rank and stage.
-        grid: says which ranks those are; by default all.
+    Facts are texts by what they are, `{"seed": "0"}`: those that all ranks must share, and those shared by
+    the ranks that have this one's tensor rank and stage in `grid` (by default all).
 
     Raises:
         UserError: on every rank: what differs, and which ranks have what.

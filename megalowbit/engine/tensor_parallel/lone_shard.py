@@ -28,14 +28,12 @@ class LoneGroup(TensorGroup):
         self.size = size
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """This rank's own."""
         return tensor
 
     def start_sum(self, tensor: Tensor) -> None:
         """Nothing to wait for."""
 
     def largest(self, values: Tensor) -> Tensor:
-        """This rank's own."""
         return values
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -44,14 +42,9 @@ class LoneGroup(TensorGroup):
 
 
 def shard_alone(model: nn.Module, size: int) -> None:
-    """Leave rank 0's shard of a model, in place.
+    """Leave rank 0's shard of a model of real or fake tensors, in place.
 
-    Args:
-        model: of one of the families, with plain layers, whole; real or fake tensors.
-        size: tensor-parallel ranks; nothing happens where there is one.
-
-    Raises:
-        UserError: the model cannot be cut so.
+    The model is of one of the families, with plain layers, whole.
     """
     if size == 1:
         return

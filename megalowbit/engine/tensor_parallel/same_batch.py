@@ -14,17 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megalowbit.distributed.agreement import gather
 from megalowbit.errors import UserError
 
 HANDLE = "first_dataloader_check"  # DeepSpeed's, of a hook that removes itself
 
 
 def check_first_batch(engine: Any) -> None:
-    """Let the engine's first forward compare its batch over the tensor-parallel ranks.
-
-    Args:
-        engine: just started; nothing happens to one without tensor parallelism of DeepSpeed's.
-    """
+    """Let a new engine's first forward compare its batch over DeepSpeed's tensor-parallel ranks, if any."""
     theirs = getattr(engine, HANDLE, None)
     if theirs is None:
         return
@@ -45,11 +42,9 @@ def check_same_batch(arguments: Mapping[str, Any], group: dist.ProcessGroup) -> 
         UserError: on all of these ranks; names the first argument that differs.
     """
     mine = {name: _digest(value) for name, value in arguments.items()}
-    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    names = dict.fromkeys(name for each in everyone for name in each or ())
-    for name in names:
-        if len({(each or {}).get(name) for each in everyone}) > 1:
+    everyone = gather(mine, group)
+    for name in dict.fromkeys(name for each in everyone for name in each):
+        if len({each.get(name) for each in everyone}) > 1:
             ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
             raise UserError(
                 f"tensor-parallel ranks {ranks} got different batches (argument {name} of forward): "

@@ -34,32 +34,21 @@ from megalowbit.errors import UserError
 from megalowbit.families.base import Family, Projection
 from megalowbit.families.registry import FAMILIES
 from megalowbit.layers.conversion.convert import bit_layers
-from megalowbit.layers.tensor_parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    parallel_linear,
-)
+from megalowbit.layers.tensor_parallel.linear import parallel_linear
 
 logger = logging.getLogger(__name__)
 
-ParallelLinear = ColumnParallelLinear | RowParallelLinear
 IS_SHARDED = "ds_autotp_parsed"  # DeepSpeed's own mark
 # what AutoTP divides wherever a module has it, among what the families here have
 SIZES = ("num_heads", "embed_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
 
 def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank | None:
-    """Cut a model over the tensor-parallel ranks, in place; collective, and nothing where there is one rank.
+    """Cut a whole model over the tensor-parallel ranks, in place; collective. One rank cuts nothing.
 
-    A model that has been cut before stays as it is. Parameters stay the same objects, with less in them, but
-    for those of a transformers `Conv1D`: it becomes a linear layer with a new weight.
-
-    Args:
-        model: of one of the families, with plain layers, whole.
-        parts: the configuration; `tensor_parallel.autotp_size` ranks share each layer.
-
-    Returns:
-        The groups of this rank, or `None`.
+    The model is of one of the families, with plain layers; one that has been cut before stays as it is.
+    Parameters stay the same objects, with less in them, but for those of a transformers `Conv1D`: it becomes
+    a linear layer with a new weight.
 
     Raises:
         UserError: the model is of another family, has low-bit layers already, or cannot be cut evenly.
@@ -72,9 +61,8 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
     units = _groups(size)
     if getattr(model, IS_SHARDED, False):
         return units
-    family = succeed_together(lambda: divisible_family(model, size))
+    family = succeed_together(divisible_family, model, size)
     _start_alike(model, units.tensor)
-    _draw_alike(units.tensor)
     transposed = replace_conv1d(model)
     sizes = module_sizes(model, family)
     _apply_autotp(model, family, size)
@@ -104,11 +92,7 @@ def _groups(size: int) -> GroupsOfRank:
 
 
 def divisible_family(model: nn.Module, size: int) -> Family:
-    """The family of a model that `size` ranks can share.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """The family of a model; refused are models that `size` ranks cannot share."""
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -133,27 +117,20 @@ def divisible_family(model: nn.Module, size: int) -> Family:
                 f"{TENSOR_KEY} = {size} does not divide the model's {field} {value}: "
                 f"set it to a divisor of {value}"
             )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            raise UserError(
-                f"parameter {name} was partitioned by deepspeed.zero.Init: build the model outside it"
-            )
     return family
 
 
 @torch.no_grad()
 def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all tensor ranks the weights of the first: shards of different models would fit nowhere."""
+    """Give all tensor ranks the weights and the generators of the first.
+
+    Shards of different models would fit nowhere, and dropout of what all hold must be the same.
+    """
     device, source = process_group.exchange_device(group), dist.get_process_group_ranks(group)[0]
     for tensor in [*model.parameters(), *model.buffers()]:
         values = tensor.detach().to(device).contiguous()
         dist.broadcast(values, source, group=group)
         tensor.copy_(values)
-
-
-def _draw_alike(group: dist.ProcessGroup) -> None:
-    """Give all tensor ranks the generators of the first: dropout of what they all hold must be the same."""
-    device, source = process_group.exchange_device(group), dist.get_process_group_ranks(group)[0]
     generators = [torch.default_generator]
     if torch.cuda.is_available():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])

@@ -264,13 +264,7 @@ def takes(function: Any, names: tuple[str, ...]) -> bool:
 
 
 def has_attribute(owner: str, name: str, path: str) -> bool:
-    """Whether a class, or the objects of it, have an attribute.
-
-    Args:
-        owner: dotted name of the class.
-        name: of the attribute.
-        path: the file in which objects of the class get theirs.
-    """
+    """Whether a class has an attribute, or objects of it get one in the file `path`."""
     is_set = re.search(rf"\bself\.{name}\b[^=\n]* = |__dict__\['{name}'\] = ", deepspeed_source(path))
     return hasattr(deepspeed_object(owner), name) or is_set is not None
 

@@ -91,13 +91,7 @@ class ZeroSurface(LastStep):
     _global_grad_norm: float | None
 
     def attach(self, loss_scaler: ZeroLossScaler, gradients: GradientPieces, options: StepOptions) -> None:
-        """Take the place of DeepSpeed's attributes of the same names; once, right after its constructor.
-
-        Args:
-            loss_scaler: over the run's grad scaler.
-            gradients: measures this rank's pieces.
-            options: of every step; clipping is DeepSpeed's.
-        """
+        """Take the place of DeepSpeed's attributes of the same names; once, right after its constructor."""
         self._loss_scaler, self.gradients, self._options = loss_scaler, gradients, options
         self._timers = PhaseTimers(self.__dict__.pop("timers"))
         for name in ("loss_scaler", "dynamic_loss_scale"):
@@ -107,7 +101,6 @@ class ZeroSurface(LastStep):
 
     @property
     def grad_scaler(self) -> GradScaler | None:
-        """The run's scaler."""
         return self._loss_scaler.grad_scaler
 
     @property
@@ -225,7 +218,6 @@ class ZeroSurface(LastStep):
         return self.gradients.measure(list(self.pieces()), is_exact=is_exact)
 
     def update(self, measured: Measurement, facts: GradientFacts | None) -> None:  # noqa: ARG002
-        """Take DeepSpeed's step."""
         assert facts is not None, "the host decides first"
         self._step_by(facts.norm)
 
@@ -252,11 +244,7 @@ class ZeroSurface(LastStep):
         self._has_sums = self._has_gradients = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
-        """Not supported once the optimizer is built.
-
-        Raises:
-            UserError: always.
-        """
+        """Refuse: the optimizer is built."""
         raise no_later_parameters()
 
 
@@ -419,9 +407,6 @@ def replace_optimizer_class(optimizer: Any) -> None:
     """Turn the engine's ZeRO optimizer into ours, in place: hooks of the model hold on to the object.
 
     `ZeroSurface.attach` must follow.
-
-    Raises:
-        UserError: it is of another class.
     """
     classes: dict[type, type] = {
         DeepSpeedZeroOptimizer: ZeroOptimizer,

@@ -39,13 +39,9 @@ class Piece(NamedTuple):
 class GradientPieces:
     """Measures the pieces of all ranks together.
 
-    Args:
-        parameters: all that are trained, also those this rank has no piece of; in the same order on ranks
-            that hold the same.
-        names: of each.
-        options: what is measured, over the training group; None: this process alone.
-        copies: ranks that hold copies of what is not sharded; None: there are none.
-        peers: the data-parallel ranks, over which gradients are averaged.
+    `parameters` are all that are trained, also those this rank has no piece of, in the same order on ranks
+    that hold the same. `copies` are the ranks that hold copies of what is not sharded, if there are any;
+    `peers` the data-parallel ranks, over which gradients are averaged.
 
     Attributes:
         later_stages: of a pipeline, which run their backward before this rank's.
@@ -68,7 +64,6 @@ class GradientPieces:
         self._is_counted = [_is_counted(parameter, copies) for parameter in parameters]
 
     def name_of(self, parameter: torch.nn.Parameter) -> str:
-        """Its name."""
         return self._names[self._places[id(parameter)]]
 
     def measure(self, pieces: Sequence[Piece], *, is_exact: bool) -> Measurement:
@@ -142,10 +137,7 @@ class PieceRegularizer:
 
     The gradient is made element by element from the weight and the number of the whole weight's elements,
     so each rank adds it to the pieces it owns, before they are measured; only its value is summed over the
-    ranks.
-
-    Args:
-        regularizer: whose settings and weights it takes, and whose `value` it sets.
+    ranks, as the regulariser's `value`.
     """
 
     def __init__(self, regularizer: DualRangeRegularizer) -> None:
@@ -156,13 +148,9 @@ class PieceRegularizer:
     def add_gradients(
         self, pieces: Iterable[Piece], loss_scale: float, *, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Once per optimizer step; collective.
+        """Once per optimizer step, to gradients multiplied by S; collective.
 
-        Args:
-            pieces: this rank's.
-            loss_scale: S by which their gradients are multiplied.
-            group: the data-parallel ranks, over which the value is summed.
-            device: one that `group` can exchange.
+        The value is summed over `group`, the data-parallel ranks, on a device that it can exchange.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         for parameter, gradient, start in pieces:

@@ -23,11 +23,7 @@ FORMAT = "megalowbit_grad_scaler"
 
 
 class ZeroLossScaler:
-    """What a ZeRO optimizer wants of a loss scaler, over ours.
-
-    Args:
-        grad_scaler: whose scale it is; None: 1, always.
-    """
+    """What a ZeRO optimizer wants of a loss scaler, over ours; without one the scale is always 1."""
 
     def __init__(self, grad_scaler: GradScaler | None) -> None:
         self.grad_scaler = grad_scaler

@@ -35,13 +35,9 @@ ZERO_KEYS = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer
 
 
 class ZeroStart:
-    """The two moments of a start at which ZeRO needs something done. Casts the model when it is made.
+    """The two moments of a start at which ZeRO needs something done.
 
-    Args:
-        model: fp32, or half already; its parameters are cast in place, but for norms kept in fp32.
-        parts: the configuration.
-        mpu: model-parallel unit, or None.
-        regularizer: at work, or None.
+    Parameters are cast in place when it is made, but for norms kept in fp32.
 
     Raises:
         UserError: the model is in pieces already.
@@ -104,7 +100,7 @@ class ZeroStart:
 
         options = StepOptions(
             **step_options(self._parts),
-            training_group=_world_group(),
+            training_group=dist.group.WORLD if process_group.world_size() > 1 else None,
             before_step=self._regularization(engine),
             instruments=self._instruments,
         )
@@ -147,12 +143,7 @@ class ZeroStart:
 
 
 def write_master(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """Set what this rank has of a parameter's fp32 master.
-
-    Args:
-        parameter: the model's.
-        values: (numel,) all of its elements.
-    """
+    """Set what this rank has of a parameter's fp32 master to its part of all `values`, (numel,)."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     if not hasattr(parameter, "ds_id"):
@@ -168,8 +159,3 @@ def _all_parameters(optimizer: Any) -> list[torch.nn.Parameter]:
     """What a ZeRO optimizer trains, in its own order, which is that of every rank."""
     groups = optimizer.fp16_groups if hasattr(optimizer, "fp16_groups") else optimizer.bit16_groups
     return [parameter for group in groups for parameter in group]
-
-
-def _world_group() -> dist.ProcessGroup | None:
-    """All ranks, which take each step together; None where there is one process."""
-    return dist.group.WORLD if process_group.world_size() > 1 else None

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megalowbit.config.engine_settings import EngineSettings
-from megalowbit.engine.run_checks.model import check_arguments, check_layers_kept, check_scaler, low_bit_names
+from megalowbit.engine.run_checks.model import check_arguments, check_layers_kept, check_scaler
 from megalowbit.errors import UserError
-from megalowbit.layers.conversion.convert import convert, restore
+from megalowbit.layers.conversion.convert import bit_layers, convert, restore
 from megalowbit.layers.recipe import recipe
 from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 
@@ -18,7 +18,7 @@ def model():
 def test_every_layer_that_was_converted_must_still_be_low_bit():
     net = model()
     convert(net, recipe("nvfp4"))
-    names = low_bit_names(net)
+    names = tuple(bit_layers(net))
     assert names == ("0", "1")
     check_layers_kept(net, names)
     net[1] = torch.nn.Identity()
