@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalowbit.errors import UserError, shown
+from megalowbit.config.values import check_value
+from megalowbit.errors import UserError
 from megalowbit.values import is_count
 
 TRAIN = "train_batch_size"
@@ -62,8 +63,7 @@ def _read(config: dict[str, Any], key: str) -> int | None:
     value: int | None = config.get(key)
     if value is None or value == "auto":
         return None
-    if not is_count(value):
-        raise UserError(f"{key} = {shown(value)} must be a whole number ≥ 1")
+    check_value(key, value, is_count(value), "a whole number ≥ 1")
     return value
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megalowbit.config.engine_settings import EngineSettings
+from megalowbit.config.values import check_value
 from megalowbit.errors import Problems, UserError, shown
 
 BLOCK = "zero_optimization"
@@ -147,11 +148,11 @@ def _is_switched(value: object, to: bool) -> bool:
     return isinstance(value, int | float) and value == to
 
 
-def _check_offload(key: str, offload: object, stage: int) -> None:
+def _check_offload(key: str, offload: Any, stage: int) -> None:
     if offload in (None, False, {}):
         return
-    if not isinstance(offload, Mapping):
-        raise UserError(f'{BLOCK}.{key} = {shown(offload)} must be an object such as {{"device": "cpu"}}')
+    is_object = isinstance(offload, Mapping)
+    check_value(f"{BLOCK}.{key}", offload, is_object, 'an object such as {"device": "cpu"}')
     device = "none" if offload.get("device") is None else offload["device"]
     if device == "none":
         return
