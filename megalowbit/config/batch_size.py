@@ -20,11 +20,9 @@ STEPS = "gradient_accumulation_steps"
 
 
 def fill_batch_sizes(config: dict[str, Any], world_size: int) -> None:
-    """Set all three keys in `config`; `"auto"` counts as not given, and an undetermined one becomes 1.
+    """Set all three keys in `config`, in place, for `world_size` data-parallel processes.
 
-    Args:
-        config: is changed in place.
-        world_size: data-parallel processes.
+    `"auto"` counts as not given, and an undetermined one becomes 1.
 
     Raises:
         UserError: none of batch size and micro batch size is given, a value is no positive whole number, or

@@ -171,9 +171,7 @@ AUTO_OF_DEEPSPEED = frozenset({"data_types.keep_in_fp32_modules"})
 def check_keys(config: Mapping[str, Any], ours: Iterable[str] = ()) -> None:
     """Refuse unknown top-level keys and everything that is not possible yet.
 
-    Args:
-        config: the configuration without its `"megalowbit"` block.
-        ours: keys of that block, which may have been written one level too high.
+    `config` lacks the `"megalowbit"` block, whose keys, `ours`, may have been written one level too high.
 
     Raises:
         UserError: names the key, its value and what to write instead.

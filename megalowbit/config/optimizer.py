@@ -166,9 +166,7 @@ def fill_optimizer(config: dict[str, Any]) -> None:
 def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
     """Validate `scheduler`, if there is one, and replace its `"auto"` values, in place.
 
-    Args:
-        config: with a filled `optimizer`, if it has one.
-        total_steps: optimizer steps of the run, if known.
+    A filled `optimizer` has the learning rate that some parameters stand for.
 
     Raises:
         UserError: names the wrong key or value, or an `"auto"` that needs `total_steps`.
@@ -200,12 +198,7 @@ def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
 
 
 def fill_lr_schedule(config: dict[str, Any], block: dict[str, Any], total_steps: int | None) -> None:
-    """Fill in `total_steps` of our own schedule, if there is one, in place.
-
-    Args:
-        config: DeepSpeed's part of the configuration.
-        block: our `"megalowbit"` block.
-        total_steps: optimizer steps of the run, if known.
+    """Fill in `total_steps` of the schedule in our `block`, if there is one, in place.
 
     Raises:
         UserError: DeepSpeed's `scheduler` is there, too, or the steps are not known.

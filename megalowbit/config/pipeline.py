@@ -34,10 +34,7 @@ FIXED = {
 
 
 def fill_pipeline(config: dict[str, Any]) -> None:
-    """Check the block of a configuration and fill in what it leaves out; no block stays none.
-
-    Args:
-        config: changed in place.
+    """Check the block of a configuration and fill in, in place, what it leaves out; no block stays none.
 
     Raises:
         UserError: names the key, its value and what it must be.
@@ -96,12 +93,7 @@ def interval_of(config: Mapping[str, Any]) -> int:
 
 
 def check_beside_stages(config: Mapping[str, Any], settings: EngineSettings, stages: int) -> None:
-    """Refuse what needs all layers in one process.
-
-    Args:
-        config: DeepSpeed's half, filled.
-        settings: the engine's.
-        stages: of the pipeline; 1 allows everything.
+    """Refuse what needs all layers in one process, where a pipeline has more than one stage.
 
     Raises:
         UserError: names key and value, and what to set.

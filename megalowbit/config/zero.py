@@ -48,9 +48,7 @@ OFFLOAD = ("offload_optimizer", "offload_param")
 def fill_zero(config: dict[str, Any], hidden_size: int | None = None) -> None:
     """Write DeepSpeed's old way to choose stage 0 in the new one, and sizes for `"auto"`, in place.
 
-    Args:
-        config: the configuration without its `"megalowbit"` block.
-        hidden_size: of the model; None leaves `"auto"` as it is.
+    Without the model's hidden size, `"auto"` stays as it is.
     """
     if config.get(BLOCK) is False:
         config[BLOCK] = {"stage": 0}
@@ -83,9 +81,7 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 def check_zero(config: Mapping[str, Any], settings: EngineSettings) -> None:
     """Refuse what does not work at the ZeRO stage that is asked for.
 
-    Args:
-        config: the configuration without its `"megalowbit"` block.
-        settings: that block, read.
+    `config` lacks the `"megalowbit"` block, which has been read into `settings`.
 
     Raises:
         UserError: names the key, its value and what to write instead.

@@ -61,11 +61,7 @@ def measure(*operands: MatmulOperand) -> None:
 
 
 def measure_products(*products: tuple[MatmulOperand | None, MatmulOperand | None]) -> None:
-    """Measure what products to come will ask for, in one host read.
-
-    Args:
-        products: left and right operand of each; `None` where the product is not wanted.
-    """
+    """Measure the operands, left and right, of products to come, in one host read; `None`: not wanted."""
     wanted: list[MatmulOperand] = []
     for left, right in products:
         if left is not None and right is not None and _may_fit(left, right):

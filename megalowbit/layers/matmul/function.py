@@ -134,15 +134,8 @@ def backward_products(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of input, weight and bias; then, of a weight split into parameters, those of U, S and V.
 
-    Args:
-        context: that of the forward.
-        grad_output: (…, out_features).
-        input: as `Forward.input`.
-        weight: as `Forward.weight`.
-        factors: as for `forward_products`.
-        in_features: of the layer.
-        dtypes: of the gradients.
-        needs_bias: whether the bias's gradient is asked for.
+    `input` and `weight` are what `Forward` kept, `grad_output` is (…, out_features), `dtypes` are those of
+    the gradients; the rest is as for `forward_products`.
     """
     grad_input = grad_weight = grad_bias = None
     grad, grad_t = _quantize_gradient(

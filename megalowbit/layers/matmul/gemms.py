@@ -145,13 +145,7 @@ def _in_rows(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def gemm_dtype(
     exact: Sequence[torch.dtype | None], compute_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """The dtype of both operands.
-
-    Args:
-        exact: `exact_dtype` of both; `None` where an operand is not quantised.
-        compute_dtype: of the layer.
-        device: of the operands.
-    """
+    """The dtype of both operands, whose `exact_dtype`s (`None`: not quantised) are `exact`."""
     if compute_dtype == torch.float64 or torch.float32 in exact:
         return torch.promote_types(compute_dtype, torch.float32)
     if compute_dtype == torch.bfloat16:
