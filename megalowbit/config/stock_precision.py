@@ -47,11 +47,9 @@ KEYS = {
 
 
 def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the stock blocks from `config` and return what they add to our block.
+    """Remove the stock blocks from `config`, in place, and return what they add to our `block`.
 
-    Args:
-        config: DeepSpeed's part of the configuration; changed in place.
-        block: our `"megalowbit"` block, with which they must agree.
+    The two must agree.
 
     Returns:
         `precision` and, for fp16, `grad_scaler`; empty if no stock block says anything about them.

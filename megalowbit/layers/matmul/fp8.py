@@ -105,10 +105,7 @@ def dtype_for(exponents: ExponentRange) -> torch.dtype | None:
 def decode_fp8(operand: MatmulOperand, dtype: torch.dtype, *, transpose: bool = False) -> Tensor:
     """A measured operand's matrix as FP8, contiguous; times 2^`scale_exponent` it is the decoded matrix.
 
-    Args:
-        operand: MXFP4.
-        dtype: as `dtype_for` says.
-        transpose: return (cols, rows) instead of (rows, cols).
+    `operand` is MXFP4, and `dtype` as `dtype_for` says. Transposed, the result is (cols, rows).
     """
     tensor, exponents = operand.tensor, operand.exponents
     assert isinstance(tensor, QuantizedTensor)
@@ -153,15 +150,9 @@ def multiply(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor | None:
-    """Multiply left · right + bias in FP8, or `None` where operands would not be exact or sizes do not fit.
+    """Multiply in FP8 as `gemms.multiply`; `None` where operands would not be exact or sizes do not fit.
 
-    Args:
-        left: (m, k) as stored, or (k, m) with `transpose_left`.
-        right: (k, n) as stored, or (n, k) with `transpose_right`.
-        transpose_left: multiply by the transpose of what is stored.
-        transpose_right: as above.
-        out_dtype: of the result.
-        bias: (n,), added in fp32.
+    Transposes are of what is stored.
 
     Raises:
         UserError: the device has no FP8.

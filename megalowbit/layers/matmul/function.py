@@ -61,14 +61,8 @@ def forward_products(
 ) -> Forward:
     """Quantise, multiply, and make what backward will need.
 
-    Args:
-        context: quantisers, dtypes and slots.
-        input: (…, in_features).
-        weight: (out_features, in_features); W_R of a weight split into parameters.
-        bias: (out_features,) or `None`.
-        factors: of a weight split into parameters; they are not part of what is kept.
-        keeps_input: whether the weight's gradient, or that of a factor, will be asked for.
-        keeps_weight: whether the input's gradient will be asked for.
+    Arguments are those of `lowbit_linear`; `factors` are not part of what is kept. `keeps_input` says whether
+    the weight's gradient, or that of a factor, will be asked for, `keeps_weight` the same of the input's.
     """
     plan = context.quantizations
     split_input = context.split(input, "input")

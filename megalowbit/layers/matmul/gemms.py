@@ -90,11 +90,7 @@ def _scaled_product(
 def finish(product: Tensor, scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Compute product · scale + bias in fp32 (fp64), rounded once; overwrites the product if it can.
 
-    Args:
-        product: (m, n).
-        scale: 0-dim, or `None` for 1.
-        bias: (n,), or `None`.
-        out_dtype: of the result.
+    `product` is (m, n), `scale` 0-dim (`None`: 1), `bias` (n,) or `None`.
     """
     if scale is None and bias is None:
         return product.to(out_dtype)

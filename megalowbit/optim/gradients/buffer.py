@@ -124,8 +124,7 @@ class GradBuffer:
 
         Reads the device.
 
-        Args:
-            is_before: as it was at `before_reduction`; else as it is now.
+        `is_before`: as it was at `before_reduction`; else as it is now.
         """
         if not self.parameters:
             return []
