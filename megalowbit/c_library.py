@@ -10,6 +10,7 @@ is loaded is the open file that was checked, whatever its name may mean by then.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -22,7 +23,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megalowbit.errors import UserError
 
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Tried in this order: not every compiler knows the machine it runs on, or has OpenMP.
@@ -39,33 +46,72 @@ class UnavailableError(Exception):
     """Why there is no library; the message is a clause with the remedy."""
 
 
-def load_checked(
-    source: Path,
-    headers: Sequence[str],
-    answers: Callable[[ctypes.CDLL], Mapping[str, int]],
-    known: Mapping[str, int],
-) -> tuple[ctypes.CDLL | None, str | None]:
-    """Load or build a library of kernels, and refuse one that a compiler has got wrong.
+@dataclass
+class KernelLibrary:
+    """A C file as a library: compiled, checked against known bits and loaded on first use.
 
-    Args:
+    Attributes:
         source: the C file; it has `megalowbit_has_threads`.
         headers: names of the files beside it that it includes.
         answers: what a library computes, by what was asked of it.
         known: what it must compute.
-
-    Returns:
-        The library, or `None` and why there is none, with the remedy; the caller says what that means.
+        fallback: what a warning says happens without the library; by default nothing is logged.
     """
-    try:
-        library = find_or_build(source, headers)
-        for name, answer in answers(library).items():
-            if answer != known[name]:
-                raise UnavailableError(f"the compiled library fails its self-check ({name}): set CC")
-    except (UnavailableError, OSError) as error:  # OSError: there is no place for temporary files
-        return None, str(error)
-    if not library.megalowbit_has_threads():
-        logger.warning("%s was compiled without OpenMP and uses one thread: install libgomp", source.name)
-    return library, None
+
+    source: Path
+    headers: Sequence[str]
+    answers: Callable[[ctypes.CDLL], Mapping[str, int]]
+    known: Mapping[str, int]
+    fallback: str | None = None
+
+    def load(self) -> tuple[ctypes.CDLL | None, str | None]:
+        """The library, or `None` and why there is none; compiled, or found in the cache, at every call."""
+        try:
+            library = find_or_build(self.source, self.headers)
+            with _disable_current_modes():
+                answers = self.answers(library)
+            for name, answer in answers.items():
+                if answer != self.known[name]:
+                    raise UnavailableError(f"the compiled library fails its self-check ({name}): set CC")
+        except (UnavailableError, OSError) as error:  # OSError: there is no place for temporary files
+            if self.fallback is not None:
+                logger.warning("%s: %s", self.fallback, error)
+            return None, str(error)
+        if not library.megalowbit_has_threads():
+            name = self.source.name
+            logger.warning("%s was compiled without OpenMP and uses one thread: install libgomp", name)
+        return library, None
+
+    @functools.cached_property
+    def _loaded(self) -> tuple[ctypes.CDLL | None, str | None]:
+        return self.load()
+
+    def why_unavailable(self) -> str | None:
+        """Why there is no library, with the remedy; `None` if there is one."""
+        return self._loaded[1]
+
+    def get(self) -> ctypes.CDLL:
+        """The library, which must be available."""
+        library, reason = self._loaded
+        assert library is not None, reason
+        return library
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where the numbers lie.
+
+    Raises:
+        UserError: the tensor's storage was freed.
+    """
+    if tensor is None:
+        return None
+    assert not tensor.is_neg(), "a negated view's memory holds other numbers"
+    place = tensor.data_ptr()
+    if not place and tensor.numel():
+        raise UserError(
+            f"a tensor of {tuple(tensor.shape)} has no memory: its storage was freed, gather it first"
+        )
+    return place
 
 
 def find_or_build(source: Path, headers: Sequence[str] = ()) -> ctypes.CDLL:

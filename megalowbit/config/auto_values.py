@@ -24,11 +24,8 @@ def guessed_values(
 ) -> tuple[str, ...]:
     """`key = value` of each `"auto"` that was a guess.
 
-    Args:
-        config: DeepSpeed's keys, valid, as they were written.
-        filled: the same, filled in.
-        given_precision: of our block; None where it has none.
-        precision: that trains.
+    `config` has DeepSpeed's keys, valid, as they were written, `filled` the same filled in. `given_precision`
+    is that of our block, or None, and `precision` the one that trains.
     """
     keys = [
         *_guessed_batch_sizes(config),

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalowbit.errors import UserError, shown
+from megalowbit.config.values import check_value
+from megalowbit.errors import UserError
 from megalowbit.values import is_count
 
 TRAIN = "train_batch_size"
@@ -19,11 +20,9 @@ STEPS = "gradient_accumulation_steps"
 
 
 def fill_batch_sizes(config: dict[str, Any], world_size: int) -> None:
-    """Set all three keys in `config`; `"auto"` counts as not given, and an undetermined one becomes 1.
+    """Set all three keys in `config`, in place, for `world_size` data-parallel processes.
 
-    Args:
-        config: is changed in place.
-        world_size: data-parallel processes.
+    `"auto"` counts as not given, and an undetermined one becomes 1.
 
     Raises:
         UserError: none of batch size and micro batch size is given, a value is no positive whole number, or
@@ -62,8 +61,7 @@ def _read(config: dict[str, Any], key: str) -> int | None:
     value: int | None = config.get(key)
     if value is None or value == "auto":
         return None
-    if not is_count(value):
-        raise UserError(f"{key} = {shown(value)} must be a whole number ≥ 1")
+    check_value(key, value, is_count(value), "a whole number ≥ 1")
     return value
 
 

@@ -26,9 +26,9 @@ from megalowbit.config.optimizer import fill_lr_schedule, fill_optimizer, fill_s
 from megalowbit.config.pipeline import fill_pipeline
 from megalowbit.config.stock_precision import BLOCKS as STOCK_BLOCKS
 from megalowbit.config.stock_precision import take_stock_precision
-from megalowbit.config.values import check_values
+from megalowbit.config.values import check_value, check_values, unknown_key
 from megalowbit.config.zero import check_parameter_split, check_zero, fill_zero
-from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
+from megalowbit.errors import Problems, UserError, invalid_settings
 from megalowbit.json_text import is_finite_number, read_json_object
 
 BLOCK = "megalowbit"
@@ -84,8 +84,7 @@ def read_deepspeed_config(
     """
     raw = _copy(config) if isinstance(config, dict) else load_json(config)
     block = raw.pop(BLOCK, {})
-    if not isinstance(block, dict):
-        raise UserError(f'"{BLOCK}" = {shown(block)} must be an object {{…}}')
+    check_value(f'"{BLOCK}"', block, isinstance(block, dict), "an object {…}")
     written, given_precision = _copy(raw), block.get("precision")
     problems = Problems()
     steps: tuple[Callable[[], object], ...] = (
@@ -127,7 +126,7 @@ def _check_block_keys(block: dict[str, Any]) -> None:
     known = (*LOOP_SECTIONS, *EngineSettings.model_fields)
     for key in block:
         if key not in known:
-            problems.add(unknown_name("key", f"{BLOCK}.{key}", [f"{BLOCK}.{name}" for name in known]))
+            problems.add(unknown_key(BLOCK, key, known))
     problems.raise_any()
 
 
@@ -150,6 +149,6 @@ def _fill_clipping(config: dict[str, Any]) -> None:
     value = config.get("gradient_clipping")
     if value is None or value == "auto":
         value = DEFAULT_CLIPPING
-    if not is_finite_number(value) or value < 0:
-        raise UserError(f"gradient_clipping = {shown(value)} must be a finite number ≥ 0 (0: no clipping)")
+    is_valid = is_finite_number(value) and value >= 0
+    check_value("gradient_clipping", value, is_valid, "a finite number ≥ 0 (0: no clipping)")
     config["gradient_clipping"] = float(value)

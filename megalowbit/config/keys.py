@@ -10,65 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from megalowbit.config.values import RULES, unknown_key
 from megalowbit.errors import Problems, UserError, shown, unknown_name
 
-# What DeepSpeedConfig and deepspeed.initialize read from the top level, removed features left out.
-KNOWN_KEYS = frozenset(
-    {
-        "activation_checkpointing",
-        "aio",
-        "autotuning",
-        "bf16",
-        "bfloat16",
-        "checkpoint",
-        "comet",
-        "comms_logger",
-        "communication_data_type",
-        "compile",
-        "csv_monitor",
-        "data_efficiency",
-        "data_parallel_size",
-        "data_types",
-        "dataloader_drop_last",
-        "datastates_ckpt",
-        "disable_allgather",
-        "disable_python_gc",
-        "dump_state",
-        "expert_parallel",
-        "flops_profiler",
-        "fp16",
-        "gradient_accumulation_steps",
-        "gradient_allreduce_op",
-        "gradient_clipping",
-        "gradient_predivide_factor",
-        "hybrid_engine",
-        "log_level",
-        "managed_gradient_accumulation",
-        "memory_breakdown",
-        "optimizer",
-        "pipeline",
-        "prescale_gradients",
-        "scheduler",
-        "seq_parallel_communication_data_type",
-        "sequence_parallel_size",
-        "steps_per_print",
-        "tensor_parallel",
-        "tensorboard",
-        "timers",
-        "torch_autocast",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "use_data_before_expert_parallelism",
-        "vocabulary_size",
-        "wall_clock_breakdown",
-        "wandb",
-        "weight_quantization",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "zero_optimization",
-    }
-)
-
+KNOWN_KEYS = frozenset(RULES)
 # Of the blocks that size a run: DeepSpeed's models know them too, but only once it is imported, and a dry run
 # that takes a misspelt stage for none sizes another run.
 ZERO_KEYS = frozenset(
@@ -226,9 +171,7 @@ AUTO_OF_DEEPSPEED = frozenset({"data_types.keep_in_fp32_modules"})
 def check_keys(config: Mapping[str, Any], ours: Iterable[str] = ()) -> None:
     """Refuse unknown top-level keys and everything that is not possible yet.
 
-    Args:
-        config: the configuration without its `"megalowbit"` block.
-        ours: keys of that block, which may have been written one level too high.
+    `config` lacks the `"megalowbit"` block, whose keys, `ours`, may have been written one level too high.
 
     Raises:
         UserError: names the key, its value and what to write instead.
@@ -263,8 +206,7 @@ def _check_nested(block: str, values: Any, known: frozenset[str], problems: Prob
     refused = {dotted.removeprefix(f"{block}.") for dotted, _, _ in REFUSED}
     for key in values:
         if key not in known and key not in refused:
-            names = [f"{block}.{name}" for name in sorted(known)]
-            problems.add(unknown_name("key", f"{block}.{key}", names))
+            problems.add(unknown_key(block, key, sorted(known)))
 
 
 def check_no_auto_left(config: Mapping[str, Any], prefix: str = "") -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from megalowbit.config.values import check_value, unknown_key
 from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
 from megalowbit.json_text import is_finite_number
 from megalowbit.optim.schedules.factors import wants_total_steps
@@ -165,9 +166,7 @@ def fill_optimizer(config: dict[str, Any]) -> None:
 def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
     """Validate `scheduler`, if there is one, and replace its `"auto"` values, in place.
 
-    Args:
-        config: with a filled `optimizer`, if it has one.
-        total_steps: optimizer steps of the run, if known.
+    A filled `optimizer` has the learning rate that some parameters stand for.
 
     Raises:
         UserError: names the wrong key or value, or an `"auto"` that needs `total_steps`.
@@ -182,10 +181,9 @@ def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
     required, optional = SCHEDULERS[name]
     params = _params(block, "scheduler")
     problems = Problems()
-    known = [f"scheduler.params.{one}" for one in (*required, *optional)]
     for key in params:
         if key not in (*required, *optional):
-            problems.add(unknown_name("key", f"scheduler.params.{key}", known))
+            problems.add(unknown_key("scheduler.params", key, (*required, *optional)))
     for key in required:
         if key not in params:
             problems.add(UserError(f'scheduler.params.{key} is missing: {name} needs it (or "auto")'))
@@ -200,12 +198,7 @@ def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
 
 
 def fill_lr_schedule(config: dict[str, Any], block: dict[str, Any], total_steps: int | None) -> None:
-    """Fill in `total_steps` of our own schedule, if there is one, in place.
-
-    Args:
-        config: DeepSpeed's part of the configuration.
-        block: our `"megalowbit"` block.
-        total_steps: optimizer steps of the run, if known.
+    """Fill in `total_steps` of the schedule in our `block`, if there is one, in place.
 
     Raises:
         UserError: DeepSpeed's `scheduler` is there, too, or the steps are not known.
@@ -265,18 +258,16 @@ def _auto(key: str, lr: float | None, total_steps: int | None) -> Any:
 
 def _block(config: dict[str, Any], name: str) -> dict[str, Any]:
     block = config[name]
-    if not isinstance(block, dict):
-        raise UserError(f'{name} = {shown(block)} must be an object such as {{"type": …, "params": {{…}}}}')
+    check_value(name, block, isinstance(block, dict), 'an object such as {"type": …, "params": {…}}')
     for key in block:
         if key not in ("type", "params"):
-            raise unknown_name("key", f"{name}.{key}", (f"{name}.type", f"{name}.params"))
+            raise unknown_key(name, key, ("type", "params"))
     return block
 
 
 def _params(block: dict[str, Any], name: str) -> dict[str, Any]:
     params = {} if block.get("params") is None else block["params"]
-    if not isinstance(params, dict):
-        raise UserError(f"{name}.params = {shown(params)} must be an object")
+    check_value(f"{name}.params", params, isinstance(params, dict), "an object")
     return params
 
 
@@ -291,15 +282,13 @@ def _check_scheduler_value(key: str, value: Any) -> None:
         if value not in NAMES[key]:
             raise unknown_name(what, value, NAMES[key])
     elif key in SWITCHES:
-        if not isinstance(value, bool):
-            raise UserError(f"{what} = {shown(value)} must be true or false")
+        check_value(what, value, isinstance(value, bool), "true or false")
     elif value is None and key in NULLABLE:
         return
     elif _has_truth_value(value):
         raise UserError(f"{what} = {shown(value)} is not valid: write a number")
-    elif not all(is_finite_number(one) and one >= 0 for one in values):
-        raise UserError(f"{what} = {shown(value)} must be a finite number ≥ 0")
-    elif key in COUNTS and not is_count(value):
-        raise UserError(f"{what} = {shown(value)} must be a whole number ≥ 1")
-    elif key in RATIOS and value > 1:
-        raise UserError(f"{what} = {shown(value)} must be a number in [0, 1]")
+    else:
+        is_number = all(is_finite_number(one) and one >= 0 for one in values)
+        check_value(what, value, is_number, "a finite number ≥ 0")
+        check_value(what, value, key not in COUNTS or is_count(value), "a whole number ≥ 1")
+        check_value(what, value, key not in RATIOS or value <= 1, "a number in [0, 1]")

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalowbit.config.engine_settings import EngineSettings
+from megalowbit.config.values import check_value, unknown_key
 from megalowbit.config.zero import zero_stage
-from megalowbit.errors import Problems, UserError, shown, unknown_name
+from megalowbit.errors import Problems, UserError, unknown_name
 from megalowbit.values import is_count
 
 BEST = "best"  # DeepSpeed's name for its default, which is "parameters"
@@ -33,10 +34,7 @@ FIXED = {
 
 
 def fill_pipeline(config: dict[str, Any]) -> None:
-    """Check the block of a configuration and fill in what it leaves out; no block stays none.
-
-    Args:
-        config: changed in place.
+    """Check the block of a configuration and fill in, in place, what it leaves out; no block stays none.
 
     Raises:
         UserError: names the key, its value and what it must be.
@@ -54,17 +52,16 @@ def fill_pipeline(config: dict[str, Any]) -> None:
 
 def _check_key(key: str, value: Any) -> None:
     if key not in DEFAULTS:
-        raise unknown_name("key", f"pipeline.{key}", [f"pipeline.{known}" for known in DEFAULTS])
+        raise unknown_key("pipeline", key, DEFAULTS)
     if value is None and key == "use_reentrant":
         return
     default = DEFAULTS[key]
     if isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise UserError(f"pipeline.{key} = {shown(value)} must be true or false")
+        check_value(f"pipeline.{key}", value, isinstance(value, bool), "true or false")
     elif isinstance(default, int):
         lowest = int(key == "stages")
-        if not is_count(value, least=lowest):
-            raise UserError(f"pipeline.{key} = {shown(value)} must be a whole number ≥ {lowest}")
+        is_valid = is_count(value, least=lowest)
+        check_value(f"pipeline.{key}", value, is_valid, f"a whole number ≥ {lowest}")
     elif value not in PARTITIONS:
         raise unknown_name(f"pipeline.{key}", value, PARTITIONS)
     if key in FIXED and value is not DEFAULTS[key]:
@@ -96,12 +93,7 @@ def interval_of(config: Mapping[str, Any]) -> int:
 
 
 def check_beside_stages(config: Mapping[str, Any], settings: EngineSettings, stages: int) -> None:
-    """Refuse what needs all layers in one process.
-
-    Args:
-        config: DeepSpeed's half, filled.
-        settings: the engine's.
-        stages: of the pipeline; 1 allows everything.
+    """Refuse what needs all layers in one process, where a pipeline has more than one stage.
 
     Raises:
         UserError: names key and value, and what to set.

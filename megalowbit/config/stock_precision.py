@@ -12,20 +12,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from megalowbit.errors import UserError, shown, unknown_name
+from megalowbit.config.values import check_value, unknown_key
+from megalowbit.errors import UserError, shown
 from megalowbit.json_text import is_finite_number
 
 logger = logging.getLogger(__name__)
 
 BLOCKS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-SCALER_KEYS = (
-    "loss_scale",
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "min_loss_scale",
-    "consecutive_hysteresis",
-)
 SCALER_DEFAULTS = {
     "loss_scale": 0,
     "initial_scale_power": 16,
@@ -34,6 +27,7 @@ SCALER_DEFAULTS = {
     "min_loss_scale": 1,
     "consecutive_hysteresis": False,
 }
+SCALER_KEYS = tuple(SCALER_DEFAULTS)
 # keys that must have this value, and why
 FIXED = {
     "auto_cast": (False, "inputs keep their type; megalowbit.autocast casts by operation"),
@@ -53,11 +47,9 @@ KEYS = {
 
 
 def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the stock blocks from `config` and return what they add to our block.
+    """Remove the stock blocks from `config`, in place, and return what they add to our `block`.
 
-    Args:
-        config: DeepSpeed's part of the configuration; changed in place.
-        block: our `"megalowbit"` block, with which they must agree.
+    The two must agree.
 
     Returns:
         `precision` and, for fp16, `grad_scaler`; empty if no stock block says anything about them.
@@ -112,24 +104,22 @@ def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> di
     return {"precision": precision, "grad_scaler": scaler}
 
 
-def _check_block(name: str, stock: object, keys: tuple[str, ...]) -> None:
-    if not isinstance(stock, Mapping):
-        raise UserError(f'{name} = {shown(stock)} must be an object such as {{"enabled": true}}')
-    for key in stock:
+def _check_block(name: str, stock: Any, keys: tuple[str, ...]) -> None:
+    is_object = isinstance(stock, Mapping)
+    check_value(name, stock, is_object, 'an object such as {"enabled": true}')
+    for key, value in stock.items():
         if key not in keys:
-            raise unknown_name("key", f"{name}.{key}", [f"{name}.{known}" for known in keys])
-        is_switch = key in FIXED or key in IGNORED
-        if is_switch and stock[key] != "auto" and not isinstance(stock[key], bool):
-            raise UserError(f"{name}.{key} = {shown(stock[key])} must be true or false")
+            raise unknown_key(name, key, keys)
+        is_switch = (key in FIXED or key in IGNORED) and value != "auto"
+        check_value(f"{name}.{key}", value, not is_switch or isinstance(value, bool), "true or false")
 
 
 def _is_enabled(name: str, stock: Mapping[str, Any], precision: str, wanted: object) -> bool:
     value = stock.get("enabled", False)
     if value == "auto":
         return wanted == precision
-    if not isinstance(value, bool):
-        raise UserError(f'{name}.enabled = {shown(value)} must be true, false or "auto"')
-    return value
+    check_value(f"{name}.enabled", value, isinstance(value, bool), 'true, false or "auto"')
+    return bool(value)
 
 
 def _check_counterparts(name: str, stock: Mapping[str, Any]) -> None:
@@ -148,30 +138,27 @@ def _scaler(stock: Mapping[str, Any]) -> dict[str, Any]:
         value = stock.get(key, default)
         values[key] = default if value == "auto" else value
         if isinstance(default, bool):
-            if not isinstance(values[key], bool):
-                raise UserError(f"fp16.{key} = {shown(value)} must be true or false")
+            check_value(f"fp16.{key}", value, isinstance(values[key], bool), "true or false")
             continue
-        if not is_finite_number(values[key]) or values[key] < 0:
-            raise UserError(f"fp16.{key} = {shown(value)} must be a finite number ≥ 0")
+        is_number = is_finite_number(values[key]) and values[key] >= 0
+        check_value(f"fp16.{key}", value, is_number, "a finite number ≥ 0")
     if values["loss_scale"]:
         return {"type": "constant", "scale": float(values["loss_scale"])}
     power = values["initial_scale_power"]
-    if not isinstance(power, int) or power > 32:
-        raise UserError(f"fp16.initial_scale_power = {shown(power)} must be a whole number, 0 … 32")
+    is_power = isinstance(power, int) and power <= 32
+    check_value("fp16.initial_scale_power", power, is_power, "a whole number, 0 … 32")
     initial = 2.0**power
     for key in ("loss_scale_window", "hysteresis"):
-        if not isinstance(values[key], int) or values[key] < 1:
-            raise UserError(f"fp16.{key} = {shown(values[key])} must be a whole number ≥ 1")
-    if not 0 < values["min_loss_scale"] <= initial:
-        raise UserError(
-            f"fp16.min_loss_scale = {shown(values['min_loss_scale'])} must be > 0 and at most "
-            f"the initial scale {initial:g}"
-        )
+        is_count = isinstance(values[key], int) and values[key] >= 1
+        check_value(f"fp16.{key}", values[key], is_count, "a whole number ≥ 1")
+    lowest = values["min_loss_scale"]
+    is_below = 0 < lowest <= initial
+    check_value("fp16.min_loss_scale", lowest, is_below, f"> 0 and at most the initial scale {initial:g}")
     return {
         "type": "dynamic",
         "mode": "deepspeed",
         "initial_scale": initial,
-        "min_scale": float(values["min_loss_scale"]),
+        "min_scale": float(lowest),
         "growth_interval": values["loss_scale_window"],
         "hysteresis": values["hysteresis"],
         "consecutive_hysteresis": values["consecutive_hysteresis"],

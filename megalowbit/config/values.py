@@ -8,103 +8,141 @@ of 1e-300 is infinite in fp32. What has keys of its own and a pydantic model in 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megalowbit.errors import Problems, UserError, shown, unknown_name
 from megalowbit.json_text import is_finite_number
 from megalowbit.values import is_count
 
-OBJECT_KEYS = frozenset(
-    {
-        "activation_checkpointing",
-        "aio",
-        "autotuning",
-        "checkpoint",
-        "comet",
-        "comms_logger",
-        "compile",
-        "csv_monitor",
-        "data_efficiency",
-        "data_types",
-        "datastates_ckpt",
-        "expert_parallel",
-        "flops_profiler",
-        "hybrid_engine",
-        "pipeline",
-        "tensor_parallel",
-        "tensorboard",
-        "timers",
-        "torch_autocast",
-        "wandb",
-        "weight_quantization",
-        "zero_optimization",
-    }
-)
-BOOLEAN_KEYS = frozenset(
-    {
-        "dataloader_drop_last",
-        "disable_allgather",
-        "disable_python_gc",
-        "dump_state",
-        "memory_breakdown",
-        "prescale_gradients",
-        "use_data_before_expert_parallelism",
-        "wall_clock_breakdown",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-    }
-)
-COUNT_KEYS = frozenset({"steps_per_print", "vocabulary_size"})  # null: never, unknown
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-# DeepSpeed takes capitals too; null, where it is allowed, is the default
-CHOICES: dict[str, tuple[str, ...]] = {
-    "log_level": LOG_LEVELS,
-    "gradient_allreduce_op": ("mean", "sum"),
-    "communication_data_type": ("fp32", "fp16", "bf16"),
-    "seq_parallel_communication_data_type": ("fp32", "fp16", "bf16"),
-}
-NEEDS_A_CHOICE = frozenset({"gradient_allreduce_op"})
+ALLREDUCE_OPS = ("mean", "sum")
+COMMUNICATION_DTYPES = ("fp32", "fp16", "bf16")
 # gradients are multiplied by the factor and by its inverse, in fp32: both must leave room for them
 PREDIVIDE_RANGE = (1e-6, 1e6)
 MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+Rule = Callable[[str, Any], None]  # takes key and value, raises UserError
+
+
+def check_value(key: str, value: object, is_valid: bool, rule: str) -> None:
+    """Raise `UserError` "`key` = `value` must be `rule`" unless `is_valid`."""
+    if not is_valid:
+        raise UserError(f"{key} = {shown(value)} must be {rule}")
+
+
+def unknown_key(block: str, key: str, known: Iterable[str]) -> UserError:
+    """The error for a key of a block that is none of its `known` ones."""
+    return unknown_name("key", f"{block}.{key}", [f"{block}.{name}" for name in known])
+
+
+def _object(key: str, value: Any) -> None:
+    check_value(key, value, isinstance(value, Mapping), "an object {…}: write one, or remove it")
+
+
+def _object_or_switch(key: str, value: Any) -> None:
+    if not isinstance(value, bool):  # DeepSpeed's old way to choose ZeRO stage 0 or 1
+        _object(key, value)
+
+
+def _switch(key: str, value: Any) -> None:
+    check_value(key, value, isinstance(value, bool), "true or false")
+
+
+def _count_or_null(key: str, value: Any) -> None:  # null: never, unknown
+    check_value(key, value, value is None or is_count(value), "a whole number ≥ 1, or null")
+
+
+def _predivide_factor(key: str, value: Any) -> None:
+    low, high = PREDIVIDE_RANGE
+    is_valid = is_finite_number(value) and low <= value <= high
+    check_value(key, value, is_valid, f"a number from {low:g} to {high:g} (1: no effect)")
+
+
+def _one_of(names: Sequence[str], *, is_nullable: bool = True) -> Rule:
+    def check(key: str, value: Any) -> None:
+        is_default = value is None and is_nullable
+        # DeepSpeed takes capitals too
+        if not is_default and (not isinstance(value, str) or value.lower() not in names):
+            raise unknown_name(key, value, names)
+
+    return check
+
+
+# What DeepSpeedConfig and deepspeed.initialize read from the top level, removed features left out; None: what
+# it may hold is checked where the key is refused or filled in.
+RULES: dict[str, Rule | None] = {
+    "activation_checkpointing": _object,
+    "aio": _object,
+    "autotuning": _object,
+    "bf16": None,
+    "bfloat16": None,
+    "checkpoint": _object,
+    "comet": _object,
+    "comms_logger": _object,
+    "communication_data_type": _one_of(COMMUNICATION_DTYPES),
+    "compile": _object,
+    "csv_monitor": _object,
+    "data_efficiency": _object,
+    "data_parallel_size": None,
+    "data_types": _object,
+    "dataloader_drop_last": _switch,
+    "datastates_ckpt": _object,
+    "disable_allgather": _switch,
+    "disable_python_gc": _switch,
+    "dump_state": _switch,
+    "expert_parallel": _object,
+    "flops_profiler": _object,
+    "fp16": None,
+    "gradient_accumulation_steps": None,
+    "gradient_allreduce_op": _one_of(ALLREDUCE_OPS, is_nullable=False),
+    "gradient_clipping": None,
+    "gradient_predivide_factor": _predivide_factor,
+    "hybrid_engine": _object,
+    "log_level": _one_of(LOG_LEVELS),
+    "managed_gradient_accumulation": None,
+    "memory_breakdown": _switch,
+    "optimizer": None,
+    "pipeline": _object,
+    "prescale_gradients": _switch,
+    "scheduler": None,
+    "seq_parallel_communication_data_type": _one_of(COMMUNICATION_DTYPES),
+    "sequence_parallel_size": None,
+    "steps_per_print": _count_or_null,
+    "tensor_parallel": _object,
+    "tensorboard": _object,
+    "timers": _object,
+    "torch_autocast": _object,
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
+    "use_data_before_expert_parallelism": _switch,
+    "vocabulary_size": _count_or_null,
+    "wall_clock_breakdown": _switch,
+    "wandb": _object,
+    "weight_quantization": _object,
+    "zero_allow_untested_optimizer": _switch,
+    "zero_force_ds_cpu_optimizer": _switch,
+    "zero_optimization": _object_or_switch,
+}
 
 
 def check_values(config: Mapping[str, Any]) -> None:
     """Refuse top-level values of a wrong type or out of range.
 
-    Args:
-        config: the configuration without its `"megalowbit"` block; unknown keys are not looked at.
+    Unknown keys are not looked at, see `keys`.
 
     Raises:
         UserError: names the key, its value and what it must be.
     """
     problems = Problems()
     for key, value in config.items():
-        with problems.collect():
-            _check_value(key, value)
+        rule = RULES.get(key)
+        if rule is not None:
+            with problems.collect():
+                rule(key, value)
     for key, package in MONITOR_PACKAGES.items():
         with problems.collect():
             _check_monitor(key, config.get(key), package)
     problems.raise_any()
-
-
-def _check_value(key: str, value: Any) -> None:
-    if key in OBJECT_KEYS:
-        _check_object(key, value)
-    elif key in BOOLEAN_KEYS and not isinstance(value, bool):
-        raise UserError(f"{key} = {shown(value)} must be true or false")
-    elif key in COUNT_KEYS and value is not None and not is_count(value):
-        raise UserError(f"{key} = {shown(value)} must be a whole number ≥ 1, or null")
-    elif key in CHOICES and not (value is None and key not in NEEDS_A_CHOICE):
-        if not isinstance(value, str) or value.lower() not in CHOICES[key]:
-            raise unknown_name(key, value, CHOICES[key])
-    elif key == "gradient_predivide_factor":
-        low, high = PREDIVIDE_RANGE
-        if not is_finite_number(value) or not low <= value <= high:
-            raise UserError(
-                f"{key} = {shown(value)} must be a number from {low:g} to {high:g} (1: no effect)"
-            )
 
 
 def _check_monitor(key: str, block: Any, package: str) -> None:
@@ -114,14 +152,6 @@ def _check_monitor(key: str, block: Any, package: str) -> None:
             f"{key}.enabled = {shown(is_on)} needs the package {package}: pip install {package}, "
             "or set it to false"
         )
-
-
-def _check_object(key: str, value: object) -> None:
-    # a boolean is DeepSpeed's old way to choose ZeRO stage 0 or 1
-    if key == "zero_optimization" and isinstance(value, bool):
-        return
-    if not isinstance(value, Mapping):
-        raise UserError(f"{key} = {shown(value)} must be an object {{…}}: write one, or remove it")
 
 
 def _is_installed(package: str) -> bool:

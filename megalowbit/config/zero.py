@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megalowbit.config.engine_settings import EngineSettings
+from megalowbit.config.values import check_value
 from megalowbit.errors import Problems, UserError, shown
 
 BLOCK = "zero_optimization"
@@ -47,9 +48,7 @@ OFFLOAD = ("offload_optimizer", "offload_param")
 def fill_zero(config: dict[str, Any], hidden_size: int | None = None) -> None:
     """Write DeepSpeed's old way to choose stage 0 in the new one, and sizes for `"auto"`, in place.
 
-    Args:
-        config: the configuration without its `"megalowbit"` block.
-        hidden_size: of the model; None leaves `"auto"` as it is.
+    Without the model's hidden size, `"auto"` stays as it is.
     """
     if config.get(BLOCK) is False:
         config[BLOCK] = {"stage": 0}
@@ -82,9 +81,7 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 def check_zero(config: Mapping[str, Any], settings: EngineSettings) -> None:
     """Refuse what does not work at the ZeRO stage that is asked for.
 
-    Args:
-        config: the configuration without its `"megalowbit"` block.
-        settings: that block, read.
+    `config` lacks the `"megalowbit"` block, which has been read into `settings`.
 
     Raises:
         UserError: names the key, its value and what to write instead.
@@ -147,11 +144,11 @@ def _is_switched(value: object, to: bool) -> bool:
     return isinstance(value, int | float) and value == to
 
 
-def _check_offload(key: str, offload: object, stage: int) -> None:
+def _check_offload(key: str, offload: Any, stage: int) -> None:
     if offload in (None, False, {}):
         return
-    if not isinstance(offload, Mapping):
-        raise UserError(f'{BLOCK}.{key} = {shown(offload)} must be an object such as {{"device": "cpu"}}')
+    is_object = isinstance(offload, Mapping)
+    check_value(f"{BLOCK}.{key}", offload, is_object, 'an object such as {"device": "cpu"}')
     device = "none" if offload.get("device") is None else offload["device"]
     if device == "none":
         return

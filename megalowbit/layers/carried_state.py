@@ -89,9 +89,7 @@ def has_splits(model: nn.Module, roles: Collection[str] = ROLES) -> bool:
 def split_state_dict(model: nn.Module, roles: Collection[str] = ROLES) -> dict[str, dict[str, Any]]:
     """States of these operands: layer → operand → `SplitState.state_dict()`.
 
-    Args:
-        model: with low-bit layers.
-        roles: `OWN_ROLES` for what each rank has to save, `SHARED_ROLES` for what one saves for all.
+    `OWN_ROLES` are what each rank has to save, `SHARED_ROLES` what one saves for all.
     """
     states = {
         name: {role: state.state_dict() for role, state in layer.split_states.items() if role in roles}

@@ -58,11 +58,7 @@ def switch_precision(model: nn.Module, scope: Scope = "forward") -> int:
 
 
 def switched(recipe: Recipe, scope: Scope) -> Recipe:
-    """The recipe with which a layer goes on.
-
-    Args:
-        recipe: of the layer.
-        scope: what it is to stop quantising.
+    """The recipe of a layer that stops quantising `scope`.
 
     Raises:
         UserError: the scope is unknown, or the recipe quantises nothing of it.

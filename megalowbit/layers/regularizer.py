@@ -167,10 +167,7 @@ def build_regularizer(
 ) -> DualRangeRegularizer | None:
     """The regulariser of a model's low-bit layers, or None where its strength is 0.
 
-    Args:
-        model: converted.
-        settings: from the configuration.
-        trained: parameters of the optimizer; layers with another weight are left alone.
+    Layers with a weight that is not among the `trained` parameters are left alone.
 
     Raises:
         UserError: it is on, and no low-bit layer is trained.

@@ -67,13 +67,9 @@ def needed_blocks(recipe: Recipe) -> tuple[NeededBlocks, ...]:
 def check_sizes(
     needed: tuple[NeededBlocks, ...], title: str, sizes: dict[str, int], is_training: bool
 ) -> None:
-    """Refuse sizes that a quantiser would refuse, now or in backward.
+    """Refuse sizes (of each axis) that a quantiser would refuse, now or in backward.
 
-    Args:
-        needed: of the layer's recipe.
-        title: of the layer, for messages.
-        sizes: axis → size.
-        is_training: whether there may be a backward; activation checkpointing hides that from a forward.
+    In training there may be a backward; activation checkpointing hides that from a forward.
 
     Raises:
         UserError: a size does not hold whole blocks.

@@ -49,9 +49,7 @@ class HFStateDict(nn.Linear):
     def put_in_hf_layout(self, state: MutableMapping[str, Any], prefix: str) -> None:
         """Replace this layer's parameters in a state dict, in place, by what the Hugging Face model has.
 
-        Args:
-            state: with the parameters as they are; a weight that ZeRO 3 has partitioned stays so.
-            prefix: of the layer's keys.
+        A weight that ZeRO 3 has partitioned stays so.
         """
         weight = state.get(f"{prefix}weight")
         if self.is_transposed and isinstance(weight, Tensor) and weight.dim() == 2:
@@ -97,9 +95,7 @@ class HFStateDict(nn.Linear):
 def put_in_hf_layout(model: nn.Module, state: MutableMapping[str, Any]) -> None:
     """Turn a state dict that holds the parameters of `model` as they are into that of the Hugging Face model.
 
-    Args:
-        model: converted or not.
-        state: changed in place; of whole tensors, where ranks hold parts of them.
+    It is changed in place, and has whole tensors, where ranks hold parts of them.
     """
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, HFStateDict):

@@ -134,12 +134,8 @@ def adapt(
 ) -> None:
     """Let scaler and factors by block learn from a step, and arm probes for the next one.
 
-    Args:
-        each: instruments of the optimizers that were stepped together.
-        grad_scaler: which all of them have.
-        numbers: of each, what it took.
-        is_applied: whether the step was.
-        loss_scale: S of that step.
+    `each` belongs to one optimizer of those stepped together, under one scaler; `numbers` are what each of
+    them took, and `loss_scale` is S of that step.
     """
     statistics = []
     scalings: dict[LayerScaling, list[float]] = {}  # several optimizers may share one

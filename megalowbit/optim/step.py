@@ -56,8 +56,7 @@ class Steppable(Protocol):
     def measure(self, *, is_exact: bool) -> Measurement:
         """Look at the scaled gradients without reading the device; collective.
 
-        Args:
-            is_exact: in float64, where squares of finite gradients may be too large for fp32.
+        `is_exact`: in float64, where squares of finite gradients may be too large for fp32.
         """
 
     def update(self, measured: Measurement, facts: GradientFacts | None) -> None:
@@ -80,9 +79,7 @@ class Steppable(Protocol):
 def take_step(optimizer: Steppable, closure: object = None) -> StepReport:
     """Apply the gathered gradients, or none of them if any is not finite; collective.
 
-    Args:
-        optimizer: one, or several under one scaler, see `ChainedOptimizer`.
-        closure: what torch's signature of `step` has, and which is refused.
+    `closure` is in torch's signature of `step`, and is refused.
     """
     if closure is not None:
         raise TypeError("step takes no closure: call backward first")

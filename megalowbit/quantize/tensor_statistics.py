@@ -25,9 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalowbit.c_library import KernelLibrary, address
 from megalowbit.errors import UserError
 from megalowbit.quantize.backends import BACKEND_VARIABLE, backend_of
-from megalowbit.quantize.cpu.job import DTYPES, KernelLibrary, address, job_of
+from megalowbit.quantize.cpu.job import DTYPES, job_of
 from megalowbit.quantize.cpu.known_bits import KNOWN_MOMENTS, answers_moments
 from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.hadamard import hadamard

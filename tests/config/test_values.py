@@ -2,8 +2,45 @@ import sys
 
 import pytest
 
-from megalowbit.config.values import BOOLEAN_KEYS, OBJECT_KEYS, check_values
+from megalowbit.config.values import check_values
 from megalowbit.errors import UserError, shown
+
+OBJECTS = (
+    "activation_checkpointing",
+    "aio",
+    "autotuning",
+    "checkpoint",
+    "comet",
+    "comms_logger",
+    "compile",
+    "csv_monitor",
+    "data_efficiency",
+    "data_types",
+    "datastates_ckpt",
+    "expert_parallel",
+    "flops_profiler",
+    "hybrid_engine",
+    "pipeline",
+    "tensor_parallel",
+    "tensorboard",
+    "timers",
+    "torch_autocast",
+    "wandb",
+    "weight_quantization",
+    "zero_optimization",
+)
+SWITCHES = (
+    "dataloader_drop_last",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "memory_breakdown",
+    "prescale_gradients",
+    "use_data_before_expert_parallelism",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)
 
 
 @pytest.mark.parametrize(
@@ -22,14 +59,14 @@ def test_what_deepspeed_can_use_passes(config):
     check_values(config)
 
 
-@pytest.mark.parametrize("key", sorted(OBJECT_KEYS))
+@pytest.mark.parametrize("key", OBJECTS)
 @pytest.mark.parametrize("value", [[], 3, "on", None])
 def test_a_block_that_is_no_object_is_refused(key, value):
     with pytest.raises(UserError, match=f"^{key} = .* must be an object {{…}}"):
         check_values({key: value})
 
 
-@pytest.mark.parametrize("key", sorted(BOOLEAN_KEYS))
+@pytest.mark.parametrize("key", SWITCHES)
 @pytest.mark.parametrize("value", [0, 1, "true", [], None])
 def test_a_switch_that_is_no_boolean_is_refused(key, value):
     with pytest.raises(UserError, match=f"^{key} = .* must be true or false"):

@@ -233,7 +233,7 @@ def _choices_agree() -> bool:
     monitors = deepspeed_object("deepspeed.monitor.config.DeepSpeedMonitorConfig").model_fields
     return (
         set(deepspeed_values.LOG_LEVELS) == set(levels)
-        and set(deepspeed_values.CHOICES["gradient_allreduce_op"]) == set(operations)
+        and set(deepspeed_values.ALLREDUCE_OPS) == set(operations)
         and set(monitors) - {"csv_monitor"} == set(deepspeed_values.MONITOR_PACKAGES)
     )
 

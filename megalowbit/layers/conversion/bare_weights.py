@@ -46,13 +46,7 @@ class BareWeight(NamedTuple):
 def bare_weights(
     model: nn.Module, layers: Mapping[str, nn.Module], heads: Collection[int]
 ) -> dict[str, BareWeight]:
-    """The matrices of a model outside its linear layers, by name, each once.
-
-    Args:
-        model: converted or not.
-        layers: its linear layers by name.
-        heads: ids of modules that are output heads.
-    """
+    """The matrices outside a model's linear layers and output heads (`heads`: ids), by name, each once."""
     outside = {id(module) for layer in layers.values() for module in layer.modules()}
     outside |= {id(module) for module in model.modules() if _is_outside(module) or id(module) in heads}
     seen = {

@@ -28,11 +28,8 @@ def reasons_to_keep_blocks(
 ) -> dict[str, str]:
     """Why layers in the blocks that `recipe.keep_first` and `keep_last` speak of stay as they are.
 
-    Args:
-        model: the model to convert.
-        layers: its linear layers by name.
-        recipe: see above; shares of the number of blocks are rounded up.
-        others: further names, with the modules that hold what they name; they make no block.
+    Shares of the number of blocks are rounded up. `others` are further names, with the modules that hold what
+    they name; they make no block.
 
     Returns:
         Reason by name; empty where the recipe keeps no blocks.
@@ -61,11 +58,7 @@ def reasons_to_keep_blocks(
 
 
 def find_blocks(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """A model's blocks, in order.
-
-    Args:
-        model: the model.
-        layers: its linear layers by name.
+    """The blocks, in order, of a model with these linear layers.
 
     Raises:
         UserError: the model has no list of blocks, or several.

@@ -145,12 +145,7 @@ def _matches_nothing(pattern: str, layers: dict[str, nn.Module]) -> UserError:
 
 
 def missed_weights(model: nn.Module, recipe: Recipe) -> tuple[MissedWeight, ...]:
-    """What `ConversionReport.missed` says, of a model that may have been converted already.
-
-    Args:
-        model: any module.
-        recipe: it is, or was, converted with.
-    """
+    """What `ConversionReport.missed` says, of a model that the recipe may have converted already."""
     if not recipe.quantizes or not bare_weights(model, linear_layers(model), output_heads(model)):
         return ()
     return select_layers(model, recipe).missed

@@ -71,9 +71,7 @@ def check_training(
 def check_engine(model: nn.Module, names: tuple[str, ...]) -> None:
     """What the stream's hook does at a model's first training forward; outside engines it counts layers only.
 
-    Args:
-        model: that was converted.
-        names: of the layers that were.
+    `names` are those of the layers that were converted.
 
     Raises:
         UserError: as `check_training`.

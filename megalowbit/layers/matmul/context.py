@@ -97,10 +97,6 @@ class MatmulContext:
         """Learn from other ranks how large sharded operands are, before they are quantised; collective.
 
         Weights that the cache holds are left out; it holds them on all ranks or on none.
-
-        Args:
-            wanted: what will be quantised.
-            operands: by name, see `Quantization.operand`.
         """
         if self.shards is None:
             return
@@ -131,12 +127,7 @@ class MatmulContext:
             self.probe.product(product, left, right, result, None if bias is None else bias.detach())
 
     def split(self, x: Tensor, role: str) -> SplitOperand:
-        """Split an operand as the recipe says.
-
-        Args:
-            x: the operand, in the shape the layer got it in.
-            role: "input", "weight" or "grad_output".
-        """
+        """Split an operand, in the shape the layer got it in, as the recipe says."""
         settings: OperandSplit | None = getattr(self.recipe, f"split_{role}")
         if settings is None:
             return SplitOperand(x)

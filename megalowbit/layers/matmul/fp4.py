@@ -90,11 +90,8 @@ def multiply(
 ) -> Tensor | None:
     """Multiply left · rightᵀ + bias on FP4 tensor cores; `None` where operands or sizes do not fit.
 
-    Args:
-        left: (m, k) as stored: blocks lie along the axis summed over, as in the layout "per_gemm".
-        right: (n, k) as stored.
-        out_dtype: of the result.
-        bias: (n,), added in fp32.
+    `left` is (m, k) and `right` (n, k) as stored: blocks lie along the axis summed over, as in the layout
+    "per_gemm". `out_dtype` and `bias` are as of `gemms.multiply`.
 
     Raises:
         UserError: the device has no FP4 tensor cores.

@@ -61,11 +61,7 @@ def measure(*operands: MatmulOperand) -> None:
 
 
 def measure_products(*products: tuple[MatmulOperand | None, MatmulOperand | None]) -> None:
-    """Measure what products to come will ask for, in one host read.
-
-    Args:
-        products: left and right operand of each; `None` where the product is not wanted.
-    """
+    """Measure the operands, left and right, of products to come, in one host read; `None`: not wanted."""
     wanted: list[MatmulOperand] = []
     for left, right in products:
         if left is not None and right is not None and _may_fit(left, right):
@@ -109,10 +105,7 @@ def dtype_for(exponents: ExponentRange) -> torch.dtype | None:
 def decode_fp8(operand: MatmulOperand, dtype: torch.dtype, *, transpose: bool = False) -> Tensor:
     """A measured operand's matrix as FP8, contiguous; times 2^`scale_exponent` it is the decoded matrix.
 
-    Args:
-        operand: MXFP4.
-        dtype: as `dtype_for` says.
-        transpose: return (cols, rows) instead of (rows, cols).
+    `operand` is MXFP4, and `dtype` as `dtype_for` says. Transposed, the result is (cols, rows).
     """
     tensor, exponents = operand.tensor, operand.exponents
     assert isinstance(tensor, QuantizedTensor)
@@ -157,15 +150,9 @@ def multiply(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor | None:
-    """Multiply left · right + bias in FP8, or `None` where operands would not be exact or sizes do not fit.
+    """Multiply in FP8 as `gemms.multiply`; `None` where operands would not be exact or sizes do not fit.
 
-    Args:
-        left: (m, k) as stored, or (k, m) with `transpose_left`.
-        right: (k, n) as stored, or (n, k) with `transpose_right`.
-        transpose_left: multiply by the transpose of what is stored.
-        transpose_right: as above.
-        out_dtype: of the result.
-        bias: (n,), added in fp32.
+    Transposes are of what is stored.
 
     Raises:
         UserError: the device has no FP8.

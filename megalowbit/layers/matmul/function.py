@@ -61,14 +61,8 @@ def forward_products(
 ) -> Forward:
     """Quantise, multiply, and make what backward will need.
 
-    Args:
-        context: quantisers, dtypes and slots.
-        input: (…, in_features).
-        weight: (out_features, in_features); W_R of a weight split into parameters.
-        bias: (out_features,) or `None`.
-        factors: of a weight split into parameters; they are not part of what is kept.
-        keeps_input: whether the weight's gradient, or that of a factor, will be asked for.
-        keeps_weight: whether the input's gradient will be asked for.
+    Arguments are those of `lowbit_linear`; `factors` are not part of what is kept. `keeps_input` says whether
+    the weight's gradient, or that of a factor, will be asked for, `keeps_weight` the same of the input's.
     """
     plan = context.quantizations
     split_input = context.split(input, "input")
@@ -134,15 +128,8 @@ def backward_products(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of input, weight and bias; then, of a weight split into parameters, those of U, S and V.
 
-    Args:
-        context: that of the forward.
-        grad_output: (…, out_features).
-        input: as `Forward.input`.
-        weight: as `Forward.weight`.
-        factors: as for `forward_products`.
-        in_features: of the layer.
-        dtypes: of the gradients.
-        needs_bias: whether the bias's gradient is asked for.
+    `input` and `weight` are what `Forward` kept, `grad_output` is (…, out_features), `dtypes` are those of
+    the gradients; the rest is as for `forward_products`.
     """
     grad_input = grad_weight = grad_bias = None
     grad, grad_t = _quantize_gradient(

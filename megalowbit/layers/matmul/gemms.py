@@ -90,11 +90,7 @@ def _scaled_product(
 def finish(product: Tensor, scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Compute product · scale + bias in fp32 (fp64), rounded once; overwrites the product if it can.
 
-    Args:
-        product: (m, n).
-        scale: 0-dim, or `None` for 1.
-        bias: (n,), or `None`.
-        out_dtype: of the result.
+    `product` is (m, n), `scale` 0-dim (`None`: 1), `bias` (n,) or `None`.
     """
     if scale is None and bias is None:
         return product.to(out_dtype)
@@ -145,13 +141,7 @@ def _in_rows(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def gemm_dtype(
     exact: Sequence[torch.dtype | None], compute_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """The dtype of both operands.
-
-    Args:
-        exact: `exact_dtype` of both; `None` where an operand is not quantised.
-        compute_dtype: of the layer.
-        device: of the operands.
-    """
+    """The dtype of both operands, whose `exact_dtype`s (`None`: not quantised) are `exact`."""
     if compute_dtype == torch.float64 or torch.float32 in exact:
         return torch.promote_types(compute_dtype, torch.float32)
     if compute_dtype == torch.bfloat16:

@@ -63,15 +63,7 @@ class Template(NamedTuple):
 def template(
     recipe: Recipe, operand: str, sizes: tuple[int, int], shape: Sequence[int], dtype: torch.dtype
 ) -> Template:
-    """How an operand is kept.
-
-    Args:
-        recipe: of the layer.
-        operand: "input" or "weight".
-        sizes: in_features and out_features of the layer.
-        shape: of the operand.
-        dtype: of the operand.
-    """
+    """How "input" or "weight" of a layer is kept; `sizes` are its in_features and out_features."""
     plan = Quantizations.of(recipe)
     kept = plan.backward_input if operand == "input" else plan.backward_weight
     rows, cols = math.prod(shape[:-1]), shape[-1]
@@ -102,12 +94,7 @@ def _matrix(sample: OperandTensor, size: tuple[int, int], dtype: torch.dtype) ->
 
 
 def parts_of(operand: MatmulOperand | None, *, is_shared: bool) -> list[Tensor]:
-    """An operand's tensors, none of them the memory of something else.
-
-    Args:
-        operand: what is kept, or `None`.
-        is_shared: whether somebody else holds its tensors too.
-    """
+    """An operand's tensors, none the memory of something else; if `is_shared`, others hold them too."""
     if operand is None:
         return []
     if isinstance(operand.tensor, UnquantizedTensor):  # the input or the weight itself

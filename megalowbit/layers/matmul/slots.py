@@ -85,9 +85,4 @@ class Chooser(Protocol):
         """
 
     def probe(self, layer: str, use: Use) -> Probe | None:
-        """Who looks at this use of a layer, or `None`; asked in training mode, never for repeated forwards.
-
-        Args:
-            layer: as for `recipe`.
-            use: which use of the layer it is.
-        """
+        """Who looks at a use of a layer, or `None`; asked in training mode, never for repeated forwards."""

@@ -71,16 +71,10 @@ def multiply_split(
     bias: Tensor | None,
     signs: int | None,
 ) -> Tensor:
-    """Multiply left · right + bias.
+    """Multiply left · right + bias, where one is split; dtypes and `bias` are as of `gemms.multiply`.
 
-    Args:
-        main: (out_dtype, bias) → the product of the residuals.
-        left: stands for (m, inner).
-        right: stands for (inner, n).
-        compute_dtype: of the layer.
-        out_dtype: of the result.
-        bias: (n,), or `None`.
-        signs: of the Hadamard transform along `inner`; `None` where there was none.
+    `main` takes (out_dtype, bias) and returns the product of the residuals; `signs` are those of the Hadamard
+    transform along the axis summed over, `None` where there was none.
 
     Returns:
         (m, n) in `out_dtype`.

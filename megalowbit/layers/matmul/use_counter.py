@@ -49,12 +49,7 @@ class UseCounter:
         self._replays = 0
 
     def next(self, step: int, *, is_replay: bool = False) -> int:
-        """The number of the use that starts now.
-
-        Args:
-            step: the micro-batch; a new one starts from 0.
-            is_replay: whether an earlier use is being recomputed.
-        """
+        """The number of the use that starts now; a new micro-batch (`step`) starts from 0."""
         if step != self._step:
             self._step, self._uses, self._replays = step, 0, 0
         if is_replay and self._uses:

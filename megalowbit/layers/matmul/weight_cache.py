@@ -106,11 +106,7 @@ def _key(weight: Tensor, *, until_cleared: bool) -> Key:
 
 
 class WeightCache:
-    """The slots of a model's layers; made by `conversion.convert.cache_weights`.
-
-    Args:
-        slots: of the layers.
-    """
+    """The slots of a model's layers; made by `conversion.convert.cache_weights`."""
 
     def __init__(self, slots: Iterable[WeightSlot]) -> None:
         self._slots = tuple(slots)

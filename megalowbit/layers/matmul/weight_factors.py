@@ -46,9 +46,8 @@ class WeightFactors(NamedTuple):
     def gradients(self, grad_weight: Tensor, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of U, S and V: M·Vᵀ·S, diag(Uᵀ·M·Vᵀ), S·Uᵀ·M, each in its factor's dtype.
 
-        Args:
-            grad_weight: M (out, in), of the whole weight.
-            compute_dtype: of the layer; S is multiplied, and sums are formed, in fp32 (fp64) at least.
+        `grad_weight` is M (out, in), of the whole weight; S is multiplied, and sums are formed, in fp32
+        (fp64) at least.
         """
         dtype = gemm_dtype([None, None], compute_dtype, grad_weight.device)
         wide = torch.promote_types(dtype, torch.float32)
@@ -67,9 +66,7 @@ class WeightFactors(NamedTuple):
     def squared_norm(self, residual: Tensor, squared_norm: Tensor) -> Tensor:
         """‖W_R + U·diag(S)·V‖², 0-dim fp64, without forming the sum.
 
-        Args:
-            residual: W_R (out, in).
-            squared_norm: ‖W_R‖², 0-dim fp64.
+        `residual` is W_R (out, in) and `squared_norm` ‖W_R‖², 0-dim fp64.
         """
         wide = torch.promote_types(residual.dtype, torch.float32)
         with no_autocast(residual.device.type):

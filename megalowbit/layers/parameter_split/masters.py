@@ -47,9 +47,7 @@ def without_rule(state: Mapping[str, Any]) -> str | None:
 def largest_singular_value(masters: Masters, *, is_split: bool) -> float:
     """That of the whole weight, or a bound above it where that is far from float16's end. Reads a device.
 
-    Args:
-        masters: as for `split_masters`.
-        is_split: as there.
+    Arguments are those of `split_masters`.
     """
     whole = whole_weight(WeightParts(*masters)) if is_split else masters[0].detach()
     bound = torch.linalg.vector_norm(whole, dtype=torch.float64).item()  # of all of them together

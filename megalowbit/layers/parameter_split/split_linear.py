@@ -134,9 +134,7 @@ class SplitLinear(HFStateDict):
     def _completed(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
         """A state dict from which the parameters can be read under their own names.
 
-        Args:
-            state_dict: left as it is; may lack everything of the layer.
-            prefix: of the layer's keys.
+        `state_dict` is left as it is, and may lack everything of the layer.
 
         Raises:
             UserError: it has some parts of a split weight and not the others, which is wrong also where

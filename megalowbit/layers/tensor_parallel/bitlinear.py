@@ -76,11 +76,7 @@ LOW_BIT: dict[type[nn.Module], type[BitLinear]] = {
 def check_sharded_recipe(recipe: Recipe, title: str, *, is_row: bool, shards: Iterable[int]) -> None:
     """Refuse a recipe that shards cannot be quantised with, each for itself.
 
-    Args:
-        recipe: of the layer.
-        title: of the layer, for the message.
-        is_row: whether input features are cut.
-        shards: what a rank has of each part of the axis that is cut.
+    `shards` are what a rank has of each part of the axis that is cut; messages name the layer by `title`.
 
     Raises:
         UserError: it splits operands, a quantiser needs the whole tensor, or blocks would straddle shards.

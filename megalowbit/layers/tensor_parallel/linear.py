@@ -39,11 +39,6 @@ class Cut:
     def cut(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         """One rank's shard, in memory of its own: its share of every part, one after the other.
 
-        Args:
-            tensor: whole.
-            rank: 0 … size-1.
-            size: number of ranks.
-
         Raises:
             UserError: the tensor is not as long as the parts, or a part does not divide.
         """
@@ -164,13 +159,8 @@ def parallel_linear(
 ) -> ColumnParallelLinear | RowParallelLinear:
     """A layer of parameters that are shards already; they are marked so, as Megatron does, with their `cut`.
 
-    Args:
-        weight: (out_features, in_features) of the shard.
-        bias: a shard of a column-parallel layer's, the whole of a row-parallel one's; or `None`.
-        group: the ranks that hold the others.
-        is_row: whether input features are cut, and not output features.
-        parts: see `Cut`, along the axis that is cut.
-        is_transposed: as of the layer.
+    `weight` is (out_features, in_features) of the shard; `bias` a shard of a column-parallel layer's, the
+    whole of a row-parallel one's, or `None`. `parts` are those of `Cut`, along the axis that is cut.
     """
     kind = RowParallelLinear if is_row else ColumnParallelLinear
     layer: ColumnParallelLinear | RowParallelLinear = kind(

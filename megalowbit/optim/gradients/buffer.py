@@ -83,8 +83,7 @@ class GradBuffer:
     def collect(self, names: Mapping[int, str] | None = None) -> None:
         """Let every `main_grad` be what `.grad` says, where someone has cleared or replaced it.
 
-        Args:
-            names: of parameters, by id, for errors.
+        Errors name a parameter by its id in `names`.
 
         Raises:
             UserError: a `.grad` has another shape or device than its parameter, or is sparse.
@@ -125,8 +124,7 @@ class GradBuffer:
 
         Reads the device.
 
-        Args:
-            is_before: as it was at `before_reduction`; else as it is now.
+        `is_before`: as it was at `before_reduction`; else as it is now.
         """
         if not self.parameters:
             return []
@@ -146,11 +144,7 @@ class GradBuffer:
 
     @torch.no_grad()
     def zero(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Forget gradients, also those not yet added.
-
-        Args:
-            parameters: whose; None: all.
-        """
+        """Forget gradients, those of `parameters` or all, also those not yet added."""
         mine = self.parameters if parameters is None else list(parameters)
         views: list[torch.Tensor] = [parameter.main_grad for parameter in mine]  # type: ignore[attr-defined]
         if len(mine) == len(self.parameters):

@@ -13,7 +13,7 @@ measures again with `is_exact` before believing it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -125,7 +125,7 @@ def measure_gradients(
         own = [square if is_own else zero for square, is_own in zip(squares, counts, strict=True)]
         own_squares = torch.stack([zero, *own])
     else:
-        of_counted, of_others = (_squares(each, device, is_exact) for each in (counted, others))
+        of_counted, of_others = (_squares(each, device, is_exact)[0] for each in (counted, others))
         squares, own_squares = torch.cat([of_counted, of_others]), of_counted.sum().reshape(1)
     is_suspicious = ~torch.isfinite(squares).all()
     zeros = _count_zeros(counted, device) if count_zeros else _nothing(device)
@@ -160,10 +160,7 @@ def clip_coefficient(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
 def gradient_divisor(norm: torch.Tensor, loss_scale: float, clip_grad: float) -> torch.Tensor | None:
     """What scaled gradients are divided by to unscale and clip them, 0-dim fp32; None: they stay as they are.
 
-    Args:
-        norm: of the scaled gradients, 0-dim float64.
-        loss_scale: S by which they are multiplied.
-        clip_grad: largest norm of the unscaled gradients; 0 turns clipping off.
+    `norm` is that of the scaled gradients, 0-dim float64; 0 as `clip_grad` turns clipping off.
     """
     if clip_grad > 0:
         coefficient = clip_coefficient(clip_grad, norm / loss_scale)
@@ -176,19 +173,26 @@ def _nothing(device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=torch.float64, device=device)
 
 
-def _squares(tensors: Sequence[torch.Tensor], device: torch.device, is_exact: bool) -> torch.Tensor:
-    """Sums of squares of pieces of the tensors, (pieces,) float64, never empty."""
+def _squares(
+    tensors: Sequence[torch.Tensor], device: torch.device, is_exact: bool
+) -> tuple[torch.Tensor, list[int]]:
+    """Sums of squares of pieces of the tensors, (pieces,) float64, and how many pieces each tensor has.
+
+    Empty tensors are left out; there is always a piece, if only a zero.
+    """
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
-        return _nothing(device).reshape(1)
+        return _nothing(device).reshape(1), []
+    counts = [1] * len(tensors)
     if _has_kernel(tensors):
-        return cpu_kernels.sums_of_squares(tensors)
+        return cpu_kernels.sums_of_squares(tensors), counts
     if is_exact:
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
     else:
-        chunks = [chunk for tensor in tensors for chunk in _chunks(tensor)]
-        norms = list(torch._foreach_norm(chunks, dtype=torch.float32))
-    return torch.stack(norms).double() ** 2
+        pieces = [_chunks(tensor) for tensor in tensors]
+        counts = list(map(len, pieces))
+        norms = list(torch._foreach_norm([one for each in pieces for one in each], dtype=torch.float32))
+    return torch.stack(norms).double() ** 2, counts
 
 
 def _squares_of_each(
@@ -196,23 +200,11 @@ def _squares_of_each(
 ) -> torch.Tensor:
     """Sum of squares of each gradient, (parameters,) float64; 0 where there is none."""
     present = {index: each for index, each in enumerate(gradients) if each is not None and each.numel()}
-    zero = _nothing(device)
-    squares = [zero] * len(gradients)
-    tensors = list(present.values())
-    if not tensors:
-        found: Iterable[torch.Tensor] = ()
-    elif _has_kernel(tensors):
-        found = cpu_kernels.sums_of_squares(tensors)
-    elif is_exact:
-        found = [torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in tensors]
-    else:
-        pieces = [_chunks(each) for each in tensors]
-        norms = torch._foreach_norm([one for each in pieces for one in each], dtype=torch.float32)
-        of_pieces = torch.stack(list(norms)).double() ** 2
-        found = [part.sum() for part in of_pieces.split([len(each) for each in pieces])]
-    for index, square in zip(present, found, strict=True):
-        squares[index] = square
-    return torch.stack([zero, *squares])[1:]
+    pieces, counts = _squares(list(present.values()), device, is_exact)
+    squares = [_nothing(device)] * (len(gradients) + 1)
+    for index, part in zip(present, pieces.split(counts) if counts else (), strict=True):
+        squares[index] = part.sum()
+    return torch.stack(squares)[:-1]  # with one more, as there may be no gradients
 
 
 def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

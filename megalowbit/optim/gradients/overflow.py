@@ -48,11 +48,7 @@ def joined(each: Sequence[RankOverflow]) -> RankOverflow:
 
 
 def locate_overflow(seen: RankOverflow, group: dist.ProcessGroup | None) -> Overflow | None:
-    """Put together what all ranks of `group` saw; every one of them must call it.
-
-    Args:
-        seen: what this rank saw.
-        group: all ranks that share the step; None: this process alone.
+    """Put together what all ranks of `group` (None: this one alone) saw; every one of them must call it.
 
     Returns:
         The same on all ranks; None if no rank saw anything that is not finite.

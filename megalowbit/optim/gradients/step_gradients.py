@@ -154,9 +154,7 @@ class StepGradients:
 def locate(each: Sequence[StepGradients], group: dist.ProcessGroup | None) -> Overflow | None:
     """Where gradients overflowed, before averaging or else as they are now; collective over `group`.
 
-    Args:
-        each: gradients of the optimizers that step together.
-        group: all ranks that share the step; None: this process alone.
+    `each` are the gradients of the optimizers that step together; without a group this process is alone.
     """
     for is_before in (True, False):
         seen = [gradients.overflow_here(is_before=is_before) for gradients in each]

@@ -54,10 +54,7 @@ class TensorLists:
 def adam_step(lists: Sequence[Sequence[AdamTensors]], grad_scale: Tensor, found_inf: Tensor) -> None:
     """Take one step of Adam on gradients ÷ `grad_scale`, or change nothing where `found_inf` is 1.
 
-    Args:
-        lists: from `TensorLists`. Gradients are overwritten.
-        grad_scale: 0-dim fp32.
-        found_inf: 0-dim fp32, 0 or 1.
+    As `kernels.cpu.adam_step`, with lists from `TensorLists`; gradients are overwritten.
     """
     flag = found_inf.reshape(1).to(torch.int32)
     inverse = grad_scale.reshape(1).reciprocal()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from megalowbit.c_library import load_checked
+from megalowbit.c_library import KernelLibrary, address
 from megalowbit.errors import UserError
 
 SOURCE = Path(__file__).with_suffix(".c")
 BLOCK = 1 << 16  # elements of a task; as in the C file
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FUSED = ("AVX2", "AVX512")  # where torch's Adam is compiled to fused multiply-adds
-logger = logging.getLogger("megalowbit")
 
 _POINTERS = "master", "exp_avg", "exp_avg_sq", "step", "gradient", "half"
 _INTEGERS = "gradient_dtype", "half_dtype", "is_decoupled", "count"
@@ -90,12 +87,12 @@ class AdamTensors:
 
 def is_available() -> bool:
     """Whether the library works here; the first call compiles it."""
-    return _loaded()[0] is not None
+    return why_unavailable() is None
 
 
 def why_unavailable() -> str | None:
     """Why there is no library, with the remedy; `None` if there is one."""
-    return _loaded()[1]
+    return LIBRARY.why_unavailable()
 
 
 def supports(tensor: Tensor) -> bool:
@@ -113,16 +110,14 @@ def can_accumulate(main: Tensor, gradient: Tensor) -> bool:
 def sums_of_squares(tensors: Sequence[Tensor], *, library: ctypes.CDLL | None = None) -> Tensor:
     """Σ x² of each tensor, (len(tensors),) float64; infinite or NaN exactly where the tensor is so somewhere.
 
-    Args:
-        tensors: each `supports`ed.
-        library: other than the one in use, to be checked.
+    Each is `supports`ed. `library`: other than the one in use, to be checked.
     """
     first_blocks, blocks = _blocks(tensors)
     items = (_Numbers * len(tensors))(*(_Numbers(_address(x), DTYPES[x.dtype], x.numel()) for x in tensors))
     sums = torch.zeros(len(tensors), dtype=torch.float64, device="cpu")
     if blocks:
         partial = torch.empty(blocks, dtype=torch.float64, device="cpu")
-        (library or _library()).megalowbit_sums_of_squares(
+        (library or LIBRARY.get()).megalowbit_sums_of_squares(
             items, first_blocks, _integer(len(tensors)), _pointer(partial), _pointer(sums), _threads()
         )
     return sums
@@ -131,13 +126,10 @@ def sums_of_squares(tensors: Sequence[Tensor], *, library: ctypes.CDLL | None = 
 def accumulate(main: Tensor, gradient: Tensor, factor: float, *, library: ctypes.CDLL | None = None) -> None:
     """Add gradient · factor to `main`, each operation rounded to fp32.
 
-    Args:
-        main: fp32, as `can_accumulate` takes it; its version counter does not move.
-        gradient: of the same shape.
-        factor: rounded to fp32.
-        library: other than the one in use, to be checked.
+    Both are as `can_accumulate` takes them, and `main`'s version counter does not move; `factor` is rounded
+    to fp32. `library`: other than the one in use, to be checked.
     """
-    (library or _library()).megalowbit_accumulate(
+    (library or LIBRARY.get()).megalowbit_accumulate(
         _pointer(main),
         _pointer(gradient),
         _integer(DTYPES[gradient.dtype]),
@@ -177,7 +169,7 @@ def adam_step(
     if is_fused is None:
         is_fused = torch.backends.cpu.get_cpu_capability() in FUSED
     if items:
-        (library or _library()).megalowbit_adam_step(
+        (library or LIBRARY.get()).megalowbit_adam_step(
             rows,
             first_blocks,
             _integer(len(items)),
@@ -234,15 +226,10 @@ def _blocks(tensors: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_int64], in
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    if tensor is None:
-        return None
-    assert supports(tensor) or tensor.dtype == torch.float64, (tensor.dtype, tensor.stride(), tensor.device)
-    address = tensor.data_ptr()
-    if not address and tensor.numel():
-        raise UserError(
-            f"a tensor of {tuple(tensor.shape)} has no memory: its storage was freed, gather it first"
-        )
-    return address
+    if tensor is not None:
+        is_known = supports(tensor) or tensor.dtype == torch.float64
+        assert is_known, (tensor.dtype, tensor.stride(), tensor.device)
+    return address(tensor)
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -255,21 +242,6 @@ def _integer(number: int) -> ctypes.c_int64:
 
 def _threads() -> ctypes.c_int64:
     return ctypes.c_int64(torch.get_num_threads())
-
-
-def _library() -> ctypes.CDLL:
-    library, reason = _loaded()
-    assert library is not None, reason
-    return library
-
-
-@functools.lru_cache(maxsize=1)
-def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
-    """The library, or `None` and the reason."""
-    library, reason = load_checked(SOURCE, (), _answers, KNOWN_BITS)
-    if reason is not None:
-        logger.warning("optimizer steps use several passes of torch, which is slower: %s", reason)
-    return library, reason
 
 
 # Sums over the bits of what `_answers` computes, the same on every machine.
@@ -286,7 +258,6 @@ KNOWN_BITS = {
 }
 
 
-@_disable_current_modes()
 def _answers(library: ctypes.CDLL) -> dict[str, int]:
     new = functools.partial(torch.arange, dtype=torch.float32, device="cpu")
     numbers = (new(1, 1109) * 0.37 - 171.0) * 2.0 ** (new(1, 1109) % 23 - 18)  # exact, or rounded once
@@ -335,3 +306,12 @@ def _bits(tensor: Tensor) -> int:
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     integers = tensor.reshape(-1).view(kinds[tensor.element_size()]).to(torch.int64)
     return int((integers * torch.arange(1, 2 * len(integers), 2, device="cpu")).sum())
+
+
+LIBRARY = KernelLibrary(
+    SOURCE,
+    (),
+    _answers,
+    KNOWN_BITS,
+    fallback="optimizer steps use several passes of torch, which is slower",
+)

@@ -25,7 +25,7 @@ from megalowbit.optim.loss_scale.base import (
     check_scale_bounds,
     is_positive,
 )
-from megalowbit.optim.loss_scale.rules import MODES, RULES, Mode, RuleArguments, ScaleState
+from megalowbit.optim.loss_scale.rules import MODES, RULES, Mode, ScaleState
 from megalowbit.optim.loss_scale.state import (
     STATE_KEYS,
     fitted_scale,
@@ -115,25 +115,17 @@ class DynamicGradScaler(GradScaler):
         self.growth_interval = growth_interval
         self.hysteresis = hysteresis
         self._rule = rule
-        self._arguments = RuleArguments(
-            min_scale=self.min_scale,
-            max_scale=self.max_scale,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            consecutive_hysteresis=consecutive_hysteresis,
-            raise_at_min_scale=raise_at_min_scale,
-        )
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.raise_at_min_scale = raise_at_min_scale
         self._growth_tracker = 0
         self._hysteresis_tracker = hysteresis
 
     def update(self, found_inf: bool, statistics: GradientStatistics | None = None) -> float:  # noqa: ARG002
-        self._set(self._rule.after(self._state(), bool(found_inf), self._arguments))
+        self._set(self._rule.after(self._state(), bool(found_inf), self))
         return self.scale
 
     def back_off(self) -> bool:
-        lowered = self._rule.lowered(self.scale, self._arguments)
+        lowered = self._rule.lowered(self.scale, self)
         if lowered >= self.scale:
             return False
         # as after any backoff: growth starts anew, and hysteresis is used up

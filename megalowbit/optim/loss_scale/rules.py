@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from megalowbit.errors import UserError
 from megalowbit.optim.loss_scale.base import LARGEST_FLOAT32, SMALLEST_SCALE, as_float32
@@ -23,9 +23,8 @@ Mode = Literal["megatron", "deepspeed", "torch", "clean_step"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RuleArguments:
-    """What a rule may look at; see `DynamicGradScaler` for the meaning."""
+class RuleArguments(Protocol):
+    """What a rule may look at: attributes of `DynamicGradScaler`."""
 
     min_scale: float
     max_scale: float
@@ -33,8 +32,8 @@ class RuleArguments:
     backoff_factor: float
     growth_interval: int
     hysteresis: int
-    consecutive_hysteresis: bool = False
-    raise_at_min_scale: bool = False
+    consecutive_hysteresis: bool
+    raise_at_min_scale: bool
 
 
 class ScaleState(NamedTuple):
@@ -64,10 +63,6 @@ class ScaleRule:
     max_scale: float
 
 
-def _as_float64(value: float) -> float:
-    return float(value)
-
-
 def _megatron_lowered(scale: float, arguments: RuleArguments) -> float:
     return max(as_float32(scale * as_float32(arguments.backoff_factor)), arguments.min_scale)
 
@@ -88,26 +83,25 @@ def _float64_lowered(scale: float, arguments: RuleArguments) -> float:
     return max(as_float32(scale * arguments.backoff_factor), arguments.min_scale)
 
 
-def _grown_if_clean(scale: float, clean: int, arguments: RuleArguments) -> tuple[float, int]:
-    if clean + 1 < arguments.growth_interval:
-        return scale, clean + 1
-    grown = as_float32(scale * arguments.growth_factor)
-    return (min(grown, arguments.max_scale) if math.isfinite(grown) else scale), 0
+def _after_clean(state: ScaleState, arguments: RuleArguments) -> ScaleState:
+    if state.growth_tracker + 1 < arguments.growth_interval:
+        return ScaleState(state.scale, state.growth_tracker + 1, arguments.hysteresis)
+    grown = as_float32(state.scale * arguments.growth_factor)
+    scale = min(grown, arguments.max_scale) if math.isfinite(grown) else state.scale
+    return ScaleState(scale, 0, arguments.hysteresis)
 
 
 def _after_torch(state: ScaleState, found_inf: bool, arguments: RuleArguments) -> ScaleState:
-    if found_inf:
-        return ScaleState(_float64_lowered(state.scale, arguments), 0, arguments.hysteresis)
-    scale, clean = _grown_if_clean(state.scale, state.growth_tracker, arguments)
-    return ScaleState(scale, clean, arguments.hysteresis)
+    if not found_inf:
+        return _after_clean(state, arguments)
+    return ScaleState(_float64_lowered(state.scale, arguments), 0, arguments.hysteresis)
 
 
 def _after_clean_step(state: ScaleState, found_inf: bool, arguments: RuleArguments) -> ScaleState:
-    if found_inf:
-        left = state.hysteresis_tracker - 1
-        return ScaleState(state.scale if left > 0 else _float64_lowered(state.scale, arguments), 0, left)
-    scale, clean = _grown_if_clean(state.scale, state.growth_tracker, arguments)
-    return ScaleState(scale, clean, arguments.hysteresis)
+    if not found_inf:
+        return _after_clean(state, arguments)
+    left = state.hysteresis_tracker - 1
+    return ScaleState(state.scale if left > 0 else _float64_lowered(state.scale, arguments), 0, left)
 
 
 def _deepspeed_lowered(scale: float, arguments: RuleArguments) -> float:
@@ -138,6 +132,13 @@ def _after_deepspeed(state: ScaleState, found_inf: bool, arguments: RuleArgument
     return ScaleState(grown, 1, arguments.hysteresis)
 
 
+_TORCH = ScaleRule(
+    after=_after_torch,
+    lowered=_float64_lowered,
+    stored=as_float32,
+    min_scale=SMALLEST_SCALE,
+    max_scale=LARGEST_FLOAT32,
+)
 RULES: dict[Mode, ScaleRule] = {
     "megatron": ScaleRule(
         after=_after_megatron,
@@ -149,22 +150,10 @@ RULES: dict[Mode, ScaleRule] = {
     "deepspeed": ScaleRule(
         after=_after_deepspeed,
         lowered=_deepspeed_lowered,
-        stored=_as_float64,
+        stored=float,
         min_scale=1.0,
         max_scale=2.0**127,
     ),
-    "torch": ScaleRule(
-        after=_after_torch,
-        lowered=_float64_lowered,
-        stored=as_float32,
-        min_scale=SMALLEST_SCALE,
-        max_scale=LARGEST_FLOAT32,
-    ),
-    "clean_step": ScaleRule(
-        after=_after_clean_step,
-        lowered=_float64_lowered,
-        stored=as_float32,
-        min_scale=SMALLEST_SCALE,
-        max_scale=LARGEST_FLOAT32,
-    ),
+    "torch": _TORCH,
+    "clean_step": replace(_TORCH, after=_after_clean_step),
 }

@@ -302,7 +302,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         copy_masters(masters, self.fp32_from_float16_groups)
         if load_optimizer_states:
             self.optimizer.load_state_dict(inner)
-        self._copy_masters_to_model()
+        self.masters_have_changed()
 
     def reload_model_params(self) -> None:
         """Take the masters from the model, after something else has written to it; its rounding stays."""
@@ -339,9 +339,12 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         gradient = self.gradients.of(model_parameter)
         return gradient is not None and bool(gradient.any())
 
+    @torch.no_grad()
     def masters_have_changed(self) -> None:
         """Copy the masters to the model, after something else has written to them."""
-        self._copy_masters_to_model()
+        halves = [(model, master) for model, master in self._pairs if master is not model]
+        if halves:
+            torch._foreach_copy_([model for model, _ in halves], [master for _, master in halves])
 
     def _adopt_group(self, group: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -349,7 +352,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
     def _parts_of(self, state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         """Inner state, masters, scaler and layer factors of a state; the last two may be None."""
         inner = find_key(state_dict, ("optimizer", "optimizer_state_dict"))
-        default: list[Any] | None = None if self._has_masters() else []
+        default: list[Any] | None = None if any(self.fp32_from_float16_groups) else []
         masters = find_key(state_dict, ("fp32_from_fp16_params", "fp32_from_fp16"), default=default)
         return inner, masters, state_dict.get("grad_scaler"), state_dict.get("layer_scaling")
 
@@ -366,9 +369,6 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
             self.instruments.prepare(self.grad_scaler)
         elif self.grad_scaler.state_dict():
             logger.warning("the state holds no grad scaler: continuing with loss scale %g", self.loss_scale)
-
-    def _has_masters(self) -> bool:
-        return any(self.fp32_from_float16_groups)
 
     def _model_and_master(self) -> Iterator[tuple[Any, Any]]:
         groups = zip(
@@ -393,9 +393,3 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
             for index, model in enumerate([*half, *fp32]):
                 names.setdefault(id(model), f"parameter {index} of group {number}")
         return names
-
-    @torch.no_grad()
-    def _copy_masters_to_model(self) -> None:
-        halves = [(model, master) for model, master in self._pairs if master is not model]
-        if halves:
-            torch._foreach_copy_([model for model, _ in halves], [master for _, master in halves])

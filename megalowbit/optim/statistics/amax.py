@@ -82,12 +82,9 @@ class GradientWatch:
     def take(self, group: dist.ProcessGroup | None = None) -> Tensor:
         """The maxima since the last time, which are forgotten. Collective over `group`.
 
-        Args:
-            group: ranks whose maximum is wanted; None: this process alone.
-
         Returns:
             (num_groups,) float32 on the parameters' device, without parameters on one that `group` can
-            exchange, times whatever the gradients were multiplied by;
+            exchange, times whatever the gradients were multiplied by; over all ranks of `group`;
             0 where nothing was seen, inf where a gradient was infinite or NaN.
         """
         device = process_group.exchange_device(group) if self._first is None else self._first.device

@@ -83,10 +83,7 @@ class GradientProbe:
 
     @torch.no_grad()
     def take(self, group: dist.ProcessGroup | None = None) -> Tensor | None:
-        """What was seen since the last time, which is forgotten. Collective over `group`.
-
-        Args:
-            group: ranks whose figures are summed; None: this process alone.
+        """What was seen since the last time, which is forgotten. Sums over `group`; None: this process alone.
 
         Returns:
             (5,) float64: Σ reference², Σ half², elements that are zero in half precision only, elements of

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megalowbit.c_library import KernelLibrary, address
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, BlockFormat
-from megalowbit.quantize.cpu.job import KernelLibrary, address, decode_with, encode_with, job_of
+from megalowbit.quantize.cpu.job import decode_with, encode_with, job_of
 from megalowbit.quantize.cpu.known_bits import KNOWN_BITS, answers
 from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest
 

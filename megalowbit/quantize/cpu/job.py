@@ -1,4 +1,4 @@
-"""What Python hands to the C kernels: their libraries, the `Job` of codes.h, the two calls all formats share.
+"""What Python hands to the C kernels: the `Job` of codes.h, the two calls all formats share.
 
 A job holds addresses. Its tensors must outlive the call, and views that only say they are negated must have
 been resolved, because their memory holds other numbers. One function quantises, one decodes; which C function
@@ -8,18 +8,13 @@ they call is their first argument.
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from megalowbit.c_library import load_checked
-from megalowbit.errors import UserError
+from megalowbit.c_library import address
 from megalowbit.formats.block_format import GROUP, NVFP4, BlockFormat
 from megalowbit.formats.element import E2M1, E3M2, E4M3, E5M2, INT4, INT8, INT8_E5M2, ElementFormat
 from megalowbit.quantize.encoding import (
@@ -49,42 +44,6 @@ _FIELDS = (
 )
 
 
-@dataclass
-class KernelLibrary:
-    """A C file as a library: compiled, checked against known bits and loaded on first use.
-
-    Attributes:
-        source: the C file.
-        headers: names of the files beside it that it includes.
-        answers: what a library computes, by what was asked of it, see `known_bits`.
-        known: what it must compute.
-    """
-
-    source: Path
-    headers: Sequence[str]
-    answers: Callable[[ctypes.CDLL], Mapping[str, int]]
-    known: Mapping[str, int]
-
-    def load(self) -> tuple[ctypes.CDLL | None, str | None]:
-        """The library, or `None` and why there is none; compiled, or found in the cache, at every call."""
-        with _disable_current_modes():
-            return load_checked(self.source, self.headers, self.answers, self.known)
-
-    @functools.cached_property
-    def _loaded(self) -> tuple[ctypes.CDLL | None, str | None]:
-        return self.load()
-
-    def why_unavailable(self) -> str | None:
-        """Why there is no library, with the remedy; `None` if there is one."""
-        return self._loaded[1]
-
-    def get(self) -> ctypes.CDLL:
-        """The library, which must be available."""
-        library, reason = self._loaded
-        assert library is not None, reason
-        return library
-
-
 class Job(ctypes.Structure):
     """The `Job` of codes.h, field by field."""
 
@@ -110,23 +69,6 @@ def job_of(x: Tensor, out: Tensor | None, format: BlockFormat = NVFP4, **fields:
         threads=torch.get_num_threads(),
         **fields,
     )
-
-
-def address(tensor: Tensor | None) -> int | None:
-    """Where the numbers lie.
-
-    Raises:
-        UserError: the tensor's storage was freed.
-    """
-    if tensor is None:
-        return None
-    assert not tensor.is_neg(), "a negated view's memory holds other numbers"
-    place = tensor.data_ptr()
-    if not place and tensor.numel():
-        raise UserError(
-            f"a tensor of {tuple(tensor.shape)} has no memory: its storage was freed, gather it first"
-        )
-    return place
 
 
 def encode_with(function: Callable[..., int], request: EncodeRequest) -> Encoded:

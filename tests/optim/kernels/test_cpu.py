@@ -350,10 +350,10 @@ def test_a_library_that_computes_wrongly_is_not_used(right, wrong, noticed, monk
     assert right in text
     (tmp_path / "cpu.c").write_text(text.replace(right, wrong))
     monkeypatch.setenv("MEGALOWBIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cpu_kernels, "SOURCE", tmp_path / "cpu.c")
+    monkeypatch.setattr(cpu_kernels.LIBRARY, "source", tmp_path / "cpu.c")
     monkeypatch.setattr(c_library, "EXTRA_FLAGS", (("-O1", "-fopenmp"),))  # quick to build
     with caplog.at_level(logging.WARNING):
-        library, reason = cpu_kernels._loaded.__wrapped__()
+        library, reason = cpu_kernels.LIBRARY.load()
     assert library is None
     assert f"fails its self-check ({noticed}" in reason
     assert reason in caplog.text
@@ -365,7 +365,7 @@ def test_older_machines_get_the_same_bits(flags, monkeypatch, tmp_path):
         pytest.skip("this machine has no AVX2")
     monkeypatch.setenv("MEGALOWBIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(c_library, "EXTRA_FLAGS", (flags,))
-    library, reason = cpu_kernels._loaded.__wrapped__()
+    library, reason = cpu_kernels.LIBRARY.load()
     assert reason is None
     for half in (torch.float16, torch.bfloat16):
         here, there = item(1003, half, half), item(1003, half, half)
