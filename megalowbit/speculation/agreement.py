@@ -26,12 +26,7 @@ from megalowbit.speculation.settings import SpeculationSettings
 def agreed(
     model: nn.Module, settings: SpeculationSettings | Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> tuple[SpeculationSettings, Exchange]:
-    """Settings and layers that all ranks agree on; collective.
-
-    Args:
-        model: of this rank; a pipeline stage may have no layer.
-        settings: of speculation, or a mapping of them.
-        group: ranks that decide together; `None`: all.
+    """Settings and layers that all ranks of the group agree on; collective. A pipeline stage may have none.
 
     Returns:
         The settings, validated, and what the ranks will pool their findings with.
