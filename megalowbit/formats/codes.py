@@ -43,29 +43,18 @@ def _boundaries(element: ElementFormat, device: torch.device) -> Tensor:
 
 
 def nearest_codes(scaled: Tensor, element: ElementFormat) -> Tensor:
-    """Codes of nearest-even rounding, saturating.
+    """Codes of nearest-even rounding, saturating: uint8 in the shape of `scaled`.
 
-    Args:
-        scaled: fp32 numbers already divided by their scale, any shape.
-        element: the format.
-
-    Returns:
-        uint8 of the same shape.
+    The numbers are fp32, already divided by their scale.
     """
     codes = torch.bucketize(scaled.abs().contiguous(), _boundaries(element, scaled.device), out_int32=True)
     return _with_sign(codes, scaled, element)
 
 
 def stochastic_codes(scaled: Tensor, random: Tensor, element: ElementFormat) -> Tensor:
-    """Codes of stochastic rounding, saturating.
+    """Codes of stochastic rounding, saturating; as `nearest_codes`.
 
-    Args:
-        scaled: fp32 numbers already divided by their scale, any shape.
-        random: one number for each element: uint8, or fp32 r of unbiased rounding.
-        element: the format.
-
-    Returns:
-        uint8 of the same shape.
+    `random` has a number for each element: a byte in uint8, or r of unbiased rounding in fp32.
     """
     magnitude = scaled.abs()
     position = torch.zeros_like(magnitude)

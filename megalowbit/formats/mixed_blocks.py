@@ -85,14 +85,9 @@ def _prefers_e5m2(codes: Tensor, cols: int) -> Tensor:
 
 
 def mixed_values(codes: Tensor, is_e5m2: Tensor) -> Tensor:
-    """The numbers that codes stand for.
+    """The numbers that uint8 codes stand for: fp32, same shape.
 
-    Args:
-        codes: uint8, any shape.
-        is_e5m2: bool, for each code, whether its block's scale has its sign bit set.
-
-    Returns:
-        fp32, same shape.
+    `is_e5m2` says for each code whether its block's scale has its sign bit set.
     """
     return torch.where(is_e5m2, code_values(codes, E5M2), code_values(codes, INT8))
 

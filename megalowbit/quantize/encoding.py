@@ -131,16 +131,9 @@ class EncodeRequest(NamedTuple):
 
 
 class DecodeRequest(NamedTuple):
-    """A packed matrix, and as what it is wanted.
+    """A packed matrix (rows, cols), padding left out, and as what it is wanted.
 
-    Attributes:
-        codes: as `Encoded.codes`.
-        scales: as `Encoded.scales`.
-        format: of both.
-        rows: of the matrix.
-        cols: of the matrix, padding left out.
-        dtype: of the result.
-        transpose: return (cols, rows) instead of (rows, cols).
+    Codes and scales are those of `Encoded`; `transpose` asks for (cols, rows).
     """
 
     codes: Tensor

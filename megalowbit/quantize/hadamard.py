@@ -14,14 +14,9 @@ from megalowbit.formats.block_format import GROUP
 
 
 def hadamard(x: Tensor, signs: int) -> Tensor:
-    """Transform a matrix.
+    """Transform fp32 (rows, cols), cols a multiple of 16: fp32, same shape.
 
-    Args:
-        x: fp32 (rows, cols), cols a multiple of 16.
-        signs: 16 bits; bit j set negates element j of each group.
-
-    Returns:
-        fp32, same shape.
+    Of the 16 bits of `signs`, bit j set negates element j of each group.
     """
     flips = torch.tensor(
         [-1.0 if signs >> j & 1 else 1.0 for j in range(GROUP)], dtype=torch.float32, device=x.device

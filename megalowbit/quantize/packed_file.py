@@ -209,7 +209,7 @@ def _tensor(path: Path, name: str, entry: Any, stored: dict[str, Tensor]) -> Qua
     expected["codes"] = torch.uint8, format.codes_shape(rows, cols)
     if format.block is not None:
         expected["scales"] = SCALE_DTYPES[format.scale], format.scales_shape(rows, cols)
-    if format.scale == "e4m3" or format.block is None:
+    if format.has_tensor_scale:
         expected["tensor_scale"] = torch.float32, ()
     parts = {}
     for suffix, (part_dtype, part_shape) in expected.items():

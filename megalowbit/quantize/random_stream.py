@@ -231,10 +231,6 @@ _OTHER_KEYS = {
 def check_rounding(device: torch.device, encode: Encode) -> None:
     """Round a ramp of known numbers and look at the codes, which are what layers will get.
 
-    Args:
-        device: of the numbers.
-        encode: as `backends.encode`.
-
     Raises:
         RuntimeError: equal numbers are rounded alike everywhere, numbers too often in one direction,
             or to something that is not a neighbour, or alike for two keys or two steps.

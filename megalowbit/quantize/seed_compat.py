@@ -69,9 +69,8 @@ def _amax(x: Tensor) -> Tensor:
     return x.abs().amax(-1, keepdim=True)
 
 
-def fp4e2m1(x: Tensor, noise: Tensor | None) -> Rounded:
+def fp4e2m1(x: Tensor, _noise: Tensor | None) -> Rounded:
     """E2M1 under one scale, nearest. The offset 1e-6 sends tensors with a maximum below 2.6e-7 to zero."""
-    del noise
     scale = _amax(x) / 6 + 1e-6
     return Rounded(_e2m1(x, scale, None, scale), scale)
 
@@ -116,37 +115,32 @@ def _fourth_power_e5m2(x: Tensor, scale: Tensor) -> Tensor:
     return root.to(torch.float8_e5m2).to(torch.float32) ** 4 * x.sign() * scale
 
 
-def fp6e3m2(x: Tensor, noise: Tensor | None) -> Rounded:
+def fp6e3m2(x: Tensor, _noise: Tensor | None) -> Rounded:
     """Not E3M2: the fourth root rounded to E5M2, raised again. Errs by up to 52 %, E3M2 by 12.5 %."""
-    del noise
     scale = _amax(x) / 625 + 1e-7
     return Rounded(_fourth_power_e5m2(x, scale), scale)
 
 
-def fp6e3m2b(x: Tensor, noise: Tensor | None) -> Rounded:
+def fp6e3m2b(x: Tensor, _noise: Tensor | None) -> Rounded:
     """The same by blocks, the scale rounded to fp16: infinite beyond 4.1e7, where blocks become NaN."""
-    del noise
     scale = (_amax(x) / 625 + 1e-7).to(torch.float16).to(torch.float32)
     return Rounded(_fourth_power_e5m2(x, scale), scale)
 
 
-def fp8e4m3(x: Tensor, noise: Tensor | None) -> Rounded:
+def fp8e4m3(x: Tensor, _noise: Tensor | None) -> Rounded:
     """E4M3 under one scale, nearest; below a maximum of 4.5e-4 the offset 1e-6 costs half of the range."""
-    del noise
     scale = _amax(x) / 448 + 1e-6
     return Rounded((x / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale, scale)
 
 
-def fp8e4m3b(x: Tensor, noise: Tensor | None) -> Rounded:
+def fp8e4m3b(x: Tensor, _noise: Tensor | None) -> Rounded:
     """The same by blocks, the scale rounded to fp16: infinite beyond 2.9e7, where blocks become NaN."""
-    del noise
     scale = (_amax(x) / 448 + 1e-7).to(torch.float16).to(torch.float32)
     return Rounded((x / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale, scale)
 
 
-def ternary(x: Tensor, noise: Tensor | None) -> Rounded:
+def ternary(x: Tensor, _noise: Tensor | None) -> Rounded:
     """`1p58bit`: clamp(round(x/q)/2, ±1) has five levels (2.3 bits), not three, ±½ among them."""
-    del noise
     mean = x.abs().mean().view(1, 1, 1)
     step = (2 * x.abs().std() + 1e-6) / 2
     return Rounded(((x / step).round() / 2).clamp(-1, 1) * mean, mean)

@@ -53,11 +53,7 @@ class Moments(NamedTuple):
 
 @torch.no_grad()
 def tensor_moments(x: Tensor) -> Moments:
-    """Largest magnitude and sum of squares; nothing waits for the device.
-
-    Args:
-        x: floating, any shape and strides, may be empty.
-    """
+    """Largest magnitude and sum of squares of any floating tensor; nothing waits for the device."""
     matrix = in_memory_order(x.detach())
     if backend_of(matrix) == "c" and _has_kernel(matrix.dtype, os.environ.get(BACKEND_VARIABLE, "")):
         return Moments(*moments_on_cpu(matrix).unbind())

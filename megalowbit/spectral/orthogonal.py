@@ -37,11 +37,7 @@ class Orthonormal(NamedTuple):
 
 
 def scaled_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in fp32 (fp64 for fp64) times a power of two that keeps squares in range, and that power.
-
-    Args:
-        rows: (k, n), any floating dtype; may be empty.
-    """
+    """Rows (k, n) in fp32 (fp64: fp64) times a power of two that keeps squares in range, and that power."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     if rows.numel() == 0:
         return wide, wide.new_ones(())

@@ -17,7 +17,6 @@ from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.quantize.names import quantizer
 from megalowbit.spectral.gains import gain
 
-METHODS = ("qb", "power", "svd_lowrank", "svd", "sampled", "random", "mean")
 WARM_METHODS = ("qb", "power")
 _BY_ALL = ("method", "broadcast_dim")
 _BY_FACTORS = (*_BY_ALL, "rank", "refresh_every", "reuse", "order", "q_factors", "gains")
@@ -33,6 +32,7 @@ FIELDS_READ = MappingProxyType(
         "mean": _BY_ALL,
     }
 )
+METHODS = tuple(FIELDS_READ)
 ORDERS = ("compensated", "seed")
 REUSES = ("directions", "factors")
 OPTIMIZER_STATES = ("project", "reset")
@@ -163,10 +163,7 @@ class ParameterSplit:
 def settings_from(kind: type[Settings], value: object, field: str) -> Settings | None:
     """Read a split from a configuration: `null`, a block of its fields, or such settings already.
 
-    Args:
-        kind: which of the two.
-        value: what stands in the configuration.
-        field: key it stands under, for messages.
+    Messages begin with `field`, the key it stands under.
 
     Raises:
         UserError: unknown keys or wrong values.

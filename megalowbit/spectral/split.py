@@ -134,7 +134,8 @@ def split_with(
     left = quantize(factors.left.t().contiguous(), random_key=_derived(random_key, "left"))
     right = quantize(factors.right.t().contiguous(), random_key=_derived(random_key, "right"))
     chosen = gain(settings.gains)
-    gained, residual_gain = _gained(settings.gains, factors.values)
+    gains, residual_gain = factors_of(chosen, factors.values)
+    gained = factors.values * gains.to(factors.values)
     values = gained if chosen.is_before_residual else factors.values
     dtype = product_dtype(matrix.dtype)
     if settings.order == "seed":
@@ -270,12 +271,6 @@ def _repeated(left: Tensor, shape: torch.Size, axis: int) -> Tensor:
     one = [*leading[:axis], 1, *leading[axis + 1 :]]
     # Through Uᵀ, which is stored row by row and has to be again.
     return left.t().reshape(k, *one).expand(k, *leading).reshape(k, rows).t()
-
-
-def _gained(name: str, values: Tensor) -> tuple[Tensor, float]:
-    """Singular values with their gains, and the residual's gain."""
-    factors, residual_gain = factors_of(gain(name), values)
-    return values * factors.to(values), residual_gain
 
 
 def _derived(random_key: RandomKey, purpose: str) -> RandomKey:

@@ -44,14 +44,9 @@ class FactorMoments(NamedTuple):
 
 @torch.no_grad()
 def weight_parts(weight: Tensor, rank: int) -> WeightParts:
-    """Split a weight.
+    """Split a weight (out, in), fp32 or fp64, by k = rank, at most the smaller size.
 
-    Args:
-        weight: (out, in), fp32 or fp64.
-        rank: k, at most the smaller size.
-
-    Returns:
-        Contiguous parts in the weight's dtype, in memory of their own.
+    Contiguous parts in the weight's dtype, in memory of their own.
     """
     u, s, v = torch.linalg.svd(weight, full_matrices=False)
     u, s, v = u[:, :rank].contiguous(), s[:rank].clone(), v[:rank].contiguous()
@@ -68,12 +63,7 @@ def whole_weight(parts: WeightParts) -> Tensor:
 
 @torch.no_grad()
 def first_moments(moment: Tensor, parts: WeightParts) -> FactorMoments:
-    """First moments of the factors: M·Vᵀ·S, diag(Uᵀ·M·Vᵀ), S·Uᵀ·M.
-
-    Args:
-        moment: M (out, in), of the whole weight.
-        parts: the new ones.
-    """
+    """First moments of the new parts' factors: M·Vᵀ·S, diag(Uᵀ·M·Vᵀ), S·Uᵀ·M; M (out, in) is the weight's."""
     u, s, v = parts.u.double(), parts.s.double(), parts.v.double()
     moment = moment.double()
     along_v = moment @ v.t()  # (out, k)
@@ -82,12 +72,7 @@ def first_moments(moment: Tensor, parts: WeightParts) -> FactorMoments:
 
 @torch.no_grad()
 def second_moments(moment: Tensor, parts: WeightParts) -> FactorMoments:
-    """Second moments of the factors: the same map with every coefficient squared.
-
-    Args:
-        moment: (out, in), of the whole weight, ≥ 0.
-        parts: the new ones.
-    """
+    """Second moments of the factors, from the weight's (≥ 0): the same map, every coefficient squared."""
     return first_moments(moment, WeightParts(parts.residual, *(part.double().square() for part in parts[1:])))
 
 

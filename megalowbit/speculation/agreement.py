@@ -26,12 +26,7 @@ from megalowbit.speculation.settings import SpeculationSettings
 def agreed(
     model: nn.Module, settings: SpeculationSettings | Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> tuple[SpeculationSettings, Exchange]:
-    """Settings and layers that all ranks agree on; collective.
-
-    Args:
-        model: of this rank; a pipeline stage may have no layer.
-        settings: of speculation, or a mapping of them.
-        group: ranks that decide together; `None`: all.
+    """Settings and layers that all ranks of the group agree on; collective. A pipeline stage may have none.
 
     Returns:
         The settings, validated, and what the ranks will pool their findings with.
@@ -43,13 +38,14 @@ def agreed(
     valid, problem = None, None
     try:
         valid = _validated(settings)
-    except UserError as error:
+        _check_layers(model, valid)
+    except UserError as error:  # the other ranks wait to hear it
         problem = str(error)
     exchange = Exchange(
         [layer.layer_name for layer in bit_layers(model).values()],
         {} if valid is None else valid.model_dump(),
         group,
-        problem=problem if valid is None else _problem(model, valid),
+        problem=problem,
     )
     assert valid is not None  # the problem has been raised
     process_group.check_numbers_differ(_numbers(model), group)
@@ -73,22 +69,17 @@ def _validated(settings: SpeculationSettings | Mapping[str, Any]) -> Speculation
         raise invalid_settings(error, "speculation", SpeculationSettings) from None
 
 
-def _problem(model: nn.Module, settings: SpeculationSettings) -> str | None:
-    """Why this rank's layers cannot be given precisions, or `None`; other ranks wait to hear it."""
-    try:
-        layers = list(bit_layers(model).values())
-        names = Counter(layer.layer_name for layer in layers)
-        for name, count in names.items():
-            if not name or count > 1:
-                raise UserError(
-                    f"{count} BitLinear layers have the name {name!r}: let megalowbit.convert make them, or "
-                    "set a layer_name of its own for each"
-                )
-        for layer in layers:
-            _check_layer(layer, settings)
-    except UserError as error:
-        return str(error)
-    return None
+def _check_layers(model: nn.Module, settings: SpeculationSettings) -> None:
+    layers = list(bit_layers(model).values())
+    names = Counter(layer.layer_name for layer in layers)
+    for name, count in names.items():
+        if not name or count > 1:
+            raise UserError(
+                f"{count} BitLinear layers have the name {name!r}: let megalowbit.convert make them, or "
+                "set a layer_name of its own for each"
+            )
+    for layer in layers:
+        _check_layer(layer, settings)
 
 
 def _check_layer(layer: BitLinear, settings: SpeculationSettings) -> None:

@@ -40,7 +40,7 @@ from megalowbit.speculation.agreement import agreed
 from megalowbit.speculation.counters import PrecisionCounters
 from megalowbit.speculation.exchange import Findings, Verification
 from megalowbit.speculation.noise.product import predict_snr_db
-from megalowbit.speculation.policy import GemmState, Policy
+from megalowbit.speculation.policy import GemmState, Policy, finite_or_none
 from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, quantizers_of, recipe_with
 from megalowbit.speculation.probe import PrecisionCheck, ProductProbe, RankFindings
 from megalowbit.speculation.report import Change, GemmRow, SpeculationReport, SpeculationTotals
@@ -311,12 +311,12 @@ class PrecisionController:
             layer=layer,
             product=product,
             precision=used,
-            predicted_db=_number(self._policy.corrected(before, predicted)[ladder.index(used)]),
-            measured_db=_number(measured),
+            predicted_db=finite_or_none(self._policy.corrected(before, predicted)[ladder.index(used)]),
+            measured_db=finite_or_none(measured),
             is_hit=is_hit,
             reason=before.reason,
-            left_ratio=_number(left.ratio),
-            right_ratio=_number(right.ratio),
+            left_ratio=finite_or_none(left.ratio),
+            right_ratio=finite_or_none(right.ratio),
         )
         if state.precision == used:
             return row, None
@@ -327,7 +327,7 @@ class PrecisionController:
             before=used,
             after=state.precision,
             reason=state.reason,
-            predicted_db=_number(foretold),
+            predicted_db=finite_or_none(foretold),
         )
 
     def _learnt(
@@ -380,8 +380,3 @@ def _count(state: Mapping[str, Any], name: str) -> int:
     if type(count) is not int or count < 0:
         raise ValueError(f"{name} = {count!r}")
     return count
-
-
-def _number(value: float) -> float | None:
-    """A number that files can hold, or `None`."""
-    return value if math.isfinite(value) else None

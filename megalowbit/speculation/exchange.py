@@ -110,6 +110,8 @@ class Exchange:
         for rank, (_, theirs, _) in enumerate(everyone):
             _check_alike(everyone[0][1], theirs, rank)
         self.layers = tuple(dict.fromkeys(name for names, _, _ in everyone for name in names))
+        self._operands = [(layer, role) for layer in self.layers for role in ROLES]
+        self._products = [(layer, product) for layer in self.layers for product in PRODUCTS]
         if not self.layers:
             raise _on_all_ranks(
                 "the model has no BitLinear layer whose precision could be chosen: "
@@ -135,8 +137,10 @@ class Exchange:
             RuntimeError: ranks have decided differently before.
         """
         device = process_group.exchange_device(self._group, device)
-        of = dict(zip(COLUMNS, self._statistics(sheet, device).unbind(1), strict=True))
-        sums = torch.cat([_moments(of), self._energies(sheet, device)])
+        statistics = _rows(self._operands, sheet.statistics, len(COLUMNS), device)
+        of = dict(zip(COLUMNS, statistics.unbind(1), strict=True))
+        energies = _rows(self._products, sheet.energies, len(ENERGIES), device)
+        sums = torch.cat([_moments(of), energies.flatten()])
         # NaN, which a library's MAX may drop, is told by the sums
         magnitudes = of["absmax"].nan_to_num(nan=0.0)
         maxima = torch.cat([magnitudes, self._flags(sheet, unquantized, decisions).to(device)])
@@ -146,24 +150,6 @@ class Exchange:
         numbers = torch.cat([sums, maxima]).tolist()
         return self._findings(numbers[: len(sums)], numbers[len(sums) :])
 
-    def _operands(self) -> list[tuple[str, str]]:
-        return [(layer, role) for layer in self.layers for role in ROLES]
-
-    def _products(self) -> list[tuple[str, str]]:
-        return [(layer, product) for layer in self.layers for product in PRODUCTS]
-
-    def _statistics(self, sheet: RankFindings, device: torch.device) -> Tensor:
-        """(operands, columns) float64, as they were found; zeros of operands that were not seen."""
-        nothing = torch.zeros(len(COLUMNS), dtype=torch.float64, device=device)
-        rows = [sheet.statistics.get(key) for key in self._operands()]
-        return torch.stack([nothing if row is None else row.to(device) for row in rows])
-
-    def _energies(self, sheet: RankFindings, device: torch.device) -> Tensor:
-        """(products · energies,) float64 to be summed."""
-        nothing = torch.zeros(len(ENERGIES), dtype=torch.float64, device=device)
-        rows = [sheet.energies.get(key) for key in self._products()]
-        return torch.cat([nothing if row is None else row.to(device) for row in rows])
-
     def _flags(
         self,
         sheet: RankFindings,
@@ -172,7 +158,7 @@ class Exchange:
     ) -> Tensor:
         """What needs no device, to be maximised: what ran, sides left alone, the fingerprint both ways."""
         flags: list[float] = []
-        for key in self._products():
+        for key in self._products:
             ran, is_verified = key in sheet.energies, sheet.energies.get(key) is not None
             flags += [ran, is_verified, *unquantized.get(key, (False, False))]
         digest = hashlib.blake2b("\n".join(decisions).encode(), digest_size=_FINGERPRINT_BITS // 8).digest()
@@ -185,7 +171,7 @@ class Exchange:
                 "ranks have chosen different precisions for the same products: decisions must be functions "
                 "of what all ranks share; run all ranks on machines of one kind"
             )
-        operands, products = self._operands(), self._products()
+        operands, products = self._operands, self._products
         width, split = len(MOMENTS), len(MOMENTS) * len(operands)
         moments = [sums[start : start + width] for start in range(0, split, width)]
         energies = [sums[start : start + len(ENERGIES)] for start in range(split, len(sums), len(ENERGIES))]
@@ -210,11 +196,9 @@ class Exchange:
 
 
 def pooled(moments: Sequence[float], absmax: float) -> OperandStatistics:
-    """Statistics of operands together, from their summed moments; all but the count NaN if one is not finite.
+    """Statistics of operands together, from their summed `MOMENTS`, the first of which is not zero.
 
-    Args:
-        moments: in the order of `MOMENTS`, the first one not zero.
-        absmax: the largest of all magnitudes.
+    All but the count are NaN where a number is not finite.
     """
     count = moments[0]
     if not all(map(math.isfinite, (*moments, absmax))):
@@ -230,6 +214,18 @@ def pooled(moments: Sequence[float], absmax: float) -> OperandStatistics:
         bulk_power=bulk_power,
         outlier_share=outlier_share,
     )
+
+
+def _rows(
+    keys: Iterable[tuple[str, str]],
+    found: Mapping[tuple[str, str], Tensor | None],
+    columns: int,
+    device: torch.device,
+) -> Tensor:
+    """What was found for each key, float64 (keys, columns); zeros where nothing was."""
+    nothing = torch.zeros(columns, dtype=torch.float64, device=device)
+    rows = [found.get(key) for key in keys]
+    return torch.stack([nothing if row is None else row.to(device) for row in rows])
 
 
 def _moments(of: Mapping[str, Tensor]) -> Tensor:

@@ -152,11 +152,7 @@ class _Saved(BaseModel):
 
 
 class Policy:
-    """Decides for one product after another; holds settings alone.
-
-    Args:
-        settings: of speculation.
-    """
+    """Decides for one product after another; holds settings alone."""
 
     def __init__(self, settings: SpeculationSettings):
         self.settings = settings
@@ -190,9 +186,7 @@ class Policy:
     def corrected(self, state: GemmState, predicted: Sequence[float]) -> tuple[float, ...]:
         """Predictions with the product's alignment and each candidate's correction, as decisions take them.
 
-        Args:
-            state: of the product.
-            predicted: dB for each candidate of the ladder, the last one included.
+        In dB, one for each candidate of the ladder, the last one included.
 
         Raises:
             ValueError: there is not one for each candidate.
@@ -202,21 +196,14 @@ class Policy:
         return tuple(float(db) + self._offset(state, candidate) for candidate, db in enumerate(predicted))
 
     def align(self, state: GemmState, alignment_db: float) -> GemmState:
-        """Take a new measurement of the alignment into its running mean; one that is not finite says nothing.
-
-        Args:
-            state: of the product.
-            alignment_db: measured signal over that of independent operands, in dB.
-        """
+        """Take a measured signal over that of independent operands into its running mean, if it is finite."""
         return replace(state, alignment_db=_averaged(state.alignment_db, alignment_db))
 
     def correct(self, state: GemmState, precision: str, residual_db: float) -> GemmState:
         """Take what a measurement says of a candidate's predictions into their correction, if it is finite.
 
-        Args:
-            state: of the product.
-            precision: the candidate that was measured, any but the last.
-            residual_db: measured less predicted, with the alignment that was measured in the same step.
+        The residual is measured less predicted, with the alignment that was measured in the same step; the
+        candidate is any but the last.
         """
         corrections = list(state.corrections)
         candidate = self.ladder.index(precision)
@@ -224,12 +211,7 @@ class Policy:
         return replace(state, corrections=tuple(corrections))
 
     def fade(self, state: GemmState, precision: str) -> GemmState:
-        """Trust corrections of candidates that cannot be measured a little less, at each verified look.
-
-        Args:
-            state: of the product.
-            precision: the candidate that it ran at, whose correction stays.
-        """
+        """Trust corrections a little less, but that of `precision`, which it ran at and is measured."""
         corrections = tuple(
             known if known is None or candidate == precision else known * (1 - FADING)
             for candidate, known in zip(self.ladder[:-1], state.corrections, strict=True)
@@ -239,17 +221,14 @@ class Policy:
     def decide(self, state: GemmState, step: int, predicted: Sequence[float]) -> GemmState:
         """Choose the candidate for the steps after this one; `verify` of the same step comes first.
 
-        Args:
-            state: of the product.
-            step: the optimizer step looked at.
-            predicted: dB for each candidate of the ladder, without alignment and correction; inf for the last
-                one.
+        Predictions are in dB for each candidate of the ladder, without alignment and correction; inf for the
+        last one.
 
         Raises:
             ValueError: there is not one prediction for each candidate.
         """
         now = self.corrected(state, predicted)[:-1]
-        look = Prediction(step=step, predicted=tuple(map(_finite, predicted[:-1])))
+        look = Prediction(step=step, predicted=tuple(map(finite_or_none, predicted[:-1])))
         history = (*state.history, look)[-self.settings.trend_window :]
         worst = [self._worst(state, history, candidate, db) for candidate, db in enumerate(now)]
         margin = self.settings.hysteresis_db
@@ -271,12 +250,7 @@ class Policy:
         return replace(state, precision=self.ladder[chosen], history=history, streak=streak, reason=reason)
 
     def verify(self, state: GemmState, step: int, measured_db: float) -> tuple[GemmState, bool | None]:
-        """Compare a measured ratio with the threshold of the candidate that the step ran at.
-
-        Args:
-            state: of the product, as it was during the step.
-            step: the optimizer step measured.
-            measured_db: inf where there was no noise.
+        """Compare a measured ratio, inf without noise, with the threshold of the candidate the step ran at.
 
         Returns:
             The state, and whether it was a hit; `None` where the step ran at the last candidate, or the ratio
@@ -339,7 +313,8 @@ class Policy:
         return "trend" if worst[candidate] < self._thresholds[candidate] else "waiting"
 
 
-def _finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
+    """A number that files can hold, or `None`."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -357,12 +332,7 @@ def _has_begun_to_fall(values: Sequence[float], least: float) -> bool:
 
 
 def line_at(points: Iterable[tuple[float, float]], x: float) -> float | None:
-    """Value at x of the least-squares line through points; `None` where they determine none.
-
-    Args:
-        points: (x, y) pairs.
-        x: where the line is read.
-    """
+    """Value at x of the least-squares line through points (x, y); `None` where they determine none."""
     pairs = list(points)
     if len(pairs) < 2:
         return None

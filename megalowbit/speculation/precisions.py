@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.layers.recipe import OPERAND_FIELDS, OWN_GRADIENT, SPLIT_FIELDS, Recipe
 from megalowbit.quantize.names import quantizer
-from megalowbit.speculation.settings import BITS
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
 OPERANDS = {
@@ -33,47 +33,25 @@ OPERANDS = {
 GRADIENT_FIELD = "q_backward_outputgrad"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """One candidate.
+class Precision(NamedTuple):
+    """One candidate: names of the quantisers for inputs and weights, and for output gradients."""
 
-    Attributes:
-        name: what users type.
-        bits: of one element, without scales.
-        operand: quantiser name for inputs and weights.
-        gradient: quantiser name for output gradients.
-    """
-
-    name: str
-    bits: int
     operand: str
     gradient: str
 
 
-def precisions() -> dict[str, Precision]:
-    """All candidates there are, cheapest first.
-
-    | name    | inputs, weights    | output gradients | scales                                              |
-    |---------|--------------------|------------------|-----------------------------------------------------|
-    | `int4`  | INT4               | INT4 stochastic  | one a tensor                                        |
-    | `nvfp4` | NVFP4              | NVFP4 stochastic | one a tensor, one for 16 elements                   |
-    | `int8`  | INT8               | INT8 stochastic  | one a tensor                                        |
-    | `mixed` | INT8 or E5M2       | …, stochastic    | one for 128 elements, whose sign says which of both |
-    | `fp8`   | E4M3               | E5M2 stochastic  | one a tensor                                        |
-    | `bf16`  | not quantised      | not quantised    | none                                                |
-    """
-    quantizers = {
-        "int4": ("int4", "int4:sr"),
-        "nvfp4": ("nvfp4e2m1bnosr", "nvfp4e2m1b"),
-        "int8": ("int8", "int8:sr"),
-        "mixed": ("int8e5m2b", "int8e5m2b:sr"),
-        "fp8": ("fp8e4m3", "fp8e5m2:sr"),
-        "bf16": ("fp32", "fp32"),
+# All candidates there are, cheapest first. Scales: one a tensor; `nvfp4` has one for 16 elements besides,
+# `mixed` one for 128, whose sign says whether they are INT8 or E5M2.
+PRECISIONS = MappingProxyType(
+    {
+        "int4": Precision("int4", "int4:sr"),
+        "nvfp4": Precision("nvfp4e2m1bnosr", "nvfp4e2m1b"),
+        "int8": Precision("int8", "int8:sr"),
+        "mixed": Precision("int8e5m2b", "int8e5m2b:sr"),
+        "fp8": Precision("fp8e4m3", "fp8e5m2:sr"),
+        "bf16": Precision("fp32", "fp32"),
     }
-    return {
-        name: Precision(name=name, bits=BITS[name], operand=operand, gradient=gradient)
-        for name, (operand, gradient) in quantizers.items()
-    }
+)
 
 
 @functools.lru_cache(maxsize=64)
@@ -168,10 +146,9 @@ def check_base(recipe: Recipe) -> None:
 
 
 def _precision(name: str) -> Precision:
-    known = precisions()
-    if name not in known:
-        raise unknown_name("precision", name, known)
-    return known[name]
+    if name not in PRECISIONS:
+        raise unknown_name("precision", name, PRECISIONS)
+    return PRECISIONS[name]
 
 
 def _quantizer_of(candidate: Precision, operand: str) -> str:

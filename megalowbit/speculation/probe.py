@@ -77,12 +77,7 @@ class Sample(NamedTuple):
 
 
 class ProductProbe:
-    """The layers' `Probe` of one use.
-
-    Args:
-        look: how the step is looked at.
-        layer: name of the layer.
-    """
+    """The layers' `Probe` of one use."""
 
     def __init__(self, look: PrecisionCheck, layer: str) -> None:
         self._look = look
@@ -135,13 +130,9 @@ class ProductProbe:
 
 
 def sampled_places(length: int, size: int, key: RandomKey, device: torch.device) -> Tensor:
-    """Ascending places along an axis, one drawn from each of `size` equal stretches: int64 (≤ size,).
+    """Ascending places along an axis, one drawn from each of `size` equal stretches: int64 (size,).
 
-    Args:
-        length: of the axis; all of it is taken where it is no longer than `size`.
-        size: how many places.
-        key: of the draw.
-        device: of the result.
+    All of it, int64 (length,), where it is no longer than `size`.
     """
     places = torch.arange(min(length, size), dtype=torch.int64, device=device)
     if length <= size:
@@ -183,13 +174,9 @@ def _energies_of_all(left: Sample, right: Sample, made: Tensor) -> Tensor:
 def _energies_of_bulk(left: Sample, right: Sample, made_left: Tensor, made_right: Tensor) -> Tensor:
     """The same where elements beyond 6 σ are zero, in operands as they were and as they were multiplied."""
     is_left, is_right = _is_bulk(left), _is_bulk(right)
-    zero = torch.zeros((), dtype=torch.float64, device=left.values.device)
-    exact = (
-        torch.where(is_left, left.values.double(), zero)
-        @ torch.where(is_right, right.values.double(), zero).t()
-    )
-    made = (
-        torch.where(is_left, made_left.double(), zero) @ torch.where(is_right, made_right.double(), zero).t()
+    exact, made = (
+        torch.where(is_left, rows.double(), 0.0) @ torch.where(is_right, cols.double(), 0.0).t()
+        for rows, cols in ((left.values, right.values), (made_left, made_right))
     )
     return _energies(exact, made, left, right, lambda of: of["bulk_power"] * (1 - of["outlier_share"]))
 

@@ -86,7 +86,7 @@ class SpeculationSettings(SettingsModel):
     verify_every: CountFromZero = 3
     verify_size: Count = 128
     cooldown: Count = 100
-    use_alignment: bool = Field(default=True)
+    use_alignment: bool = True
 
     def threshold(self, candidate: str) -> float:
         """Least SNR in dB that a candidate needs; -inf for the last one, which is always safe."""

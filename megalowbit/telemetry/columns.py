@@ -6,6 +6,7 @@ any terminal. What is not known is a dash.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,70 +33,66 @@ def number(value: Fact) -> float | None:
     return value if isinstance(value, (int, float)) else None
 
 
-def loss_text(value: Fact) -> str:
+def _of_known(text: Callable[[float], str]) -> Callable[[Fact], str]:
+    """Decorate the text of a number: what is none is unknown."""
+
+    @functools.wraps(text)
+    def text_or_dash(value: Fact) -> str:
+        figure = number(value)
+        return UNKNOWN if figure is None else text(figure)
+
+    return text_or_dash
+
+
+@_of_known
+def loss_text(figure: float) -> str:
     """`5.4821`; large and non-finite losses in short."""
-    figure = number(value)
-    if figure is None:
-        return UNKNOWN
     return f"{figure:.4f}" if abs(figure) < 1000 else f"{figure:.2e}"
 
 
-def rate_text(value: Fact) -> str:
+@_of_known
+def rate_text(figure: float) -> str:
     """Learning rate, `6.00e-04`."""
-    figure = number(value)
-    return UNKNOWN if figure is None else f"{figure:.2e}"
+    return f"{figure:.2e}"
 
 
-def norm_text(value: Fact) -> str:
+@_of_known
+def norm_text(figure: float) -> str:
     """Gradient norm, four figures."""
-    figure = number(value)
-    if figure is None:
-        return UNKNOWN
     return f"{figure:.3f}" if abs(figure) < 100 else f"{figure:.2e}"
 
 
-def scale_text(value: Fact) -> str:
+@_of_known
+def scale_text(figure: float) -> str:
     """Loss scale; a power of two as such, `2^16`."""
-    figure = number(value)
-    if figure is None:
-        return UNKNOWN
     if figure > 1 and math.isfinite(figure) and math.frexp(figure)[0] == 0.5:
         return f"2^{math.frexp(figure)[1] - 1}"
     return f"{figure:.4g}"
 
 
-def count_text(value: Fact) -> str:
+@_of_known
+def count_text(figure: float) -> str:
     """A whole number."""
-    figure = number(value)
-    return UNKNOWN if figure is None else f"{figure:.0f}"
+    return f"{figure:.0f}"
 
 
-def percent_text(value: Fact) -> str:
+@_of_known
+def percent_text(figure: float) -> str:
     """A share, `3.51%`; a share too small to show is not shown as zero."""
-    figure = number(value)
-    if figure is None:
-        return UNKNOWN
     return "<0.01%" if 0 < figure < 0.00005 else f"{100 * figure:.2f}%"
 
 
-def amount_text(value: Fact) -> str:
+@_of_known
+def amount_text(figure: float) -> str:
     """A large amount in three or four figures: `950`, `12.3k`, `4.56M`, `1.20T`."""
-    figure = number(value)
-    if figure is None or not math.isfinite(figure):
+    if not math.isfinite(figure):
         return UNKNOWN
     for unit in ("", "k", "M", "G", "T"):
         if abs(figure) < 999.5 or unit == "T":
             break
         figure /= 1000
-    if not unit:
-        return f"{figure:.0f}"
-    return (
-        f"{figure:.2f}{unit}"
-        if abs(figure) < 10
-        else f"{figure:.1f}{unit}"
-        if abs(figure) < 100
-        else f"{figure:.0f}{unit}"
-    )
+    decimals = 0 if not unit or abs(figure) >= 100 else 1 if abs(figure) >= 10 else 2
+    return f"{figure:.{decimals}f}{unit}"
 
 
 def duration_text(seconds: float | None) -> str:
@@ -130,21 +127,9 @@ def heading(total_steps: int) -> str:
 
 
 def line(step: int, total_steps: int, facts: Facts, *, eta: float | None, is_skipped: bool) -> str:
-    """One step as a line below `heading`; a skipped step ends in `SKIP`.
-
-    Args:
-        step: this step, 1 … total_steps.
-        total_steps: steps of the whole run.
-        facts: the step's facts.
-        eta: seconds to the end.
-        is_skipped: whether the optimizer left the weights alone.
-    """
+    """Step 1 … `total_steps` as a line below `heading`, `eta` in seconds; a skipped step ends in `SKIP`."""
     # the space stands apart from rjust: a figure wider than its column pushes the next, but never touches it
     figures = "".join(" " + column.text(facts.get(column.fact)).rjust(column.width - 1) for column in COLUMNS)
-    text = (
-        f"{step}/{total_steps}".rjust(_step_width(total_steps))
-        + figures
-        + " "
-        + duration_text(eta).rjust(_ETA_WIDTH - 1)
-    )
+    place = f"{step}/{total_steps}".rjust(_step_width(total_steps))
+    text = f"{place}{figures} {duration_text(eta).rjust(_ETA_WIDTH - 1)}"
     return f"{text} {SKIP}" if is_skipped else text

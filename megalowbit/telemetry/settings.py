@@ -33,7 +33,7 @@ class TelemetrySettings(SettingsModel):
     tensorboard: bool = True
     overflow: bool = True
     layers_every: int = Field(default=100, ge=0)
-    timers: bool = Field(default=False)
+    timers: bool = False
 
 
 class TensorBoardBlock(SettingsModel):

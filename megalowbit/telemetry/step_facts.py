@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalowbit.distributed import process_group
-from megalowbit.telemetry.overflow.tracker import HEADLINE_NAMES, GradientOverflowTracker, StepOverflow
+from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker, StepOverflow
 
-PACKET_LENGTH = 2 + len(HEADLINE_NAMES)  # float64: 64 bytes
 # Above any number of quantisations in a step; times 2^15 ranks it still is an exact float64.
 STOP_UNIT = 2.0**38
 

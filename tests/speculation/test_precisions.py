@@ -12,10 +12,10 @@ from megalowbit.quantize.names import quantizer
 from megalowbit.spectral.settings import OperandSplit, ParameterSplit
 from megalowbit.speculation.precisions import (
     OPERANDS,
+    PRECISIONS,
     PRODUCTS,
     Precision,
     check_base,
-    precisions,
     quantizers_of,
     recipe_with,
 )
@@ -26,23 +26,22 @@ CHOICES = list(itertools.product(NAMES, repeat=3))
 
 
 def test_settings_know_the_same_rungs_in_the_same_order():
-    assert tuple(BITS) == tuple(precisions()) == NAMES
-    assert all(each.name == name and each.bits == BITS[name] for name, each in precisions().items())
+    assert tuple(BITS) == tuple(PRECISIONS) == NAMES
 
 
 def test_codes_take_the_bits_that_a_rung_says():
     x = torch.linspace(-1, 1, 2**12).reshape(32, 128)
-    for each in precisions().values():
-        for name in (each.operand, each.gradient):
-            if each.name == "bf16":
+    for candidate, names in PRECISIONS.items():
+        for name in names:
+            if candidate == "bf16":
                 assert quantizer(name).is_identity
             else:
-                assert 8 * quantizer(name).quantize(x).codes.nbytes == each.bits * x.numel(), name
+                assert 8 * quantizer(name).quantize(x).codes.nbytes == BITS[candidate] * x.numel(), name
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_rounded_without_bias(name):
-    candidate = precisions()[name]
+    candidate = PRECISIONS[name]
     operand, gradient = quantizer(candidate.operand), quantizer(candidate.gradient)
     assert not operand.is_stochastic
     assert gradient.is_stochastic == (name != "bf16")
@@ -73,7 +72,7 @@ def test_each_product_gets_its_own_precision_whatever_the_others_have(base):
 def test_a_gradient_that_both_products_want_alike_is_quantised_once():
     for choice in CHOICES:
         own = recipe_with(recipe("fp8"), choice).q_backward_outputgrad_for_weight
-        gradients = [precisions()[name].gradient for name in choice[1:]]
+        gradients = [PRECISIONS[name].gradient for name in choice[1:]]
         assert own == (None if gradients[0] == gradients[1] else gradients[1])
 
 
@@ -208,6 +207,8 @@ def test_the_remedy_names_a_recipe_that_there_is_and_that_works():
 
 
 def test_precisions_are_plain_values():
-    assert precisions()["int8"] == Precision(name="int8", bits=8, operand="int8", gradient="int8:sr")
+    assert PRECISIONS["int8"] == Precision(operand="int8", gradient="int8:sr")
     with pytest.raises(AttributeError):
-        precisions()["int8"].bits = 4
+        PRECISIONS["int8"].operand = "int4"
+    with pytest.raises(TypeError):
+        PRECISIONS["int8"] = PRECISIONS["int4"]

@@ -102,7 +102,7 @@ def encode_with(function: Callable[..., int], request: EncodeRequest) -> Encoded
     )
     if function(ctypes.byref(job)):
         raise MemoryError(f"no memory left to count a matrix of {x.shape[0]} × {x.shape[1]}")
-    return encoded if counts is None else encoded._replace(counts=counts, error=error)
+    return encoded if counts is None else Encoded(*encoded[:4], counts, error)
 
 
 def decode_with(function: Callable[..., None], request: DecodeRequest) -> Tensor:

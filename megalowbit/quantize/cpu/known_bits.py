@@ -46,18 +46,8 @@ KNOWN_BITS: dict[str, int] = {
     "tiled": 0x55CD40E1,
     "MXFP4": 0x9080EA9F,
     "MXFP4 stochastic": 0x54ECB4B3,
-    "torch.float32 by rows": 0xBA1CAE84,
-    "torch.float32 by columns": 0xBA1CAE84,
-    "torch.float32 by neither": 0xBA1CAE84,
-    "column sums of torch.float32": 0x32331A1C,
-    "torch.bfloat16 by rows": 0xBA1CAE84,
-    "torch.bfloat16 by columns": 0xBA1CAE84,
-    "torch.bfloat16 by neither": 0xBA1CAE84,
-    "column sums of torch.bfloat16": 0x32331A1C,
-    "torch.float16 by rows": 0xBA1CAE84,
-    "torch.float16 by columns": 0xBA1CAE84,
-    "torch.float16 by neither": 0xBA1CAE84,
-    "column sums of torch.float16": 0x32331A1C,
+    **{f"{dtype} by {order}": 0xBA1CAE84 for dtype in DTYPES for order in ("rows", "columns", "neither")},
+    **{f"column sums of {dtype}": 0x32331A1C for dtype in DTYPES},
     "decoding e4m3 to torch.float32": 0x99410019,
     "decoding e4m3 to torch.float32, transposed": 0x3FA3AE14,
     "decoding e4m3 to torch.bfloat16": 0x013F6D09,
@@ -142,18 +132,12 @@ KNOWN_BITS_8BIT: dict[str, int] = {
     "mixed blocks, stochastic": 0xEE552E1A,
     "decoding mixed blocks, stochastic": 0x00CD45AA,
     "mixed blocks, unbiased": 0x936B0CF6,
-    "torch.float32 by rows": 0x8F1C2552,
-    "torch.float32 by neither": 0x8F1C2552,
-    "torch.float32 by rows with a given maximum": 0x701E1DCF,
-    "torch.float32 by neither with a given maximum": 0x701E1DCF,
-    "torch.bfloat16 by rows": 0x8F1C2552,
-    "torch.bfloat16 by neither": 0x8F1C2552,
-    "torch.bfloat16 by rows with a given maximum": 0x701E1DCF,
-    "torch.bfloat16 by neither with a given maximum": 0x701E1DCF,
-    "torch.float16 by rows": 0x8F1C2552,
-    "torch.float16 by neither": 0x8F1C2552,
-    "torch.float16 by rows with a given maximum": 0x701E1DCF,
-    "torch.float16 by neither with a given maximum": 0x701E1DCF,
+    **{f"{dtype} by {order}": 0x8F1C2552 for dtype in DTYPES for order in ("rows", "neither")},
+    **{
+        f"{dtype} by {order} with a given maximum": 0x701E1DCF
+        for dtype in DTYPES
+        for order in ("rows", "neither")
+    },
 }
 
 KNOWN_MOMENTS: dict[str, int] = {

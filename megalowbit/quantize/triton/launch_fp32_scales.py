@@ -19,13 +19,12 @@ from megalowbit.formats.element import E2M1, E4M3, E5M2, INT4, INT8, INT8_E5M2, 
 from megalowbit.quantize.encoding import COUNT_NAMES, DecodeRequest, Encoded, EncodeRequest, new_encoded
 from megalowbit.quantize.triton.launch_job import (
     DTYPES,
+    decode_with,
     launch,
     partial_counts,
     reading,
     rounding,
-    unpacking,
     with_counts,
-    writing,
 )
 
 MANTISSA_BITS: dict[ElementFormat, int] = {INT8: 0, INT4: 0, INT8_E5M2: 0, E2M1: 1, E5M2: 2, E4M3: 3}
@@ -95,25 +94,16 @@ def decode(request: DecodeRequest) -> Tensor:
     """Codes × block scale; as `reference.decode`, where `covers` agrees."""
     from megalowbit.quantize.triton.fp32_scales import decode_kernel
 
-    format, transpose = request.format, request.transpose
-    out = request.new_matrix()
-    packed, programs = unpacking(request.codes, request.rows, transpose, WORD_TILE, TALL_WORD_TILE)
-    block_rows, block_cols = format.block or (1, GROUP)
-    launch(
+    format = request.format
+    return decode_with(
         decode_kernel,
-        programs,
-        out.device,
-        **packed,
-        **writing(out, transpose),
+        request,
+        WORD_TILE,
+        TALL_WORD_TILE,
         **_element(format),
         scales=request.scales.contiguous() if format.block else None,
-        cols=request.cols,
-        DTYPE=DTYPES[request.dtype],
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols,
         TOP=len(format.element.grid) - 1,
     )
-    return out
 
 
 def _element(format: BlockFormat) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from megalowbit.quantize.encoding import (
     new_encoded,
 )
 from megalowbit.quantize.triton.launch_job import (
-    DTYPES,
+    decode_with,
     launch,
     partial_counts,
     reading,
@@ -105,26 +105,10 @@ def encode(request: EncodeRequest) -> Encoded:
 
 def decode(request: DecodeRequest) -> Tensor:
     """Codes × block scale; as `reference.decode`, where `covers` agrees."""
-    from megalowbit.quantize.triton import decode as kernels
+    from megalowbit.quantize.triton.decode import decode_kernel
 
-    format, transpose = request.format, request.transpose
-    assert format.block is not None
-    out = request.new_matrix()
-    packed, programs = unpacking(request.codes, request.rows, transpose, WORD_TILE, TALL_WORD_TILE)
-    launch(
-        kernels.decode_kernel,
-        programs,
-        out.device,
-        **packed,
-        **writing(out, transpose),
-        scales=request.scales.contiguous().view(torch.uint8),
-        cols=request.cols,
-        DTYPE=DTYPES[request.dtype],
-        BLOCK_ROWS=format.block[0],
-        BLOCK_COLS=format.block[1],
-        SCALE=format.scale,
-    )
-    return out
+    scales, kind = request.scales.contiguous().view(torch.uint8), request.format.scale
+    return decode_with(decode_kernel, request, WORD_TILE, TALL_WORD_TILE, scales=scales, SCALE=kind)
 
 
 def decode_fp8(
@@ -141,17 +125,10 @@ def decode_fp8(
     The largest block exponent becomes `SHIFT`, see `quantize.encoding`. A block more than `DEPTH` below it
     does not fit exactly, and is counted.
 
-    Args:
-        codes: uint8, of `MXFP4`.
-        scales: of the same.
-        rows: of the matrix.
-        cols: of the matrix, padding left out.
-        dtype: float8_e4m3fn or float8_e5m2.
-        transpose: make the operand (cols, rows).
-
     Returns:
-        The operand, contiguous; fp32 scale, 0-dim, 1 where all blocks are zero or NaN; int32,
-        0-dim: how many blocks are not exact. Blocks of zeros fit always; elements of a NaN block are NaN.
+        The operand in `dtype`, float8_e4m3fn or float8_e5m2, contiguous, (cols, rows) where `transpose`;
+        fp32 scale, 0-dim, 1 where all blocks are zero or NaN; int32, 0-dim: how many blocks are not exact.
+        Blocks of zeros fit always; elements of a NaN block are NaN.
 
     Raises:
         UserError: codes or scales are not those of such a matrix.

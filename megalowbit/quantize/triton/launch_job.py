@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalowbit.formats.block_format import GROUP
-from megalowbit.quantize.encoding import COUNT_NAMES, ERROR_NAMES, Encoded, EncodeRequest
+from megalowbit.quantize.encoding import COUNT_NAMES, ERROR_NAMES, DecodeRequest, Encoded, EncodeRequest
 from megalowbit.quantize.philox import WORD, RandomKey
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -29,9 +29,7 @@ def programs_of(width: int, rows: int, tile_width: int, tile_rows: int) -> int:
 def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int]:
     """What all encoding kernels take: the matrix, how to read it, blocks and tile; and how many programs run.
 
-    Args:
-        request: of the encoding.
-        tall_rows: rows of a tile one block wide, which is taken where columns are contiguous.
+    Where columns are contiguous, a tile is one block wide and has `tall_rows` rows.
     """
     x, format, signs = request.x.resolve_neg(), request.encoding.format, request.signs
     block_rows, block_cols = format.block or (1, GROUP)
@@ -75,12 +73,7 @@ def unpacking(
 ) -> tuple[dict[str, Any], int]:
     """What all decoding kernels take: codes as words, and the tile; and how many programs run.
 
-    Args:
-        codes: uint8 (rows, bytes).
-        rows: of the matrix.
-        transpose: whether the result is written transposed, which takes the tall tile.
-        tile: rows and words of a program.
-        tall_tile: the same where neighbours in memory are neighbours in a column.
+    A tile is so many rows and words of a program; a transposed result is written by the tall one.
     """
     words = as_words(codes)
     tile_rows, tile_words = tall_tile if transpose else tile
@@ -91,6 +84,28 @@ def unpacking(
         "TILE_ROWS": tile_rows,
         "TILE_WORDS": tile_words,
     }, programs_of(words.shape[1], rows, tile_words, tile_rows)
+
+
+def decode_with(
+    kernel: Any, request: DecodeRequest, tile: tuple[int, int], tall_tile: tuple[int, int], **others: Any
+) -> Tensor:
+    """Codes × block scale by a kernel of one of the families, which takes `others`; as `reference.decode`."""
+    out = request.new_matrix()
+    packed, programs = unpacking(request.codes, request.rows, request.transpose, tile, tall_tile)
+    block_rows, block_cols = request.format.block or (1, GROUP)
+    launch(
+        kernel,
+        programs,
+        out.device,
+        **packed,
+        **writing(out, request.transpose),
+        **others,
+        cols=request.cols,
+        DTYPE=DTYPES[request.dtype],
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLS=block_cols,
+    )
+    return out
 
 
 def writing(out: Tensor, transpose: bool) -> dict[str, Any]:

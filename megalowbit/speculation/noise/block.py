@@ -75,11 +75,13 @@ def _at_phase(row: tuple[float, ...], phase: float) -> float:
     return row[index] + (phase - int(phase)) * (row[(index + 1) % len(row)] - row[index])
 
 
+@functools.lru_cache(maxsize=32)
 def largest_error(blocks: Blocks) -> float:
     """Mean squared error of a block's largest element over its square, from the rounding of its scale."""
     if blocks.scale in EVEN_SCALES:
         return 0.0
-    return _largest_error(blocks)
+    tops = [_top(blocks, 1.0, i / PHASES) for i in range(PHASES)]
+    return float(np.mean([_point_error(blocks.grid, 1.0, top) for top in tops]))
 
 
 def widening(blocks: Blocks) -> float:
@@ -87,13 +89,6 @@ def widening(blocks: Blocks) -> float:
     if blocks.scale != "e8m0":
         return 1.0
     return math.sqrt(2) if blocks.rounding == "up" else E8M0_MANTISSA / math.sqrt(2)
-
-
-@functools.lru_cache(maxsize=32)
-def _largest_error(blocks: Blocks) -> float:
-    return float(
-        np.mean([_point_error(blocks.grid, 1.0, _top(blocks, 1.0, i / PHASES)) for i in range(PHASES)])
-    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -56,11 +56,7 @@ def levels(element: str) -> Floats:
 def gaussian_error(grid: Grid, absmax: float, sigma: float, center: float) -> float:
     """Mean squared error of a bulk N(center, sigma²) within ±absmax, which the grid is stretched to.
 
-    Args:
-        grid: of the elements.
-        absmax: what the format's largest number stands for, > 0.
-        sigma: of the bulk, ≥ 0.
-        center: of the bulk.
+    `absmax`, what the format's largest number stands for, is above 0; sigma may be 0.
     """
     if sigma == 0 or abs(center) > LAST_CENTER * sigma:
         return exact_error(grid, absmax, sigma, center)
@@ -100,10 +96,7 @@ def _row(grid: Grid, row: int) -> tuple[float, ...]:
 def even_error(grid: Grid, absmax: float, least: float) -> float:
     """Mean squared error of magnitudes spread evenly in [least, absmax]; 0 at absmax itself.
 
-    Args:
-        grid: of the elements.
-        absmax: what the format's largest number stands for, > 0.
-        least: the least of the magnitudes, 0 … absmax.
+    `absmax`, what the format's largest number stands for, is above 0.
     """
     place = min(int(least / absmax * EVEN_POINTS), EVEN_POINTS - 1)
     return float(_even_errors(grid)[place]) * absmax * absmax

@@ -24,25 +24,14 @@ import math
 from typing import Literal, NamedTuple
 
 from megalowbit.errors import UserError
+from megalowbit.formats.element import ELEMENTS
 from megalowbit.formats.mixed_blocks import THRESHOLD
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.speculation.noise.block import Blocks, clean_error, largest_error, widening
 from megalowbit.speculation.noise.grid import Grid, even_error, gaussian_error
-from megalowbit.speculation.noise.rounding import rounding_error, zero_probability
+from megalowbit.speculation.noise.rounding import zero_probability
 from megalowbit.speculation.statistics import OUTLIER_SIGMAS, OperandStatistics
-
-__all__ = [
-    "MAX_DB",
-    "Model",
-    "Noise",
-    "Signal",
-    "operand_noise",
-    "predict_snr_db",
-    "rounding_error",
-    "zero_probability",
-    "zeros_snr_db",
-]
 
 MAX_DB = 60.0  # what a quantised product can be foretold: beyond, other errors of a bf16 run are larger
 BF16_ERROR = 2.0**-18  # (2⁻⁹)², of an operand left in bf16, relative
@@ -80,21 +69,8 @@ class _Outliers(NamedTuple):
     typical: float
 
 
-class _Format(NamedTuple):
-    """What of a quantiser decides its errors. `blocks` is `None` under one scale."""
-
-    grid: Grid
-    blocks: Blocks | None
-    levels: int
-
-
 def zeros_snr_db(p_left: float, p_right: float) -> float:
-    """SNR of a product by the probabilities that elements become zero: -20·log₁₀(p₁ + p₂ - p₁p₂) dB.
-
-    Args:
-        p_left: of the left operand, 0 … 1.
-        p_right: of the right operand.
-    """
+    """SNR of a product by the probabilities that elements become zero: -20·log₁₀(p₁ + p₂ - p₁p₂) dB."""
     lost = p_left + p_right - p_left * p_right
     return -20 * math.log10(lost) if lost > 0 else math.inf
 
@@ -146,22 +122,18 @@ def _lost(name: str, statistics: OperandStatistics) -> float:
     format = _format(name)
     if format is None:
         return 0.0
-    if format.blocks is not None or not format.grid.element.startswith("int"):
+    if isinstance(format, Blocks) or not format.element.startswith("int"):
         raise UserError(
             f"the noise model 'zeros' knows even grids under one scale, not quantizer {name!r}: "
             'write "calibrated", or use int4 or int8'
         )
-    step = 2 * statistics.absmax / (2 * format.levels - 1)
+    step = 2 * statistics.absmax / (2 ** ELEMENTS[format.element].bits - 1)
     return zero_probability(step, statistics.sigma, statistics.center)
 
 
 @functools.lru_cache(maxsize=2048)  # a look asks twice for each, once a product
 def operand_noise(quantizer_name: str, statistics: OperandStatistics) -> Noise:
-    """Mean squared errors that quantising an operand leaves.
-
-    Args:
-        quantizer_name: as users type it.
-        statistics: of the operand; finite.
+    """Mean squared errors that quantising an operand, whose statistics are finite, leaves.
 
     Raises:
         UserError: there is no such quantiser, or no model of its noise.
@@ -175,16 +147,13 @@ def operand_noise(quantizer_name: str, statistics: OperandStatistics) -> Noise:
     center = math.copysign(min(abs(statistics.center), math.sqrt(statistics.bulk_power)), statistics.center)
     sigma = math.sqrt(max(statistics.bulk_power - center * center, 0.0))
     outliers = _outliers(statistics)
-    if format.blocks is None:
-        bulk = gaussian_error(format.grid, statistics.absmax, sigma, center)
-        beyond = _outlier_error(format.grid, statistics.absmax, outliers)
-    elif (
-        format.blocks.scale == "e4m3"
-        and 0 < E4M3_RANGE * math.sqrt(statistics.bulk_power) < statistics.absmax
-    ):
+    if isinstance(format, Grid):
+        bulk = gaussian_error(format, statistics.absmax, sigma, center)
+        beyond = _outlier_error(format, statistics.absmax, outliers)
+    elif format.scale == "e4m3" and 0 < E4M3_RANGE * math.sqrt(statistics.bulk_power) < statistics.absmax:
         return Noise(statistics.bulk_power, statistics.power)
     else:
-        bulk, beyond = _block_noise(format.blocks, statistics, sigma, center, outliers)
+        bulk, beyond = _block_noise(format, statistics, sigma, center, outliers)
     return Noise(bulk, (1 - statistics.outlier_share) * bulk + beyond)
 
 
@@ -245,8 +214,8 @@ def _grid_beside(blocks: Blocks, largest: float, sigma: float, center: float) ->
 
 
 @functools.lru_cache(maxsize=256)
-def _format(name: str) -> _Format | None:
-    """`None` of a quantiser that leaves its operand as it is."""
+def _format(name: str) -> Grid | Blocks | None:
+    """What of a quantiser decides its errors: a grid under one scale, or blocks; `None`: identity."""
     owner = quantizer(name)
     if owner.is_identity:
         return None
@@ -256,10 +225,8 @@ def _format(name: str) -> _Format | None:
             f"quantizer {name!r} has no noise model: use one of fp4e2m1, fp6e3m2, fp8e4m3, fp8e5m2, "
             "int8, int8, int4, their forms with b, nvfp4…, mxfp4… or int8e5m2b, without q_scalar and 4over6"
         )
-    element = encoding.format.element
-    grid = Grid(element.name, encoding.is_stochastic)
-    blocks = None
-    if encoding.format.block is not None:
-        size = math.prod(encoding.format.block)
-        blocks = Blocks(grid, size, encoding.format.scale, encoding.scale_rounding)
-    return _Format(grid, blocks, 2 ** (element.bits - 1))
+    format = encoding.format
+    grid = Grid(format.element.name, encoding.is_stochastic)
+    if format.block is None:
+        return grid
+    return Blocks(grid, math.prod(format.block), format.scale, encoding.scale_rounding)

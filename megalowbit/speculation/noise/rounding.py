@@ -25,11 +25,7 @@ def zero_probability(step: float, sigma: float, center: float = 0.0) -> float:
     """Probability that a number from N(center, sigma²) is rounded to 0 on an even grid.
 
     Φ((step/2 - center)/sigma) - Φ((-step/2 - center)/sigma), for a center of 0 erf(step/(2·√2·sigma)).
-
-    Args:
-        step: distance of neighbours on the grid, ≥ 0.
-        sigma: standard deviation, ≥ 0; 0 is the point `center`.
-        center: mean.
+    A sigma of 0 is the point `center`; `step` is the distance of neighbours on the grid.
     """
     half = step / 2
     if sigma == 0:

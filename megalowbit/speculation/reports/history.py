@@ -131,11 +131,7 @@ class History:
         return [each for checks in self.verified.values() for each in checks if not math.isnan(each.gap_db)]
 
     def shares(self, gemms: Iterable[Gemm] | None = None) -> dict[str, float]:
-        """Share of steps at each precision of the ladder, each product of each step counted once.
-
-        Args:
-            gemms: products to count; all by default.
-        """
+        """Share of the products' steps (`None`: of all products) at each precision of the ladder."""
         steps = dict.fromkeys(self.settings.ladder, 0)
         for gemm in self.looks if gemms is None else gemms:
             for span in self.spans[gemm]:

@@ -59,10 +59,7 @@ def draw_history(history: History, path: Path) -> None:
     """Draw what a run chose and how well it foresaw.
 
     Precision by product and step; predicted against measured SNR, at once and over time; shares over time.
-
-    Args:
-        history: at least one look.
-        path: a PNG, replaced if it is there.
+    The picture is a PNG, whose file is replaced if it is there; the history has at least one look.
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.

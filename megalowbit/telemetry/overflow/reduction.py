@@ -27,12 +27,9 @@ ROW_LENGTH = len(TABLE_NAMES) + len(ERROR_NAMES) * NUM_DIGITS
 def sum_over_ranks(
     mine: Mapping[Key, Row], group: dist.ProcessGroup | None, device: torch.device
 ) -> Iterator[tuple[Key, Row]]:
-    """Sum each row over the ranks of `group`, each of which must call it.
+    """Sum each row over the ranks of `group` (`None`: all), each of which must call it.
 
-    Args:
-        mine: this rank's rows, in the order it met them.
-        group: ranks to sum over; `None` for all.
-        device: where this rank's counts live.
+    This rank gives its rows in the order it met them, and the device where its counts live.
     """
     if process_group.world_size(group) == 1:
         yield from mine.items()

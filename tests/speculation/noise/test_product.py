@@ -16,9 +16,9 @@ from megalowbit.speculation.noise.product import (
     MAX_DB,
     operand_noise,
     predict_snr_db,
-    zero_probability,
     zeros_snr_db,
 )
+from megalowbit.speculation.noise.rounding import zero_probability
 from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS, OperandStatistics
 
