@@ -38,11 +38,7 @@ def load_checked_config(path: Path, overrides: list[str], *, world_size: int | N
 
 
 def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
-    """Check what `load_config` cannot.
-
-    Args:
-        config: resolved.
-        has_model: the files of the model can be read here, as they can where the run will be.
+    """Check what `load_config` cannot; without `has_model` the model's files can be read in the run only.
 
     Raises:
         UserError: a line for each mistake.

@@ -269,11 +269,7 @@ def _validate_block(block: dict[str, Any], stem: str) -> PretrainSettings:
 
 
 def check_retries(overflow_retries: int, engine: EngineSettings) -> None:
-    """Refuse retries where there is no scale that could be lowered for them.
-
-    Raises:
-        UserError: see above.
-    """
+    """Refuse retries where there is no scale that could be lowered for them."""
     if overflow_retries and engine.grad_scaler.type in {"none", "constant"}:
         raise UserError(
             f"{BLOCK}.run.overflow_retries = {overflow_retries} has no loss scale to lower (precision "

@@ -141,15 +141,7 @@ def check_is_configuration(saved: Mapping[str, Any], where: str) -> None:
 
 
 def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to continue with a model that has the same shapes but computes something else.
-
-    Args:
-        saved: HuggingFace configuration in the checkpoint.
-        current: the one of the model that was built.
-
-    Raises:
-        UserError: a field differs.
-    """
+    """Refuse to continue with a model of the same shapes whose HuggingFace configuration differs."""
     before, now = _flat(saved), _flat(current)
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)

@@ -235,14 +235,7 @@ class LossGuard(Component):
         return self._since is None
 
     def good_until(self, step: int) -> int | None:
-        """The newest step that a rollback may ask for, were the loss found to be in trouble at some time.
-
-        Args:
-            step: the last one trained.
-
-        Returns:
-            `None` where there are no rollbacks.
-        """
+        """The newest step that a rollback may ask for once `step` is trained; `None`: there are none."""
         if not self.settings.rolls_back:
             return None
         newest = step if self._since is None else self._since - 1
