@@ -211,12 +211,17 @@ def _read_overridden(path: Path, overrides: list[str]) -> dict[str, Any]:
         with problems.collect():
             _apply_override(raw, override)
     with problems.collect():
-        _make_paths_absolute(_block(raw, path), _working_folder())
+        _make_paths_absolute(_block(raw, path), working_folder())
     problems.raise_any()
     return raw
 
 
-def _working_folder() -> Path:
+def working_folder() -> Path:
+    """Where this process runs.
+
+    Raises:
+        UserError: it has been removed.
+    """
     try:
         return Path.cwd()
     except OSError as error:

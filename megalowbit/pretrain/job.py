@@ -29,6 +29,7 @@ from megalowbit.families.config_checks import check_fits
 from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.generation import remembered
+from megalowbit.hf.training_checkpoint import FORMAT
 from megalowbit.layers.carried_state import (
     OWN_ROLES,
     SHARED_ROLES,
@@ -60,8 +61,6 @@ from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
 from megalowbit.telemetry.summary import RunTotals
 
 logger = logging.getLogger(__name__)
-
-CHECKPOINT_FORMAT = 1
 
 
 @dataclass
@@ -174,7 +173,7 @@ class Job:
         """What a checkpoint holds besides the engine's own."""
         return {
             "megalowbit": {
-                "format": CHECKPOINT_FORMAT,
+                "format": FORMAT,
                 "step": self.step,
                 "hf_config": self.engine.module.config.to_dict(),
                 "recipe": self.recipe.to_dict(),

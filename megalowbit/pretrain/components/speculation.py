@@ -150,7 +150,9 @@ def describe_speculation(settings: SpeculationSettings) -> str:
 
 def change_lines(report: SpeculationReport) -> list[str]:
     """What to print of the changes after a look: misses first, then what got dearer; at most four lines."""
-    changes = sorted(report.changes, key=_urgency)
+    # rolled back, gone to a dearer precision, gone to a cheaper one
+    urgency = {"missed": 0, "safe": 2}
+    changes = sorted(report.changes, key=lambda change: urgency.get(change.reason, 1))
     measured = {(row.layer, row.product): row.measured_db for row in report.rows}
     lines = [
         _change_line(step_of(report), change, measured.get((change.layer, change.product)))
@@ -217,11 +219,6 @@ def line_after_switch(recipe: Recipe) -> str:
     if not left:
         return "speculation has no product left to choose a precision for"
     return f"speculation goes on for {' and '.join(left)}"
-
-
-def _urgency(change: Change) -> int:
-    """0: rolled back, 1: gone to a dearer precision, 2: to a cheaper one."""
-    return {"missed": 0, "safe": 2}.get(change.reason, 1)
 
 
 def _change_line(step: int, change: Change, measured_db: float | None) -> str:
