@@ -23,7 +23,7 @@ from megalowbit.durable_files import atomic_file
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
 from megalowbit.json_text import read_text
 from megalowbit.pretrain.command_line import OneLineParser
-from megalowbit.pretrain.config import PretrainConfig, load_config
+from megalowbit.pretrain.config import PretrainConfig, load_config, working_folder
 
 HERE = Path(__file__).resolve().parent
 PRETRAIN = HERE.parent / "pretrain.py"
@@ -99,17 +99,11 @@ def build_request(options: argparse.Namespace, settings: ClusterSettings) -> Job
     if options.array_limit is not None and (options.array is None or options.array_limit < 1):
         raise UserError(f"--array-limit {options.array_limit} is for --array, and at least 1")
     folder = options.run_dir or Path("runs") / options.ds_config.stem
-    try:
-        working_folder = Path.cwd()
-    except OSError as error:
-        raise UserError(
-            f"the working folder cannot be used ({error.strerror}): go to one that exists"
-        ) from None
     return JobRequest(
         ds_config=_absolute(options.ds_config),
         folder=_absolute(folder),
         script=Path(settings.script) if settings.script else PRETRAIN,
-        working_folder=working_folder,
+        working_folder=working_folder(),
         # where this Python was installed, torchrun and deepspeed were; not in an image
         python_folder=None if settings.container else _absolute(Path(sys.executable).parent),
         overrides=options.overrides,

@@ -52,12 +52,7 @@ class NodeFailures:
 
 
 class FailureTrace:
-    """The moments at which nodes fail, found as far as they are asked for.
-
-    Args:
-        failures: how often.
-        seed: of the draw; the same seed, the same moments.
-    """
+    """The moments at which nodes fail, found as far as they are asked for, the same for a seed."""
 
     def __init__(self, failures: NodeFailures, *seed: int) -> None:
         self._failures = failures

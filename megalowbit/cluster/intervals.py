@@ -12,12 +12,7 @@ import math
 
 
 def young_interval(save: float, mtbf: float) -> float:
-    """Seconds of training between two saves: √(2·save·mtbf).
-
-    Args:
-        save: seconds that a save takes.
-        mtbf: mean seconds between failures of any node.
-    """
+    """Seconds of training between two saves: √(2·save·mtbf), as in `expected_seconds`."""
     return math.sqrt(2 * save * mtbf)
 
 

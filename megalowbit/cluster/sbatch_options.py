@@ -52,14 +52,7 @@ LONG_OF_SHORT = {short: long for long, (short, _) in OWN_OPTIONS.items() if shor
 
 
 def check_sbatch_option(option: str) -> None:
-    """Refuse what is no option, or one that the script sets.
-
-    Args:
-        option: as it would stand in an `#SBATCH` line: `"--mail-type=END"`.
-
-    Raises:
-        UserError: see above, with the key to use instead.
-    """
+    """Refuse what is no option of an `#SBATCH` line (`"--mail-type=END"`), or one that the script sets."""
     match = re.fullmatch(r"--?(?P<name>[A-Za-z][\w-]*)[^\x00-\x1f\x7f]*", option)
     if match is None:
         raise UserError(f"{shown(option)} is no option on one line: write it like '--mail-type=END'")

@@ -55,12 +55,7 @@ def template_names(settings: ClusterSettings) -> tuple[str, str]:
 
 
 def render(settings: ClusterSettings, request: JobRequest, templates: Mapping[str, str]) -> str:
-    """The job script.
-
-    Args:
-        settings: of the cluster.
-        request: what is to run.
-        templates: texts of the files `template_names` says.
+    """The job script, from the texts of the files that `template_names` says.
 
     Raises:
         UserError: a template names a value that there is not, or a path cannot stand in an `#SBATCH` line.

@@ -272,11 +272,9 @@ def seconds_of(time: str) -> int | None:
 
 
 def load_cluster(path: Path | None, overrides: list[str]) -> ClusterSettings:
-    """Read a cluster's file and put single values over it.
+    """Read a cluster's JSON file, None for an empty one, and put single values over it.
 
-    Args:
-        path: of the JSON file; None: an empty one.
-        overrides: `"key=value"` or `"container.image=value"`; values are JSON, or else plain strings.
+    Overrides are `"key=value"` or `"container.image=value"`; values are JSON, or else plain strings.
 
     Raises:
         UserError: anything wrong with the file, its keys or values, or `overrides`.

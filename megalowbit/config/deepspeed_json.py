@@ -21,7 +21,6 @@ from megalowbit.config.auto_values import guessed_values
 from megalowbit.config.batch_size import MICRO, STEPS, TRAIN, fill_batch_sizes
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.keys import check_keys, check_no_auto_left
-from megalowbit.config.loop_sections import LOOP_SECTIONS
 from megalowbit.config.optimizer import fill_lr_schedule, fill_optimizer, fill_scheduler
 from megalowbit.config.pipeline import fill_pipeline
 from megalowbit.config.stock_precision import BLOCKS as STOCK_BLOCKS
@@ -32,6 +31,10 @@ from megalowbit.errors import Problems, UserError, invalid_settings
 from megalowbit.json_text import is_finite_number, read_json_object
 
 BLOCK = "megalowbit"
+# What the pretraining loop reads of it; an engine without the loop accepts these, for one file serves both.
+LOOP_SECTIONS = (
+    "model", "data", "run", "checkpoint", "telemetry", "loss_guard", "late_switch", "speculation",
+)  # fmt: skip
 FILLED_KEYS = (TRAIN, MICRO, STEPS, "gradient_clipping", "optimizer", "scheduler", *STOCK_BLOCKS)
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default
 

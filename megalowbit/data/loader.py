@@ -29,13 +29,8 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
 
     Yields `{"input_ids", "labels"}`, both int64 (micro_batch_size, sequence_length), on the CPU.
 
-    Args:
-        dataset: the samples.
-        micro_batch_size: samples per rank and micro-batch.
-        rank: data-parallel rank.
-        world_size: number of data-parallel ranks.
-        seed: decides the order of the samples.
-        tokenizer: made the samples; kept for whoever saves the model.
+    `rank` and `world_size` are those of data parallelism, and `seed` decides the order of the samples. The
+    tokenizer has made them, and is kept for whoever saves the model.
 
     Raises:
         UserError: the data set has fewer samples than one micro-batch of all ranks takes.
@@ -139,13 +134,7 @@ def build_loader(
 
     Collective where a process group exists: one process a node works, the others wait and then read the
     cache. Work that outlasts the group's timeout is better done once beforehand, by `count_samples` in a
-    single process.
-
-    Args:
-        settings: the `"data"` section.
-        micro_batch_size: samples per rank and micro-batch.
-        rank: data-parallel rank of this process.
-        world_size: number of data-parallel ranks.
+    single process. Sizes and ranks are as of `ShardedLoader`.
 
     Raises:
         UserError: anything wrong with corpus, tokenizer or cache, on whichever rank: all ranks raise it.

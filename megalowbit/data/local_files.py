@@ -31,11 +31,9 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class LocalCorpus(Corpus):
-    """A file, or all text files below a folder in the order of their paths.
+    """An existing file, or all text files below a folder in the order of their paths.
 
-    Args:
-        path: an existing file or folder.
-        text_field: field (jsonl) or column (parquet) that holds the text.
+    `text_field` is the field (jsonl) or column (parquet) that holds the text.
 
     Raises:
         UserError: a file of another kind, an empty file, a file that cannot be read, a folder without text

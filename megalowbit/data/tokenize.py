@@ -111,11 +111,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """A byte-level BPE with `<|endoftext|>` (id 0) as the end of a document.
-
-    Args:
-        path: a `tokenizer.json` as `train_bpe` writes it.
-    """
+    """A byte-level BPE, from a file of `train_bpe`, with `<|endoftext|>` (id 0) as the end of a document."""
 
     name = BPE_TOKENIZER
 
@@ -180,11 +176,8 @@ class FolderTokenizer(Tokenizer):
 def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tokenizer:
     """The tokenizer `settings` names; a BPE is trained on the corpus, or found in the cache.
 
-    Makes no collective calls: any process may call it, alone.
-
-    Args:
-        settings: the `"data"` section.
-        corpus: the corpus of `settings`, if it is open already.
+    Makes no collective calls: any process may call it, alone. `corpus` is that of `settings`, if it is open
+    already.
 
     Raises:
         UserError: an unusable tokenizer folder, or (BPE) an unusable corpus or cache folder.

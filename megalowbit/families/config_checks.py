@@ -21,11 +21,7 @@ MAX_SIZE = 2**28  # anything else: vocabulary, MLP
 
 
 def check_config(config: PretrainedConfig, where: str) -> None:
-    """Refuse sizes and names that no model can be built from.
-
-    Args:
-        config: of one of the families.
-        where: file the configuration was read from, for the message.
+    """Refuse sizes and names that no model can be built from; `where` is the file they were read from.
 
     Raises:
         UserError: naming field, value and what is allowed.
@@ -116,12 +112,7 @@ def _check_attention(config: PretrainedConfig, names: Family, where: str) -> Non
 
 
 def check_fits(config: PretrainedConfig, *, vocab_size: int, sequence_length: int) -> None:
-    """Refuse data that a model of this configuration cannot read.
-
-    Args:
-        config: of one of the families.
-        vocab_size: of the tokenizer.
-        sequence_length: of the samples.
+    """Refuse a tokenizer's size and a sample's length that a model of this configuration cannot take.
 
     Raises:
         UserError: token ids beyond the embedding, or sequences beyond the position limit.

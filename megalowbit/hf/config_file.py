@@ -53,7 +53,8 @@ def config_from_dict(
     for name in overrides:
         if name not in known or name == "model_type":
             raise unknown_name("field in model.overrides", name, known)
-    fields = _with_overrides(raw, overrides, config_class)
+    # an alias ("hidden_size" of GPT-2's "n_embd") must replace the field it stands for, not stand beside it
+    fields = raw | {config_class.attribute_map.get(name, name): value for name, value in overrides.items()}
     _refuse_fields(fields, where)
     try:
         config = config_class.from_dict(fields)
@@ -74,9 +75,3 @@ def _refuse_fields(fields: dict[str, Any], where: str) -> None:
             raise UserError(
                 f"{where} has {name} {shown(value)}, code that would be downloaded: remove the field"
             )
-
-
-def _with_overrides(raw: dict[str, Any], overrides: dict[str, Any], config_class: Any) -> dict[str, Any]:
-    # An alias ("hidden_size" of GPT-2's "n_embd") must replace the field it stands for, not stand beside it.
-    own_names = {config_class.attribute_map.get(name, name): value for name, value in overrides.items()}
-    return {**raw, **own_names}

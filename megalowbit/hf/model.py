@@ -44,11 +44,7 @@ def random_model(
 ) -> PreTrainedModel:
     """An fp32 model with random weights that depend on `config` and `seed` only.
 
-    Args:
-        config: of one of the families.
-        seed: decides the weights.
-        device: `"cpu"`, or `"meta"` for no weights.
-        where: what `config` was read from, for messages.
+    The device is `"cpu"`, or `"meta"` for no weights; `where` is what `config` was read from, for messages.
 
     Raises:
         UserError: values that transformers accepts in a file and fails on, or more weights than memory.
@@ -185,10 +181,6 @@ def _misshapen(where: str, name: str, found: Sequence[int], expected: Sequence[i
 
 def refuse_nonfinite(model: PreTrainedModel, where: str) -> None:
     """Check that all weights are numbers: with one that is not, no loss of the model would be.
-
-    Args:
-        model: just loaded.
-        where: what it was read from, for messages.
 
     Raises:
         UserError: naming the first weight with NaN or infinity.

@@ -91,10 +91,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_checkpoint(folder: Path) -> TrainingCheckpoint:
-    """Verify and read a checkpoint.
-
-    Args:
-        folder: anything `find_checkpoint` understands.
+    """Verify and read the checkpoint that `find_checkpoint` finds.
 
     Raises:
         UserError: none there, a file missing or damaged, another format.

@@ -19,8 +19,7 @@ from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.pretrain.components.registry import COMPONENTS
-from megalowbit.pretrain.config import PretrainConfig, load_config
+from megalowbit.pretrain.config import BLOCK, PretrainConfig, load_config
 from megalowbit.quantize.backends import backend_of
 
 _DESCRIBED = {"c": "C kernel", "triton": "Triton kernels", "torch": "plain torch (slow)"}
@@ -39,11 +38,7 @@ def load_checked_config(path: Path, overrides: list[str], *, world_size: int | N
 
 
 def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
-    """Check what `load_config` cannot.
-
-    Args:
-        config: resolved.
-        has_model: the files of the model can be read here, as they can where the run will be.
+    """Check what `load_config` cannot; without `has_model` the model's files can be read in the run only.
 
     Raises:
         UserError: a line for each mistake.
@@ -54,9 +49,12 @@ def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
         check_parts(config.parts)
     if not problems:  # what follows takes a recipe that is one
         recipe = recipe_of(config.recipe)
-        for component in COMPONENTS:
+        for component, of_component in settings.components():
             with problems.collect():
-                component.check_recipe(settings.of(component.settings_class), recipe)
+                try:
+                    component.check_recipe(of_component, recipe)
+                except UserError as error:
+                    raise UserError(f"{BLOCK}.{component.key}: {error}") from None
     if has_model:
         with problems.collect():
             read_config(settings.model)

@@ -11,7 +11,7 @@ to be reported with it. Not covered: what takes torch or DeepSpeed to know, whic
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,6 @@ from megalowbit.config.deepspeed_json import (
     read_deepspeed_config,
 )
 from megalowbit.config.engine_settings import EngineSettings
-from megalowbit.config.loop_sections import OPTIONAL_COMPONENTS, STANDING_COMPONENTS
 from megalowbit.config.pipeline import check_beside_stages, stages_of
 from megalowbit.config.zero import auto_sizes
 from megalowbit.data.settings import DataSettings
@@ -33,8 +32,8 @@ from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.errors import Problems, UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
-from megalowbit.pretrain.components.base import RUN_NAME, RunSettings
-from megalowbit.pretrain.components.registry import COMPONENTS, SECTIONS
+from megalowbit.pretrain.components.base import RUN_NAME, Component, RunSettings
+from megalowbit.pretrain.components.registry import COMPONENTS, OPTIONAL, STANDING
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
 from megalowbit.values import LARGEST, SettingsModel
 
@@ -68,25 +67,24 @@ class PretrainSettings(SettingsModel):
     checkpoint: CheckpointSettings = CheckpointSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
-    def of(self, kind: type[Settings] | None) -> Settings | None:
-        """The section with settings of that class; None: it is off, or there is none."""
-        if kind is None:
-            return None
+    def of(self, kind: type[Settings]) -> Settings | None:
+        """The section with settings of that class; None: it is off."""
         return next((value for _, value in self if isinstance(value, kind)), None)
 
+    def components(self) -> Iterator[tuple[type[Component], Any]]:
+        """The components that no section turns off, each with its settings, or None if it has no section."""
+        for kind in COMPONENTS:
+            settings = self.of(kind.settings_class) if kind.settings_class else None
+            if settings is not None or kind.settings_class is None:
+                yield kind, settings
 
-def _sections_of_components() -> dict[str, Any]:
-    """Fields of a pydantic model: names, types and defaults."""
-    kinds: dict[str, Any] = {name: component.settings_class for name, component in SECTIONS.items()}
-    standing = {name: (kinds[name], Field(default_factory=kinds[name])) for name in STANDING_COMPONENTS}
-    return {**standing, **{name: (kinds[name] | None, None) for name in OPTIONAL_COMPONENTS}}
 
-
+_SECTIONS: dict[str, Any] = {  # name: type and default
+    **{kind.key: (kind.settings_class, Field(default_factory=kind.settings_class)) for kind in STANDING},
+    **{kind.key: (kind.settings_class | None, None) for kind in OPTIONAL},
+}
 SETTINGS_MODEL = create_model(
-    "PretrainSettings",
-    __base__=PretrainSettings,
-    __doc__=PretrainSettings.__doc__,
-    **_sections_of_components(),
+    "PretrainSettings", __base__=PretrainSettings, __doc__=PretrainSettings.__doc__, **_SECTIONS
 )
 
 
@@ -193,9 +191,9 @@ def _grid_of(raw: Mapping[str, Any], world_size: int | None) -> ProcessGrid:
 def _check_combinations(settings: PretrainSettings, parts: DeepSpeedConfigParts) -> None:
     """Refuse values that are right by themselves and not beside each other."""
     problems = Problems()
-    for component in COMPONENTS:
+    for component, of_component in settings.components():
         with problems.collect():
-            component.check(settings.of(component.settings_class), settings.run, parts.settings.recipe)
+            component.check(of_component, settings.run, parts.settings.recipe)
     with problems.collect():
         check_beside_stages(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
     with problems.collect():
@@ -213,12 +211,17 @@ def _read_overridden(path: Path, overrides: list[str]) -> dict[str, Any]:
         with problems.collect():
             _apply_override(raw, override)
     with problems.collect():
-        _make_paths_absolute(_block(raw, path), _working_folder())
+        _make_paths_absolute(_block(raw, path), working_folder())
     problems.raise_any()
     return raw
 
 
-def _working_folder() -> Path:
+def working_folder() -> Path:
+    """Where this process runs.
+
+    Raises:
+        UserError: it has been removed.
+    """
     try:
         return Path.cwd()
     except OSError as error:
@@ -271,11 +274,7 @@ def _validate_block(block: dict[str, Any], stem: str) -> PretrainSettings:
 
 
 def check_retries(overflow_retries: int, engine: EngineSettings) -> None:
-    """Refuse retries where there is no scale that could be lowered for them.
-
-    Raises:
-        UserError: see above.
-    """
+    """Refuse retries where there is no scale that could be lowered for them."""
     if overflow_retries and engine.grad_scaler.type in {"none", "constant"}:
         raise UserError(
             f"{BLOCK}.run.overflow_retries = {overflow_retries} has no loss scale to lower (precision "

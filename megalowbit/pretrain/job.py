@@ -21,6 +21,7 @@ from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.initialize import initialize
+from megalowbit.engine.parameters.split import forget_lr_scales
 from megalowbit.engine.pipeline.setup import pipeline_module
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError, from_system
@@ -28,6 +29,7 @@ from megalowbit.families.config_checks import check_fits
 from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.generation import remembered
+from megalowbit.hf.training_checkpoint import FORMAT
 from megalowbit.layers.carried_state import (
     OWN_ROLES,
     SHARED_ROLES,
@@ -59,8 +61,6 @@ from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
 from megalowbit.telemetry.summary import RunTotals
 
 logger = logging.getLogger(__name__)
-
-CHECKPOINT_FORMAT = 1
 
 
 @dataclass
@@ -173,7 +173,7 @@ class Job:
         """What a checkpoint holds besides the engine's own."""
         return {
             "megalowbit": {
-                "format": CHECKPOINT_FORMAT,
+                "format": FORMAT,
                 "step": self.step,
                 "hf_config": self.engine.module.config.to_dict(),
                 "recipe": self.recipe.to_dict(),
@@ -185,7 +185,7 @@ class Job:
                 "totals": self.totals.state_dict(),
                 "skips_in_a_row": self.skips_in_a_row,
                 "random_stream": _state_of(random_stream(self.engine.module)),
-                **{kind.state_key: _state_of(self.find(kind)) for kind in COMPONENTS if kind.state_key},
+                **{kind.key: _state_of(self.find(kind)) for kind in COMPONENTS if kind.key},
                 "weight_splits": weight_splits,
             },
         }
@@ -200,8 +200,7 @@ class Job:
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint, also one of an earlier step than this. Every rank must call it."""
-        for component in self.components:
-            component.before_load()
+        forget_lr_scales(self.engine)
         state = self.store.load(self.engine, path)
         forget_uses(self.engine.module)  # and quantised weights
         own = self.store.rank_state(self.engine, path)
@@ -230,8 +229,7 @@ class Job:
             stream.load_state_dict(progress["random_stream"])
         self._resume_splits(path, progress.get("weight_splits", {}), own)
         for component in self.components:  # of earlier versions some saved none
-            saved = progress.get(component.state_key)
-            component.load_state_dict(saved, step=self.step, source=path)
+            component.load_state_dict(progress.get(component.key), step=self.step, source=path)
 
     def _weight_splits(self) -> dict[str, Any]:
         """Of all layers, on every rank; collective where stages have some each."""
@@ -302,8 +300,8 @@ def _components(
         telemetry=settings.telemetry,
         earlier=built,
     )
-    for kind in COMPONENTS:
-        component = kind.build(settings.of(kind.settings_class), parts)
+    for kind, of_component in settings.components():
+        component = kind.build(of_component, parts)
         if component is not None:
             built.append(component)
     return tuple(built)

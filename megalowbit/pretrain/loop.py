@@ -117,12 +117,7 @@ def _record(job: Job, recorder: Recorder, step: TrainedStep) -> None:
 
 
 def guard_loss(job: Job, recorder: Recorder, *, is_skipped: bool) -> bool:
-    """Let the guard judge the step just taken, and do what it asks; every rank must call it.
-
-    Args:
-        job: the run.
-        recorder: of it; the step is recorded.
-        is_skipped: whether the step's update was left out.
+    """Let the guard judge the step just taken and recorded, and do what it asks; every rank must call it.
 
     Returns:
         Whether the run has gone back.

@@ -20,8 +20,8 @@ from megalowbit.pretrain.records.lines import skip_line
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """One try of a step.
+class TakenStep:
+    """The last try of a step, and the tries before it.
 
     Attributes:
         loss: 0-dim float64 on the engine's device, mean over this rank's micro-batches.
@@ -34,29 +34,30 @@ class Attempt:
     overflows: tuple[str, ...] = ()
 
 
-def take_step(job: Job) -> Attempt:
+def take_step(job: Job) -> TakenStep:
     """Forward, backward and optimizer step over the micro-batches that come next; every rank must call it."""
     max_retries = job.config.settings.run.overflow_retries
     batches = (next(job.loader) for _ in range(job.accumulation_steps))
     if not max_retries:
-        return _attempt(job, batches)
+        return TakenStep(loss=_attempt(job, batches))
     kept = list(batches)
     reports: list[StepReport] = []
 
-    def attempt() -> Attempt:
-        taken = _attempt(job, kept)
+    def attempt() -> torch.Tensor:
+        loss = _attempt(job, kept)
         reports.append(job.engine.optimizer.report)
-        return taken
+        return loss
 
-    last, retries = retry_engine_step(job.engine, attempt, max_retries=max_retries)
+    loss, retries = retry_engine_step(job.engine, attempt, max_retries=max_retries)
     lines = (
         skip_line(job.step + 1, report, following.loss_scale, verb="overflowed")
         for report, following in pairwise(reports)
     )
-    return Attempt(loss=last.loss, retries=retries, overflows=tuple(filter(None, lines)))
+    return TakenStep(loss=loss, retries=retries, overflows=tuple(filter(None, lines)))
 
 
-def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
+def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """One try; the loss is as in `TakenStep`."""
     engine = job.engine
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     for component in job.components:
@@ -64,11 +65,12 @@ def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
     if job.is_pipeline:
         engine.train_batch(iter(list(batches)))  # all, so that middle stages move on in the data as well
         job.weights_have_changed()
-        return Attempt(loss=engine.dp_group_loss.double())
+        loss_of_all: torch.Tensor = engine.dp_group_loss.double()
+        return loss_of_all
     for batch in batches:
         loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
         engine.backward(loss)
         engine.step()
         loss_sum += loss.detach()
     job.weights_have_changed()
-    return Attempt(loss=loss_sum / job.accumulation_steps)
+    return loss_sum / job.accumulation_steps

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from megalowbit.config.deepspeed_json import LOOP_SECTIONS
 from megalowbit.config.engine_settings import EngineSettings
-from megalowbit.config.loop_sections import LOOP_SECTIONS, OPTIONAL_COMPONENTS, STANDING_COMPONENTS
 from megalowbit.errors import UserError, shown
 from megalowbit.optim.loss_scale.dynamic import DynamicSettings
-from megalowbit.pretrain.components.registry import COMPONENTS, SECTIONS
+from megalowbit.pretrain.components.registry import COMPONENTS, OPTIONAL, STANDING
 
 MAY_CHANGE = (
     "train_batch_size",
@@ -85,7 +85,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
         "megalowbit": {
             **EngineSettings().model_dump(mode="json", include=set(WRITTEN_SINCE)),
             "run": {"overflow_retries": 0},
-            **{name: _defaults(name) for name in STANDING_COMPONENTS},
+            **{kind.key: kind.settings_class().model_dump(mode="json") for kind in STANDING},
         }
     }
     before = {**_flat(unwritten), **_flat(saved), **_flat(_unwritten_scaler(saved))}
@@ -103,18 +103,13 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     return changes
 
 
-def _defaults(section: str) -> dict[str, Any]:
-    kind = SECTIONS[section].settings_class
-    return {} if kind is None else kind().model_dump(mode="json")
-
-
 def _may_change(key: str) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
 
 
 def _check_components_are_kept(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse to add or to leave out a component, naming the section and not the first of its many keys."""
-    for name in OPTIONAL_COMPONENTS:
+    for name in (kind.key for kind in OPTIONAL):
         blocks = [config.get("megalowbit", {}).get(name) for config in (saved, current)]
         # earlier versions did not write it down
         if (blocks[0] is None) != (blocks[1] is None) and not _may_change(f"megalowbit.{name}"):
@@ -134,7 +129,7 @@ def check_is_configuration(saved: Mapping[str, Any], where: str) -> None:
     if not isinstance(block, dict):
         what = f"megalowbit is {shown(block)}"
     else:
-        sections = {*LOOP_SECTIONS, "grad_scaler", "watchdog"} - {*OPTIONAL_COMPONENTS}
+        sections = {*LOOP_SECTIONS, "grad_scaler", "watchdog"} - {kind.key for kind in OPTIONAL}
         wrong = sorted(name for name in sections & block.keys() if not isinstance(block[name], dict))
         if not wrong:
             return
@@ -146,15 +141,7 @@ def check_is_configuration(saved: Mapping[str, Any], where: str) -> None:
 
 
 def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to continue with a model that has the same shapes but computes something else.
-
-    Args:
-        saved: HuggingFace configuration in the checkpoint.
-        current: the one of the model that was built.
-
-    Raises:
-        UserError: a field differs.
-    """
+    """Refuse to continue with a model of the same shapes whose HuggingFace configuration differs."""
     before, now = _flat(saved), _flat(current)
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)

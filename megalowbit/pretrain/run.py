@@ -25,7 +25,7 @@ from megalowbit.engine.run_checks.ranks_agree import (
 from megalowbit.errors import TransientError, UserError, from_system
 from megalowbit.hf.generation import remember, remembered
 from megalowbit.hf.model import random_model, save_hf
-from megalowbit.layers.conversion.convert import product_counts
+from megalowbit.layers.conversion.convert import added_counts, product_counts
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, check_kernels
 from megalowbit.pretrain.config import Monitors, PretrainConfig
@@ -136,8 +136,14 @@ def _refuse_lost_launcher(has_ended: Callable[[], bool] | None, step: int) -> No
 def _held_folder(
     stack: ExitStack, config: PretrainConfig, *, run_dir: Path | None, is_resume: bool, is_restart: bool
 ) -> RunFolder:
-    """The run's folder, kept from other jobs until the run ends."""
-    folder = _checked_folder(config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
+    """The run's folder, kept from other jobs until the run ends, once all that needs no model is checked."""
+    check_ranks_agree(start_facts(config, is_resume=is_resume, is_restart=is_restart))
+    if is_restart:
+        agree(lambda: _check_restart(run_dir, is_resume=is_resume))
+    agree(lambda: check_config(config))
+    agree(lambda: check_kernels(recipe_of(config.recipe)))
+    stem = config.settings.run.name or config.source.stem
+    folder = agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart))
     agree(lambda: _hold(stack, folder))
     if not is_restart:
         agree(lambda: check_checkpoints_are_there(folder, is_resume=is_resume))
@@ -173,19 +179,6 @@ def _keep_records(folder: RunFolder) -> None:
             "%s: the run died before its first checkpoint and begins at step 0; its records are kept as %s",
             folder.path, ", ".join(renamed),
         )  # fmt: skip
-
-
-def _checked_folder(
-    config: PretrainConfig, *, run_dir: Path | None, is_resume: bool, is_restart: bool
-) -> RunFolder:
-    """The run's folder, once everything that needs no model has been found to be right."""
-    check_ranks_agree(start_facts(config, is_resume=is_resume, is_restart=is_restart))
-    if is_restart:
-        agree(lambda: _check_restart(run_dir, is_resume=is_resume))
-    agree(lambda: check_config(config))
-    agree(lambda: check_kernels(recipe_of(config.recipe)))
-    stem = config.settings.run.name or config.source.stem
-    return agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart))
 
 
 def _check_restart(run_dir: Path | None, *, is_resume: bool) -> None:
@@ -258,12 +251,6 @@ def export(job: Job, console: Console) -> None:
 def products_of_all_stages(job: Job) -> dict[str, dict[str, int]]:
     """What products have run in, in this process and in the other stages of its pipeline; collective."""
     grid = job.engine.process_grid
-    total: dict[str, dict[str, int]] = {}
     place_here = (grid.data_rank, grid.tensor_rank)
-    for place, counts in gather((place_here, product_counts(job.engine.module))):
-        if place == place_here:
-            for product, paths in counts.items():
-                sums = total.setdefault(product, {})
-                for path, count in paths.items():
-                    sums[path] = sums.get(path, 0) + count
-    return total
+    tables = gather((place_here, product_counts(job.engine.module)))
+    return added_counts(counts for place, counts in tables if place == place_here)

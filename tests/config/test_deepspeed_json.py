@@ -6,9 +6,8 @@ from typing import get_args
 
 import pytest
 
-from megalowbit.config.deepspeed_json import load_json, read_deepspeed_config
+from megalowbit.config.deepspeed_json import LOOP_SECTIONS, load_json, read_deepspeed_config
 from megalowbit.config.engine_settings import EngineSettings
-from megalowbit.config.loop_sections import LOOP_SECTIONS
 from megalowbit.errors import UserError
 from megalowbit.optim.gradients.norm import GradientNorm
 from megalowbit.pretrain.config import SETTINGS_MODEL

@@ -14,7 +14,7 @@ forward is one micro-batch. Embeddings and norms are never touched.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -178,9 +178,14 @@ def cache_weights(model: nn.Module) -> WeightCache:
 
 def product_counts(model: nn.Module) -> dict[str, dict[str, int]]:
     """How many products of a model's layers have run in what, by product: `{"output": {"fp8": 24}, …}`."""
+    return added_counts(layer.product_counts for layer in bit_layers(model).values())
+
+
+def added_counts(tables: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    """Sums of tables as of `product_counts`."""
     total: dict[str, dict[str, int]] = {}
-    for layer in bit_layers(model).values():
-        for product, paths in layer.product_counts.items():
+    for table in tables:
+        for product, paths in table.items():
             sums = total.setdefault(product, {})
             for path, count in paths.items():
                 sums[path] = sums.get(path, 0) + count

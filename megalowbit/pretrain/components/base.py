@@ -1,10 +1,10 @@
 """What a component of a run is: a part that a configuration switches on, with settings, state and facts.
 
-A component is one file in this folder and one name in `config/loop_sections.py`. From what its class declares
-follow its section of the configuration, what of that a resumed run may change, its place in checkpoints, its
-columns in the metrics and its part of the summary; the loop calls its hooks, in the order of `COMPONENTS`.
-Each hook does nothing unless a component says otherwise. Hooks are called on every rank, and must leave
-collectives in the same order on all.
+A component is one file in this folder and one class in `registry`. From what that declares follow its section
+of the configuration, what of it a resumed run may change, its place in checkpoints, its columns in the
+metrics and its part of the summary; the loop calls its hooks, in the order of `COMPONENTS`. Each hook does
+nothing unless a component says otherwise. Hooks are called on every rank, and must leave collectives in the
+same order on all. A component whose section is null or left out is neither built nor asked.
 
 Components are imported before torch, which checks a configuration in a second: what is heavy, they import
 where they use it. What decides where the run goes on (stop, roll back) is the loop's; see `roll_back`.
@@ -88,15 +88,16 @@ class Component:
     """A part of a run; subclasses override what they need. Checks raise `UserError`.
 
     Attributes:
-        settings_class: of its section of the `"megalowbit"` block; None: it follows from other settings.
+        key: of its section of the `"megalowbit"` block, and of its state in a checkpoint's `progress`; empty:
+            it has neither.
+        settings_class: of its section, a `SettingsModel`; None: it has none and follows from other settings.
         may_change: patterns of keys that a resumed run may change.
-        state_key: where a checkpoint's `progress` has its state; None: it has none.
         records: names of files that it writes into the run's folder, JSON lines with a `step`.
     """
 
-    settings_class: ClassVar[type[SettingsModel] | None] = None
+    key: ClassVar[str] = ""
+    settings_class: ClassVar[Any] = None
     may_change: ClassVar[tuple[str, ...]] = ()
-    state_key: ClassVar[str | None] = None
     records: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -105,7 +106,7 @@ class Component:
 
     @classmethod
     def check_recipe(cls, settings: Any, recipe: Recipe) -> None:
-        """Refuse settings that a valid recipe does not allow."""
+        """Refuse settings that a valid recipe does not allow; messages get the section's key in front."""
 
     @classmethod
     def check_resumed(cls, saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:
@@ -149,11 +150,8 @@ class Component:
         return Summary()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for the checkpoint, under `state_key`; every rank calls it."""
+        """Plain values for the checkpoint, under `key`; every rank calls it."""
         return {}
-
-    def before_load(self) -> None:
-        """Called before the engine loads a checkpoint, perhaps one of an earlier step than this."""
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, source: Path) -> None:
         """Continue from a checkpoint, also with a state from before this process went on.

@@ -2,9 +2,8 @@
 
 Whether layers are switched follows from the step alone, so a resumed run needs no flag: one that has loaded a
 checkpoint from behind the switch is switched. What a checkpoint holds are the losses around it, for the two
-lines
-that a person reads: the mean of the steps before, and later the mean of the steps since. Losses are the means
-over all ranks that the loop has read anyway.
+lines that a person reads: the mean of the steps before, and later the mean of the steps since. Losses are the
+means over all ranks that the loop has read anyway.
 """
 
 from __future__ import annotations
@@ -50,11 +49,7 @@ class LateSwitchSettings(SettingsModel):
         raise ValueError("expected a whole number of steps ≥ 1, or a fraction of run.steps between 0 and 1")
 
     def step(self, total_steps: int) -> int:
-        """Optimizer steps before the switch; a fraction of the run is rounded, to one step at least.
-
-        Args:
-            total_steps: of the run.
-        """
+        """Optimizer steps before the switch; a fraction of the run is rounded, to one step at least."""
         return self.at if isinstance(self.at, int) else max(1, round(self.at * total_steps))
 
 
@@ -77,9 +72,9 @@ class LateSwitch(Component):
         UserError: the recipe quantises nothing that could be switched.
     """
 
+    key = "late_switch"
     settings_class = LateSwitchSettings
     may_change = (KEY, f"{KEY}.*")  # `check_resumed` sees whether the steps trained so far allow it
-    state_key = "late_switch"
 
     def __init__(
         self,
@@ -102,9 +97,7 @@ class LateSwitch(Component):
         self._since: list[float | None] = []  # of the first ones after it
 
     @classmethod
-    def build(cls, settings: LateSwitchSettings | None, parts: RunParts) -> LateSwitch | None:
-        if settings is None:
-            return None
+    def build(cls, settings: LateSwitchSettings, parts: RunParts) -> LateSwitch:
         return cls(
             settings,
             parts.engine.module,
@@ -114,25 +107,20 @@ class LateSwitch(Component):
         )
 
     @classmethod
-    def check(cls, settings: LateSwitchSettings | None, run: RunSettings, recipe: object) -> None:
+    def check(cls, settings: LateSwitchSettings, run: RunSettings, recipe: object) -> None:
         """Refuse a switch that would come after the last step."""
-        if settings is not None and settings.step(run.steps) >= run.steps:
+        if settings.step(run.steps) >= run.steps:
             raise UserError(
                 f"{KEY}.at = {settings.at} leaves no step after the switch: megalowbit.run.steps is "
                 f"{run.steps}; lower at, or leave late_switch out"
             )
 
     @classmethod
-    def check_recipe(cls, settings: LateSwitchSettings | None, recipe: Recipe) -> None:
+    def check_recipe(cls, settings: LateSwitchSettings, recipe: Recipe) -> None:
         """Refuse a recipe that quantises nothing that could be switched."""
         from megalowbit.layers.precision_switch import switched
 
-        if settings is None:
-            return
-        try:
-            switched(recipe, settings.scope)
-        except UserError as error:
-            raise UserError(f"{KEY}: {error}") from None
+        switched(recipe, settings.scope)
 
     @classmethod
     def check_resumed(cls, saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:

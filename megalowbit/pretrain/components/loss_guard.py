@@ -1,9 +1,8 @@
 """What a run does when its loss is in trouble: skip, roll back, or stop.
 
 Trouble is a loss that is not finite, or one that stands out or has risen (`LossSpikes`). A single such step
-is said
-and passed over: its update was left out, or is one among thousands. What stays for `patience` steps, and a
-loss that has risen as a whole, is acted upon. The guard only decides; `roll_back` does it.
+is said and passed over: its update was left out, or is one among thousands. What stays for `patience` steps,
+and a loss that has risen as a whole, is acted upon. The guard only decides; `roll_back` does it.
 
 It sees the loss of all ranks, the same number on each, so all decide the same, and NaN on one rank is NaN for
 all. Its state goes with the checkpoints: a run that was killed decides again as it did. A step skipped
@@ -108,17 +107,12 @@ class LossSpikes:
     the loss itself has a tail towards high values (small batches). *Does this step stand out?* Its distance
     above the median of the last `window` losses, in deviations: 1.4826 times the median absolute deviation,
     which a few spikes in the window do not move and which the steep start of a run only widens. *Has the loss
-    risen?* The
-    median of a full window, against the lowest such median so far: a divergence moves it for good, a spike
-    not at all. After a rise has been found, further ones are measured from where it has come to.
+    risen?* The median of a full window, against the lowest such median so far: a divergence moves it for
+    good, a spike not at all. After a rise has been found, further ones are measured from there.
 
     Pure arithmetic on what it was given, so equal losses give equal findings. A falling loss is never
-    reported.
-    Not covered: a loss that rises by less than LEAST_RISE, or within a run's first window; a loss that ought
-    to rise (harder data, a learning rate that starts again) is found to have risen.
-
-    Args:
-        settings: `spike_deviations` and `window`.
+    reported. Not covered: a loss that rises by less than LEAST_RISE, or within a run's first window; a loss
+    that ought to rise (harder data, a learning rate that starts again) is found to have risen.
     """
 
     def __init__(self, settings: LossGuardSettings) -> None:
@@ -134,12 +128,7 @@ class LossSpikes:
         return self._low_until - self._length
 
     def add(self, step: int, loss: float) -> SpikeFinding:
-        """Judge the loss of a step.
-
-        Args:
-            step: its number, ascending.
-            loss: finite.
-        """
+        """Judge the loss of a step, which is finite; numbers of steps ascend."""
         value = math.log(max(loss, LEAST_LOSS))
         spike = self._spike(value, loss)
         self._losses = [*self._losses, value][-self._length :]
@@ -209,17 +198,14 @@ class GuardDecision:
 class LossGuard(Component):
     """Decides after each step.
 
-    Args:
-        settings: the policies.
-
     Attributes:
-        settings: as given.
+        settings: the policies.
         rollbacks: those made so far, as `{"after_step", "to_step", "reason"}`.
     """
 
+    key = "loss_guard"
     settings_class = LossGuardSettings
     may_change = (f"{KEY}.*",)
-    state_key = "loss_guard"
 
     def __init__(self, settings: LossGuardSettings) -> None:
         self.settings = settings
@@ -249,27 +235,14 @@ class LossGuard(Component):
         return self._since is None
 
     def good_until(self, step: int) -> int | None:
-        """The newest step that a rollback may ask for, were the loss found to be in trouble at some time.
-
-        Args:
-            step: the last one trained.
-
-        Returns:
-            `None` where there are no rollbacks.
-        """
+        """The newest step that a rollback may ask for once `step` is trained; `None`: there are none."""
         if not self.settings.rolls_back:
             return None
         newest = step if self._since is None else self._since - 1
         return min(newest, self._spikes.low_until) if self.settings.spike == "rollback" else newest
 
     def judge(self, step: int, loss: float, *, is_skipped: bool) -> GuardDecision:
-        """Decide after a step; called once for each.
-
-        Args:
-            step: its number; the first is 1.
-            loss: mean over all ranks; of any kind.
-            is_skipped: whether its update was left out.
-        """
+        """Decide after a step, once for each; `loss` is the mean over all ranks, and the first step is 1."""
         decide = self._judge_finite if math.isfinite(loss) else self._judge_nonfinite
         decision = decide(step, loss)
         if math.isfinite(loss) or is_skipped or decision.line is not None:

@@ -17,16 +17,9 @@ if TYPE_CHECKING:
 
 
 class OverflowCounts(Component):
-    """Counts of all low-bit layers.
+    """Counts of all low-bit layers; `tracker` is their observer."""
 
-    Args:
-        tracker: the layers' observer.
-
-    Attributes:
-        tracker: as given.
-    """
-
-    state_key = "tracker"
+    key = "tracker"
     records = ("overflow_layers.jsonl",)
 
     def __init__(self, tracker: GradientOverflowTracker) -> None:

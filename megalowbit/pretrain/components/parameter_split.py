@@ -14,25 +14,26 @@ from megalowbit.pretrain.components.base import Component, RunParts, RunSettings
 from megalowbit.telemetry.facts import Facts
 
 if TYPE_CHECKING:
-    from megalowbit.layers.recipe import Recipe
+    from megalowbit.spectral.settings import ParameterSplit
 
 
 class ParameterSplitting(Component):
     """Splits weights before the steps at which that is due.
 
     Args:
-        recipe: with a `parameter_split`.
+        split: of the run's recipe; layers may have lost theirs.
         engine: whose weights are split.
     """
 
-    def __init__(self, recipe: Recipe, engine: Any) -> None:
-        self._recipe, self._engine = recipe, engine
+    def __init__(self, split: ParameterSplit, engine: Any) -> None:
+        self._split, self._engine = split, engine
         self._num_split = 0  # weights, before the coming step
 
     @classmethod
     def build(cls, settings: None, parts: RunParts) -> ParameterSplitting | None:
         """None where the recipe has no such split."""
-        return None if parts.recipe.parameter_split is None else cls(parts.recipe, parts.engine)
+        split = parts.recipe.parameter_split
+        return None if split is None else cls(split, parts.engine)
 
     @classmethod
     def check(cls, settings: None, run: RunSettings, recipe: object) -> None:
@@ -57,8 +58,7 @@ class ParameterSplitting(Component):
         from megalowbit.layers.conversion.convert import bit_layers
 
         self._num_split = 0
-        split = self._recipe.parameter_split
-        if split is None or not split.is_due(step):
+        if not self._split.is_due(step):
             return None
         if not any(layer.recipe.parameter_split for layer in bit_layers(self._engine.module).values()):
             return None  # a late switch has ended low precision
@@ -69,9 +69,3 @@ class ParameterSplitting(Component):
     def facts(self, known: Facts) -> Facts:
         """How many weights were split before the step."""
         return {"weights_split": self._num_split}
-
-    def before_load(self) -> None:
-        """Undo what the first split made of learning rates: the checkpoint may be from before it."""
-        from megalowbit.engine.parameters.split import forget_lr_scales
-
-        forget_lr_scales(self._engine)

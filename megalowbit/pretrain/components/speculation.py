@@ -12,7 +12,7 @@ makes its own `PrecisionController`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from megalowbit.layers.recipe import Recipe
     from megalowbit.speculation.controller import PrecisionController
 
-KEY = "megalowbit.speculation"
 MOST_CHANGES_NAMED = 3  # of a look; at the first one of a run all products change
 LINE_WIDTH = 100
 
@@ -48,34 +47,27 @@ class Speculation(Component):
         look: what the last step has found; None where it did not look.
     """
 
+    key = "speculation"
     settings_class = SpeculationSettings
-    state_key = "speculation"
     records = ("speculation.jsonl",)
 
     def __init__(self, controller: PrecisionController, switch: LateSwitch | None = None) -> None:
         self.controller = controller
         self.look: SpeculationReport | None = None
         self._switch = switch
-        self._file: LookFile | None = None  # on the main process
+        self._file: JsonlFile | None = None  # on the main process
 
     @classmethod
-    def check_recipe(cls, settings: SpeculationSettings | None, recipe: Recipe) -> None:
+    def check_recipe(cls, settings: SpeculationSettings, recipe: Recipe) -> None:
         """Refuse a recipe whose products cannot each have a precision of their own."""
         from megalowbit.speculation.precisions import check_base
 
-        if settings is None:
-            return
-        try:
-            check_base(recipe)
-        except UserError as error:
-            raise UserError(f"{KEY}: {error}") from None
+        check_base(recipe)
 
     @classmethod
-    def build(cls, settings: SpeculationSettings | None, parts: RunParts) -> Speculation | None:
+    def build(cls, settings: SpeculationSettings, parts: RunParts) -> Speculation:
         from megalowbit.speculation.controller import PrecisionController
 
-        if settings is None:
-            return None
         controller = PrecisionController(parts.engine.module, settings)
         return cls(controller, find(parts.earlier, LateSwitch))
 
@@ -103,7 +95,8 @@ class Speculation(Component):
         if self.look is None:
             return ()
         if self._file is not None:
-            self._file.write(self.look)
+            for line in look_records(self.look):
+                self._file.append(line)
         return change_lines(self.look)
 
     def summary(self) -> Summary:
@@ -122,7 +115,7 @@ class Speculation(Component):
         self.controller.load_state_dict(state)
 
     def open_records(self, folder: Path, resume_step: int | None) -> None:
-        self._file = LookFile(folder / self.records[0], resume_step=resume_step)
+        self._file = JsonlFile(folder / self.records[0], resume_step=resume_step)
 
     def close_records(self) -> None:
         if self._file is not None:
@@ -130,31 +123,12 @@ class Speculation(Component):
         self._file = None
 
 
-class LookFile:
-    """`speculation.jsonl`: an object for each product and look. Arguments as of `JsonlFile`.
-
-    Each has the fields of `GemmRow`, what the step ran at, and `next_precision`, what follows from the next
-    step on.
-    """
-
-    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
-        self._file = JsonlFile(path, resume_step=resume_step)
-
-    def write(self, report: SpeculationReport) -> None:
-        """Write what a look has found; looks come in the order of their steps."""
-        step = step_of(report)
-        if step <= self._file.last_step:
-            raise ValueError(
-                f"the look of step {step} comes after that of {self._file.last_step}: steps ascend"
-            )
-        after = {(change.layer, change.product): change.after for change in report.changes}
-        for row in report.rows:
-            following = after.get((row.layer, row.product), row.precision)
-            self._file.append({"step": step, **asdict(row), "next_precision": following})
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+def look_records(report: SpeculationReport) -> Iterator[dict[str, Any]]:
+    """Lines of `speculation.jsonl`: the fields of `GemmRow`; `next_precision` is that of the next step on."""
+    after = {(change.layer, change.product): change.after for change in report.changes}
+    for row in report.rows:
+        following = after.get((row.layer, row.product), row.precision)
+        yield {"step": step_of(report), **asdict(row), "next_precision": following}
 
 
 def step_of(report: SpeculationReport) -> int:
@@ -176,7 +150,9 @@ def describe_speculation(settings: SpeculationSettings) -> str:
 
 def change_lines(report: SpeculationReport) -> list[str]:
     """What to print of the changes after a look: misses first, then what got dearer; at most four lines."""
-    changes = sorted(report.changes, key=_urgency)
+    # rolled back, gone to a dearer precision, gone to a cheaper one
+    urgency = {"missed": 0, "safe": 2}
+    changes = sorted(report.changes, key=lambda change: urgency.get(change.reason, 1))
     measured = {(row.layer, row.product): row.measured_db for row in report.rows}
     lines = [
         _change_line(step_of(report), change, measured.get((change.layer, change.product)))
@@ -230,11 +206,7 @@ def summary_row(totals: SpeculationTotals) -> tuple[str, str, str, str]:
 
 
 def line_after_switch(recipe: Recipe) -> str:
-    """What a late switch leaves to choose.
-
-    Args:
-        recipe: with which the layers go on.
-    """
+    """What a late switch leaves to choose; `recipe` is that with which the layers go on."""
     from megalowbit.layers.recipe import operand_quantizers
     from megalowbit.quantize.names import quantizer
     from megalowbit.speculation.precisions import PRODUCTS
@@ -247,11 +219,6 @@ def line_after_switch(recipe: Recipe) -> str:
     if not left:
         return "speculation has no product left to choose a precision for"
     return f"speculation goes on for {' and '.join(left)}"
-
-
-def _urgency(change: Change) -> int:
-    """0: rolled back, 1: gone to a dearer precision, 2: to a cheaper one."""
-    return {"missed": 0, "safe": 2}.get(change.reason, 1)
 
 
 def _change_line(step: int, change: Change, measured_db: float | None) -> str:

@@ -39,9 +39,6 @@ MOST_OF_A_LADDER = "\n  at most: saved for backward with the precisions of the l
 def describe(config: PretrainConfig) -> str:
     """The report `--dry-run` prints.
 
-    Args:
-        config: the resolved configuration.
-
     Raises:
         UserError: model, recipe or corpus would fail in the real run.
     """
@@ -112,12 +109,7 @@ def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
 
 
 def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
-    """Memory of one process of a run; where precisions are chosen in the run, the most that a choice takes.
-
-    Args:
-        config: of the run.
-        recipe: with which its layers begin, or go on.
-    """
+    """Memory of one process whose layers have this recipe; with speculation, the most that it takes."""
     settings, engine, deepspeed = config.settings, config.parts.settings, config.parts.deepspeed
     optimizer = deepspeed["optimizer"]
     speculation = settings.of(SpeculationSettings)

@@ -173,16 +173,10 @@ def saved_by_stage(
     num_in_flight: int,
     forms: LargestForms | None = None,
 ) -> int:
-    """Bytes a pipeline's stage keeps when it is fullest.
+    """Bytes a pipeline's stage, made of these parts of the model, keeps when it is fullest.
 
-    Args:
-        model: whose parts they are.
-        parts: of this stage.
-        micro_batch_size: sequences in a micro-batch.
-        sequence_length: tokens per sequence.
-        interval: blocks per recomputed segment; 0 recomputes nothing.
-        num_in_flight: micro-batches whose backward is still to come.
-        forms: recipes to choose from; None: each layer's own.
+    That is, with `num_in_flight` micro-batches whose backward is still to come. `interval` is of blocks per
+    recomputed segment, 0 recomputes nothing; all else is as for `saved_for_backward`.
     """
     kept, recomputed = _Kept(model.parameters()), [0]
     of_model = (

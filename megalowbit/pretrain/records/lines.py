@@ -94,11 +94,7 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: l
 def skip_line(step: int, report: StepReport, loss_scale: float, *, verb: str = "skipped") -> str | None:
     """`step 7 skipped: overflow in … on rank 5; loss scale 2^16 → 2^15`; None if it was applied.
 
-    Args:
-        step: counted from 1.
-        report: of that step, or of one try of it.
-        loss_scale: of the next one.
-        verb: what happened to it.
+    The report is of that step, counted from 1, or of one try of it, and the loss scale that of the next one.
     """
     if report.is_applied:
         return None

@@ -7,7 +7,7 @@ layer need an all-reduce, so their calls are for every rank. Counts of splits ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 
@@ -159,17 +159,11 @@ class Recorder:
         agree(lambda: self._close(summary))
         if self._is_main:
             self._console.print(summary.render())
-            for part in parts:
-                if part.line is not None:
-                    self._console.print(part.line)
-            self._log_splits(splits)
-
-    def _log_splits(self, counts: Mapping[str, int]) -> None:
-        line = splits_line(counts)
-        if line is not None:
-            self._console.print(line)
-        if counts.get("misfit"):
-            logger.warning(MISFITS, f"{counts['misfit']:,}")
+            for line in (*(part.line for part in parts), splits_line(splits)):
+                if line is not None:
+                    self._console.print(line)
+            if splits.get("misfit"):
+                logger.warning(MISFITS, f"{splits['misfit']:,}")
 
     def _write_layers(self) -> None:
         if self._job.tracker is None:

@@ -236,14 +236,9 @@ def claim(
     is_restart: bool = False,
     root: Path = Path("runs"),
 ) -> RunFolder:
-    """Choose this run's folder and create it.
+    """Choose this run's folder and create it: `run_dir`, or a default one below `root`, named after `stem`.
 
-    Args:
-        stem: name of the default folder below `root`.
-        run_dir: the folder the user asked for; `None` for a default one.
-        is_resume: whether an existing run may be continued.
-        is_restart: whether one in `run_dir` will be moved aside.
-        root: where default folders live.
+    An existing run may be continued if `is_resume`, and one in `run_dir` will be moved aside if `is_restart`.
 
     Raises:
         UserError: `run_dir` holds something and the run is not resumed, or it cannot be created.

@@ -32,9 +32,7 @@ from megalowbit.telemetry.sinks.jsonl import last_step
 def check_checkpoints_are_there(folder: RunFolder, *, is_resume: bool) -> None:
     """Refuse to begin at step 0 what has been trained further; on one rank, which holds the folder.
 
-    Args:
-        folder: of the run.
-        is_resume: whether a run in it may be continued; if not, there is none.
+    Only with `is_resume` may there be a run in the folder, which is continued.
 
     Raises:
         UserError: checkpoints were completed here and none is left, `checkpoints` is no folder, an

@@ -38,7 +38,7 @@ def check_restart(folder: Path) -> None:
     """Refuse to move files out of a folder that no run has written; a folder without files is free.
 
     Raises:
-        UserError: see above, or it cannot be looked into.
+        UserError: also of a folder that cannot be looked into.
     """
     try:
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()

@@ -239,10 +239,6 @@ class Calibration:
 def calibrate(plan: CalibrationPlan, *, has_picture: bool = True) -> Calibration:
     """Do the runs that are not done yet, print a table, write table.txt, table.json and calibration.png.
 
-    Args:
-        plan: what to run.
-        has_picture: whether to draw; takes matplotlib.
-
     Raises:
         UserError: the configuration does not allow it, told before the first run; or a run failed.
     """

@@ -16,12 +16,14 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalowbit.durable_files import atomic_file, open_regular
 from megalowbit.errors import UserError, from_system
 from megalowbit.telemetry.facts import Facts
-from megalowbit.telemetry.overflow.counters import LayerOverflow
+
+if TYPE_CHECKING:  # it imports torch, and configurations are read without
+    from megalowbit.telemetry.overflow.counters import LayerOverflow
 
 logger = logging.getLogger(__name__)
 MOST_GAPS_TOLD = 5

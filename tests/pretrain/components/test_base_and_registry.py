@@ -2,8 +2,8 @@
 
 import pytest
 
-from megalowbit.config.loop_sections import LOOP_SECTIONS, OPTIONAL_COMPONENTS, STANDING_COMPONENTS
-from megalowbit.pretrain.components.registry import COMPONENTS, SECTIONS
+from megalowbit.config.deepspeed_json import LOOP_SECTIONS
+from megalowbit.pretrain.components.registry import COMPONENTS, OPTIONAL, STANDING
 from megalowbit.pretrain.loop import train_step
 from megalowbit.values import SettingsModel
 
@@ -13,15 +13,14 @@ SPLIT = 'megalowbit.recipe={"base": "nvfp4", "parameter_split": {"rank": 4, "war
 
 
 def test_each_section_of_a_component_has_settings_and_others_have_none():
-    assert {*SECTIONS} == {*OPTIONAL_COMPONENTS, *STANDING_COMPONENTS} < {*LOOP_SECTIONS}
     for kind in COMPONENTS:
-        has_section = kind in SECTIONS.values()
-        assert has_section == (isinstance(kind.settings_class, type))
+        has_section = kind in (*OPTIONAL, *STANDING)
+        assert has_section == (kind.settings_class is not None) == (kind.key in LOOP_SECTIONS)
         assert not has_section or issubclass(kind.settings_class, SettingsModel)
 
 
 def test_keys_and_files_of_components_are_their_own():
-    keys = [kind.state_key for kind in COMPONENTS if kind.state_key]
+    keys = [kind.key for kind in COMPONENTS if kind.key]
     files = [name for kind in COMPONENTS for name in kind.records]
     assert len(set(keys)) == len(keys)
     assert len(set(files)) == len(files)
@@ -57,4 +56,4 @@ def test_columns_of_components_stand_in_the_order_in_which_they_act(build_job):
 @pytest.mark.parametrize("kind", COMPONENTS)
 def test_a_checkpoint_has_a_place_for_each_state_also_where_a_component_is_off(build_job, kind):
     progress = build_job()._state({})["progress"]
-    assert kind.state_key is None or kind.state_key in progress
+    assert not kind.key or kind.key in progress

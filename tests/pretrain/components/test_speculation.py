@@ -9,8 +9,8 @@ from megalowbit.hf.checkpoint import build_model
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.precision_switch import switched
 from megalowbit.layers.recipe import recipe
+from megalowbit.pretrain.checks import check_config
 from megalowbit.pretrain.components.speculation import (
-    LookFile,
     Speculation,
     change_lines,
     describe_speculation,
@@ -139,6 +139,15 @@ def test_facts_of_a_look_and_the_summary_are_those_of_report_and_totals():
     assert look_facts(report(shares={"bf16": 1.0}), unverified)["speculation/hit_rate"] is None
 
 
+def write_looks(folder, resume_step, *looks):
+    component = Speculation(controller=None)
+    component.open_records(folder, resume_step)
+    for look in looks:
+        component.look = look
+        component.after_step(look.step + 1, {})
+    component.close_records()
+
+
 def test_the_file_of_looks_says_what_ran_and_what_follows(tmp_path):
     rows = [
         GemmRow(
@@ -147,12 +156,8 @@ def test_the_file_of_looks_says_what_ran_and_what_follows(tmp_path):
         )
         for product in ("output", "grad_input")
     ]  # fmt: skip
-    file = LookFile(tmp_path / "speculation.jsonl")
-    file.write(report(change("int8", "bf16", layer="a", reason="missed"), rows=rows, step=9))
-    with pytest.raises(ValueError, match="the look of step 10 comes after that of 10"):
-        file.write(report(rows=rows, step=9))
-    file.write(report(rows=rows[:1], step=19))
-    file.close()
+    missed = report(change("int8", "bf16", layer="a", reason="missed"), rows=rows, step=9)
+    write_looks(tmp_path, None, missed, report(rows=rows[:1], step=19))
     lines = [json.loads(line) for line in (tmp_path / "speculation.jsonl").read_text().splitlines()]
     assert lines[0] == {
         "step": 10, "layer": "a", "product": "output", "precision": "int8", "predicted_db": 20.5,
@@ -161,13 +166,11 @@ def test_the_file_of_looks_says_what_ran_and_what_follows(tmp_path):
     }  # fmt: skip
     found = [(each["step"], each["product"], each["next_precision"]) for each in lines]
     assert found == [(10, "output", "bf16"), (10, "grad_input", "int8"), (20, "output", "int8")]
-    again = LookFile(tmp_path / "speculation.jsonl", resume_step=15)
-    again.write(report(rows=rows[:1], step=19))
-    again.close()
+    write_looks(tmp_path, 15, report(rows=rows[:1], step=19))
     lines = [json.loads(line) for line in (tmp_path / "speculation.jsonl").read_text().splitlines()]
     assert [each["step"] for each in lines] == [10, 10, 20]
     with pytest.raises(UserError, match="already holds a run"):
-        LookFile(tmp_path / "speculation.jsonl")
+        write_looks(tmp_path, None)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +183,11 @@ def test_the_file_of_looks_says_what_ran_and_what_follows(tmp_path):
         ({"base": "mxfp4", "gemm": "fp8"}, "gemm 'fp8' multiplies one format only"),
     ],
 )
-def test_a_recipe_that_leaves_nothing_to_choose_is_refused_in_one_line(block, message):
-    Speculation.check_recipe(None, recipe(block))
+def test_a_recipe_that_leaves_nothing_to_choose_is_refused_in_one_line(resolve, block, message):
+    choice = f"megalowbit.recipe={json.dumps(block)}"
+    check_config(resolve(choice))
     with pytest.raises(UserError) as caught:
-        Speculation.check_recipe(SpeculationSettings(), recipe(block))
+        check_config(resolve(choice, ON))
     assert str(caught.value).startswith("megalowbit.speculation: speculation cannot choose")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
