@@ -25,7 +25,6 @@ from megalowbit.speculation.report import Change, SpeculationReport, Speculation
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.telemetry import columns
 from megalowbit.telemetry.facts import Facts
-from megalowbit.telemetry.sinks.jsonl import JsonlFile
 
 if TYPE_CHECKING:
     from megalowbit.layers.recipe import Recipe
@@ -138,6 +137,8 @@ class LookFile:
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+        from megalowbit.telemetry.sinks.jsonl import JsonlFile  # it imports torch
+
         self._file = JsonlFile(path, resume_step=resume_step)
 
     def write(self, report: SpeculationReport) -> None:
