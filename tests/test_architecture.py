@@ -50,7 +50,10 @@ MAX_ENTRIES = 14  # of a folder; the rooms themselves are the plan
 MAX_LINES = 500
 SMALL = 100  # lines: such files may share a test file
 FRAGMENT = 60  # a shorter file with a single importer belongs into that importer
-ONE_FILE_EACH = {"megalowbit.families.registry"}  # registries, whose entries may be as short as they are
+ONE_FILE_EACH = {  # registries, whose entries may be as short as they are
+    "megalowbit.families.registry",
+    "megalowbit.optim.loss_scale.registry",
+}
 DRAWERS = {"utils", "common", "helpers", "util", "misc"}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

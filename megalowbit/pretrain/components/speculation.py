@@ -25,11 +25,11 @@ from megalowbit.speculation.report import Change, SpeculationReport, Speculation
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.telemetry import columns
 from megalowbit.telemetry.facts import Facts
-from megalowbit.telemetry.sinks.jsonl import JsonlFile
 
 if TYPE_CHECKING:
     from megalowbit.layers.recipe import Recipe
     from megalowbit.speculation.controller import PrecisionController
+    from megalowbit.telemetry.sinks.jsonl import JsonlFile
 
 MOST_CHANGES_NAMED = 3  # of a look; at the first one of a run all products change
 LINE_WIDTH = 100
@@ -115,6 +115,8 @@ class Speculation(Component):
         self.controller.load_state_dict(state)
 
     def open_records(self, folder: Path, resume_step: int | None) -> None:
+        from megalowbit.telemetry.sinks.jsonl import JsonlFile  # it imports torch
+
         self._file = JsonlFile(folder / self.records[0], resume_step=resume_step)
 
     def close_records(self) -> None:
