@@ -36,7 +36,8 @@ class EngineSettings(SettingsModel):
             parameters' norms, as Metis does.
         layer_scaling: a factor of its own for the gradients of each block; off by default.
         log_num_zeros_in_grad: count gradient elements that are exactly zero; one more pass over them.
-        autocast: run operations by class, see `optim.op_classes`; off, all run in their inputs' precision.
+        autocast: run operations by class, see `optim.precision.op_classes`; off, all run in their inputs'
+            precision.
         fp32_norms: layer and RMS norms keep fp32 parameters and compute in fp32.
         watchdog: after how long a run that cannot go on ends.
         lr_schedule: of the learning rate, instead of DeepSpeed's `scheduler`; None: that one, or none. Not

@@ -62,6 +62,20 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(stage, tmp_path):
         assert torch.equal(one, other)
 
 
+@STAGES
+def test_a_resumed_run_may_end_at_another_step(stage, tmp_path):
+    whole = make_engine(stage, lr_schedule=WSD)
+    for number in range(3):
+        step(whole, number)
+    whole.save_checkpoint(str(tmp_path), tag="three")
+    sooner = WSD | {"total_steps": 5}
+    resumed = make_engine(stage, lr_schedule=sooner)
+    resumed.load_checkpoint(str(tmp_path), tag="three")
+    factor = WSDSchedule(**sooner).factor(3)
+    assert factor != FACTORS[3]
+    assert rates(resumed) == [0.1 * factor] * len(rates(resumed))
+
+
 def test_a_checkpoint_of_another_schedule_is_refused(tmp_path):
     engine = make_engine(lr_schedule=WSD)
     step(engine, 0)

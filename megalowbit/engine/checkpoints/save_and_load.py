@@ -43,6 +43,7 @@ from megalowbit.engine.run_checks.model import check_scaler
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.state_dict_layout import parameter_layout
+from megalowbit.optim.schedules.scheduler import LRScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +213,8 @@ def load_together(
             logger.warning("%s", how)
         load_reshaped(engine, contents, present)
         state = contents.header
+    if isinstance(engine.lr_scheduler, LRScheduler):
+        engine.lr_scheduler.write_rates()  # from stage 1 on DeepSpeed loads the groups after the schedule
     if takes_states:
         with failing_together(), reading(f"the loss scaler's state in checkpoint {path}"):
             restore_scaler(engine, own)

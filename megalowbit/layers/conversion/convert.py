@@ -111,7 +111,7 @@ def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None
     Args:
         model: converted or not.
         whole: its state dict where ranks hold parts of it, whole and on the CPU, as
-            `engine.whole_weights.whole_state_dict` returns it.
+            `engine.parameters.whole_weights.whole_state_dict` returns it.
 
     Raises:
         UserError: the model is cut over tensor-parallel ranks, and `whole` is missing.

@@ -14,7 +14,7 @@ that forward rounds stochastically differ in backward from what they were; and w
 or in a compiled model, micro-batches replayed between the same two forwards round their output gradients
 with the same numbers. Not affected: recipes that round all but output gradients to nearest, with
 non-reentrant checkpointing and without compilation; and whoever sets the stream back to the micro-batch of
-the forward repeated (`RandomStream.at`), as `engine.pipelined_model` does.
+the forward repeated (`RandomStream.at`), as `engine.pipeline.stage` does.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 W_R keeps the state of the whole weight, whose gradient is its own. Those of U, S and V follow from it by a
 rule for each kind of moment ("project"; counts of steps are copied), or all four start anew ("reset"). What
 is allocated here is the same on ranks that compute and on ranks that only take over. See
-`engine.parameter_split` for who does, and when.
+`engine.parameters.split` for who does, and when.
 """
 
 from __future__ import annotations

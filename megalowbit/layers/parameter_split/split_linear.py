@@ -42,8 +42,8 @@ class SplitLinear(HFStateDict):
     Attributes:
         split_u, split_s, split_v: where the layer was made with factors.
         is_split: whether the weight is W_R + U·diag(S)·V; whoever changes the parameters sets it.
-        weight_decay_rules: which factors decay, for `optim.param_groups`. Decay of S alone by a factor scales
-            U·diag(S)·V by that factor, as the same decay scales W_R.
+        weight_decay_rules: which factors decay, for `optim.optimizers.param_groups`. Decay of S alone by a
+            factor scales U·diag(S)·V by that factor, as the same decay scales W_R.
     """
 
     split_u: nn.Parameter

@@ -5,8 +5,8 @@ last bits in forward. Hooks cast the input to fp32 and the output back, so neigh
 before. Kept parameters carry a mark, `keep_fp32`: `Float16OptimizerWithFloat16Params` leaves them in
 `fp32_from_fp32_groups`, without a master. A copied model is kept like its original.
 Not covered: a module that computes with another's parameters; norms called as functions (those are
-autocast's, see `optim.autocast`); an autocast entered within a function that is compiled: enter it outside of
-it, or use `attach_autocast`.
+autocast's, see `optim.precision.autocast`); an autocast entered within a function that is compiled: enter it
+outside of it, or use `attach_autocast`.
 """
 
 from __future__ import annotations

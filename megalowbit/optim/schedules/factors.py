@@ -91,7 +91,8 @@ class EndingSchedule(ScheduleSettings):
 
     def _progress(self, step: int) -> float:
         """How much of the decay lies behind, in [0, 1]; it takes all steps after the warm-up."""
-        return min(1.0, step / max(1, self.total_steps - self.warmup_steps))
+        num_steps = self.total_steps - self.warmup_steps
+        return min(1.0, step / num_steps) if num_steps else 1.0
 
 
 class LinearSchedule(EndingSchedule):

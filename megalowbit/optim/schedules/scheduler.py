@@ -17,6 +17,7 @@ class LRScheduler:
 
     Call `step` after each step that was applied, and not after one that was skipped; an engine does. Make it
     before the optimizer's state is loaded: the groups' rates at that moment are those that are multiplied.
+    Load its own state after the optimizer's, or call `write_rates` when both are loaded.
 
     Args:
         optimizer: whose groups have their full rates now; they get those of the first step.
@@ -63,10 +64,14 @@ class LRScheduler:
             raise UserError(f"num_steps of the loaded schedule is {shown(steps)}: use an earlier checkpoint")
         self._start(steps)
 
-    def _start(self, step: int) -> None:
-        self.num_steps = step
+    def write_rates(self) -> None:
+        """Write the rates of the coming step; needed after the groups were loaded with other rates."""
         for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+    def _start(self, step: int) -> None:
+        self.num_steps = step
+        self.write_rates()

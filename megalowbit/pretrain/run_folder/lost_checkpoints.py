@@ -5,7 +5,7 @@ checkpoints have gone (a folder removed, a link whose target is away, manifests 
 what it has trained, and write over its records; it is refused. What tells them apart is `saved.json`, which
 a run writes when it begins and changes at its first complete checkpoint, and what only the end of a run or of
 a save writes. Runs of versions without `saved.json` are judged by how many steps their records hold.
-Damaged checkpoints are the store's (`engine.checkpoint`), which moves them aside and has its own line.
+Damaged checkpoints are the store's (`engine.checkpoints.store`), which moves them aside and has its own line.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def _store_counts(
     counts, errors, values, scaled, decoded, tensor_scale, largest, is_inside, overflows, is_zero_block,
     is_block,
 ):  # fmt: skip
-    """This program's share of the counts, see `counts.count_errors`; what the shape tells comes later."""
+    """This program's share of the counts, see `encoding.COUNT_NAMES`; what the shape tells comes later."""
     counts += tl.program_id(0) * 8
     magnitude = tl.abs(scaled)
     is_nonfinite = (_bits(values) & MAGNITUDE) >= 0x7F800000

@@ -1,4 +1,4 @@
-"""What `engine.checkpoint_layout`, `engine.reshape` and `engine.checkpoint_engine` use of DeepSpeed."""
+"""What `layout`, `reshape` and `checkpoint_engine` of `engine.checkpoints` use of DeepSpeed."""
 
 import pytest
 import torch

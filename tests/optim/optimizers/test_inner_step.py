@@ -8,7 +8,7 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.optim.kernels import apex as apex_kernels
 from megalowbit.optim.kernels import cpu as cpu_kernels
-from megalowbit.optim.optimizers.inner_step import InnerStep
+from megalowbit.optim.optimizers.inner_step import InnerStep, stepping_at
 
 SHAPES = ((33, 17), (64,), (5,), (128, 40))
 CLEAN, FLAGGED = torch.tensor(0.0), torch.tensor(1.0)
@@ -356,3 +356,17 @@ def test_without_kernels_torchs_fused_adam_takes_the_step(monkeypatch):
 
 def test_apex_is_not_chosen_where_it_is_not_installed():
     assert not apex_kernels.is_available(torch.device("cpu"))
+
+
+def test_rates_of_a_step_are_those_of_the_schedule_again_also_after_an_error():
+    param_groups, seen = [{"lr": 1.0}, {"lr": 2.0}], []
+
+    def fail():
+        with stepping_at(param_groups, [0.5, 2.0]):
+            seen.extend(group["lr"] for group in param_groups)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert seen == [0.5, 2.0]
+    assert [group["lr"] for group in param_groups] == [1.0, 2.0]

@@ -136,6 +136,12 @@ def test_each_schedule_is_registered_under_its_own_type():
     assert all(schedule.model_fields["type"].default == kind for kind, schedule in SCHEDULES.items())
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_schedule_that_is_all_warm_up_is_at_its_minimum_after_it(kind):
+    schedule = read(kind, warmup_steps=TOTAL, min_lr_ratio=0.1)
+    assert [schedule.factor(step) for step in (TOTAL - 1, TOTAL)] == [1.0, pytest.approx(0.1)]
+
+
 def test_a_schedule_that_is_all_warm_up_and_decay_has_no_stable_phase():
     schedule = read("wsd", warmup_steps=TOTAL - DECAY)
     assert [schedule.factor(step) for step in (28, 29, 30)] == [1.0, 1.0, 1 - 1 / DECAY]
