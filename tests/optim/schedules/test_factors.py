@@ -160,6 +160,10 @@ def test_a_schedule_that_is_all_warm_up_and_decay_has_no_stable_phase():
             {"type": "wsd", "total_steps": 9, "decay_step": 3},
             "unknown key 'lr_schedule.decay_step': did you mean 'lr_schedule.decay_steps'",
         ),
+        (
+            {"type": "constant", "total_steps": 9},
+            "lr_schedule.total_steps does not belong to type 'constant': remove it",
+        ),
         ({"type": "wsd", "total_steps": 9}, "lr_schedule.decay_steps is missing"),
         (
             {"type": "wsd", "total_steps": 9, "decay_steps": 5, "warmup_steps": 5},
