@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, model_validator
 
@@ -84,12 +84,6 @@ class OpClasses:
         UserError: a name is not known, or in two classes.
     """
 
-    DEFAULT: ClassVar[dict[OpClass, tuple[str, ...]]] = {
-        "float16": FLOAT16,
-        "float32": FLOAT32,
-        "promote": PROMOTE,
-    }
-
     float16: tuple[str, ...] = ()
     float32: tuple[str, ...] = ()
     promote: tuple[str, ...] = ()
@@ -106,7 +100,7 @@ class OpClasses:
     @classmethod
     def default(cls) -> OpClasses:
         """The classes of this file."""
-        return cls(**cls.DEFAULT)
+        return cls(float16=FLOAT16, float32=FLOAT32, promote=PROMOTE)
 
     @classmethod
     def given(cls, classes: OpClasses | Mapping[str, Iterable[str]] | None) -> OpClasses:
