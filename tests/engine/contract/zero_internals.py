@@ -19,6 +19,7 @@ READ = (
     *sorted(ENGINE.glob("pipeline/*.py")),
     *(ENGINE / "checkpoints" / f"{n}.py" for n in ("reshape", "layout")),
     ENGINE / "parameters" / "whole_weights.py",
+    ENGINE / "run_checks" / "model.py",
     ENGINE / "tensor_parallel" / "shard_model.py",
 )
 DEEPSPEED = Path(deepspeed.__file__).parent

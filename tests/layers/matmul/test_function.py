@@ -203,9 +203,9 @@ def test_operands_of_the_present_products_are_made_while_they_are_quantised(monk
     decoded = []
     plain = backends.decode
 
-    def recording(codes, *args, **kwargs):
-        decoded.append(len(codes))
-        return plain(codes, *args, **kwargs)
+    def recording(request):
+        decoded.append(len(request.codes))
+        return plain(request)
 
     monkeypatch.setattr(backends, "decode", recording)
     x, w, _, g = operands(tokens=12, rows=24, dtype=dtype)
