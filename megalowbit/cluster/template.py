@@ -22,7 +22,11 @@ Value = str | Sequence[str] | None
 
 
 def fill(template: str, values: Mapping[str, Value]) -> str:
-    """Put values, by name, in their places in a text; of lists, one at most in a line.
+    """Put values in their places.
+
+    Args:
+        template: the text.
+        values: by name; of lists, one at most in a line.
 
     Raises:
         UserError: the template names a value that there is not.

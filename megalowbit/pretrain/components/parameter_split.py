@@ -7,25 +7,22 @@ needs is in the model's own state, so there is none here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.components.base import Component, RunParts, RunSettings
 from megalowbit.telemetry.facts import Facts
-
-if TYPE_CHECKING:
-    from megalowbit.spectral.settings import ParameterSplit
 
 
 class ParameterSplitting(Component):
     """Splits weights before the steps at which that is due.
 
     Args:
-        split: of the run's recipe; layers may have lost theirs.
+        split: the `ParameterSplit` of the run's recipe; layers may have lost theirs.
         engine: whose weights are split.
     """
 
-    def __init__(self, split: ParameterSplit, engine: Any) -> None:
+    def __init__(self, split: Any, engine: Any) -> None:
         self._split, self._engine = split, engine
         self._num_split = 0  # weights, before the coming step
 
