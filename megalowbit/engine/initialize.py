@@ -16,15 +16,6 @@ from typing import Any
 
 import torch
 
-from megalowbit.config.deepspeed_arguments import (
-    Config,
-    check_scalars,
-    hidden_size_of,
-    offer_port,
-    tell_local_rank,
-    the_config,
-    the_model,
-)
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts, load_json, read_deepspeed_config
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.pipeline import set_by_user
@@ -41,6 +32,15 @@ from megalowbit.engine.parameters.user_gradients import attach_zero_grad
 from megalowbit.engine.pipeline.setup import attach_pipeline, check_block, check_stages, release_whole
 from megalowbit.engine.prepare_model import check_prepared, prepare_model
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
+from megalowbit.engine.run_checks.deepspeed_arguments import (
+    Config,
+    check_scalars,
+    hidden_size_of,
+    offer_port,
+    tell_local_rank,
+    the_config,
+    the_model,
+)
 from megalowbit.engine.run_checks.deepspeed_blocks import QUIET, check_parts
 from megalowbit.engine.run_checks.model import check_arguments
 from megalowbit.engine.run_checks.ranks_agree import (

@@ -10,6 +10,8 @@ of what they are about to quantise, so each must find what the others find: thei
 all or on none. Weights rounded stochastically are not kept: they must be drawn anew each micro-batch. What
 was quantised without counts (in evaluation) is quantised again for who wants them, and what was quantised in
 inference mode, which autograd may not save, is found in inference mode only.
+
+Which weight is quantised how stands in `quantizations.py`; `context.py` asks for it here first.
 """
 
 from __future__ import annotations

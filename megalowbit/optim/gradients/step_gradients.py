@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megalowbit.distributed import process_group
 from megalowbit.errors import UserError
 from megalowbit.optim.gradients.buffer import GradBuffer
+from megalowbit.optim.gradients.locate_overflow import RankOverflow, joined, locate_overflow
 from megalowbit.optim.gradients.norm import GradientNorm, Measurement, is_counted_once, measure_gradients
-from megalowbit.optim.gradients.overflow import RankOverflow, joined, locate_overflow
 from megalowbit.optim.gradients.report import Overflow
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalowbit.optim.gradients.overflow import RankOverflow, joined, locate_overflow
+from megalowbit.optim.gradients.locate_overflow import RankOverflow, joined, locate_overflow
 
 
 def seen(rank, positions, *, is_own=False, prefix="p"):

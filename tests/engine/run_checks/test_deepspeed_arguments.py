@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import megalowbit as mlb
-from megalowbit.config.deepspeed_arguments import hidden_size_of
 from megalowbit.engine.process_start import start_process_group
+from megalowbit.engine.run_checks.deepspeed_arguments import hidden_size_of
 from megalowbit.errors import UserError
 
 OF_OUR_OWN = ["seed", "total_steps", "timeout"]
