@@ -206,13 +206,14 @@ def fill_lr_schedule(config: dict[str, Any], block: dict[str, Any], total_steps:
     section = block.get("lr_schedule")
     if section is None:
         return
-    if config.get("scheduler") is not None:
-        raise UserError("scheduler and megalowbit.lr_schedule both set the learning rate: remove one of them")
-    if isinstance(section, dict) and wants_total_steps(section):
+    is_auto = isinstance(section, dict) and wants_total_steps(section)
+    if is_auto:
         # a number in any case: what else is wrong with the section is found by its settings
         block["lr_schedule"] = {**section, "total_steps": LARGEST if total_steps is None else total_steps}
-        if total_steps is None:
-            raise _unknown_steps("megalowbit.lr_schedule.total_steps")
+    if config.get("scheduler") is not None:
+        raise UserError("scheduler and megalowbit.lr_schedule both set the learning rate: remove one of them")
+    if is_auto and total_steps is None:
+        raise _unknown_steps("megalowbit.lr_schedule.total_steps")
 
 
 def _unknown_steps(key: str) -> UserError:

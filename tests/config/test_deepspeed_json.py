@@ -231,7 +231,11 @@ def test_a_wrong_schedule_of_ours_is_refused_in_one_line(section, message):
         read_deepspeed_config({**PLAIN, "megalowbit": {"lr_schedule": section}})
 
 
-def test_our_schedule_and_deepspeeds_exclude_each_other():
-    both = {**PLAIN, "scheduler": {"type": "WarmupLR"}, "megalowbit": {"lr_schedule": {"type": "constant"}}}
-    with pytest.raises(UserError, match=r"^scheduler and megalowbit.lr_schedule both set the learning"):
+@pytest.mark.parametrize("kind", ["constant", "cosine"])
+def test_our_schedule_and_deepspeeds_exclude_each_other(kind):
+    both = {**PLAIN, "scheduler": {"type": "WarmupLR"}, "megalowbit": {"lr_schedule": {"type": kind}}}
+    with pytest.raises(UserError) as caught:
         read_deepspeed_config(both)
+    assert str(caught.value) == (
+        "scheduler and megalowbit.lr_schedule both set the learning rate: remove one of them"
+    )

@@ -85,6 +85,15 @@ def test_a_checkpoint_of_another_schedule_is_refused(tmp_path):
         other.load_checkpoint(str(tmp_path), tag="one")
 
 
+@STAGES
+def test_a_checkpoint_without_a_schedule_is_refused_at_every_stage(stage, tmp_path):
+    engine = make_engine(1)
+    step(engine, 0)
+    engine.save_checkpoint(str(tmp_path), tag="one")
+    with pytest.raises(UserError, match=r"lr_schedule.type was another library's, or none"):
+        make_engine(stage, lr_schedule=WSD).load_checkpoint(str(tmp_path), tag="one")
+
+
 def test_groups_of_the_user_keep_their_ratio():
     net = model()
     groups = [{"params": [net[0].weight], "lr": 0.1}, {"params": [net[2].weight], "lr": 0.3}]

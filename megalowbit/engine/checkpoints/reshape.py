@@ -21,6 +21,7 @@ from megalowbit.checkpoints.shards import is_moment, part_of
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.engine.checkpoints.layout import named_buffers, named_parameters
 from megalowbit.errors import UserError
+from megalowbit.optim.schedules.scheduler import LRScheduler
 
 REMEDY = "resume with the model and settings it was saved with, or start from its weights"
 
@@ -207,8 +208,9 @@ def _refresh_partitions(optimizer: Any) -> None:
 
 def _load_counters(engine: Any, header: dict[str, Any]) -> None:
     """What the engine's own loader restores besides."""
-    if engine.lr_scheduler is not None and header.get("lr_scheduler") is not None:
-        engine.lr_scheduler.load_state_dict(header["lr_scheduler"])
+    state, scheduler = header.get("lr_scheduler"), engine.lr_scheduler
+    if isinstance(scheduler, LRScheduler) or (scheduler is not None and state is not None):
+        scheduler.load_state_dict(state)  # ours refuses a checkpoint without a schedule, as on the same ranks
     engine.global_steps = header["global_steps"]
     engine.global_samples = header["global_samples"]
     engine.skipped_steps = header["skipped_steps"]
