@@ -101,6 +101,28 @@ def test_one_process_continues_what_two_stages_have_saved(folders):
     assert totals[0] == totals[1]
 
 
+def test_a_schedule_of_ours_counts_applied_steps_on_two_stages_and_after_a_resume(tmp_path):
+    schedule = {"type": "linear", "warmup_steps": 2}
+    scaler = {"type": "dynamic", "initial_scale": 2.0**20}
+    block = {"precision": "fp16", "recipe": "bf16", "checkpoint": {"every": 3}, "grad_scaler": scaler}
+    write_config(tmp_path, block={**block, "lr_schedule": schedule}, pipeline=STAGES, scheduler=None)
+    run = tmp_path / "run"
+    arguments = ("--ds-config", tmp_path / "tiny.json", "--run-dir", run)
+    done = run_ranks(*arguments, cwd=tmp_path, processes=2)
+    assert done.code == 0, done.output
+    whole, applied = rows(run), 0
+    for row in metrics(run):
+        factor = (applied + 1) / 2 if applied < 2 else (6 - applied) / 4
+        assert row["lr"] == pytest.approx(3e-3 * factor, rel=1e-12)
+        applied = row["step"] - row["skipped_steps"]
+    assert 0 < applied < 6
+    shutil.rmtree(run / "hf")
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    done = run_ranks(*arguments, "--resume", "auto", cwd=tmp_path, processes=2)
+    assert done.code == 0, done.output
+    assert rows(run) == whole
+
+
 @pytest.mark.slow
 def test_directions_of_all_stages_weights_are_saved_and_follow_their_layers(tmp_path):
     recipe = {"base": "nvfp4", "split_weight": {"rank": 2, "refresh_every": 50}}
