@@ -60,7 +60,7 @@ def two_machines():
 def start(namespace, rank, folder):
     env = {
         **os.environ, "NAME": f"machine{rank}", "RESULTS": str(folder),
-        "PYTHONPATH": f"{ROOT}:{HERE}:{ROOT}/tests/launch",
+        "PYTHONPATH": f"{ROOT}:{HERE}:{ROOT}/tests/launch:{ROOT}/tests/families",
         "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
