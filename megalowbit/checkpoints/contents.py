@@ -222,7 +222,7 @@ class CheckpointContents:
 
     def _needed(self, places: list[tuple[int, StoredParameter]]) -> list[tuple[int, StoredParameter]]:
         """All shards of a cut parameter; of a copied one, the first copy."""
-        self._files.layout.check_cut(places[0][1], f"checkpoint {self.folder}")
+        self._files.layout.check_sharding(places[0][1], f"checkpoint {self.folder}")
         return places if places[0][1].cut is not None else places[:1]
 
     def _check_slices(self) -> None:
@@ -263,7 +263,7 @@ def _join(places: list[tuple[int, StoredParameter]], shards: list[torch.Tensor])
     """Shards become the whole, in the plain module's orientation."""
     first, whole = places[0][1], shards[0]
     if first.cut is not None:
-        from megalowbit.layers.tensor_parallel.linear import Cut
+        from megalowbit.layers.tensor_parallel.linear import Sharding
 
-        whole = Cut(dim=first.cut["dim"], parts=tuple(first.cut["parts"])).join(shards)
+        whole = Sharding(dim=first.cut["dim"], parts=tuple(first.cut["parts"])).join(shards)
     return whole.t().contiguous() if first.is_transposed else whole

@@ -179,13 +179,14 @@ class Layout:
             parts.append(f"{self.pipeline_size} pipeline stages")
         return ", ".join(parts)
 
-    def check_cut(self, stored: StoredParameter, where: str) -> None:
+    def check_sharding(self, stored: StoredParameter, where: str) -> None:
         """Raise a `UserError` where it is not known how shards make a whole: none is read as a copy."""
         if self.tensor_size > 1 and stored.is_marked and stored.cut is None:
             raise UserError(
-                f"{where}: parameter {stored.name} is marked tensor_model_parallel and has no cut, so how "
-                f"its {self.tensor_size} shards make a whole is not known: continue at the ZeRO stage and on "
-                "the ranks it was saved with, or set .cut (megalowbit.layers.tensor_parallel.Cut) to save it"
+                f"{where}: parameter {stored.name} is marked tensor_model_parallel but has no "
+                f".sharding, so its {self.tensor_size} shards cannot be joined: continue at the ZeRO stage and "
+                "on the ranks it was saved with, or set .sharding (megalowbit.layers.tensor_parallel.Sharding) "
+                "before saving"
             )
 
     def check(self, where: str) -> None:

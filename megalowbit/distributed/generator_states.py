@@ -71,7 +71,7 @@ def seed_generators(number: int, rank: int) -> int:
     return seed
 
 
-def is_cut_alike(layout: Mapping[str, Any] | None, grid: ProcessGrid) -> bool:
+def has_same_sharding(layout: Mapping[str, Any] | None, grid: ProcessGrid) -> bool:
     """Whether a saved run had its model cut over ranks as `grid` has; `layout` as for `saved_rank_of`."""
     sizes = (1, 1) if layout is None else (layout["tensor_size"], layout["pipeline_size"])
     return sizes == (grid.tensor_size, grid.pipeline_size)

@@ -58,7 +58,7 @@ def prepare_model(
     mpu: GroupsOfRank | None,
     seed: int,
 ) -> PreparedModel:
-    """Cut, convert and mark `model` in place; every rank must call it.
+    """Shard, convert and mark `model` in place; every rank must call it.
 
     `mpu` is the user's; without one the configuration cuts the model, if anything does. `seed` is that of
     stochastic rounding in layers that are converted here.

@@ -28,7 +28,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES, SplitLinear
 from megalowbit.layers.settings import RegularizerSettings
-from megalowbit.layers.tensor_parallel.linear import Cut, tensor_group_of
+from megalowbit.layers.tensor_parallel.linear import Sharding, tensor_group_of
 from megalowbit.spectral.weight_split import WeightParts, first_moments, whole_weight
 
 CHUNK = 2**22  # elements in fp32 at a time: 16 MiB each for W, its square and its gradient; more where split
@@ -181,8 +181,8 @@ def build_regularizer(
 
 def whole_numel(weight: Tensor) -> int:
     """Elements of the weight of which this may be a tensor-parallel shard."""
-    cut: Cut | None = getattr(weight, "cut", None)
-    return weight.numel() if cut is None else math.prod(cut.whole_shape(weight.shape))
+    sharding: Sharding | None = getattr(weight, "sharding", None)
+    return weight.numel() if sharding is None else math.prod(sharding.whole_shape(weight.shape))
 
 
 def _rows_at_a_time(weight: Tensor) -> int:

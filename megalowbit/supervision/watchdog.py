@@ -103,11 +103,15 @@ class Watchdog:
         folder: Path | None = None,
         report: Callable[[UserError], None] = print_error,
     ) -> None:
-        """Prepare; the block begins to count.
+        """Create the watchdog; monitoring starts when the block is entered.
 
-        In `folder`, if there is one, a rank that hangs leaves its stack, `stack-rank<r>.txt`. `report` says why
-        this process ends where its thread must end it, within seconds; called on every such rank, with
-        `is_reported` where another one prints it.
+        Args:
+            settings: timeouts and thresholds.
+            identity: this process's rank.
+            folder: a rank that hangs writes its stack there, to `stack-rank<r>.txt`; None: nowhere.
+            report: prints why the process ends, if the watchdog's thread ends it. Must return within
+                seconds. It is called on every such rank; `error.is_reported` is set if another rank prints
+                the error.
         """
         self._settings, self._rank, self._folder, self._report = settings, identity.rank, folder, report
         self._host = socket.gethostname()

@@ -93,7 +93,9 @@ def test_shards_known_by_their_mark_alone_are_not_cut_anew_nor_exported(seen):
         assert case["0"] == [{}, True]
         line, is_loaded = case["1"]
         assert not is_loaded
-        assert "parameter column is marked tensor_model_parallel and has no cut, so how its 2 shards" in line
+        assert (
+            "parameter column is marked tensor_model_parallel but has no .sharding, so its 2 shards" in line
+        )
         assert line == seen[0]["checkpoints"]["marked"]["1"][0]
         for name in ("column", "row"):
             assert f"parameter {name} is marked tensor_model_parallel" in case["shapes"][name]

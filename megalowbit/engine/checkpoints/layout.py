@@ -119,7 +119,7 @@ def own_slice(engine: Any) -> Slice:
             raise UserError(
                 f"parameter {name} is not trained by the engine's optimizer: freeze it, or pass it"
             )
-        cut = getattr(parameter, "cut", None)
+        sharding = getattr(parameter, "sharding", None)
         parameters.append(
             StoredParameter(
                 name=name,
@@ -131,7 +131,7 @@ def own_slice(engine: Any) -> Slice:
                 state=state,
                 optimizer_group=optimizer_group,
                 weight=files.get(id(parameter)),
-                cut=None if cut is None else {"dim": cut.dim, "parts": list(cut.parts)},
+                cut=None if sharding is None else {"dim": sharding.dim, "parts": list(sharding.parts)},
                 is_transposed=id(parameter) in transposed,
                 is_marked=bool(getattr(parameter, "tensor_model_parallel", False)),
             )

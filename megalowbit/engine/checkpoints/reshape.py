@@ -1,9 +1,8 @@
-"""Continue from a checkpoint of another ZeRO stage or grid of ranks: whole tensors, cut anew.
+"""Continue from a checkpoint of another ZeRO stage or process grid by re-sharding full tensors.
 
-Each parameter's master and moments are read whole from the checkpoint, one parameter at a time, and this
-rank's fragments of them copied to where the engine keeps them; hyper-parameters, step counts, scheduler and
-counters follow. A tensor-parallel shard is cut by `parameter.cut`; a pipeline's stage takes the parameters
-that it has now. The numbers are the saved ones, bit for bit; further losses differ from those of the run that
+For one parameter at a time, read its full master and moments from the checkpoint and copy this rank's
+fragments to where the engine keeps them. Hyper-parameters, step counts, scheduler and counters follow.
+`parameter.sharding` selects a tensor-parallel shard; a pipeline stage takes the parameters it has now. The numbers are the saved ones, bit for bit; further losses differ from those of the run that
 went on by the order of sums alone. Not covered: layer scaling, states that are not of the parameter's shape
 (they must be numbers).
 """
@@ -42,7 +41,7 @@ def check_fits(
     if saved != present:
         for layout in (saved, present):
             for stored in _first_places(layout).values():
-                layout.check_cut(stored, where)
+                layout.check_sharding(stored, where)
     before, now = _whole_shapes(saved), _whole_shapes(present)
     for name in [*before, *now]:
         if before.get(name) != now.get(name):
@@ -102,7 +101,7 @@ class _Target:
     def load_parameter(
         self, parameter: torch.nn.Parameter, stored: StoredParameter, contents: CheckpointContents
     ) -> None:
-        whole = self._cut(contents.weight(stored.name), parameter, stored)
+        whole = self._shard_of(contents.weight(stored.name), parameter, stored)
         if self._layout.stage == 3:
             if stored.group == NOWHERE:
                 _copy_partition(whole, parameter, self._grid.data_rank)
@@ -121,8 +120,8 @@ class _Target:
                 continue
             if key not in entry:
                 entry[key] = torch.zeros_like(self._master(parameter, stored), dtype=value.dtype)
-            cut = self._cut(value, parameter, stored)
-            for flat, piece in self._pieces(cut, parameter, stored, of=entry[key]):
+            shard = self._shard_of(value, parameter, stored)
+            for flat, piece in self._pieces(shard, parameter, stored, of=entry[key]):
                 flat.copy_(piece)
 
     def finish(self) -> None:
@@ -148,15 +147,15 @@ class _Target:
             if any(self._states.values()):
                 optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _cut(
+    def _shard_of(
         self, whole: torch.Tensor, parameter: torch.nn.Parameter, stored: StoredParameter
     ) -> torch.Tensor:
         """This rank's shard, in the orientation in which the engine holds it."""
         whole = whole.t().contiguous() if stored.is_transposed else whole
-        cut = getattr(parameter, "cut", None)
-        if cut is None:
+        sharding = getattr(parameter, "sharding", None)
+        if sharding is None:
             return whole
-        shard: torch.Tensor = cut.cut(whole, self._grid.tensor_rank, self._layout.tensor_size)
+        shard: torch.Tensor = sharding.shard(whole, self._grid.tensor_rank, self._layout.tensor_size)
         return shard
 
     def _master(self, parameter: torch.nn.Parameter, stored: StoredParameter) -> torch.Tensor:

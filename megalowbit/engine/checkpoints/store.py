@@ -23,7 +23,7 @@ from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, load_file, r
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import agree, failing_together
 from megalowbit.distributed.generator_states import (
-    is_cut_alike,
+    has_same_sharding,
     restore_random_state,
     saved_random_state,
     saved_rank_of,
@@ -237,7 +237,7 @@ class CheckpointStore:
         with failing_together(), reading(f"checkpoint {path}"):
             own = load_file(header_file(Path(path)))[ENGINE_KEY]
             layout, grid = own.get(LAYOUT_KEY), engine.process_grid
-            if not is_cut_alike(layout, grid):
+            if not has_same_sharding(layout, grid):
                 return None
             rank = saved_rank_of(layout, len(own["random_states"]), grid)
             if rank is None or not (file := Path(path) / _rank_file(rank)).is_file():

@@ -48,9 +48,9 @@ def whole_state_dict(engine: Any, *, exclude_frozen: bool = False) -> dict[str, 
 
 def _joined(value: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:
     """The whole of a tensor-parallel shard; collective where it is one."""
-    cut = getattr(value, "cut", None)
+    sharding = getattr(value, "sharding", None)
     value = value.detach()
-    return value if cut is None or group is None else cut.join(group.gather(value))
+    return value if sharding is None or group is None else sharding.join(group.gather(value))
 
 
 def gathered(parameter: torch.Tensor) -> AbstractContextManager[Any]:
@@ -65,11 +65,11 @@ def gathered(parameter: torch.Tensor) -> AbstractContextManager[Any]:
 
 def whole_numel(parameter: torch.Tensor) -> int:
     """Elements of the whole parameter, however it is partitioned and cut."""
-    cut = getattr(parameter, "cut", None)
-    if cut is None:
+    sharding = getattr(parameter, "sharding", None)
+    if sharding is None:
         return numel(parameter)
     shape = getattr(parameter, "ds_shape", parameter.shape)
-    return numel(parameter) * sum(cut.parts) // int(shape[cut.dim])
+    return numel(parameter) * sum(sharding.parts) // int(shape[sharding.dim])
 
 
 def numel(parameter: torch.Tensor) -> int:

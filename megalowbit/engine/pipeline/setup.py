@@ -40,7 +40,7 @@ def pipeline_module(
     activation_checkpoint_interval: int = 0,
     dynamic_shape: bool = True,
 ) -> PipelinedModel:
-    """Cut a Hugging Face model into stages and keep this process's; every rank must pass the same model.
+    """Split a Hugging Face model into stages and keep this process's; every rank must pass the same model.
 
         module = mlb.pipeline_module(model, num_stages=2)
         engine, *_ = mlb.initialize(model=module, config="ds.json")

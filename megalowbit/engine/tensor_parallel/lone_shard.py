@@ -17,7 +17,7 @@ from megalowbit.engine.tensor_parallel.shard_model import (
     replace_conv1d,
     restore_sizes,
 )
-from megalowbit.layers.tensor_parallel.linear import Cut
+from megalowbit.layers.tensor_parallel.linear import Sharding
 
 
 class LoneGroup(TensorGroup):
@@ -57,12 +57,12 @@ def shard_alone(model: nn.Module, size: int) -> None:
             continue
         is_row, num_parts = projection
         parts = (layer.weight.shape[int(is_row)] // num_parts,) * num_parts
-        weight, bias = _shard(layer.weight, Cut(int(is_row), parts), size), layer.bias
+        weight, bias = _shard(layer.weight, Sharding(int(is_row), parts), size), layer.bias
         if bias is not None and not is_row:
-            bias = _shard(bias, Cut(0, parts), size)
+            bias = _shard(bias, Sharding(0, parts), size)
         put_shard(model, name, weight, bias, group, projection, name in transposed)
     restore_sizes(model, sizes, family, size)
 
 
-def _shard(parameter: Tensor, cut: Cut, size: int) -> nn.Parameter:
-    return nn.Parameter(cut.cut(parameter.detach(), 0, size), requires_grad=parameter.requires_grad)
+def _shard(parameter: Tensor, sharding: Sharding, size: int) -> nn.Parameter:
+    return nn.Parameter(sharding.shard(parameter.detach(), 0, size), requires_grad=parameter.requires_grad)

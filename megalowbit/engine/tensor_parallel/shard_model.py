@@ -44,7 +44,7 @@ SIZES = ("num_heads", "embed_dim", "hidden_size", "num_attention_heads", "num_ke
 
 
 def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank | None:
-    """Cut a whole model over the tensor-parallel ranks, in place; collective. One rank cuts nothing.
+    """Shard a full model over the tensor-parallel ranks, in place; collective. One rank cuts nothing.
 
     The model is of one of the families, with plain layers; one that has been cut before stays as it is.
     Parameters stay the same objects, with less in them, but for those of a transformers `Conv1D`: it becomes

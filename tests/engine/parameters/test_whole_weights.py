@@ -3,7 +3,7 @@ import torch
 
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.parameters.whole_weights import numel, whole_numel, whole_state_dict
-from megalowbit.layers.tensor_parallel.linear import Cut
+from megalowbit.layers.tensor_parallel.linear import Sharding
 
 
 class Tied(torch.nn.Module):
@@ -42,7 +42,7 @@ def test_all_weights_are_whole_copies_on_the_host_and_tied_ones_share_memory(sta
 def test_elements_of_a_whole_are_counted_from_a_shard_and_from_a_piece_of_one():
     parameter = torch.nn.Parameter(torch.zeros(6, 4))
     assert whole_numel(parameter) == 24
-    parameter.cut = Cut(0, (6, 6))
+    parameter.sharding = Sharding(0, (6, 6))
     assert whole_numel(parameter) == 48
     parameter.ds_id, parameter.ds_shape, parameter.ds_numel = 0, torch.Size((6, 4)), 24
     parameter.data = torch.zeros(1)
