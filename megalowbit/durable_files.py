@@ -285,7 +285,7 @@ def _unreadable(folder: Path, name: str, error: OSError, remedy: str) -> UserErr
     return UserError(f"checkpoint {folder} is damaged: {reason}; {remedy}")
 
 
-def looks_whole(folder: Path) -> bool:
+def looks_complete(folder: Path) -> bool:
     """Whether all files of a checkpoint are there in their size, as far as can be seen; none is read."""
     try:
         facts = read_manifest(folder, remedy="")

@@ -184,9 +184,9 @@ class Layout:
         if self.tensor_size > 1 and stored.is_marked and stored.cut is None:
             raise UserError(
                 f"{where}: parameter {stored.name} is marked tensor_model_parallel but has no "
-                f".sharding, so its {self.tensor_size} shards cannot be joined: continue at the ZeRO stage and "
-                "on the ranks it was saved with, or set .sharding (megalowbit.layers.tensor_parallel.Sharding) "
-                "before saving"
+                f".sharding, so its {self.tensor_size} shards cannot be joined: continue at the ZeRO stage "
+                "and on the ranks it was saved with, or set .sharding "
+                "(megalowbit.layers.tensor_parallel.Sharding) before saving"
             )
 
     def check(self, where: str) -> None:

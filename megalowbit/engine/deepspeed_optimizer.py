@@ -17,8 +17,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import maybe_loss_for_backward
 
 from megalowbit.distributed import process_group
+from megalowbit.engine.parameters.full_values import link_values, unlink_values
 from megalowbit.engine.parameters.user_gradients import NO_GRADIENTS
-from megalowbit.engine.parameters.whole_values import link_values, unlink_values
 from megalowbit.errors import UserError
 from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.optimizers.base import MegatronOptimizer

@@ -29,7 +29,7 @@ from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
 from megalowbit.engine.model_optimizer import ClientOptimizer, ModelParameters
 from megalowbit.engine.parameters.layout import lay_out_parameters
 from megalowbit.engine.parameters.user_gradients import attach_zero_grad
-from megalowbit.engine.pipeline.setup import attach_pipeline, check_block, check_stages, release_whole
+from megalowbit.engine.pipeline.setup import attach_pipeline, check_block, check_stages, release_full_model
 from megalowbit.engine.prepare_model import check_prepared, prepare_model
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.engine.run_checks.deepspeed_arguments import (
@@ -156,7 +156,7 @@ def initialize(
     start.finish(engine)
     _attach(engine, parts.settings, start.regularizer, grid)
     succeed_together(check_prepared, engine, prepared)
-    release_whole(engine.module)
+    release_full_model(engine.module)
     _limit_collectives(timeout, parts.settings.watchdog.timeout)
     return engine, wrapped, dataloader, scheduler
 

@@ -19,7 +19,7 @@ from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import ProcessGrid
-from megalowbit.engine.pipeline.setup import begin_stage, groups_of, whole_of
+from megalowbit.engine.pipeline.setup import begin_stage, full_model_of, groups_of
 from megalowbit.engine.run_checks.model import check_layers_kept, check_scaler
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError
@@ -74,17 +74,19 @@ def _prepare_part(
     model: torch.nn.Module, parts: DeepSpeedConfigParts, grid: ProcessGrid, seed: int
 ) -> Recipe | None:
     """What every rank does to its own part of the model."""
-    recipe = _convert_if_asked(whole_of(model), parts.settings.recipe, seed)
+    recipe = _convert_if_asked(full_model_of(model), parts.settings.recipe, seed)
     begin_stage(model, parts)
     draw_own_numbers(model, grid)
     if parts.settings.fp32_norms:
-        keep_fp32(whole_of(model))  # a stage may have no norm of its own
+        keep_fp32(full_model_of(model))  # a stage may have no norm of its own
     return recipe
 
 
 def check_prepared(engine: Any, prepared: PreparedModel) -> None:
     """Make sure that what was prepared is what the engine trains, with our scaler."""
-    check_quantised(whole_of(engine.module), prepared.recipe)  # a stage may have no low-bit layer of its own
+    check_quantised(
+        full_model_of(engine.module), prepared.recipe
+    )  # a stage may have no low-bit layer of its own
     check_layers_kept(engine.module, prepared.low_bit)
     check_scaler(engine)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from megalowbit.config.deepspeed_json import load_json
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks
 from megalowbit.distributed.process_group import ProcessIdentity, is_true_anywhere
-from megalowbit.engine.parameters.whole_weights import whole_state_dict
+from megalowbit.engine.parameters.full_weights import full_state_dict
 from megalowbit.engine.pipeline.setup import gather_weights
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks.ranks_agree import (
@@ -239,7 +239,7 @@ def export(job: Job, console: Console) -> None:
         return
     model = job.engine.module
     is_in_parts = job.engine.process_grid.tensor_size > 1 or job.engine.zero_optimization_stage() == 3
-    whole = whole_state_dict(job.engine) if is_in_parts else None
+    whole = full_state_dict(job.engine) if is_in_parts else None
     if job.is_pipeline:  # gathered weights are those of plain layers, of which no stage has all
         whole = gather_weights(model)
         model = random_model(model.config, seed=0, device="meta")

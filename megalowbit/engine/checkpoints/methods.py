@@ -30,7 +30,7 @@ from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks, succeed_together
 from megalowbit.durable_files import LATEST, MANIFEST, atomic_file
 from megalowbit.engine.checkpoints.save_and_load import load_together, save_together, verify_together
-from megalowbit.engine.parameters.whole_weights import whole_state_dict
+from megalowbit.engine.parameters.full_weights import full_state_dict
 from megalowbit.engine.pipeline.setup import gather_weights, stage_of
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_text
@@ -125,7 +125,7 @@ def consolidated_state_dict(
         raise UserError("exclude_frozen_parameters is not supported for a pipeline: leave it away")
     if stage is not None:
         return gather_weights(stage)
-    whole = whole_state_dict(engine, exclude_frozen=exclude_frozen_parameters)
+    whole = full_state_dict(engine, exclude_frozen=exclude_frozen_parameters)
     return whole if process_group.rank() == 0 else None
 
 

@@ -2,9 +2,11 @@
 
 For one parameter at a time, read its full master and moments from the checkpoint and copy this rank's
 fragments to where the engine keeps them. Hyper-parameters, step counts, scheduler and counters follow.
-`parameter.sharding` selects a tensor-parallel shard; a pipeline stage takes the parameters it has now. The numbers are the saved ones, bit for bit; further losses differ from those of the run that
-went on by the order of sums alone. Not covered: layer scaling, states that are not of the parameter's shape
-(they must be numbers).
+`parameter.sharding` selects a tensor-parallel shard; a pipeline stage takes the parameters it has now.
+The restored numbers equal the saved ones bit for bit; later losses differ from those of the uninterrupted run
+only by the order of sums.
+
+Not covered: layer scaling; optimizer states that have another shape than the parameter and are not numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def check_fits(
         for layout in (saved, present):
             for stored in _first_places(layout).values():
                 layout.check_sharding(stored, where)
-    before, now = _whole_shapes(saved), _whole_shapes(present)
+    before, now = _full_shapes(saved), _full_shapes(present)
     for name in [*before, *now]:
         if before.get(name) != now.get(name):
             if None not in recipes and recipes[0] != recipes[1]:
@@ -223,7 +225,7 @@ def _first_places(layout: Layout) -> dict[str, StoredParameter]:
     return found
 
 
-def _whole_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+def _full_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for name, stored in _first_places(layout).items():
         shape = list(stored.shape)

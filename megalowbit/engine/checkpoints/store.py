@@ -36,7 +36,7 @@ from megalowbit.durable_files import (
     is_file,
     is_rest_of_save,
     is_step_name,
-    looks_whole,
+    looks_complete,
     remove_drafts,
     set_aside,
     step_name,
@@ -262,7 +262,7 @@ class CheckpointStore:
         try:
             remove_drafts(self.folder)
             steps = self.steps()
-            whole = [step for step in steps if looks_whole(self.path_of(step))]
+            whole = [step for step in steps if looks_complete(self.path_of(step))]
             kept = set(whole if self.keep is None else whole[-self.keep :])
             kept |= {step for step in whole if self.path_of(step) == saved or step in spare}
             for step in steps_in(self.folder):

@@ -134,10 +134,10 @@ def check_block(model: torch.nn.Module, block: Mapping[str, Any] | None) -> None
             )
 
 
-def whole_of(model: torch.nn.Module) -> torch.nn.Module:
+def full_model_of(model: torch.nn.Module) -> torch.nn.Module:
     """The model in which layers are to be converted: of a stage, all of it."""
     stage = stage_of(model)
-    return model if stage is None or stage.whole is None else stage.whole
+    return model if stage is None or stage.full_model is None else stage.full_model
 
 
 def begin_stage(model: torch.nn.Module, parts: DeepSpeedConfigParts) -> None:
@@ -187,7 +187,7 @@ def attach_pipeline(engine: Any) -> None:
     }
 
 
-def release_whole(module: torch.nn.Module) -> None:
+def release_full_model(module: torch.nn.Module) -> None:
     """Let a stage forget the other stages' modules; nothing for other models."""
     stage = stage_of(module)
     if stage is not None:

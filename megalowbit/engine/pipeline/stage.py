@@ -67,7 +67,7 @@ class PipelinedModel(PipelineModule):
 
     config: PretrainedConfig
     partition: str
-    whole: PreTrainedModel | None
+    full_model: PreTrainedModel | None
 
     def __init__(
         self, model: PreTrainedModel, *, num_stages: int, partition: str, interval: int, is_dynamic: bool
@@ -100,16 +100,16 @@ class PipelinedModel(PipelineModule):
         self._tied_names = tied_names(model.config) if is_tied(model) else None
         self.tied_comms = self._make_tied_groups()
         self._synchronize_tied_weights()
-        object.__setattr__(self, "whole", model)  # not registered: most of it is other stages'
+        object.__setattr__(self, "full_model", model)  # not registered: most of it is other stages'
         self.follow_stream()
 
     def release(self) -> None:
         """Let go of the modules of other stages."""
-        object.__setattr__(self, "whole", None)
+        object.__setattr__(self, "full_model", None)
 
     def follow_stream(self) -> None:
         """Advance the random stream of the whole model's layers at each training forward of this stage."""
-        stream = None if self.whole is None else random_stream(self.whole)
+        stream = None if self.full_model is None else random_stream(self.full_model)
         hooks = self._forward_pre_hooks.values()
         if stream is not None and not any(isinstance(hook, AdvanceStream) for hook in hooks):
             self.register_forward_pre_hook(AdvanceStream(stream))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import gather
-from megalowbit.layers.regularizer import DualRangeRegularizer, whole_numel
+from megalowbit.layers.regularizer import DualRangeRegularizer, full_numel
 from megalowbit.optim.gradients.norm import Measurement, is_counted_once, measure_gradients
 from megalowbit.optim.gradients.report import Overflow
 from megalowbit.optim.optimizers.options import StepOptions
@@ -142,7 +142,7 @@ class PieceRegularizer:
 
     def __init__(self, regularizer: DualRangeRegularizer) -> None:
         self._regularizer = regularizer
-        self._numel = {id(weight): whole_numel(weight) for weight in regularizer.weights()}
+        self._numel = {id(weight): full_numel(weight) for weight in regularizer.weights()}
 
     @torch.no_grad()
     def add_gradients(

@@ -64,7 +64,7 @@ class Sharding:
         pieces = [shard.split(sizes, self.dim) for shard in shards]
         return torch.cat([each[index] for index in range(len(sizes)) for each in pieces], self.dim)
 
-    def whole_shape(self, shard: Sequence[int]) -> tuple[int, ...]:
+    def full_shape(self, shard: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole tensor, from that of a shard."""
         return (*shard[: self.dim], sum(self.parts), *shard[self.dim + 1 :])
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megalowbit.distributed.process_group import ProcessIdentity
-from megalowbit.engine.parameters.whole_weights import whole_numel
+from megalowbit.engine.parameters.full_weights import full_numel
 from megalowbit.optim.gradients.report import StepReport
 from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.pretrain.checks import describe_kernels
@@ -69,7 +69,7 @@ def wasted_step(job: Job) -> str | None:
 
 def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
     """What a run says before its first step; `changes` are settings that a resumed run changed."""
-    count = sum(map(whole_numel, job.engine.module.parameters()))
+    count = sum(map(full_numel, job.engine.module.parameters()))
     count = getattr(job.engine.module, "num_parameters_of_all_stages", count)
     settings, report = job.config.settings, job.report
     return "\n".join(

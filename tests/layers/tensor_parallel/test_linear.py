@@ -26,7 +26,7 @@ def test_shards_join_to_what_was_cut(dim, parts, size):
     sharding = Sharding(dim, parts)
     shards = [sharding.shard(whole, rank, size) for rank in range(size)]
     assert torch.equal(sharding.join(shards), whole)
-    assert {sharding.whole_shape(shard.shape) for shard in shards} == {(12, 8)}
+    assert {sharding.full_shape(shard.shape) for shard in shards} == {(12, 8)}
     assert shards[0].data_ptr() != whole.data_ptr()
 
 

@@ -18,7 +18,7 @@ from megalowbit.layers.state_dict_layout import parameter_layout, put_in_hf_layo
 from megalowbit.layers.tensor_parallel.linear import tensor_group_of
 
 
-def whole_state_dict(engine: Any, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+def full_state_dict(engine: Any, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """`engine.module.state_dict()` with whole tensors; every rank must call it.
 
     Returns:
@@ -63,7 +63,7 @@ def gathered(parameter: torch.Tensor) -> AbstractContextManager[Any]:
     return context
 
 
-def whole_numel(parameter: torch.Tensor) -> int:
+def full_numel(parameter: torch.Tensor) -> int:
     """Elements of the whole parameter, however it is partitioned and cut."""
     sharding = getattr(parameter, "sharding", None)
     if sharding is None:
