@@ -27,7 +27,7 @@ from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.build_optimizer import OptimizerStart
 from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
 from megalowbit.engine.model_optimizer import ClientOptimizer, ModelParameters
-from megalowbit.engine.parameters.layout import lay_out_parameters
+from megalowbit.engine.parameters.layout import make_parameters_contiguous
 from megalowbit.engine.parameters.user_gradients import attach_zero_grad
 from megalowbit.engine.pipeline.setup import attach_pipeline, check_block, check_stages, release_full_model
 from megalowbit.engine.prepare_model import check_prepared, prepare_model
@@ -135,7 +135,7 @@ def initialize(
         succeed_together(check_stages, model, parts, grid)
     succeed_together(check_parts, parts)
     succeed_together(check_arguments, model, parts.settings, optimizer, model_parameters, lr_scheduler)
-    succeed_together(lay_out_parameters, model, stage=zero_stage(parts.deepspeed))
+    succeed_together(make_parameters_contiguous, model, stage=zero_stage(parts.deepspeed))
     prepared = prepare_model(model, parts, grid, mpu=unit, seed=seed)
     if parts is not config:  # the pretraining loop, which keeps to schedules, has read it already
         _warn_of_guesses(parts)

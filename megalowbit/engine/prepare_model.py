@@ -76,7 +76,7 @@ def _prepare_part(
     """What every rank does to its own part of the model."""
     recipe = _convert_if_asked(full_model_of(model), parts.settings.recipe, seed)
     begin_stage(model, parts)
-    draw_own_numbers(model, grid)
+    set_random_ranks(model, grid)
     if parts.settings.fp32_norms:
         keep_fp32(full_model_of(model))  # a stage may have no norm of its own
     return recipe
@@ -102,10 +102,10 @@ def check_quantised(module: torch.nn.Module, recipe: Any) -> None:
         )
 
 
-def draw_own_numbers(model: torch.nn.Module, grid: ProcessGrid) -> None:
+def set_random_ranks(model: torch.nn.Module, grid: ProcessGrid) -> None:
     """Let every data-parallel rank round its own data with its own random numbers."""
     for layer in bit_layers(model).values():
-        layer.draw_as(grid.data_rank)
+        layer.set_random_rank(grid.data_rank)
 
 
 def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | None, seed: int) -> Any:

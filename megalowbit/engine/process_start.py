@@ -110,12 +110,12 @@ def stop_process_group(timeout: timedelta | None = None) -> None:
     if process_group.world_size() > 1:
         if timeout is None:
             dist.barrier()
-        elif not _all_come(timeout):
+        elif not _all_ranks_leave(timeout):
             return
     dist.destroy_process_group()
 
 
-def _all_come(timeout: timedelta) -> bool:
+def _all_ranks_leave(timeout: timedelta) -> bool:
     try:
         arrival = dist.barrier(async_op=True)
         if arrival is not None:
@@ -144,14 +144,14 @@ def import_deepspeed(*, is_checked: bool = True) -> Any:
     # said of DeepSpeed's own calls, in every run; the user can do nothing about it
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     log_filters = deepspeed.utils.logger.filters
-    if _is_no_false_alarm not in log_filters:
-        deepspeed.utils.logger.addFilter(_is_no_false_alarm)
+    if _is_not_false_alarm not in log_filters:
+        deepspeed.utils.logger.addFilter(_is_not_false_alarm)
     if is_checked:
         check_installed()
     return deepspeed
 
 
-def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+def _is_not_false_alarm(record: logging.LogRecord) -> bool:
     # DeepSpeed's own schedulers ask themselves for the rate too early, at every start.
     return "Attempting to get learning rate from scheduler before it has started" not in record.getMessage()
 

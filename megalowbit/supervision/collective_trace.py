@@ -72,10 +72,10 @@ def trace_of_error(error: BaseException) -> CollectiveTrace:
 
 def is_failed_collective(error: BaseException) -> bool:
     """Whether an error says that other ranks could not be reached, rather than a defect or a mistake."""
-    return any(_is_of_transport(each) for each in _chain(error))
+    return any(_is_transport_error(each) for each in _chain(error))
 
 
-def _is_of_transport(error: BaseException) -> bool:
+def _is_transport_error(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     if not isinstance(error, RuntimeError) or NEVER.search(str(error)):
@@ -108,7 +108,7 @@ def _frames_of(trace: TracebackType | None) -> list[_Frame]:
 def _trace(frames: list[_Frame]) -> CollectiveTrace:
     if not frames:
         return CollectiveTrace("no Python code", False)
-    inside = list(itertools.takewhile(lambda frame: _is_passed_over(frame.file), frames))
+    inside = list(itertools.takewhile(lambda frame: _is_wrapper(frame.file), frames))
     # a thread that ends in such frames alone was started there
     caller = frames[len(inside)] if len(inside) < len(frames) else frames[-1]
     name = _collective(inside)
@@ -138,7 +138,7 @@ def _waits(frame: _Frame) -> bool:
     return is_ours and ".wait(" in linecache.getline(frame.file, frame.line)
 
 
-def _is_passed_over(file: str) -> bool:
+def _is_wrapper(file: str) -> bool:
     return _is_communication(file) or file.endswith(WRAPPERS)
 
 

@@ -62,21 +62,21 @@ def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat]
     `describe` gives this rank's own state.
     """
     try:
-        if thread.ask(lambda store: store.claim(DIAGNOSES)):
+        if thread.execute(lambda store: store.claim(DIAGNOSES)):
             return _publish(thread, rank)
         return _read(thread, describe, rank)
     except StoreSilentError as silence:
-        line = _of_silent_store(thread, str(silence), describe().host)
+        line = _describe_silent_store(thread, str(silence), describe().host)
         return Diagnosis(f"{line}; {describe_rank(rank, describe())}")
 
 
-def wait_until_known(thread: HeartbeatThread) -> None:
+def wait_for_readers(thread: HeartbeatThread) -> None:
     """Stay until all others know, where the store ends with this process; some intervals at most."""
-    if not thread.store.is_served_here:
+    if not thread.store.is_hosted_here:
         return
     end = time.monotonic() + INTERVALS_FOR_READERS * thread.interval
     try:
-        while time.monotonic() < end and not thread.ask(lambda store: store.is_known_to_all()):
+        while time.monotonic() < end and not thread.execute(lambda store: store.is_read_by_all()):
             time.sleep(thread.interval / POLLS_AN_INTERVAL)
     except StoreSilentError:
         return  # nobody can read
@@ -84,21 +84,21 @@ def wait_until_known(thread: HeartbeatThread) -> None:
 
 def _publish(thread: HeartbeatThread, rank: int) -> Diagnosis:
     """Find out, and let the others read it."""
-    thread.ask(lambda store: store.raise_alarm())
-    first = thread.ask(lambda store: store.heartbeats())
+    thread.execute(lambda store: store.raise_alarm())
+    first = thread.execute(lambda store: store.heartbeats())
     end = time.monotonic() + INTERVALS_BETWEEN_READINGS * thread.interval
-    while (failure := thread.ask(lambda store: store.failure())) is None and time.monotonic() < end:
+    while (failure := thread.execute(lambda store: store.failure())) is None and time.monotonic() < end:
         time.sleep(thread.interval / POLLS_AN_INTERVAL)
     if failure is not None:
-        diagnosis, living = Diagnosis(str(failure), failure.kind), len(first)
+        diagnosis, num_alive = Diagnosis(str(failure), failure.kind), len(first)
     else:
-        snapshot = thread.ask(lambda store: store.snapshot(first))
-        is_hang = has_culprit_elsewhere(snapshot)
+        snapshot = thread.execute(lambda store: store.snapshot(first))
+        is_hang = has_stragglers(snapshot)
         is_open = not (is_hang or snapshot.silent)
         diagnosis = Diagnosis(diagnose(snapshot, observer=rank), is_hang=is_hang, is_open=is_open)
-        living = len(snapshot.living)
-    published = PublishedDiagnosis(diagnosis.line, diagnosis.kind, living)
-    thread.ask(lambda store: store.publish_diagnosis(published))
+        num_alive = len(snapshot.alive)
+    published = PublishedDiagnosis(diagnosis.line, diagnosis.kind, num_alive)
+    thread.execute(lambda store: store.publish_diagnosis(published))
     return diagnosis
 
 
@@ -106,11 +106,11 @@ def _read(thread: HeartbeatThread, describe: Callable[[], Heartbeat], rank: int)
     # as long as the other one may take, and until it is noticed
     end = time.monotonic() + (INTERVALS_BETWEEN_READINGS + 1.5) * thread.interval
     while time.monotonic() < end:
-        published = thread.ask(lambda store: store.read_diagnosis())
+        published = thread.execute(lambda store: store.read_diagnosis())
         if published is not None:
             return Diagnosis(published.line, published.kind, is_local=False)
         time.sleep(thread.interval / POLLS_AN_INTERVAL)
-    other = thread.ask(lambda store: store.claimant(DIAGNOSES))
+    other = thread.execute(lambda store: store.claimed_by(DIAGNOSES))
     return Diagnosis(
         f"rank {other} was to find out why the run stands still, and has ended; "
         f"{describe_rank(rank, describe())}"
@@ -122,7 +122,7 @@ def describe_rank(rank: int, heartbeat: Heartbeat) -> str:
     return f"rank {rank} (host {heartbeat.host}) {_describe_wait(heartbeat)} since {heartbeat.mark}"
 
 
-def _of_silent_store(thread: HeartbeatThread, silence: str, host: str) -> str:
+def _describe_silent_store(thread: HeartbeatThread, silence: str, host: str) -> str:
     address = thread.store.address
     if address is None:
         return f"the store of the process group does not answer ({silence})"
@@ -150,8 +150,12 @@ def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> str:
     Returns:
         A line without full stop: `"rank 1 (host n2) does not answer: silent since step 7 (…); rank 0 …"`.
     """
-    line = _of_silent(snapshot, observer) or _of_elsewhere(snapshot) or _of_all(snapshot)
-    waiting = [rank for rank in snapshot.living if snapshot.second[rank].is_waiting]
+    line = (
+        _describe_silent(snapshot, observer)
+        or _describe_stragglers(snapshot)
+        or _describe_common_wait(snapshot)
+    )
+    waiting = [rank for rank in snapshot.alive if snapshot.second[rank].is_waiting]
     if not waiting or line.startswith("all ranks"):
         return line
     witness = observer if observer in waiting else waiting[0]
@@ -163,12 +167,12 @@ def _describe_wait(heartbeat: Heartbeat) -> str:
     return f"{'waited' if heartbeat.is_waiting else 'was'} {heartbeat.seconds:.0f} s in {heartbeat.place}"
 
 
-def has_culprit_elsewhere(snapshot: HeartbeatSnapshot) -> bool:
+def has_stragglers(snapshot: HeartbeatSnapshot) -> bool:
     """Whether a rank answers and is not where others wait, so that its stack is worth a look."""
-    return not snapshot.silent and bool(_elsewhere(snapshot))
+    return not snapshot.silent and bool(_stragglers(snapshot))
 
 
-def _of_silent(snapshot: HeartbeatSnapshot, observer: int) -> str | None:
+def _describe_silent(snapshot: HeartbeatSnapshot, observer: int) -> str | None:
     silent = snapshot.silent
     if not silent:
         return None
@@ -179,30 +183,30 @@ def _of_silent(snapshot: HeartbeatSnapshot, observer: int) -> str | None:
     return f"{name_ranks(silent, known)} {verb} not answer: {since} (killed, stopped, or cut off the network)"
 
 
-def _of_elsewhere(snapshot: HeartbeatSnapshot) -> str | None:
-    elsewhere = _elsewhere(snapshot)
-    if not elsewhere:
+def _describe_stragglers(snapshot: HeartbeatSnapshot) -> str | None:
+    stragglers = _stragglers(snapshot)
+    if not stragglers:
         return None
-    rank = elsewhere[0]
+    rank = stragglers[0]
     heartbeat = snapshot.second[rank]
-    who, verb = name_ranks(elsewhere, snapshot.second), "" if len(elsewhere) > 1 else "s"
+    who, verb = name_ranks(stragglers, snapshot.second), "" if len(stragglers) > 1 else "s"
     if heartbeat.is_done:
-        have = "have" if len(elsewhere) > 1 else "has"
+        have = "have" if len(stragglers) > 1 else "has"
         return f"{who} {have} ended training after {heartbeat.mark}, the others have not"
-    example = "" if len(elsewhere) == 1 else f"rank {rank} "
+    example = "" if len(stragglers) == 1 else f"rank {rank} "
     if snapshot.is_stuck(rank):
         return f"{who} hang{verb} since {heartbeat.mark}: {example}is in {heartbeat.place}"
     seconds = f"{heartbeat.seconds:.0f} s"
     return f"{who} work{verb} since {heartbeat.mark} for {seconds}: {example}is now in {heartbeat.place}"
 
 
-def _elsewhere(snapshot: HeartbeatSnapshot) -> list[int]:
+def _stragglers(snapshot: HeartbeatSnapshot) -> list[int]:
     """Living ranks that are not where the others are; none where all are, or as many here as there.
 
     Waiting in a collective is where others are. Where no rank is seen to wait (as with GPUs, where a host
     waits for a number), the place that most ranks share is.
     """
-    heartbeats = {rank: snapshot.second[rank] for rank in snapshot.living}
+    heartbeats = {rank: snapshot.second[rank] for rank in snapshot.alive}
     if any(heartbeat.is_waiting for heartbeat in heartbeats.values()):
         return [rank for rank, heartbeat in heartbeats.items() if not heartbeat.is_waiting]
     places = Counter(heartbeat.place for heartbeat in heartbeats.values()).most_common()
@@ -211,9 +215,9 @@ def _elsewhere(snapshot: HeartbeatSnapshot) -> list[int]:
     return [rank for rank, heartbeat in heartbeats.items() if heartbeat.place != places[0][0]]
 
 
-def _of_all(snapshot: HeartbeatSnapshot) -> str:
-    """Where nobody is silent, and nobody elsewhere."""
-    heartbeats = {rank: snapshot.second[rank] for rank in snapshot.living}
+def _describe_common_wait(snapshot: HeartbeatSnapshot) -> str:
+    """Where nobody is silent, and nobody stragglers."""
+    heartbeats = {rank: snapshot.second[rank] for rank in snapshot.alive}
     places: dict[str, list[int]] = {}
     for rank, heartbeat in heartbeats.items():
         places.setdefault(heartbeat.place, []).append(rank)

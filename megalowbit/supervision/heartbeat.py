@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotInTime  # Python 3.10 has two of that name
+from concurrent.futures import TimeoutError as FutureTimeout  # Python 3.10 has two of that name
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -42,16 +42,16 @@ class HeartbeatThread:
         describe: Callable[[int], Heartbeat],
         *,
         interval: float,
-        at_alarm: Callable[[], None],
+        on_alarm: Callable[[], None],
     ) -> None:
         """Prepare the thread, which alone uses `store` from now on, and beats every `interval` seconds.
 
-        In it `describe` makes the heartbeat of a given number, and `at_alarm` is called once, when another
+        In it `describe` makes the heartbeat of a given number, and `on_alarm` is called once, when another
         rank has raised an alarm.
         """
         self.store = store
         self.interval = interval
-        self._describe, self._at_alarm = describe, at_alarm
+        self._describe, self._on_alarm = describe, on_alarm
         self._count, self._has_alarmed = 0, False
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._busy_since: float | None = None
@@ -60,7 +60,7 @@ class HeartbeatThread:
 
     def start(self) -> None:
         """Give the first heartbeat before anything else happens, then more in the background."""
-        self._beat()
+        self._publish()
         self._thread.start()
 
     def stop(self, *, is_done: bool) -> None:
@@ -69,7 +69,7 @@ class HeartbeatThread:
         if is_done:
             self._thread.join(INTERVALS_TO_ANSWER * self.interval)
 
-    def ask(self, request: Callable[[HeartbeatStore], T]) -> T:
+    def execute(self, request: Callable[[HeartbeatStore], T]) -> T:
         """Run a short request in the thread, and wait for its result for two intervals at most.
 
         Raises:
@@ -85,7 +85,7 @@ class HeartbeatThread:
         self._requests.put((request, future))
         try:
             return cast("T", future.result(limit))
-        except NotInTime:
+        except FutureTimeout:
             raise StoreSilentError(f"no answer for {INTERVALS_TO_ANSWER * self.interval:.1f} s") from None
         except RuntimeError as error:  # the connection's end
             raise StoreSilentError(_first_line(error)) from error
@@ -96,11 +96,11 @@ class HeartbeatThread:
             try:
                 request = self._requests.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
-                self._safely(self._beat)
+                self._safely(self._publish)
                 due = time.monotonic() + self.interval
                 continue
             if request is None:
-                self._safely(self._beat)
+                self._safely(self._publish)
                 return
             self._safely(partial(_answer, *request, self.store))
 
@@ -114,12 +114,12 @@ class HeartbeatThread:
         finally:
             self._busy_since = None
 
-    def _beat(self) -> None:
+    def _publish(self) -> None:
         self._count += 1
         self.store.publish(self._describe(self._count))
         if not self._has_alarmed and self.store.is_alarmed():
             self._has_alarmed = True
-            self._at_alarm()
+            self._on_alarm()
 
 
 def _answer(run: Callable[[HeartbeatStore], Any], future: Future[Any], store: HeartbeatStore) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-ALARM, FAILURE, DIAGNOSIS, INFORMED, ENTERED = "alarm", "failure", "diagnosis", "informed", "entered"
+ALARM, FAILURE, DIAGNOSIS, READERS, ENTERED = "alarm", "failure", "diagnosis", "informed", "entered"
 DIAGNOSES, REPORTS_SIGTERM = "diagnoses", "reports SIGTERM"  # what one rank alone does
 IS_STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
 # a mistake is found again by the next try, an interrupt was asked for, and the rest may have gone
@@ -69,14 +69,14 @@ class HeartbeatSnapshot(NamedTuple):
     @property
     def silent(self) -> list[int]:
         """Ranks that have said nothing new."""
-        return [rank for rank in range(self.world_size) if not self._has_spoken(rank)]
+        return [rank for rank in range(self.world_size) if not self._has_answered(rank)]
 
     @property
-    def living(self) -> list[int]:
+    def alive(self) -> list[int]:
         """Ranks that have."""
-        return [rank for rank in range(self.world_size) if self._has_spoken(rank)]
+        return [rank for rank in range(self.world_size) if self._has_answered(rank)]
 
-    def _has_spoken(self, rank: int) -> bool:
+    def _has_answered(self, rank: int) -> bool:
         now, before = self.second.get(rank), self.first.get(rank)
         return now is not None and (now.is_done or before is None or now.count > before.count)
 
@@ -105,7 +105,7 @@ class PublishedDiagnosis(NamedTuple):
 
     line: str
     kind: str  # one of `KINDS`
-    living: int  # ranks that are expected to read it, this one among them
+    num_alive: int  # ranks that are expected to read it, this one among them
 
 
 class StoreAddress(NamedTuple):
@@ -144,7 +144,7 @@ class HeartbeatStore:
         self._rank, self._world_size = rank, world_size
 
     @property
-    def is_served_here(self) -> bool:
+    def is_hosted_here(self) -> bool:
         """Whether the entries end with this process."""
         return self._rank == 0 and (self.address is None or self.address.is_main_process)
 
@@ -182,14 +182,14 @@ class HeartbeatStore:
         """Become the rank that does something for all; False if another is."""
         return int(self._store.compare_set(what, "", str(self._rank))) == self._rank
 
-    def claimant(self, what: str) -> int | None:
+    def claimed_by(self, what: str) -> int | None:
         """The rank that does it, if any."""
         return int(self._store.get(what)) if self._has(what) else None
 
     def report(self, failure: FailureReport) -> None:
         """Leave a failure to be found, unless there is one already, and raise the alarm."""
         self._store.compare_set(FAILURE, "", json.dumps(failure))
-        self._store.add(INFORMED, 1)
+        self._store.add(READERS, 1)
         self.raise_alarm()
 
     def failure(self) -> FailureReport | None:
@@ -197,21 +197,21 @@ class HeartbeatStore:
 
     def publish_diagnosis(self, diagnosis: PublishedDiagnosis) -> None:
         self._store.set(DIAGNOSIS, json.dumps(diagnosis))
-        self._store.add(INFORMED, 1)
+        self._store.add(READERS, 1)
 
     def read_diagnosis(self) -> PublishedDiagnosis | None:
         """What another rank has found; each call that finds it counts as a rank that knows."""
         if not self._has(DIAGNOSIS):
             return None
-        self._store.add(INFORMED, 1)
+        self._store.add(READERS, 1)
         return PublishedDiagnosis(*self._read(DIAGNOSIS))
 
-    def is_known_to_all(self) -> bool:
+    def is_read_by_all(self) -> bool:
         """Whether every rank that lives has found, read or reported what has happened."""
-        informed = self._store.add(INFORMED, 0)
+        num_readers = self._store.add(READERS, 0)
         if not self._has(DIAGNOSIS):
-            return informed >= self._world_size
-        return informed >= PublishedDiagnosis(*self._read(DIAGNOSIS)).living
+            return num_readers >= self._world_size
+        return num_readers >= PublishedDiagnosis(*self._read(DIAGNOSIS)).num_alive
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))

@@ -19,14 +19,14 @@ from megalowbit.distributed import process_group
 
 # timeouts beside a watchdog, in its own; torch can set no other backend's. A watchdog's diagnosis is printed
 # 1.15 timeouts after the last mark, 1.41 if they are shorter than a minute; all must have ended at 1.5
-BESIDE_A_WATCHDOG = MappingProxyType({"gloo": 1.0, "nccl": 1.4})
+TIMEOUT_FACTORS = MappingProxyType({"gloo": 1.0, "nccl": 1.4})
 
 
 def timeout_of(backend: str, timeout: timedelta, *, is_watched: bool) -> timedelta | None:
     """What a group of this backend gets, beside a watchdog or without; None where none can be set."""
-    if backend not in BESIDE_A_WATCHDOG:
+    if backend not in TIMEOUT_FACTORS:
         return None
-    return timeout * (BESIDE_A_WATCHDOG[backend] if is_watched else 1.0)
+    return timeout * (TIMEOUT_FACTORS[backend] if is_watched else 1.0)
 
 
 def set_group_timeouts(timeout: timedelta, *, is_watched: bool = False) -> int:

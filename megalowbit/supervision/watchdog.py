@@ -43,7 +43,7 @@ from megalowbit.supervision.diagnosis import (
     diagnose,
     diagnose_together,
     name_ranks,
-    wait_until_known,
+    wait_for_readers,
 )
 from megalowbit.supervision.heartbeat import HeartbeatThread, StoreSilentError
 from megalowbit.supervision.heartbeat_store import (
@@ -62,8 +62,8 @@ from megalowbit.supervision.timeouts import set_group_timeouts
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_CODES = MappingProxyType({MISTAKE: EXIT_USER_ERROR, INTERRUPT: 128 + signal.SIGINT})
 TIMEOUTS_WITHOUT_PROGRESS = 1.1  # a little later than the collectives' own, which end a run more cleanly
-INTERVALS_TO_COME_OUT = 0.5
-INTERVALS_TO_END = 6.0  # `wait_until_known` takes 4.5 where the store falls silent; the rest is for printing
+INTERVALS_TO_UNWIND = 0.5
+INTERVALS_TO_END = 6.0  # `wait_for_readers` takes 4.5 where the store falls silent; the rest is for printing
 BEGINNING = "the beginning"
 STEPS_REMEMBERED, STEPS_NEEDED = 50, 10
 LONGEST_LINE = 300  # characters of another rank's error
@@ -138,7 +138,7 @@ class Watchdog:
                 HeartbeatStore(self._rank, process_group.world_size()),
                 self._describe,
                 interval=self._settings.interval,
-                at_alarm=self._alarmed.set,
+                on_alarm=self._alarmed.set,
             )
             self._heartbeat_thread.start()
         self._thread.start()
@@ -206,10 +206,10 @@ class Watchdog:
             return
         self._place = trace_of_error(error).text
         self._leaving.set()
-        diagnosis = self._find_out()
+        diagnosis = self._diagnose()
         if diagnosis.is_open:
-            diagnosis = diagnosis._replace(line=f"{diagnosis.line} ({_on_a_line(error)})")
-        wait_until_known(self._heartbeat_thread)
+            diagnosis = diagnosis._replace(line=f"{diagnosis.line} ({_one_line(error)})")
+        wait_for_readers(self._heartbeat_thread)
         raise _error(diagnosis) from error
 
     def _raise_alarm(self) -> None:
@@ -217,8 +217,8 @@ class Watchdog:
         if self._heartbeat_thread is None or not self._alarmed.is_set():
             return
         self._leaving.set()
-        self._raised = error = _error(self._find_out())
-        wait_until_known(self._heartbeat_thread)
+        self._raised = error = _error(self._diagnose())
+        wait_for_readers(self._heartbeat_thread)
         raise error
 
     def _publish_failure(self, error: BaseException) -> None:
@@ -229,16 +229,16 @@ class Watchdog:
             rank=self._rank,
             host=self._host,
             mark=self._mark.what,
-            line=_on_a_line(error),
+            line=_one_line(error),
             kind=_kind_of(error),
         )
         try:
-            self._heartbeat_thread.ask(lambda store: store.report(failure))
+            self._heartbeat_thread.execute(lambda store: store.report(failure))
         except StoreSilentError:
             return  # the error itself is still printed here
-        wait_until_known(self._heartbeat_thread)
+        wait_for_readers(self._heartbeat_thread)
 
-    def _find_out(self) -> Diagnosis:
+    def _diagnose(self) -> Diagnosis:
         """The diagnosis; found once, by whichever thread comes first."""
         assert self._heartbeat_thread is not None
         with self._diagnosis_lock:
@@ -276,9 +276,9 @@ class Watchdog:
             if timeout is not None:
                 self._arm_backstop(timeout)
             if self._alarmed.is_set() and not self._is_finished:
-                self._end_with_others()
+                self._end_after_alarm()
             elif timeout and time.monotonic() - self._mark.time > TIMEOUTS_WITHOUT_PROGRESS * timeout:
-                self._end_of_patience()
+                self._end_without_progress()
             elif self._is_termination_overdue():
                 self._end_by_signal()
 
@@ -286,13 +286,13 @@ class Watchdog:
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
-    def _end_with_others(self) -> None:
+    def _end_after_alarm(self) -> None:
         """Another rank has raised the alarm: end, unless the main thread comes out by itself."""
-        diagnosis = self._find_out()
-        if not self._leaving.wait(INTERVALS_TO_COME_OUT * self._settings.interval):
+        diagnosis = self._diagnose()
+        if not self._leaving.wait(INTERVALS_TO_UNWIND * self._settings.interval):
             self._end(diagnosis)
 
-    def _end_of_patience(self) -> None:
+    def _end_without_progress(self) -> None:
         if self._heartbeat_thread is None:
             own = self._describe(0)
             who = name_ranks([self._rank], {self._rank: own})
@@ -300,7 +300,7 @@ class Watchdog:
                 Diagnosis(f"{who} hangs since {own.mark}, for {own.seconds:.0f} s: it is in {own.place}")
             )
         else:
-            self._end_with_others()
+            self._end_after_alarm()
 
     def _is_termination_overdue(self) -> bool:
         """Whether SIGTERM waits to be seen by the loop, and the loop has not come to look for long."""
@@ -317,9 +317,9 @@ class Watchdog:
         if self._heartbeat_thread is None:
             return {}
         try:
-            if not self._heartbeat_thread.ask(lambda store: store.claim(REPORTS_SIGTERM)):
+            if not self._heartbeat_thread.execute(lambda store: store.claim(REPORTS_SIGTERM)):
                 return None
-            return self._heartbeat_thread.ask(lambda store: store.heartbeats())
+            return self._heartbeat_thread.execute(lambda store: store.heartbeats())
         except StoreSilentError:
             return {}
 
@@ -340,7 +340,7 @@ class Watchdog:
             return own
         try:
             return diagnose(
-                self._heartbeat_thread.ask(lambda store: store.snapshot(first)), observer=self._rank
+                self._heartbeat_thread.execute(lambda store: store.snapshot(first)), observer=self._rank
             )
         except StoreSilentError:
             return own
@@ -358,11 +358,11 @@ class Watchdog:
             with suppress(OSError, UserError), open_regular(path, "w") as file:
                 faulthandler.dump_traceback(file)
         if self._heartbeat_thread is not None:
-            wait_until_known(self._heartbeat_thread)
+            wait_for_readers(self._heartbeat_thread)
         os._exit(EXIT_CODES.get(diagnosis.kind, EXIT_TRANSIENT))
 
 
-def _on_a_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     line = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".removesuffix(": ")
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…"

@@ -1,6 +1,6 @@
 import pytest
 
-from megalowbit.supervision.diagnosis import diagnose, has_culprit_elsewhere, name_ranks
+from megalowbit.supervision.diagnosis import diagnose, has_stragglers, name_ranks
 from megalowbit.supervision.heartbeat_store import Heartbeat, HeartbeatSnapshot
 
 REDUCE = "all_reduce (telemetry/step_facts.py:92 reduce_step_facts)"
@@ -64,7 +64,7 @@ def test_silence_comes_before_a_rank_that_hangs():
 
 def test_a_rank_that_hangs_is_named_with_its_place():
     found = snapshot(WAITS, (elsewhere(1, host="n2"), elsewhere(4, host="n2")))
-    assert has_culprit_elsewhere(found)
+    assert has_stragglers(found)
     expected = (
         f"rank 1 (host n2) hangs since step 7: is in {LOADER}; rank 0 (host n1) waited 20 s in {REDUCE}"
     )
@@ -97,7 +97,7 @@ def test_of_two_places_with_as_many_ranks_none_is_the_cause():
     found = snapshot(
         (elsewhere(1, "a.py:1 f"), elsewhere(4, "a.py:1 f")), (elsewhere(1), elsewhere(4, host="n2"))
     )
-    assert not has_culprit_elsewhere(found)
+    assert not has_stragglers(found)
     assert diagnose(found, observer=0) == (
         "all ranks answer and none goes on since step 7, for 20 s: rank 0 (host n1) in a.py:1 f, "
         f"rank 1 (host n2) in {LOADER}"

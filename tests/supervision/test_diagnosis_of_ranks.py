@@ -4,7 +4,7 @@ import time
 import pytest
 from small_stores import heartbeat, stores
 
-from megalowbit.supervision.diagnosis import diagnose_together, wait_until_known
+from megalowbit.supervision.diagnosis import diagnose_together, wait_for_readers
 from megalowbit.supervision.heartbeat import HeartbeatThread
 from megalowbit.supervision.heartbeat_store import (
     DEFECT,
@@ -30,7 +30,7 @@ def start(monkeypatch):
         for rank in beating:
             describe_rank = describe if rank == 0 else heartbeat
             hearts[rank] = HeartbeatThread(
-                opened[rank], describe_rank, interval=INTERVAL, at_alarm=lambda: None
+                opened[rank], describe_rank, interval=INTERVAL, on_alarm=lambda: None
             )
             hearts[rank].start()
         started.extend(hearts.values())
@@ -43,7 +43,7 @@ def start(monkeypatch):
 
 def ask(thread, rank, results):
     results[rank] = diagnose_together(thread, lambda: heartbeat(0), rank=rank)
-    wait_until_known(thread)
+    wait_for_readers(thread)
 
 
 def ask_all(hearts):
@@ -113,7 +113,7 @@ def silenced(thread, store, address=None):
         raise RuntimeError("Broken pipe")
 
     with pytest.raises(RuntimeError):
-        thread.ask(end)
+        thread.execute(end)
     while thread.lost is None:
         time.sleep(0.01)
     return diagnose_together(thread, lambda: heartbeat(0, host="n2"), rank=1).line
@@ -153,9 +153,9 @@ def test_the_main_process_waits_for_the_others_to_read_but_not_for_ever(start):
         opened[0].publish_diagnosis(PublishedDiagnosis("found", LOSS, 2))
         started = time.monotonic()
         threading.Timer(INTERVAL, opened[1].read_diagnosis).start()
-        wait_until_known(hearts[0])
+        wait_for_readers(hearts[0])
         waits.append(time.monotonic() - started)
-        wait_until_known(hearts[1])  # opened do not end with it
+        wait_for_readers(hearts[1])  # opened do not end with it
     assert INTERVAL <= min(waits) < 2.4 * INTERVAL
 
 
@@ -163,5 +163,5 @@ def test_the_main_process_does_not_wait_for_ever(start):
     hearts, opened = start(2, beating=(0,))
     opened[0].publish_diagnosis(PublishedDiagnosis("found", LOSS, 2))
     started = time.monotonic()
-    wait_until_known(hearts[0])
+    wait_for_readers(hearts[0])
     assert 2.5 * INTERVAL <= time.monotonic() - started < 10

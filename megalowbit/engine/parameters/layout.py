@@ -16,7 +16,7 @@ from torch import Tensor
 from megalowbit.errors import UserError
 
 
-def lay_out_parameters(model: torch.nn.Module, *, stage: int) -> None:
+def make_parameters_contiguous(model: torch.nn.Module, *, stage: int) -> None:
     """Refuse parameters that cannot be trained at this ZeRO stage; make the others contiguous, in place.
 
     To be called before DeepSpeed gets the model; nothing is changed if this raises.

@@ -96,7 +96,7 @@ class PipelinedModel(PipelineModule):
         self.partition = partition
         self.num_parameters_of_all_stages = sum(each.numel() for each in model.parameters())
         self._block_inputs = BlockInputs(model)
-        self._stand_under_own_names()
+        self._register_under_model_names()
         self._tied_names = tied_names(model.config) if is_tied(model) else None
         self.tied_comms = self._make_tied_groups()
         self._synchronize_tied_weights()
@@ -155,7 +155,7 @@ class PipelinedModel(PipelineModule):
             if self.parts[stage] == self.parts[stage + 1]:
                 raise empty_stage(self.num_stages, stage, num_parts)
 
-    def _stand_under_own_names(self) -> None:
+    def _register_under_model_names(self) -> None:
         """Register the modules of the parts below this one, in place of the parts."""
         self._modules.clear()
         self.tied_modules = nn.ModuleDict()  # DeepSpeed's own tied layers, of which there are none

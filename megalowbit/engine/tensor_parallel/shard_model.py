@@ -62,7 +62,7 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
     if getattr(model, IS_SHARDED, False):
         return units
     family = succeed_together(divisible_family, model, size)
-    _start_alike(model, units.tensor)
+    _broadcast_initial_state(model, units.tensor)
     transposed = replace_conv1d(model)
     sizes = module_sizes(model, family)
     _apply_autotp(model, family, size)
@@ -121,7 +121,7 @@ def divisible_family(model: nn.Module, size: int) -> Family:
 
 
 @torch.no_grad()
-def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
+def _broadcast_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Give all tensor ranks the weights and the generators of the first.
 
     Shards of different models would fit nowhere, and dropout of what all hold must be the same.

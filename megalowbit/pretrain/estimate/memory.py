@@ -26,7 +26,7 @@ from megalowbit.config.zero import zero_stage
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.pipeline.parts import parts_of
 from megalowbit.engine.pipeline.stage_bounds import stage_bounds
-from megalowbit.engine.tensor_parallel.lone_shard import shard_alone
+from megalowbit.engine.tensor_parallel.single_shard import keep_first_shard
 from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings
@@ -203,7 +203,7 @@ def _converted(
 ) -> PreTrainedModel:
     """The model as a process has it before it is cut into stages."""
     model = build_model(model_settings, seed=0)
-    shard_alone(model, partition.tensor_size)
+    keep_first_shard(model, partition.tensor_size)
     convert(model, recipe)
     for layer in bit_layers(model).values():
         layer.is_split = recipe.parameter_split is not None  # a whole one keeps as much

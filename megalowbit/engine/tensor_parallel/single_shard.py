@@ -20,7 +20,7 @@ from megalowbit.engine.tensor_parallel.shard_model import (
 from megalowbit.layers.tensor_parallel.linear import Sharding
 
 
-class LoneGroup(TensorGroup):
+class SimulatedGroup(TensorGroup):
     """Rank 0 of `size` ranks that are not there."""
 
     def __init__(self, size: int) -> None:
@@ -41,14 +41,14 @@ class LoneGroup(TensorGroup):
         return [tensor] * self.size
 
 
-def shard_alone(model: nn.Module, size: int) -> None:
+def keep_first_shard(model: nn.Module, size: int) -> None:
     """Leave rank 0's shard of a model of real or fake tensors, in place.
 
     The model is of one of the families, with plain layers, whole.
     """
     if size == 1:
         return
-    family, group = divisible_family(model, size), LoneGroup(size)
+    family, group = divisible_family(model, size), SimulatedGroup(size)
     transposed = replace_conv1d(model)
     sizes = module_sizes(model, family)
     for name, layer in list(model.named_modules()):
