@@ -1,14 +1,17 @@
-"""Why a run does not go on: one rank finds out from the heartbeats of all, the others read its diagnosis.
+"""Finds out why a run makes no progress: one rank compares all heartbeats, the others read its diagnosis.
 
-The first rank to claim it reads everybody's heartbeat, waits for the next ones and compares (`diagnose`, a
-pure function); a failure that a rank has reported ends the search at once. A rank that says nothing new
-between the two readings has been killed or stopped, or is cut off the network. Of the others those are named
-that are not where the rest waits. Where all wait, the line says so and what that can mean. A step that goes
-on, only slowly, is called slow and not hung.
+The first rank to claim the task reads all heartbeats, waits for the next ones and compares them (`diagnose`,
+a pure function). A failure that a rank has reported ends the search at once. Blame order:
 
-Where the store does not answer there is nobody to ask: then a rank says what it knows by itself, after one
-attempt to connect that tells a process that has ended from a machine that cannot be reached. Every step has a
-time limit; all take less than four intervals.
+1. Silent ranks, whose heartbeat has not changed between the two readings: they were killed or stopped, or
+   have lost their network.
+2. Stragglers: ranks that answer, but are not in the collective where the others wait. A straggler that moves
+   between the readings is described as working, not as hung.
+3. If all ranks wait, the line says so and names likely reasons.
+
+If the store does not answer, a rank describes its own state after one attempt to connect, which distinguishes
+a process that has ended from a machine that cannot be reached. Every operation has a time limit; all together
+take less than four intervals.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ INTERVALS_BETWEEN_READINGS = 2.5
 INTERVALS_FOR_READERS = 2.5
 POLLS_AN_INTERVAL = 4
 SECONDS_TO_CONNECT = 2.0
-SHOWN_PLACES = 4  # of ranks that wait in different places
+SHOWN_PLACES = 4  # if ranks wait in different places
 SHOWN_RANGES = 8
 SHOWN_HOSTS = 4
 
@@ -42,11 +45,11 @@ class Diagnosis(NamedTuple):
     """Why the run ends.
 
     Attributes:
-        line: for people, without full stop.
+        line: the message, without a full stop.
         kind: one of `heartbeat_store.KINDS`.
-        is_local: this rank prints it, and no other.
-        is_hang: some rank answers but does not come, so its stack says more.
-        is_open: no rank is the cause, so the error that a rank has met says more.
+        is_local: this rank made the diagnosis and prints it; no other rank does.
+        is_hang: a rank answers but is not where the others wait, so its stack is worth reading.
+        is_open: no rank is at fault, so the error that was raised is added to the line.
     """
 
     line: str
@@ -57,9 +60,9 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat], *, rank: int) -> Diagnosis:
-    """Find out why the run does not go on; every rank that notices calls this, once, while it still beats.
+    """Find out why the run makes no progress; every rank that notices calls this once.
 
-    `describe` gives this rank's own state.
+    `thread` must still be running. `describe` returns this rank's current state.
     """
     try:
         if thread.execute(lambda store: store.claim(DIAGNOSES)):
@@ -71,7 +74,7 @@ def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat]
 
 
 def wait_for_readers(thread: HeartbeatThread) -> None:
-    """Stay until all others know, where the store ends with this process; some intervals at most."""
+    """If the store ends with this process, wait until all ranks have read it; a few intervals at most."""
     if not thread.store.is_hosted_here:
         return
     end = time.monotonic() + INTERVALS_FOR_READERS * thread.interval
@@ -79,11 +82,11 @@ def wait_for_readers(thread: HeartbeatThread) -> None:
         while time.monotonic() < end and not thread.execute(lambda store: store.is_read_by_all()):
             time.sleep(thread.interval / POLLS_AN_INTERVAL)
     except StoreSilentError:
-        return  # nobody can read
+        return  # no rank can read it
 
 
 def _publish(thread: HeartbeatThread, rank: int) -> Diagnosis:
-    """Find out, and let the others read it."""
+    """Make the diagnosis and publish it for the others."""
     thread.execute(lambda store: store.raise_alarm())
     first = thread.execute(lambda store: store.heartbeats())
     end = time.monotonic() + INTERVALS_BETWEEN_READINGS * thread.interval
@@ -103,7 +106,7 @@ def _publish(thread: HeartbeatThread, rank: int) -> Diagnosis:
 
 
 def _read(thread: HeartbeatThread, describe: Callable[[], Heartbeat], rank: int) -> Diagnosis:
-    # as long as the other one may take, and until it is noticed
+    # as long as the diagnosing rank may take, plus the time to notice its result
     end = time.monotonic() + (INTERVALS_BETWEEN_READINGS + 1.5) * thread.interval
     while time.monotonic() < end:
         published = thread.execute(lambda store: store.read_diagnosis())
@@ -112,7 +115,7 @@ def _read(thread: HeartbeatThread, describe: Callable[[], Heartbeat], rank: int)
         time.sleep(thread.interval / POLLS_AN_INTERVAL)
     other = thread.execute(lambda store: store.claimed_by(DIAGNOSES))
     return Diagnosis(
-        f"rank {other} was to find out why the run stands still, and has ended; "
+        f"rank {other} was diagnosing the failure but ended before it finished; "
         f"{describe_rank(rank, describe())}"
     )
 
@@ -143,12 +146,12 @@ def _describe_silent_store(thread: HeartbeatThread, silence: str, host: str) -> 
 
 
 def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> str:
-    """Say what has happened.
+    """Describe what has happened.
 
-    The waiting of `observer`, the rank that has noticed, is added, or another's if it does not wait.
+    The line ends with where `observer`, the rank that noticed, waits, or another rank if it does not wait.
 
     Returns:
-        A line without full stop: `"rank 1 (host n2) does not answer: silent since step 7 (…); rank 0 …"`.
+        A line without a full stop: `"rank 1 (host n2) does not answer: silent since step 7 (…); rank 0 …"`.
     """
     line = (
         _describe_silent(snapshot, observer)
@@ -163,12 +166,12 @@ def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> str:
 
 
 def _describe_wait(heartbeat: Heartbeat) -> str:
-    """`"waited 6 s in all_reduce (…)"`, or where it was."""
+    """`"waited 6 s in all_reduce (…)"`, or `"was 6 s in …"` outside of collectives."""
     return f"{'waited' if heartbeat.is_waiting else 'was'} {heartbeat.seconds:.0f} s in {heartbeat.place}"
 
 
 def has_stragglers(snapshot: HeartbeatSnapshot) -> bool:
-    """Whether a rank answers and is not where others wait, so that its stack is worth a look."""
+    """Whether every rank answers, but some are not where the others wait."""
     return not snapshot.silent and bool(_stragglers(snapshot))
 
 
@@ -177,7 +180,7 @@ def _describe_silent(snapshot: HeartbeatSnapshot, observer: int) -> str | None:
     if not silent:
         return None
     known = {**snapshot.first, **snapshot.second}
-    # steps are common to all; what the silent said last may be older than the step they were lost in
+    # all ranks take each step together, and a silent rank's last heartbeat may be from an earlier step
     since = f"silent since {known[observer].mark}" if observer in known else "silent"
     verb = "does" if len(silent) == 1 else "do"
     return f"{name_ranks(silent, known)} {verb} not answer: {since} (killed, stopped, or cut off the network)"
@@ -189,22 +192,24 @@ def _describe_stragglers(snapshot: HeartbeatSnapshot) -> str | None:
         return None
     rank = stragglers[0]
     heartbeat = snapshot.second[rank]
-    who, verb = name_ranks(stragglers, snapshot.second), "" if len(stragglers) > 1 else "s"
+    who, have = name_ranks(stragglers, snapshot.second), "have" if len(stragglers) > 1 else "has"
     if heartbeat.is_done:
-        have = "have" if len(stragglers) > 1 else "has"
-        return f"{who} {have} ended training after {heartbeat.mark}, the others have not"
-    example = "" if len(stragglers) == 1 else f"rank {rank} "
+        return f"{who} {have} left training after {heartbeat.mark}, but the others have not"
     if snapshot.is_stuck(rank):
-        return f"{who} hang{verb} since {heartbeat.mark}: {example}is in {heartbeat.place}"
-    seconds = f"{heartbeat.seconds:.0f} s"
-    return f"{who} work{verb} since {heartbeat.mark} for {seconds}: {example}is now in {heartbeat.place}"
+        where = f"in {heartbeat.place}" if len(stragglers) == 1 else f"rank {rank} in {heartbeat.place}"
+        return f"{who} {have} hung since {heartbeat.mark}, {where}"
+    where = (
+        f"now in {heartbeat.place}" if len(stragglers) == 1 else f"rank {rank} is now in {heartbeat.place}"
+    )
+    return f"{who} {have} been working since {heartbeat.mark} ({heartbeat.seconds:.0f} s), {where}"
 
 
 def _stragglers(snapshot: HeartbeatSnapshot) -> list[int]:
-    """Living ranks that are not where the others are; none where all are, or as many here as there.
+    """Ranks that answer but are not where the others are.
 
-    Waiting in a collective is where others are. Where no rank is seen to wait (as with GPUs, where a host
-    waits for a number), the place that most ranks share is.
+    If any rank waits in a collective, stragglers are the ranks that do not. If none is seen to wait (as on
+    GPUs, where a host waits for a number), they are the ranks outside the most common place. Empty if all
+    ranks are in one place, or if two places are equally common.
     """
     heartbeats = {rank: snapshot.second[rank] for rank in snapshot.alive}
     if any(heartbeat.is_waiting for heartbeat in heartbeats.values()):
@@ -216,25 +221,26 @@ def _stragglers(snapshot: HeartbeatSnapshot) -> list[int]:
 
 
 def _describe_common_wait(snapshot: HeartbeatSnapshot) -> str:
-    """Where nobody is silent, and nobody stragglers."""
+    """Describe a run in which no rank is silent and none is a straggler."""
     heartbeats = {rank: snapshot.second[rank] for rank in snapshot.alive}
     places: dict[str, list[int]] = {}
     for rank, heartbeat in heartbeats.items():
         places.setdefault(heartbeat.place, []).append(rank)
     heartbeat = next(iter(heartbeats.values()))
-    since = f"since {heartbeat.mark}, for {heartbeat.seconds:.0f} s"
+    since = f"since {heartbeat.mark} ({heartbeat.seconds:.0f} s)"
     if len(places) == 1:
         if not heartbeat.is_waiting:
-            who = "all ranks hang" if len(heartbeats) > 1 else f"{name_ranks(heartbeats, heartbeats)} hangs"
-            return f"{who} {since}: {'they are' if len(heartbeats) > 1 else 'it is'} in {heartbeat.place}"
+            single = f"{name_ranks(heartbeats, heartbeats)} has"
+            who = "all ranks have" if len(heartbeats) > 1 else single
+            return f"{who} hung {since}, in {heartbeat.place}"
         return (
-            f"all ranks answer and wait in {heartbeat.place} {since}: no data pass between them "
-            "(NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, a link that is down)"
+            f"all ranks answer and have waited in {heartbeat.place} {since}: no data passes between them "
+            "(check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and the network links)"
         )
     shown = list(places.items())[:SHOWN_PLACES]
     parts = [f"{name_ranks(ranks, heartbeats)} in {place}" for place, ranks in shown]
-    more = "" if len(places) <= SHOWN_PLACES else f", and {len(places) - SHOWN_PLACES} places more"
-    return f"all ranks answer and none goes on {since}: {', '.join(parts)}{more}"
+    more = "" if len(places) <= SHOWN_PLACES else f", and {len(places) - SHOWN_PLACES} more places"
+    return f"all ranks answer, but none has made progress {since}: {', '.join(parts)}{more}"
 
 
 def name_ranks(ranks: Iterable[int], known: Mapping[int, Heartbeat]) -> str:

@@ -90,7 +90,7 @@ def test_a_rank_that_hangs_is_marked_as_worth_a_stack(start):
     hearts, _ = start(2, (0, 1), lambda count: heartbeat(count, place="loader.py:3 read", is_waiting=False))
     diagnosis = diagnose_together(hearts[1], lambda: heartbeat(0), rank=1)
     assert diagnosis.is_hang
-    assert diagnosis.line.startswith("rank 0 (host n1) hangs since step 7: is in loader.py:3 read; rank 1 ")
+    assert diagnosis.line.startswith("rank 0 (host n1) has hung since step 7, in loader.py:3 read; rank 1 ")
 
 
 def test_if_the_one_that_diagnoses_ends_too_the_others_do_not_wait_for_ever(start):
@@ -99,7 +99,7 @@ def test_if_the_one_that_diagnoses_ends_too_the_others_do_not_wait_for_ever(star
     diagnosis = diagnose_together(hearts[1], lambda: heartbeat(0), rank=1)
     assert diagnosis.is_local
     assert diagnosis.line == (
-        "rank 2 was to find out why the run stands still, and has ended; "
+        "rank 2 was diagnosing the failure but ended before it finished; "
         f"rank 1 (host n1) waited 20 s in {REDUCE} since step 7"
     )
 
