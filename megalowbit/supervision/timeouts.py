@@ -5,8 +5,8 @@ an hour. torch has no public way to change the timeout of an existing group; a t
 here.
 
 When a collective takes too long, gloo raises an error, which the watchdog turns into a diagnosis. With NCCL,
-torch ends the process and prints its own lines. NCCL groups therefore get a longer timeout if a watchdog runs,
-because the diagnosis must come first.
+torch ends the process and prints its own lines. If a watchdog runs, NCCL groups therefore get a longer
+timeout, because the diagnosis must come first.
 
 Not covered: point-to-point transfers over gloo (`send`, `recv`) keep the timeout their group was created
 with. The watchdog ends a process that waits in one.

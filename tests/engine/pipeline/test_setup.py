@@ -129,5 +129,5 @@ def test_arguments_that_fit_nothing_are_refused(arguments, part):
 
 def test_an_mpu_beside_stages_is_refused():
     module = pipeline_module(model(), num_stages=1)
-    with pytest.raises(UserError, match="mpu and a pipeline module both cut the job: leave mpu out"):
+    with pytest.raises(UserError, match="mpu and a pipeline module both partition the model: leave mpu out"):
         initialize(model=module, config=config(), mpu=module.groups())
