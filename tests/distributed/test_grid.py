@@ -117,12 +117,12 @@ SAID = {
     "no_group": "rank 0: mpu.get_model_parallel_group() is not a process group of rank 0: return the",
     "not_mine": "rank 0: mpu.get_data_parallel_group() is not a process group of rank 0: return the",
     "does_not_multiply": "mpu's groups do not fit together: data 1 × tensor 2 × pipeline 1 = 2 processes",
-    "strided": "rank 0: mpu's data-parallel group of rank 0 has ranks [0, 1] and not [0, 2]: tensor",
-    "overlap": "rank 0: mpu's data-parallel group of rank 0 has ranks [0, 1] and not [0, 2]: tensor",
+    "strided": "rank 0: mpu's data-parallel group of rank 0 has ranks [0, 1], not [0, 2]: use Megatron",
+    "overlap": "rank 0: mpu's data-parallel group of rank 0 has ranks [0, 1], not [0, 2]: use Megatron",
     "wrong_rank": "rank 0: mpu.get_data_parallel_rank() = 5 on rank 0, but its group gives 0: return",
     "context": "mpu.get_context_parallel_world_size() = 2: context parallelism is not supported, set it to 1",
     "sequence": "mpu is one of sequence parallelism, which is not supported: leave it out",
-    "twice": "mpu and the configuration (2 × 2: data 2, tensor 2) both partition the model: leave one of them out",
+    "twice": "mpu and the configuration (2 × 2: data 2, tensor 2) both partition the model: leave one",
 }
 
 
