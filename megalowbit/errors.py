@@ -170,9 +170,7 @@ def _invalid_key(
     key = ".".join([where, *path]) if where else ".".join(path)
     if found["type"] == "extra_forbidden":
         siblings = _sibling_keys(model, path, where)
-        if (
-            key in siblings
-        ):  # a key of another type of this section; pydantic puts the type's name before the key
+        if key in siblings:  # of another type of this section, whose name pydantic puts before the key
             return UserError(f"{key} does not belong to type {found['loc'][-2]!r}: remove it")
         if len(path) == 1:
             siblings += [f"{where}.{name}" if where else name for name in also]

@@ -1,8 +1,8 @@
-"""The weights of an engine's model as whole tensors on one rank, however they are partitioned.
+"""Gathers the weights of an engine's model as full tensors on rank 0, however they are partitioned.
 
-At ZeRO stage 3 a rank has a piece of each parameter, under tensor parallelism a shard, which is joined as
-its `cut` says. They are gathered one at a time, so that no rank ever holds more than one whole parameter on
-its device; rank 0 keeps copies on the host. Not covered: masters, which are in the checkpoints.
+At ZeRO stage 3 a rank has a piece of each parameter; under tensor parallelism it has a shard, which is joined
+as described by its `sharding`. Parameters are gathered one at a time: no rank holds more than one full
+parameter on its device, and rank 0 keeps copies on the host. Not covered: masters, which are in checkpoints.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from megalowbit.layers.tensor_parallel.linear import tensor_group_of
 
 
 def full_state_dict(engine: Any, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-    """`engine.module.state_dict()` with whole tensors; every rank must call it.
+    """`engine.module.state_dict()` with full tensors; every rank must call it.
 
     Returns:
-        On rank 0 all parameters and persistent buffers, on the host, in the precision they compute in and in
-        the Hugging Face model's layout; tied ones share memory. On other ranks nothing.
+        On rank 0 all parameters and persistent buffers, on the host, in the model's dtype and in the Hugging
+        Face layout; tied parameters share memory. On other ranks an empty dictionary.
     """
     is_main = process_group.rank() == 0
-    whole: dict[str, torch.Tensor] = {}
+    full: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor | None] = {}
     group = tensor_group_of(engine.module.modules())
-    with parameter_layout(engine.module):  # cuts and partitions are of parameters as they are
+    with parameter_layout(engine.module):  # shards and pieces are in the parameters' layout
         state = engine.module.state_dict(keep_vars=True)
     for name, value in state.items():
         is_frozen = isinstance(value, torch.nn.Parameter) and not value.requires_grad
@@ -41,20 +41,20 @@ def full_state_dict(engine: Any, *, exclude_frozen: bool = False) -> dict[str, t
                 seen[id(value)] = joined.to("cpu", copy=True) if is_main else None
         copy = seen[id(value)]
         if copy is not None:
-            whole[name] = copy
-    put_in_hf_layout(engine.module, whole)
-    return {name: value.contiguous() for name, value in whole.items()}
+            full[name] = copy
+    put_in_hf_layout(engine.module, full)
+    return {name: value.contiguous() for name, value in full.items()}
 
 
 def _joined(value: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:
-    """The whole of a tensor-parallel shard; collective where it is one."""
+    """The full tensor of a tensor-parallel shard (collective), or the tensor itself."""
     sharding = getattr(value, "sharding", None)
     value = value.detach()
     return value if sharding is None or group is None else sharding.join(group.gather(value))
 
 
 def gathered(parameter: torch.Tensor) -> AbstractContextManager[Any]:
-    """Inside, `parameter` is whole on every rank; collective where it is partitioned (ZeRO stage 3)."""
+    """Context in which every rank has the full `parameter`; collective if it is partitioned (ZeRO 3)."""
     if not hasattr(parameter, "ds_id"):
         return nullcontext()
     import deepspeed
@@ -64,7 +64,7 @@ def gathered(parameter: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def full_numel(parameter: torch.Tensor) -> int:
-    """Elements of the whole parameter, however it is partitioned and cut."""
+    """Number of elements of the full parameter, however it is partitioned and sharded."""
     sharding = getattr(parameter, "sharding", None)
     if sharding is None:
         return numel(parameter)
@@ -73,6 +73,6 @@ def full_numel(parameter: torch.Tensor) -> int:
 
 
 def numel(parameter: torch.Tensor) -> int:
-    """Elements of this rank's shard, which a partitioned one does not have itself."""
+    """Number of elements of this rank's shard, also if ZeRO 3 has partitioned it."""
     count: int = parameter.ds_numel if hasattr(parameter, "ds_id") else parameter.numel()  # type: ignore[attr-defined]
     return count

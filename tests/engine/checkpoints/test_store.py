@@ -316,7 +316,7 @@ def test_a_load_that_brings_another_scaler_is_refused(saved):
 
     engine = make_engine()
     engine.optimizer.loss_scaler = LossScaler(scale=1)
-    with pytest.raises(UserError, match=r"loss scaler is a deepspeed.*LossScaler and not the one of"):
+    with pytest.raises(UserError, match=r"loss scaler is a deepspeed.*LossScaler, not the one configured in"):
         saved.load(engine, saved.path_of(2))
 
 

@@ -53,7 +53,7 @@ def test_what_deepspeed_cannot_take_is_refused_by_name(make, message, stage):
 def test_what_has_nothing_to_cut_is_refused_at_stage_3_only(make):
     for stage in (0, 1, 2):
         make_parameters_contiguous(Model(make), stage=stage)
-    with pytest.raises(UserError, match=r"^parameter extra .* zero_optimization\.stage 3 cannot cut: "):
+    with pytest.raises(UserError, match=r"^parameter extra .* zero_optimization\.stage 3 cannot partition: "):
         make_parameters_contiguous(Model(make), stage=3)
 
 
