@@ -1,8 +1,8 @@
-"""One rank's shard of a model with no other ranks, so that a cut can be sized in one process.
+"""Builds rank 0's shard of a model in a single process, to estimate its memory.
 
-The same plan, layers and order as `tensor_parallel.shard_model`, without DeepSpeed and without groups: sums
-over ranks return what this one has, so shapes and what autograd keeps are right, and values are not.
-Not covered: computing anything.
+Uses the same plan, layers and order as `tensor_parallel.shard_model`, but neither DeepSpeed nor process
+groups. Sums over ranks return this rank's tensor: shapes and the tensors saved by autograd are correct,
+values are not, so the shard cannot be used to compute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalowbit.layers.tensor_parallel.linear import Sharding
 
 
 class SimulatedGroup(TensorGroup):
-    """Rank 0 of `size` ranks that are not there."""
+    """Rank 0 of a group of `size` ranks, of which only this one exists."""
 
     def __init__(self, size: int) -> None:
         self.rank = 0
@@ -31,20 +31,20 @@ class SimulatedGroup(TensorGroup):
         return tensor
 
     def start_sum(self, tensor: Tensor) -> None:
-        """Nothing to wait for."""
+        """Returns None: there is nothing to wait for."""
 
     def largest(self, values: Tensor) -> Tensor:
         return values
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """As many times this rank's own."""
+        """This rank's tensor, `size` times."""
         return [tensor] * self.size
 
 
 def keep_first_shard(model: nn.Module, size: int) -> None:
-    """Leave rank 0's shard of a model of real or fake tensors, in place.
+    """Reduce a full model to rank 0's shard, in place.
 
-    The model is of one of the families, with plain layers, whole.
+    The model must belong to a known family and have plain layers; its tensors may be fake.
     """
     if size == 1:
         return

@@ -151,7 +151,7 @@ def test_a_checkpoint_that_has_lost_its_manifest_is_never_removed(copied, caplog
 
 def test_a_complete_checkpoint_is_never_overwritten(copied):
     before = (copied.path_of(2) / WEIGHTS).read_bytes()
-    with pytest.raises(UserError, match="exists already and is not overwritten"):
+    with pytest.raises(UserError, match="already exists and is not overwritten"):
         copied.save(make_engine(), 2, {})
     assert (copied.path_of(2) / WEIGHTS).read_bytes() == before
 
