@@ -1,7 +1,7 @@
 """Where every number of a checkpoint is stored: plain data, written at save time.
 
-DeepSpeed's ZeRO files hold flat tensors without names. So that nobody has to guess how they were partitioned,
-the saving engine records the name, shape and place of every parameter.
+DeepSpeed's ZeRO files hold flat tensors without names. To avoid guessing how they were partitioned, the
+saving engine records the name, shape and place of every parameter.
 
 - A *slice* is the part of the model that one model-parallel rank (a tensor rank or a pipeline stage) holds.
 - A *fragment* is the part of a parameter in one data-parallel rank's flat tensor. `Layout.fragments` computes

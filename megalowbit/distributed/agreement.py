@@ -41,7 +41,7 @@ def agree(decide: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     if process_group.rank() == 0:
         try:
             result = decide(*arguments, **named)
-        except Exception as error:  # must reach the other ranks before it goes on its way
+        except Exception as error:  # raised below, after the other ranks know
             failure = error
     shared, reason = share((result, None if failure is None else (_kind(failure), _line(failure))), 0)
     if failure is not None and not isinstance(failure, UserError):
@@ -67,7 +67,7 @@ def failing_together() -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # must reach the other ranks before it goes on its way
+    except Exception as error:  # raised below, after the other ranks know
         failure = error
     of_all = failure if process_group.world_size() == 1 else _failure_of_all(failure)
     if of_all is failure and failure is not None:

@@ -83,10 +83,9 @@ def _prepare_part(
 
 
 def check_prepared(engine: Any, prepared: PreparedModel) -> None:
-    """Make sure that what was prepared is what the engine trains, with our scaler."""
-    check_quantised(
-        full_model_of(engine.module), prepared.recipe
-    )  # a stage may have no low-bit layer of its own
+    """Check that the engine trains the prepared model and uses our loss scaler."""
+    # the full model, because a stage may have no low-bit layer
+    check_quantised(full_model_of(engine.module), prepared.recipe)
     check_layers_kept(engine.module, prepared.low_bit)
     check_scaler(engine)
 

@@ -178,7 +178,7 @@ class PipelinedModel(PipelineModule):
             if process_group.rank() in ranks:
                 is_head = self.stage_id > 0
                 module = self.get_submodule(self._tied_names[is_head].removesuffix(".weight"))
-                # so that the norm counts it once: Megatron's mark for our norm, DeepSpeed's for DeepSpeed's
+                # the norm must count it once: the first mark is Megatron's (our norm), the second DeepSpeed's
                 module.weight.shared = is_head
                 module.weight.ds_pipe_replicated = is_head
                 own[TIED] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": module}

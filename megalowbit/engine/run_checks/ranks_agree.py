@@ -128,8 +128,7 @@ def check_ranks_agree(
 
 
 def _first_difference(gathered: Sequence[tuple[Facts, Facts, tuple[int, int]]]) -> str:
-    whole = {rank: facts for rank, (facts, _, _) in enumerate(gathered)}
-    differing = _differing(whole)
+    differing = _differing({rank: facts for rank, (facts, _, _) in enumerate(gathered)})
     parts: dict[tuple[int, int], dict[int, Facts]] = defaultdict(dict)
     for rank, (_, facts, part) in enumerate(gathered):
         parts[part][rank] = facts
