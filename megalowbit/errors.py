@@ -1,9 +1,8 @@
-"""The one exception for mistakes a user can mend, and its kind for what mends itself.
+"""`UserError`, the exception for mistakes a user can fix, and `TransientError`, for faults that may pass.
 
-Everything else that goes wrong is a defect of ours and keeps its traceback. The command lines print a
-`UserError` as a single line and exit with code 2, or 75 where another try may help, so its message must stand
-alone: it names the thing, its value and the remedy. Where several mistakes are found at once (`Problems`),
-the message has a line for each.
+Every other exception is a bug and keeps its traceback. The command lines print a `UserError` as a single line
+and exit with code 2, or with 75 if a retry may help. The message must therefore be complete: it names the
+thing, its value and the remedy. If several mistakes are found at once (`Problems`), each has its own line.
 """
 
 from __future__ import annotations
@@ -21,33 +20,40 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-EXIT_USER_ERROR = 2  # trying again is useless
-EXIT_TRANSIENT = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
-PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN, errno.ENOTCONN}
+EXIT_USER_ERROR = 2  # a retry fails again
+EXIT_TRANSIENT = 75  # EX_TEMPFAIL of sysexits.h: a retry may help
+TRANSIENT_ERRNOS = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EREMOTEIO,
+    errno.EHOSTDOWN,
+    errno.ENOTCONN,
+}
 LONGEST_REASON = 400  # characters of another library's message
-LONGEST_VALUE = 80  # characters of a value that a message repeats
-NEXT = "\n  - "  # before each of several mistakes in one message
-LONG_LIST = 30  # names beyond which the nearest one is told without the others
+LONGEST_VALUE = 80  # characters of a value quoted in a message
+SEPARATOR = "\n  - "  # precedes each of several mistakes in one message
+MOST_LISTED = 30  # of more names, only the nearest one is printed
 
 
 class UserError(ValueError):
     """A wrong name, value, file or combination, with the remedy in its message.
 
     Attributes:
-        is_on_all_ranks: every rank of the job raises the same, so rank 0 alone need print it.
-        is_told: another rank prints it already, which need not be rank 0.
+        is_on_all_ranks: every rank of the job raises the same error, so only rank 0 prints it.
+        is_reported: another rank, not necessarily rank 0, already prints it.
     """
 
     is_on_all_ranks: bool = False
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class TransientError(UserError):
-    """What may be gone at the next try: a rank lost, a network cut; command lines exit with 75."""
+    """A fault that may be gone at the next attempt: a lost rank, a network failure. Exit code 75."""
 
 
 class Problems:
-    """Mistakes that are found one by one and reported together."""
+    """Collects mistakes that are found one by one and reports them together."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -57,7 +63,7 @@ class Problems:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Keep a `UserError` of this block for later; others pass through, as do transient ones."""
+        """Collect a `UserError` raised in the block; other exceptions and transient errors pass through."""
         try:
             yield
         except TransientError:
@@ -66,16 +72,16 @@ class Problems:
             self.add(error)
 
     def add(self, error: UserError) -> None:
-        """Keep `error`, or each of the mistakes that it reports; what is known already is not repeated."""
+        """Add each mistake that `error` reports, unless it is there already."""
         for line in lines_of(error):
             if line not in self._lines:
                 self._lines.append(line)
 
     def error(self) -> UserError:
-        """All of them as one error; there must be one at least."""
+        """All mistakes as one error; there must be at least one."""
         if len(self._lines) == 1:
             return UserError(self._lines[0])
-        return UserError(NEXT.join([f"{len(self._lines)} mistakes:", *self._lines]))
+        return UserError(SEPARATOR.join([f"{len(self._lines)} mistakes:", *self._lines]))
 
     def raise_any(self) -> None:
         if self._lines:
@@ -83,8 +89,8 @@ class Problems:
 
 
 def lines_of(error: UserError) -> list[str]:
-    """The mistakes that an error reports, each on one line; those of another rank or run, too."""
-    first, *others = (" ".join(part.split()) for part in str(error).split(NEXT))
+    """The mistakes that an error reports, one line each, with the rank or run they come from."""
+    first, *others = (" ".join(part.split()) for part in str(error).split(SEPARATOR))
     if not others:
         return [first]
     where = re.sub(r"(?:^|(?<=: ))\d+ mistakes:$", "", first)  # "run 3 of the sweep: 2 mistakes:"
@@ -92,46 +98,46 @@ def lines_of(error: UserError) -> list[str]:
 
 
 def printed(error: UserError) -> str:
-    """An error as the command lines print it: one line, or one for each of several mistakes."""
-    parts = (" ".join(part.split()) for part in str(error).split(NEXT))
-    return NEXT.join(parts)
+    """The error as the command lines print it: one line, or one line per mistake."""
+    parts = (" ".join(part.split()) for part in str(error).split(SEPARATOR))
+    return SEPARATOR.join(parts)
 
 
-def from_system(message: str, error: BaseException) -> UserError:
-    """What a file system's error means to the run: a full disk stays full, a server may come back."""
-    may_pass = isinstance(error, OSError) and error.errno in PASSING
+def file_system_error(message: str, error: BaseException) -> UserError:
+    """A `UserError` for a file system's error; transient if the cause may pass, such as a lost server."""
+    may_pass = isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
     return (TransientError if may_pass else UserError)(message)
 
 
 def shown(value: object) -> str:
-    """`repr(value)` for a message, cut in the middle if it is long."""
+    """`repr(value)` for a message; the middle of a long one is left out."""
     try:
         text = repr(value)
-    except Exception:  # some objects and very long numbers have none, and the message matters more
+    except Exception:  # some objects and very long numbers have no repr, and the message matters more
         text = f"<{type(value).__name__}>"
     return shortened(text, LONGEST_VALUE)
 
 
 def shortened(text: str, longest: int = LONGEST_REASON) -> str:
-    """`text` on one line, cut in the middle if it is long; for what another library says of a value."""
+    """`text` on one line, without its middle if it is long; for messages of other libraries."""
     text = " ".join(text.split()) if "\n" in text else text
     half = longest // 2
     return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
 
 def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
-    """Build the error for a name that is not in `known`, naming the nearest one and, of short lists, all.
+    """The error for a name that is not in `known`; suggests the nearest one and lists all if they are few.
 
-    `what` is what is being named, as the user would call it (`"recipe"`).
+    `what` is the user's term for the named thing (`"recipe"`).
     """
     names = list(known)
-    # the sections of a key, where all have the same, make none of them nearer
+    # compare only the last part of dotted keys if all share the same section
     start, _, last = str(value).rpartition(".")
     if not (start and all(name.startswith(f"{start}.") for name in names)):
         start, last = "", str(value)
     lasts = {name.removeprefix(f"{start}."): name for name in names}
     near = [lasts[each] for each in difflib.get_close_matches(last, lasts, n=1, cutoff=0.5)]
-    if near and len(names) > LONG_LIST:
+    if near and len(names) > MOST_LISTED:
         return UserError(f"unknown {what} {shown(value)}: did you mean {near[0]!r}?")
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"unknown {what} {shown(value)}: {hint}known: {', '.join(names)}")
@@ -140,19 +146,19 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
 def invalid_settings(
     error: ValidationError, where: str, model: type[BaseModel], *, also: Iterable[str] = ()
 ) -> UserError:
-    """Turn a pydantic `ValidationError` into one line for each key that is wrong.
+    """Turn a pydantic `ValidationError` into one line per wrong key.
 
     Args:
-        error: what `model.model_validate` raised.
+        error: raised by `model.model_validate`.
         where: the dotted key `model` was read from (`"megalowbit"`); prefixes the key in the message.
-        model: the validated model, whose field names serve for the nearest match of an unknown key.
-        also: keys beside the model's fields that are valid at its top level.
+        model: the validated model; its field names are suggested for an unknown key.
+        also: further valid keys at the model's top level.
     """
     problems = Problems()
     seen: set[tuple[str, ...]] = set()
     for each in error.errors():
         path = _keys_of(each["loc"], model)
-        if tuple(path) not in seen:  # of a union, each branch that was tried has an error: the first will do
+        if tuple(path) not in seen:  # every branch of a union has an error: report the first
             seen.add(tuple(path))
             problems.add(_invalid_key(each, path, where, model, also))
     return problems.error()
@@ -178,7 +184,7 @@ def _invalid_key(
 
 
 def _wrong_type(found: ErrorDetails, key: str) -> UserError:
-    """The error for a section whose `type` is missing, or that of none of its kinds."""
+    """The error for a section whose `type` is missing or unknown."""
     if not isinstance(found["input"], Mapping):
         return UserError(f"{key} = {shown(found['input'])} is not valid: Input should be a valid dictionary")
     if found["type"] == "union_tag_not_found":
@@ -191,7 +197,7 @@ def _wrong_type(found: ErrorDetails, key: str) -> UserError:
 
 
 def _keys_of(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """The keys of an error's location, without the branches of unions that pydantic puts between them."""
+    """The keys of an error's location, without the union branches that pydantic inserts."""
     keys: list[str] = []
     models, is_tag = [model], False
     for part in location:
@@ -218,13 +224,13 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _has_tags(annotation: Any) -> bool:
-    """Whether a field is a union of models with tags, which pydantic puts after the key."""
+    """Whether a field is a union of tagged models; pydantic inserts their tag after the key."""
     is_model = get_origin(annotation) is Annotated and _models_in(get_args(annotation)[0])
     return bool(is_model) or any(map(_has_tags, get_args(annotation)))
 
 
 def _fields_beside(model: type[BaseModel], path: list[str]) -> dict[str, FieldInfo]:
-    """All fields that the section of the last key of `path` may have."""
+    """All fields that may be next to the last key of `path`."""
     models = [model]
     for part in path[:-1]:
         fields = [each.model_fields[part] for each in models if part in each.model_fields]

@@ -1,1 +1,1 @@
-"""What training checkpoints of any ZeRO stage and number of processes hold, read without DeepSpeed."""
+"""Reads training checkpoints of any ZeRO stage and number of processes, without DeepSpeed."""

@@ -1,8 +1,8 @@
-"""A checkpoint of any ZeRO stage and number of processes as whole tensors by name.
+"""Reads a checkpoint of any ZeRO stage and number of processes as full tensors, by name.
 
-`CheckpointContents` joins what `shards` reads of each slice: tensor-parallel shards along their cut, pipeline
-stages by the names they hold. Neither DeepSpeed nor a process group is needed, and one parameter is in memory
-at a time. What a parameter is called, and what is written of it, `layout` says.
+`CheckpointContents` joins the slices that `shards` reads: tensor-parallel shards along their sharded axis,
+pipeline stages by parameter name. It needs neither DeepSpeed nor a process group, and holds one parameter in
+memory at a time. `layout` defines the names and what is stored for each parameter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIRST_FILES = (model_file(0, 0), model_file(3, 0))  # stages 0 to 2, and 3
 
 
 def header_file(folder: Path) -> Path:
-    """The file of a checkpoint that says what the others hold; one without it is refused."""
+    """The file of a checkpoint that describes the others; a checkpoint without it is rejected."""
     for name in FIRST_FILES:
         if (folder / name).is_file():
             return folder / name
@@ -46,12 +46,12 @@ def header_file(folder: Path) -> Path:
 
 
 def check_files(folder: Path, *, remedy: str, step: int | None = None) -> None:
-    """Whether a verified checkpoint has every file that its layout needs, and is of the step it should be of.
+    """Check that a verified checkpoint has every file that its layout needs, and the expected step.
 
-    `remedy` is what the user can do, and closes the messages.
+    `remedy` is appended to the messages.
 
     Raises:
-        UserError: its manifest does not name a file, or its header contradicts itself: it is damaged.
+        UserError: the checkpoint is damaged: its manifest lacks a file, or its header is inconsistent.
     """
     names = {entry.name for entry in read_manifest(folder, remedy=remedy)}
     header = header_file(folder)
@@ -63,10 +63,12 @@ def check_files(folder: Path, *, remedy: str, step: int | None = None) -> None:
             if isinstance(own, dict):
                 check_header(content, header)
                 if step is not None and own.get("step", step) != step:
-                    raise UserError(f"checkpoint {folder} is damaged: it is of step {own['step']}; {remedy}")
+                    raise UserError(
+                        f"checkpoint {folder} is damaged: it was saved at step {own['step']}; {remedy}"
+                    )
                 needed += own.get(RANK_FILES_KEY, [])
                 saved = own.get(LAYOUT_KEY)
-                if isinstance(saved, dict) and saved.get("format") == FORMAT:  # another version is no damage
+                if isinstance(saved, dict) and saved.get("format") == FORMAT:  # another version is not damage
                     needed += files_of(Layout.from_dict(saved, where=str(folder)))
     for name in needed:
         if name not in names:
@@ -74,14 +76,14 @@ def check_files(folder: Path, *, remedy: str, step: int | None = None) -> None:
 
 
 def check_header(content: Mapping[str, Any], path: Path) -> None:
-    """Refuse a header whose values are of other kinds than an engine writes."""
+    """Reject a header whose values have other types than an engine writes."""
     own = content[ENGINE_KEY]
     check_origin(content, path, own.get("step"))
     for key, is_right in OWN_KINDS.items():
         if key in own and not is_right(own[key]):
             raise UserError(f"{path}: {key} is {shown(own[key])}: use an older checkpoint")
     if own.get("format") is None:
-        return  # another program's, which has a layout alone
+        return  # written by another program, which stores only a layout
     missing = [key for key in ("step", "client_keys", "random_states") if key not in own]
     missing += [key for key in own.get("client_keys", ()) if key not in content]
     if missing:
@@ -120,14 +122,14 @@ OWN_KINDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 class CheckpointContents:
-    """Everything by name that a checkpoint holds whose files have been compared with its manifest.
+    """The contents of a verified checkpoint, by name.
 
     Attributes:
-        layout: how it was saved; None for weights alone, or a checkpoint written before layouts were.
+        layout: how it was saved; None if it has only weights, or was written before layouts existed.
         header: counters, scheduler and client state.
 
     Raises:
-        UserError: no checkpoint of ours, or one that contradicts itself.
+        UserError: megalowbit did not write the checkpoint, or it is inconsistent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -159,15 +161,15 @@ class CheckpointContents:
         return list(self._places)
 
     def names(self) -> list[str]:
-        """Names of a state dict: parameters under all their names, and buffers."""
+        """Names of the state dict: parameters under all their names, and buffers."""
         if self.layout is None:
             return list(self.header["module"])
         return [*self._places, *self.layout.tied, *self._buffers()]
 
     def weight(self, name: str, *, as_stored: bool = False) -> torch.Tensor:
-        """A whole parameter or buffer, one of `names`: the fp32 master where there is one.
+        """A full parameter or buffer, by one of `names`; the fp32 master if there is one.
 
-        `as_stored`: in the type it computes in instead.
+        With `as_stored` it has the dtype of the model's weights instead.
 
         Raises:
             UserError: the checkpoint has no such parameter, or its files contradict its layout.
@@ -178,12 +180,12 @@ class CheckpointContents:
         if name in self._buffers():
             return self._files.buffer(self._buffers()[name], name)
         places = self._places_of(name)
-        whole = _join(places, [self._files.weight(index, stored) for index, stored in self._needed(places)])
+        full = _join(places, [self._files.weight(index, stored) for index, stored in self._needed(places)])
         dtype = getattr(torch, places[0][1].dtype)
-        return whole.to(dtype) if as_stored else whole
+        return full.to(dtype) if as_stored else full
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
-        """A parameter's moments, whole and fp32, and step counts; empty before the first step."""
+        """A parameter's moments, as full fp32 tensors, and step counts; empty before the first step."""
         places = self._places_of(name)
         states = [self._files.state(index, stored) for index, stored in self._needed(places)]
         return {
@@ -192,7 +194,7 @@ class CheckpointContents:
         }
 
     def hyper_parameters(self, name: str) -> dict[str, Any]:
-        """Of the optimizer group that trained a parameter; empty for one that was not trained."""
+        """Hyper-parameters of the group that trained a parameter; empty for a frozen one."""
         index, stored = self._places_of(name)[0]
         return {} if stored.state == NOWHERE else self._files.hyper_parameters(index, stored)
 
@@ -200,13 +202,13 @@ class CheckpointContents:
     def _files(self) -> Shards:
         if self._shards is None:
             raise UserError(
-                f"checkpoint {self.folder} has no layout, only weights can be read from it: "
+                f"checkpoint {self.folder} has no layout, so only its weights can be read: "
                 "start from it with megalowbit.model.checkpoint"
             )
         return self._shards
 
     def _buffers(self) -> dict[str, int]:
-        """Slice of every buffer."""
+        """Buffer name → index of its slice."""
         found: dict[str, int] = {}
         for index, part in enumerate(self.layout.slices if self.layout else ()):
             for name in part.buffers:
@@ -217,30 +219,34 @@ class CheckpointContents:
         layout = self._files.layout
         name = layout.tied.get(name, name)
         if name not in self._places:
-            raise UserError(f"checkpoint {self.folder} has no parameter {name}: use the model it is of")
+            raise UserError(
+                f"checkpoint {self.folder} has no parameter {name}: use the model it was saved from"
+            )
         return self._places[name]
 
     def _needed(self, places: list[tuple[int, StoredParameter]]) -> list[tuple[int, StoredParameter]]:
-        """All shards of a cut parameter; of a copied one, the first copy."""
-        self._files.layout.check_cut(places[0][1], f"checkpoint {self.folder}")
+        """All shards of a sharded parameter; the first copy of a replicated one."""
+        self._files.layout.check_sharding(places[0][1], f"checkpoint {self.folder}")
         return places if places[0][1].cut is not None else places[:1]
 
     def _check_slices(self) -> None:
-        """A shard is missing, or copies differ in shape."""
+        """Check that no shard is missing and that copies have the same shape."""
         for name, places in self._places.items():
             assert self.layout is not None
             first = places[0][1]
-            is_whole = first.cut is None or len(places) == self.layout.tensor_size
-            if not is_whole or any((each.cut, each.shape) != (first.cut, first.shape) for _, each in places):
+            is_complete = first.cut is None or len(places) == self.layout.tensor_size
+            if not is_complete or any(
+                (each.cut, each.shape) != (first.cut, first.shape) for _, each in places
+            ):
                 raise UserError(
-                    f"checkpoint {self.folder}: the shards of {name} do not make a whole: use another"
+                    f"checkpoint {self.folder}: the shards of {name} cannot be joined: use another"
                 )
 
 
 class StateDict(Mapping[str, torch.Tensor]):
-    """The state dict of a checkpoint's model; each tensor is read when it is asked for, and not kept.
+    """The state dict of a checkpoint's model. Each access reads the tensor; nothing is kept.
 
-    `as_stored` is that of `CheckpointContents.weight`.
+    For `as_stored`, see `CheckpointContents.weight`.
     """
 
     def __init__(self, contents: CheckpointContents, *, as_stored: bool = False) -> None:
@@ -260,10 +266,10 @@ class StateDict(Mapping[str, torch.Tensor]):
 
 
 def _join(places: list[tuple[int, StoredParameter]], shards: list[torch.Tensor]) -> torch.Tensor:
-    """Shards become the whole, in the plain module's orientation."""
-    first, whole = places[0][1], shards[0]
+    """Join shards to the full tensor, in the orientation of the unsharded module."""
+    first, full = places[0][1], shards[0]
     if first.cut is not None:
-        from megalowbit.layers.tensor_parallel.linear import Cut
+        from megalowbit.layers.tensor_parallel.linear import Sharding
 
-        whole = Cut(dim=first.cut["dim"], parts=tuple(first.cut["parts"])).join(shards)
-    return whole.t().contiguous() if first.is_transposed else whole
+        full = Sharding(dim=first.cut["dim"], parts=tuple(first.cut["parts"])).join(shards)
+    return full.t().contiguous() if first.is_transposed else full

@@ -1,10 +1,13 @@
-"""Where every number of a checkpoint lies: plain data, written by the store at save time.
+"""Where every number of a checkpoint is stored: plain data, written at save time.
 
-DeepSpeed's ZeRO files hold flat tensors without names. Instead of guessing how they were cut, the saving
-engine writes down what it knows: of each parameter its name, shape and place. One *slice* is what one
-model-parallel rank (a tensor rank or a pipeline stage) has of the model; within it, data-parallel ranks hold
-the *fragments* computed here, at every stage by the same few lines, for reading as for loading into an engine
-of another size. Not covered: experts, sequence parallelism, states swapped to NVMe.
+DeepSpeed's ZeRO files hold flat tensors without names. To avoid guessing how they were partitioned, the
+saving engine records the name, shape and place of every parameter.
+
+- A *slice* is the part of the model that one model-parallel rank (a tensor rank or a pipeline stage) holds.
+- A *fragment* is the part of a parameter in one data-parallel rank's flat tensor. `Layout.fragments` computes
+  the fragments of every ZeRO stage, both for reading and for loading into an engine of another size.
+
+Not covered: experts, sequence parallelism, states swapped to NVMe.
 """
 
 from __future__ import annotations
@@ -18,21 +21,21 @@ from typing import Any, NamedTuple
 from megalowbit.errors import UserError, shown
 
 FORMAT = 1
-ENGINE_KEY = "megalowbit_engine"  # of the engine's own part of a checkpoint's client state
+ENGINE_KEY = "megalowbit_engine"  # of the engine's part of a checkpoint's client state
 LAYOUT_KEY = "layout"
-RANK_FILES_KEY = "rank_files"  # names of the files that hold what is a rank's own
+RANK_FILES_KEY = "rank_files"  # names of the files that hold rank-specific state
 NOWHERE = -1
-MOST = 2**62  # of anything that is counted
+MOST = 2**62  # the largest count that is accepted
 
 
 class Fragment(NamedTuple):
-    """A run of a parameter's elements.
+    """A contiguous run of a parameter's elements.
 
     Attributes:
-        data_rank: who holds it.
-        flat_start: its first element in that rank's flat tensor.
-        start: its first element in the flattened parameter.
-        numel: how many elements.
+        data_rank: the data-parallel rank that holds it.
+        flat_start: offset in that rank's flat tensor.
+        start: offset in the flattened parameter.
+        numel: number of elements.
     """
 
     data_rank: int
@@ -46,21 +49,21 @@ class StoredParameter:
     """One parameter of a slice.
 
     Attributes:
-        name: in the Hugging Face model, or else in the module.
-        shape: of the slice's part of it.
-        dtype: of the weights that compute, `"bfloat16"`.
-        group: master group (stage 0), flat group (1, 2) or sub-group (3); -1: there is no master.
-        offset: index in the master group (stage 0), first element in the whole flat group (1, 2) or in each
+        name: name in the Hugging Face model, or in the module if there is none.
+        shape: shape of the slice's part.
+        dtype: dtype of the model's weights, such as `"bfloat16"`.
+        group: index of the master group (stage 0), flat group (1, 2) or sub-group (3); -1: no master.
+        offset: index in the master group (stage 0), first element in the full flat group (1, 2) or in each
             rank's flat sub-group (3).
-        size: elements that each data-parallel rank holds, at stage 3.
-        state: index of its state in the inner optimizer's saved state; -1: it is not trained.
-        optimizer_group: index of its group there.
-        weight: file and key of the computing weights; None where they are not stored (stage 3).
-        is_transposed: whether what is stored is the transpose of the plain module's parameter, as of a Conv1D
-            that was made a linear layer to be sharded.
-        cut: of what is stored, `{"dim": 0, "parts": [8, 8]}` of a tensor-parallel shard, else None.
-        is_marked: whether the user's program says that it is a shard (`tensor_model_parallel`). It is no
-            place, so layouts that differ in it are equal.
+        size: elements that each data-parallel rank holds (stage 3).
+        state: index in the inner optimizer's saved state; -1: the parameter is not trained.
+        optimizer_group: index of its parameter group in that state.
+        weight: file and key of the model's weight; None if it is not stored (stage 3).
+        is_transposed: whether the stored tensor is the transpose of the unsharded module's parameter, as for
+            a `Conv1D` that became a linear layer in order to be sharded.
+        cut: how a tensor-parallel shard was made, `{"dim": 0, "parts": [8, 8]}`; None if it is not sharded.
+        is_marked: whether the user's program marks it as a shard (`tensor_model_parallel`). Ignored when
+            layouts are compared, because it does not change where data is stored.
     """
 
     name: str
@@ -77,7 +80,7 @@ class StoredParameter:
     is_marked: bool = field(default=False, compare=False)
 
     def check_kinds(self) -> None:
-        """Raise a `TypeError` where a value is of another kind than is written."""
+        """Raise a `TypeError` if a value has another type than is written."""
         indices = (self.group, self.state, self.optimizer_group)
         is_right = (
             isinstance(self.name, str)
@@ -88,7 +91,7 @@ class StoredParameter:
             and (self.cut is None or (_are_counts(self.cut["dim"], *self.cut["parts"])))
         )
         if not is_right:
-            raise TypeError(f"parameter {shown(self.name)} has a value that is none")
+            raise TypeError(f"parameter {shown(self.name)} has an invalid value")
 
     @property
     def numel(self) -> int:
@@ -97,12 +100,12 @@ class StoredParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """What one model-parallel rank holds.
+    """The part of the model that one model-parallel rank holds.
 
     Attributes:
-        parameters: all of them, in the module's order, each once.
-        partition_sizes: elements of a data-parallel rank's part of each flat group (stages 1, 2).
-        buffers: file and key of each buffer, by name.
+        parameters: all parameters, in the module's order, each once.
+        partition_sizes: number of elements of each flat group on one data-parallel rank (stages 1, 2).
+        buffers: buffer name → file and key.
     """
 
     parameters: tuple[StoredParameter, ...]
@@ -112,15 +115,15 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Of a whole checkpoint.
+    """The layout of a checkpoint.
 
     Attributes:
-        stage: ZeRO's, 0 … 3.
+        stage: ZeRO stage, 0 … 3.
         data_size: data-parallel ranks.
         tensor_size: tensor-parallel ranks.
         pipeline_size: stages of a pipeline.
         slices: by model-parallel rank.
-        tied: further names of parameters that have several, `{"lm_head.weight": "wte.weight"}`.
+        tied: further name → first name of tied parameters, `{"lm_head.weight": "wte.weight"}`.
     """
 
     stage: int
@@ -135,10 +138,10 @@ class Layout:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], *, where: str) -> Layout:
-        """Read what `to_dict` wrote, and check that no two parameters share a place.
+        """Read the result of `to_dict`, and check that no two parameters overlap.
 
         Raises:
-            UserError: another format, or the data contradicts itself.
+            UserError: the format is another one, or the data is inconsistent.
         """
         if saved.get("format") != FORMAT:
             raise UserError(
@@ -156,14 +159,14 @@ class Layout:
         return layout
 
     def check_kinds(self) -> None:
-        """Raise a `TypeError` where a value is of another kind than `to_dict` writes."""
+        """Raise a `TypeError` if a value has another type than `to_dict` writes."""
         sizes = (self.stage, self.data_size, self.tensor_size, self.pipeline_size)
         if not _are_counts(*sizes) or self.stage > 3:
             raise TypeError(f"stage {shown(self.stage)} on {shown(self.data_size)} ranks")
         if len(self.slices) != self.tensor_size * self.pipeline_size or not self.data_size:
             raise TypeError(f"{len(self.slices)} slices of {self.tensor_size} × {self.pipeline_size} ranks")
         if not all(map(_is_text, [*self.tied.keys(), *self.tied.values()])):
-            raise TypeError("a name of a tied parameter is none")
+            raise TypeError("a name of a tied parameter is not a string")
         for part in self.slices:
             if not _are_counts(*part.partition_sizes):
                 raise TypeError(f"partitions of {shown(part.partition_sizes)} elements")
@@ -171,7 +174,7 @@ class Layout:
                 stored.check_kinds()
 
     def describe(self) -> str:
-        """`ZeRO 2 on 4 data-parallel ranks`, with tensor ranks and stages where there are several."""
+        """`"ZeRO 2 on 4 data-parallel ranks"`, plus tensor ranks and pipeline stages if there are several."""
         parts = [f"ZeRO {self.stage} on {self.data_size} data-parallel rank{'s' * (self.data_size != 1)}"]
         if self.tensor_size > 1:
             parts.append(f"{self.tensor_size} tensor ranks")
@@ -179,17 +182,18 @@ class Layout:
             parts.append(f"{self.pipeline_size} pipeline stages")
         return ", ".join(parts)
 
-    def check_cut(self, stored: StoredParameter, where: str) -> None:
-        """Raise a `UserError` where it is not known how shards make a whole: none is read as a copy."""
+    def check_sharding(self, stored: StoredParameter, where: str) -> None:
+        """Raise a `UserError` for shards that cannot be joined, so that none is read as a copy."""
         if self.tensor_size > 1 and stored.is_marked and stored.cut is None:
             raise UserError(
-                f"{where}: parameter {stored.name} is marked tensor_model_parallel and has no cut, so how "
-                f"its {self.tensor_size} shards make a whole is not known: continue at the ZeRO stage and on "
-                "the ranks it was saved with, or set .cut (megalowbit.layers.tensor_parallel.Cut) to save it"
+                f"{where}: parameter {stored.name} is marked tensor_model_parallel but has no "
+                f".sharding, so its {self.tensor_size} shards cannot be joined: continue at the ZeRO stage "
+                "and on the ranks it was saved with, or set .sharding "
+                "(megalowbit.layers.tensor_parallel.Sharding) before saving"
             )
 
     def check(self, where: str) -> None:
-        """Raise a `UserError` where parameters overlap, or do not fit where they should lie."""
+        """Raise a `UserError` if parameters overlap, or are larger than the space recorded for them."""
         for number, part in enumerate(self.slices):
             names = [stored.name for stored in part.parameters]
             if len(set(names)) != len(names):
@@ -206,7 +210,7 @@ class Layout:
                     raise UserError(f"checkpoint {where}: {first[3]} and {second[3]} overlap: use another")
 
     def fragments(self, part: Slice, stored: StoredParameter) -> Iterator[Fragment]:
-        """Which rank holds which elements of a master, in the parameter's order; none if there is none."""
+        """The fragments of a parameter's master, in element order; nothing if it has no master."""
         if stored.group == NOWHERE or not stored.numel:
             return
         if self.stage == 0:
@@ -221,13 +225,13 @@ class Layout:
             while start < stored.numel:
                 rank, flat_start = divmod(stored.offset + start, size)
                 if rank >= self.data_size:
-                    return  # `check` finds the rest missing
+                    return  # `check` reports the missing rest
                 numel = min(size - flat_start, stored.numel - start)
                 yield Fragment(rank, flat_start, start, numel)
                 start += numel
 
     def _intervals(self, part: Slice) -> Iterator[tuple[int, int, int, str]]:
-        """Group, first and last element of every master."""
+        """(group, start, end, name) of every master."""
         for stored in part.parameters:
             if stored.group != NOWHERE and stored.numel:
                 length = {0: 1, 3: stored.size}.get(self.stage, stored.numel)

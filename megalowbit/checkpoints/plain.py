@@ -1,7 +1,7 @@
-"""Checkpoints that plain DeepSpeed wrote: known by their files, and by which way their weights come in.
+"""Recognises checkpoints written by plain DeepSpeed, and says how to load their weights.
 
-They have no manifest and none of our states, so nothing here reads them; their weights are loaded into the
-model before `megalowbit.initialize`. Optimizer states are not taken over.
+They have no manifest and none of our states, so nothing here reads them. Users load the weights into the
+model before `megalowbit.initialize`; optimizer states cannot be used.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ SHARDS = "*zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 def plain_checkpoint(path: Path) -> Path | None:
-    """The folder of a checkpoint in DeepSpeed's layout and without our manifest, or None.
+    """The folder of a DeepSpeed checkpoint without our manifest, or None.
 
-    That is `path`, or the folder in it that DeepSpeed's file `latest` names.
+    This is `path`, or the folder in it named by DeepSpeed's file `latest`.
 
     Raises:
-        UserError: nobody can know, for the file system is away or a name is none.
+        UserError: the file system is away, or the name is invalid.
     """
     try:
         tag = read_text(path / LATEST).strip()
@@ -34,8 +34,8 @@ def plain_checkpoint(path: Path) -> Path | None:
     return None
 
 
-def way_in(folder: Path) -> str:
-    """How the weights of a plain checkpoint come into a model, for the end of a message."""
+def loading_advice(folder: Path) -> str:
+    """The end of a message: how to load the weights of a plain checkpoint."""
     if any(folder.glob(SHARDS)):
         weights = (
             "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint("

@@ -1,8 +1,10 @@
-"""A checkpoint's files as tensors of one slice: fragments put together, one parameter at a time.
+"""Reads the tensors of one slice from a checkpoint's files, assembling one parameter at a time.
 
-Files are mapped into memory and nothing in them is executed (`weights_only`), so a tensor costs memory only
-while it is looked at. File names are DeepSpeed's: `mp_rank_01_model_states.pt` holds the weights, and at
-stage 0 the optimizer, of slice 1; `zero_pp_rank_3_mp_rank_01_optim_states.pt` what data-parallel rank 3 has.
+Files are memory-mapped, so a tensor uses memory only while it is in use. Nothing in them is executed
+(`weights_only`). File names are DeepSpeed's:
+
+- `mp_rank_01_model_states.pt`: weights of slice 1, and its optimizer at stage 0
+- `zero_pp_rank_3_mp_rank_01_optim_states.pt`: masters and moments of slice 1 on data-parallel rank 3
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from megalowbit.checkpoints.layout import NOWHERE, Fragment, Layout, StoredParameter
-from megalowbit.errors import UserError, from_system, shown
+from megalowbit.errors import UserError, file_system_error, shown
 
 FLAT_KEYS = {
     1: "single_partition_of_fp32_groups",
@@ -30,21 +32,21 @@ INNER_KEYS = MappingProxyType(
 )
 MASTERS_KEY = "fp32_from_fp16_params"
 FROZEN_KEY = "frozen_param_fragments"
-ORIGIN_KEY = "megalowbit_origin"  # in a file: what `origin_of` says of it
-FOREIGN = (
-    "it holds objects that only their own program can make ({}): it was not written by this version of "
-    "megalowbit; start from its weights instead"
+ORIGIN_KEY = "megalowbit_origin"  # the result of `origin_of`, stored in the file itself
+UNSAFE_FILE = (
+    "it holds objects that only the program that wrote it can create ({}): it was not written by this "
+    "version of megalowbit; start from its weights instead"
 )
 
 
 def model_file(stage: int, slice_index: int, data_rank: int = 0) -> str:
-    """Name of the file with a slice's weights and counters; at stage 3 every data-parallel rank has one."""
+    """Name of the file with a slice's weights and counters; at stage 3, one per data-parallel rank."""
     prefix = f"zero_pp_rank_{data_rank}_" if stage == 3 else ""
     return f"{prefix}mp_rank_{slice_index:02d}_model_states.pt"
 
 
 def optimizer_file(slice_index: int, data_rank: int) -> str:
-    """Name of the file with what a data-parallel rank has of a slice's masters and moments, stages 1 to 3."""
+    """Name of the file with a data-parallel rank's masters and moments of a slice, stages 1 to 3."""
     return f"zero_pp_rank_{data_rank}_mp_rank_{slice_index:02d}_optim_states.pt"
 
 
@@ -65,23 +67,23 @@ def load_content(path: str | Path, *, map_location: Any = "cpu", is_mapped: bool
     """Read one file, or map it into memory, executing nothing.
 
     Raises:
-        UserError: it cannot be read, or holds objects that only their program can make.
+        UserError: the file cannot be read, or holds objects that only the program that wrote it can create.
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
-        raise _foreign(path, error) from error
-    except Exception as error:  # of many kinds, if a file is not what torch has written
+        raise _unsafe_file_error(path, error) from error
+    except Exception as error:  # torch raises many kinds of errors for damaged files
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         message = f"{path} cannot be read ({reason}): use an older checkpoint"
-        raise from_system(message, error) from error
+        raise file_system_error(message, error) from error
 
 
 def load_file(path: Path, *, is_mapped: bool = True) -> dict[str, Any]:
-    """`load_content` of a file that holds names and what they stand for.
+    """`load_content` of a file that holds a dictionary.
 
     Raises:
-        UserError: as `load_content`, or it is no mapping.
+        UserError: as `load_content`, or the content is not a dictionary.
     """
     content = load_content(path, is_mapped=is_mapped)
     if not isinstance(content, dict):
@@ -89,40 +91,40 @@ def load_file(path: Path, *, is_mapped: bool = True) -> dict[str, Any]:
     return content
 
 
-def unwritable(path: str | Path, error: Exception) -> UserError:
-    """What is said of a file that cannot be written: which one, why, what to do."""
+def write_error(path: str | Path, error: Exception) -> UserError:
+    """The error for a file that cannot be written: names the file, the reason and the remedy."""
     lines = str(error).splitlines() or [type(error).__name__]
     reason = getattr(error, "strerror", None) or lines[0]
-    is_of_disk = isinstance(error, (OSError, MemoryError)) or type(error) is RuntimeError  # torch's own
+    is_disk_error = isinstance(error, (OSError, MemoryError)) or type(error) is RuntimeError  # torch's own
     remedy = (
         "free space or choose another folder"
-        if is_of_disk
-        else "leave it out of what is saved, or save its numbers, texts and tensors"
+        if is_disk_error
+        else "do not save this object, or save only its numbers, strings and tensors"
     )
-    return from_system(f"{path}: {reason}; {remedy} (earlier checkpoints are untouched)", error)
+    return file_system_error(f"{path}: {reason}; {remedy} (earlier checkpoints are untouched)", error)
 
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Say in one line, which `where` opens, that what is read contradicts itself, whatever that leads to.
+    """Turn any error caused by inconsistent content into one line that starts with `where`.
 
     Raises:
-        UserError: in place of any other exception but those of the file system.
+        UserError: instead of any exception but `OSError`.
     """
     try:
         yield
     except (UserError, OSError):
         raise
-    except Exception as error:  # values of other kinds than were written
+    except Exception as error:  # values of unexpected types can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{where} contradicts itself ({reason}): use an older checkpoint") from error
+        raise UserError(f"{where} is inconsistent ({reason}): use an older checkpoint") from error
 
 
 def origin_of(content: Mapping[str, Any], path: Path, step: object) -> dict[str, Any]:
-    """What a file says of itself: its step, its name, and a digest of all it holds but tensors' elements.
+    """A file's description of itself: step, name, and a digest of its content without tensor elements.
 
-    A manifest vouches for bytes; this for what they mean, if files were exchanged or values changed and the
-    manifest was made to agree.
+    The manifest protects the bytes of each file. This also detects files that were exchanged or values that
+    were edited, even if the manifest was updated to match.
     """
     digest = hashlib.sha256()
     for piece in _described({key: value for key, value in content.items() if key != ORIGIN_KEY}):
@@ -131,7 +133,7 @@ def origin_of(content: Mapping[str, Any], path: Path, step: object) -> dict[str,
 
 
 def check_origin(content: Mapping[str, Any], path: Path, step: object) -> None:
-    """Refuse a file of another rank or another save, or one that was changed, whatever its manifest says."""
+    """Reject a file of another rank or save, or one that was edited, whatever its manifest says."""
     origin = content.get(ORIGIN_KEY)
     if origin is None:
         return  # written by an earlier version
@@ -141,11 +143,11 @@ def check_origin(content: Mapping[str, Any], path: Path, step: object) -> None:
         raise UserError(f"{path} was changed after it was written: use an older checkpoint")
     if wrong:
         was = {key: origin[key] for key in wrong if key in origin} if isinstance(origin, dict) else origin
-        raise UserError(f"{path} was written as {shown(was)}, not of step {step}: use an older checkpoint")
+        raise UserError(f"{path} was written as {shown(was)}, not for step {step}: use an older checkpoint")
 
 
 def _described(value: object) -> Iterator[str]:
-    """Every value that is no tensor's element, with the keys that lead to it, in an order of its own."""
+    """Every key and value except tensor elements, in an order that depends only on the content."""
     if isinstance(value, Mapping):
         yield "{"
         for key, inner in sorted(value.items(), key=lambda item: repr(item[0])):
@@ -165,27 +167,27 @@ def _described(value: object) -> Iterator[str]:
         yield f"{type(value).__name__} {value!r},"
 
 
-def _foreign(path: str | Path, error: pickle.UnpicklingError) -> UserError:
-    """What is said of a file that is refused; torch's own message advises to execute it."""
+def _unsafe_file_error(path: str | Path, error: pickle.UnpicklingError) -> UserError:
+    """The error for a file that would have to be executed, which torch's own message suggests."""
     kinds = str(error).split("GLOBAL ")[1].split()[0] if "GLOBAL " in str(error) else "pickled"
-    return UserError(f"checkpoint file {path} is not loaded: {FOREIGN.format(kinds)}")
+    return UserError(f"checkpoint file {path} is not loaded: {UNSAFE_FILE.format(kinds)}")
 
 
 class Shards:
-    """The files of a verified checkpoint; only `names` are read, those that its manifest vouches for."""
+    """The files of a verified checkpoint; reads only `names`, the files listed in its manifest."""
 
     def __init__(self, folder: Path, layout: Layout, names: Collection[str], step: object = None) -> None:
         self.folder, self.layout, self._names, self._step = folder, layout, names, step
         self._files: dict[str, dict[str, Any]] = {}
 
     def header(self, slice_index: int = 0, data_rank: int = 0) -> dict[str, Any]:
-        """Content of a slice's model file: counters, scheduler, client state."""
+        """Content of a slice's model file: counters, scheduler and client state."""
         return self._file(model_file(self.layout.stage, slice_index, data_rank))
 
     def weight(self, slice_index: int, stored: StoredParameter) -> torch.Tensor:
-        """The slice's part of a parameter, as exactly as it is stored: its fp32 master if it has one."""
+        """The slice's part of a parameter: its fp32 master, or the model's weight if there is no master."""
         if stored.group == NOWHERE:
-            return self._computing_weight(slice_index, stored)
+            return self._model_weight(slice_index, stored)
         if self.layout.stage == 0:
             master = self._stage_zero(slice_index)[MASTERS_KEY][stored.group][stored.offset]
             return self._checked(master, stored)
@@ -196,7 +198,7 @@ class Shards:
         return self._assemble(slice_index, stored, flats)
 
     def state(self, slice_index: int, stored: StoredParameter) -> dict[str, Any]:
-        """What the inner optimizer keeps of a parameter: moments in its shape, and counts of steps."""
+        """The inner optimizer's state of a parameter: moments in its shape, and step counts."""
         if stored.state == NOWHERE:
             return {}
         ranks = range(self.layout.data_size if self.layout.stage else 1)
@@ -210,33 +212,33 @@ class Shards:
         return state
 
     def hyper_parameters(self, slice_index: int, stored: StoredParameter) -> dict[str, Any]:
-        """Those of a trained parameter's group: learning rate, weight decay and so on."""
+        """Learning rate, weight decay and so on of a trained parameter's group."""
         group = self._inner(slice_index, 0)["param_groups"][stored.optimizer_group]
         return {key: value for key, value in group.items() if key != "params"}
 
     def buffer(self, slice_index: int, name: str) -> torch.Tensor:
         return self._stored(self.layout.slices[slice_index].buffers[name], name)
 
-    def _computing_weight(self, slice_index: int, stored: StoredParameter) -> torch.Tensor:
+    def _model_weight(self, slice_index: int, stored: StoredParameter) -> torch.Tensor:
         if stored.weight is not None:
             return self._checked(self._stored(stored.weight, stored.name), stored)
-        pieces = [  # frozen, and cut over the data-parallel ranks
+        pieces = [  # frozen, and partitioned over the data-parallel ranks
             self.header(slice_index, rank)[FROZEN_KEY][stored.name].flatten()
             for rank in range(self.layout.data_size)
         ]
         flat = torch.cat(pieces)
         if flat.numel() < stored.numel:
-            raise self._misfit(stored, (flat.numel(),))
+            raise self._shape_error(stored, (flat.numel(),))
         return flat[: stored.numel].view(stored.shape)
 
     def _assemble(self, slice_index: int, stored: StoredParameter, flats: list[torch.Tensor]) -> torch.Tensor:
-        whole = torch.empty(stored.numel, dtype=flats[0].dtype)
+        full = torch.empty(stored.numel, dtype=flats[0].dtype)
         for piece in self.layout.fragments(self.layout.slices[slice_index], stored):
             flat = flats[piece.data_rank]
             if flat.ndim != 1 or flat.numel() < piece.flat_start + piece.numel:
-                raise self._misfit(stored, tuple(flat.shape))
-            whole[piece.start : piece.start + piece.numel] = part_of(flat, piece)
-        return whole.view(stored.shape)
+                raise self._shape_error(stored, tuple(flat.shape))
+            full[piece.start : piece.start + piece.numel] = part_of(flat, piece)
+        return full.view(stored.shape)
 
     def _stage_zero(self, slice_index: int) -> Mapping[str, Any]:
         state: Mapping[str, Any] = self.header(slice_index)["optimizer"]
@@ -273,13 +275,13 @@ class Shards:
 
     def _checked(self, value: torch.Tensor, stored: StoredParameter) -> torch.Tensor:
         if tuple(value.shape) != stored.shape:
-            raise self._misfit(stored, tuple(value.shape))
+            raise self._shape_error(stored, tuple(value.shape))
         return value
 
-    def _misfit(self, stored: StoredParameter, found: tuple[int, ...]) -> UserError:
+    def _shape_error(self, stored: StoredParameter, found: tuple[int, ...]) -> UserError:
         return UserError(
-            f"checkpoint {self.folder}: {stored.name} should have shape {stored.shape}, what is stored has "
-            f"{found}: use an older checkpoint"
+            f"checkpoint {self.folder}: {stored.name} should have shape {stored.shape}, but the stored "
+            f"tensor has {found}: use an older checkpoint"
         )
 
 
@@ -289,5 +291,5 @@ def part_of(flat: torch.Tensor, piece: Fragment) -> torch.Tensor:
 
 
 def is_moment(value: object) -> bool:
-    """Whether an optimizer's state is of a parameter's elements, and no count of steps."""
+    """Whether an optimizer state has one element per parameter element, rather than being a step count."""
     return isinstance(value, torch.Tensor) and value.ndim > 0

@@ -1,1 +1,1 @@
-"""Process groups, collectives that agree or fail together, the process grid, generators' states."""
+"""Process groups, the process grid, collectives that agree or fail together, random generators' states."""

@@ -1,9 +1,11 @@
-"""One rank decides, all ranks know: so that a mistake ends every process with the same line, and none waits.
+"""Makes ranks agree on results and errors: an error ends every process with the same line, and none hangs.
 
-What touches the file system or may fail on one rank only (a folder, a checksum, a full disk) is done by rank
-0; its result or its error is then broadcast (`agree`). What every rank must do for itself ends on all ranks
-where it fails on one (`failing_together`; `succeed_together` is the same for a single call). Without a
-process group everything is local.
+- `agree`: rank 0 does work that could fail on one rank only (a folder, a checksum, a full disk) and
+  broadcasts its result or error.
+- `failing_together`: every rank does the work; if it fails on one rank, all ranks raise. `succeed_together`
+  is the same for a single call.
+
+Without a process group nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def agree(decide: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     The result must be picklable.
 
     Raises:
-        UserError: `decide` raised one; raised on every rank with the same message.
-        RuntimeError: `decide` raised something else on rank 0, which itself raises the original.
+        UserError: `decide` raised one; every rank raises it with the same message.
+        RuntimeError: `decide` raised another exception on rank 0; rank 0 itself raises the original.
     """
     if process_group.world_size() == 1:
         return decide(*arguments, **named)
@@ -39,7 +41,7 @@ def agree(decide: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     if process_group.rank() == 0:
         try:
             result = decide(*arguments, **named)
-        except Exception as error:  # must reach the other ranks before it goes on its way
+        except Exception as error:  # raised below, after the other ranks know
             failure = error
     shared, reason = share((result, None if failure is None else (_kind(failure), _line(failure))), 0)
     if failure is not None and not isinstance(failure, UserError):
@@ -53,23 +55,25 @@ def agree(decide: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """A block that every rank runs; where it fails on any, all raise. Its end is collective, its body is not.
+    """A block that every rank runs; if it fails on one rank, all ranks raise.
+
+    The end of the block is collective, its body is not.
 
     Raises:
-        UserError: the block raised one on some rank; the first such rank's message, naming the rank unless
-            all say the same.
-        RuntimeError: it raised something else elsewhere; the rank itself raises the original.
+        UserError: the block raised one on some rank; has that rank's message (the first's, if several) and
+            names the rank, unless all ranks have the same message.
+        RuntimeError: the block raised another exception on another rank; that rank raises the original.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # must reach the other ranks before it goes on its way
+    except Exception as error:  # raised below, after the other ranks know
         failure = error
     of_all = failure if process_group.world_size() == 1 else _failure_of_all(failure)
     if of_all is failure and failure is not None:
         raise failure
     if of_all is not None:
-        raise of_all from None  # a rank's own mistake is repeated in it
+        raise of_all from None  # it repeats this rank's own error
 
 
 def succeed_together(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -79,8 +83,10 @@ def succeed_together(work: Callable[P, T], *arguments: P.args, **named: P.kwargs
 
 
 def _failure_of_all(failure: Exception | None) -> Exception | None:
-    """What this rank must raise for its own failure or another rank's; None where no rank failed."""
-    if not process_group.is_true_anywhere(failure is not None):  # one number; objects only of failures
+    """The exception this rank must raise for its own or another rank's failure; None if no rank failed."""
+    if not process_group.is_true_anywhere(
+        failure is not None
+    ):  # one number; objects are exchanged only after a failure
         return None
     everyone = gather(None if failure is None else (_kind(failure), _line(failure)))
     if failure is not None and not isinstance(failure, UserError):
@@ -91,7 +97,7 @@ def _failure_of_all(failure: Exception | None) -> Exception | None:
 
 
 def raised_on_all_ranks(message: str, *, is_transient: bool = False) -> UserError:
-    """An error that every rank raises alike, so that one of them is enough to print it."""
+    """An error that every rank raises; rank 0 alone prints it."""
     error = (TransientError if is_transient else UserError)(message)
     error.is_on_all_ranks = True
     return error
@@ -113,19 +119,22 @@ def _line(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def gather(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What every rank of a group has (None: of all), by rank; collective. Small picklable values."""
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks of `group` (None: the world), in rank order; collective. For small values.
+
+    Values must be picklable.
+    """
     if process_group.world_size(group) == 1:
-        return [mine]
+        return [value]
     import torch.distributed as dist
 
     found: list[Any] = [None] * process_group.world_size(group)
-    dist.all_gather_object(found, mine, group=group)
+    dist.all_gather_object(found, value, group=group)
     return found
 
 
 def share(value: T, source: int) -> T:
-    """What rank `source` has, on every rank; collective. Picklable."""
+    """The value of rank `source` on every rank; collective. The value must be picklable."""
     if process_group.world_size() == 1:
         return value
     import torch.distributed as dist
@@ -136,16 +145,16 @@ def share(value: T, source: int) -> T:
     return shared
 
 
-def gather_bytes(mine: bytes) -> torch.Tensor:
-    """(ranks, longest) uint8, what every rank has in its row, filled up with zeros; collective.
+def gather_bytes(content: bytes) -> torch.Tensor:
+    """(ranks, longest) uint8: one row for each rank's content, padded with zeros; collective.
 
-    Unlike `gather` it unpickles nothing: for what one rank saves of all.
+    Unlike `gather`, it unpickles nothing. Used for data of all ranks that one rank saves.
     """
     import torch
     import torch.distributed as dist
 
     device = process_group.exchange_device(None)
-    local = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    local = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
     size = process_group.world_size()
     if size == 1:
         return local[None]

@@ -1,8 +1,8 @@
-"""Random number generators of a process: torch, CUDA, Python and numpy, as plain data.
+"""Saves and restores the random generators of a process (torch, CUDA, Python and numpy) as plain data.
 
-A resumed run draws the same dropout masks only if every rank gets back its own generators. A rank that did
-not exist when the checkpoint was written gets seeds derived from step and rank (SHA-256 of `"step:rank"`),
-so that at least all its runs are alike.
+A resumed run draws the same dropout masks only if every rank gets back its own generator states. A rank that
+did not exist when the checkpoint was written gets a seed derived from step and rank (SHA-256 of
+`"step:rank"`), so resuming again gives the same numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LENGTH_BYTES = 8
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """States of all generators of this process; `device` says whether there is a CUDA one."""
+    """States of all generators of this process, including CUDA's if `device` is a CUDA device."""
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -35,7 +35,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set all generators as `random_state` found them."""
+    """Restore all generators to a state returned by `random_state`."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -46,14 +46,14 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 
 def packed_random_state(device: torch.device) -> bytes:
-    """`random_state` as a file's content behind its length, to be one row of what all ranks have."""
+    """`random_state`, saved by torch and prefixed with its length, as one row for `gather_bytes`."""
     content = io.BytesIO()
     torch.save(random_state(device), content)
     return content.tell().to_bytes(LENGTH_BYTES, "little") + content.getvalue()
 
 
 def saved_random_state(states: torch.Tensor | Sequence[Mapping[str, Any]], rank: int) -> Mapping[str, Any]:
-    """One rank's state among those of all: rows of bytes, or a list as older checkpoints have it."""
+    """One rank's state from those of all ranks: rows of bytes, or a list in older checkpoints."""
     if not isinstance(states, torch.Tensor):
         return states[rank]
     row = states[rank].numpy().tobytes()
@@ -71,16 +71,17 @@ def seed_generators(number: int, rank: int) -> int:
     return seed
 
 
-def is_cut_alike(layout: Mapping[str, Any] | None, grid: ProcessGrid) -> bool:
-    """Whether a saved run had its model cut over ranks as `grid` has; `layout` as for `saved_rank_of`."""
+def has_same_sharding(layout: Mapping[str, Any] | None, grid: ProcessGrid) -> bool:
+    """Whether a saved run used the TP and PP sizes of `grid`; `layout` as for `saved_rank_of`."""
     sizes = (1, 1) if layout is None else (layout["tensor_size"], layout["pipeline_size"])
     return sizes == (grid.tensor_size, grid.pipeline_size)
 
 
 def saved_rank_of(layout: Mapping[str, Any] | None, world_size: int, grid: ProcessGrid) -> int | None:
-    """Which rank of a saved run of `world_size` had this process's place; None if none had.
+    """The rank of a saved run of `world_size` ranks at this process's place in the grid; None if none was.
 
-    `layout` is the saved `Layout` as plain data; None: data parallelism alone.
+    `layout` is the saved `Layout` as plain data; None: data parallelism only. If no rank had the same place,
+    the rank with the same data rank at tensor rank 0 of stage 0 is returned.
     """
     sizes = {key: 1 if layout is None else int(layout[key]) for key in ("tensor_size", "pipeline_size")}
     places = [(grid.data_rank, grid.tensor_rank, grid.stage), (grid.data_rank, 0, 0)]

@@ -1,11 +1,12 @@
-"""The model-parallel unit (`mpu`) that DeepSpeed asks who shares what, from Megatron's `parallel_state`.
+"""Adapts Megatron's `parallel_state` to the model-parallel unit (`mpu`) that DeepSpeed expects.
 
-Megatron has a tensor-, a pipeline- and a data-parallel group, and DeepSpeed further asks for ranks, sizes and
-members, under names that Megatron dropped or never had. Here everything follows from the groups alone, which
-must cut the world into a grid in the order of `ProcessGrid`; what an mpu says besides must agree with them.
-Older units that know a model-parallel group only are taken as tensor-parallel.
-Not covered, and refused: context, expert and sequence parallelism, whose groups DeepSpeed 0.19.8 would take
-for data-parallel ones.
+Megatron provides tensor-, pipeline- and data-parallel groups. DeepSpeed also needs ranks, sizes and members,
+under names that Megatron dropped or never had. Here everything is derived from the groups, which must divide
+the world into a grid in the order of `ProcessGrid`. If the mpu also returns ranks or sizes, they must agree
+with the groups. An older mpu that has only a model-parallel group is treated as tensor-parallel.
+
+Not supported, and rejected: context, expert and sequence parallelism. DeepSpeed 0.19.8 would mistake their
+groups for data-parallel ones.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from megalowbit.distributed import process_group
 from megalowbit.distributed.process_grid import TENSOR_KEY, ProcessGrid
 from megalowbit.errors import UserError
 
-# how an mpu may call the same group, the usual name first
+# names under which an mpu may have the same group, the usual one first
 TENSOR = ("get_tensor_model_parallel", "get_slice_parallel")
 PIPELINE = ("get_pipeline_model_parallel", "get_pipe_parallel")
 DATA = ("get_data_parallel",)
 MODEL = ("get_model_parallel",)
-# parallelism that multiplies with the others; sizes above 1 are refused
+# sizes above 1 of these are rejected
 REFUSED = {
     "get_context_parallel_world_size": "context parallelism",
     "get_expert_model_parallel_world_size": "expert parallelism",
@@ -35,15 +36,15 @@ REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsOfRank:
-    """What DeepSpeed 0.19.8 asks of an mpu, over four process groups of this rank; no sequence parallelism.
+    """The mpu interface of DeepSpeed 0.19.8 over four process groups of this rank; no sequence parallelism.
 
-    Ranks are 0 … world_size-1 in the group; those of `src_rank` and `group_ranks` are of the world.
+    Ranks are group ranks, 0 … size-1, except for `src_rank` and `group_ranks`, which are world ranks.
 
     Attributes:
         data: ranks with the same weights.
-        model: ranks that hold one copy of the model among them.
+        model: ranks that together hold one copy of the model.
         tensor: of those, the ranks that share each layer.
-        pipeline: of those, the ranks that follow each other; `None`: there is one stage.
+        pipeline: of those, the ranks of consecutive stages; `None`: there is one stage.
     """
 
     data: dist.ProcessGroup
@@ -95,14 +96,14 @@ class GroupsOfRank:
 
 
 def adapt_mpu(mpu: Any) -> GroupsOfRank | None:
-    """Complete an mpu for DeepSpeed; not collective, and in an initialised process group only.
+    """Complete an mpu for DeepSpeed. Not collective; needs an initialised process group.
 
     Args:
-        mpu: Megatron's `parallel_state`, as a module or an object, or anything with functions of those names;
-            None stays None.
+        mpu: Megatron's `parallel_state`, or any module or object with functions of the same names; None
+            returns None.
 
     Raises:
-        UserError: a group is missing, does not hold this rank, or the groups cut no grid out of the world.
+        UserError: a group is missing or lacks this rank, or the groups do not form a process grid.
     """
     if mpu is None:
         return None
@@ -113,7 +114,7 @@ def adapt_mpu(mpu: Any) -> GroupsOfRank | None:
             raise UserError(f"mpu.{name}() = {size}: {what} is not supported, set it to 1")
     data, tensor, pipeline, model = (_group(mpu, prefixes) for prefixes in (DATA, TENSOR, PIPELINE, MODEL))
     has_stages = pipeline is not None and dist.get_world_size(pipeline) > 1
-    if not has_stages:  # then these two are the same
+    if not has_stages:  # without a pipeline the two groups are the same
         tensor, model = tensor or model, model or tensor
     for group, names in ((data, DATA), (tensor, TENSOR), (model, MODEL)):
         if group is None:
@@ -127,23 +128,23 @@ def adapt_mpu(mpu: Any) -> GroupsOfRank | None:
 def find_grid(
     config: Mapping[str, Any], *, stages: int | None = None, mpu: GroupsOfRank | None = None
 ) -> ProcessGrid:
-    """Where this process stands, from whatever cuts the job.
-
-    That is an adapted mpu, the stages that a pipeline module brings along, or DeepSpeed's configuration.
+    """The process grid, from an adapted mpu, a pipeline module's stages or DeepSpeed's configuration.
 
     Raises:
-        UserError: two of them cut the job, or it cannot be cut like that.
+        UserError: two of these divide the job, or its processes cannot be divided that way.
     """
     rank, world_size = process_group.rank(), process_group.world_size()
     grid = ProcessGrid.from_config(config, rank, world_size)
     if mpu is not None:
         if grid.model_parallel_size > 1:
             raise UserError(
-                f"mpu and the configuration ({grid}) both cut the model: leave one of them out, "
-                f"{TENSOR_KEY} for an mpu of your own"
+                f"mpu and the configuration ({grid}) both partition the model: leave one of them out; "
+                f"with your own mpu, leave out {TENSOR_KEY}"
             )
         if stages is not None:
-            raise UserError("mpu and a pipeline module both cut the job: leave mpu out, stages have groups")
+            raise UserError(
+                "mpu and a pipeline module both partition the model: leave mpu out, the stages have groups"
+            )
         return _grid_of(mpu)
     if stages is None or stages == grid.pipeline_size:
         return grid
@@ -165,15 +166,15 @@ def _grid_of(mpu: GroupsOfRank) -> ProcessGrid:
 
 
 def _ask(mpu: Any, name: str) -> Any:
-    """What a function of the mpu returns; None where there is none, or its parallelism is not initialised."""
+    """The result of an mpu function; None if it is missing, or if its parallelism is not initialised."""
     function: Callable[[], Any] | None = getattr(mpu, name, None)
     if function is None:
         return None
     try:
         return function()
-    except AssertionError:  # how Megatron says that a group was not made
+    except AssertionError:  # Megatron's sign that a group was not created
         return None
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # anything that user code may raise
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"mpu.{name}() raises {type(error).__name__}: {reason}; initialise Megatron's parallel state "
@@ -182,10 +183,10 @@ def _ask(mpu: Any, name: str) -> Any:
 
 
 def _group(mpu: Any, prefixes: tuple[str, ...]) -> Any:
-    """The first group that the mpu has under one of the names.
+    """The first group that the mpu returns under one of the names.
 
     Raises:
-        UserError: it is no process group, or one without this rank.
+        UserError: it is not a process group, or does not include this rank.
     """
     for prefix in prefixes:
         group = _ask(mpu, f"{prefix}_group")
@@ -193,15 +194,15 @@ def _group(mpu: Any, prefixes: tuple[str, ...]) -> Any:
             continue
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise UserError(
-                f"mpu.{prefix}_group() is no process group of rank {process_group.rank()}: "
-                "let it return the group that the calling rank belongs to"
+                f"mpu.{prefix}_group() is not a process group of rank {process_group.rank()}: "
+                "return the group that the calling rank belongs to"
             )
         return group
     return None
 
 
 def _check_grid(mpu: GroupsOfRank) -> None:
-    """Refuse groups that are not those of a `ProcessGrid` with their sizes."""
+    """Reject groups that differ from those of a `ProcessGrid` of the same sizes."""
     sizes = {
         "data": mpu.get_data_parallel_world_size(),
         "tensor": mpu.get_tensor_model_parallel_world_size(),
@@ -212,8 +213,8 @@ def _check_grid(mpu: GroupsOfRank) -> None:
     if product != world_size:
         listed = " × ".join(f"{name} {size}" for name, size in sizes.items())
         raise UserError(
-            f"mpu's groups do not fit together: {listed} = {product} processes, and the job has "
-            f"{world_size}; make groups that divide it"
+            f"mpu's groups do not fit together: {listed} = {product} processes, but the job has "
+            f"{world_size}; create groups whose sizes multiply to {world_size}"
         )
     grid = _grid_of(mpu)
     expected = {
@@ -226,13 +227,13 @@ def _check_grid(mpu: GroupsOfRank) -> None:
         members = dist.get_process_group_ranks(group)
         if tuple(members) != ranks:
             raise UserError(
-                f"mpu's {name}-parallel group of rank {grid.rank} has ranks {members} and not {list(ranks)}: "
-                "tensor ranks must be neighbours and stages outermost, Megatron's default order"
+                f"mpu's {name}-parallel group of rank {grid.rank} has ranks {members}, not {list(ranks)}: "
+                "use Megatron's default order, in which tensor ranks are adjacent and stages are outermost"
             )
 
 
 def _check_statements(mpu: Any, units: GroupsOfRank) -> None:
-    """Refuse an mpu whose ranks and sizes are not those of its groups."""
+    """Reject an mpu whose ranks and sizes contradict its groups."""
     for prefixes in (DATA, MODEL, TENSOR, PIPELINE):
         for prefix in prefixes:
             for suffix in ("_rank", "_world_size", "_src_rank", "_group_ranks"):
@@ -240,8 +241,8 @@ def _check_statements(mpu: Any, units: GroupsOfRank) -> None:
                 said = _ask(mpu, f"{prefix}{suffix}") if truth is not None else None
                 if said is not None and truth is not None and _plain(said) != truth():
                     raise UserError(
-                        f"mpu.{prefix}{suffix}() = {said} on rank {process_group.rank()} but its group says "
-                        f"{truth()}: let it return that"
+                        f"mpu.{prefix}{suffix}() = {said} on rank {process_group.rank()}, but its group "
+                        f"gives {truth()}: return that value"
                     )
 
 

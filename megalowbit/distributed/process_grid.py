@@ -1,9 +1,9 @@
-"""Where a process stands in a job that cuts its model: pure arithmetic on ranks, in DeepSpeed's own orders.
+"""The process grid: a process's data, tensor and pipeline index, as pure arithmetic on ranks.
 
-Ranks count tensor ranks first, then data, then stages: tensor ranks are neighbours (AutoTP, and Megatron's
-default order), stages are outermost (`PipeDataParallelTopology`). No group is made here and nothing is
-imported, so a configuration can be checked before the seconds that torch and DeepSpeed take to load.
-Not covered: tensor and pipeline parallelism together, which is refused; sequence and expert parallelism.
+rank = (stage · data_size + data_rank) · tensor_size + tensor_rank, as in DeepSpeed: tensor ranks are adjacent
+(AutoTP, and Megatron's default order), stages are outermost (`PipeDataParallelTopology`). No group is created
+and neither torch nor DeepSpeed is imported, so a configuration is checked before their seconds of loading.
+Not covered: tensor and pipeline parallelism together (rejected), sequence and expert parallelism.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ProcessGrid:
         pipeline_size: stages that share the layers among them.
 
     Raises:
-        UserError: the world does not divide, or both sizes are above 1.
+        UserError: a size does not divide the world size, or both sizes are above 1.
     """
 
     rank: int
@@ -57,42 +57,42 @@ class ProcessGrid:
 
     @classmethod
     def from_config(cls, deepspeed_config: Mapping[str, Any], rank: int, world_size: int) -> ProcessGrid:
-        """Read the sizes from a DeepSpeed configuration as the user wrote it; what it leaves out is 1.
+        """Read the sizes from a DeepSpeed configuration as the user wrote it; sizes default to 1.
 
         Raises:
-            UserError: a size is no whole number ≥ 1, or the sizes do not fit the world.
+            UserError: a size is not a whole number ≥ 1, or the sizes do not fit the world size.
         """
         return cls(rank, world_size, *_sizes(deepspeed_config))
 
     @classmethod
     def smallest(cls, deepspeed_config: Mapping[str, Any], data_size: int) -> ProcessGrid:
-        """Rank 0 of the smallest grid with `data_size` data-parallel ranks that the sizes fit."""
+        """Rank 0 of the smallest grid of the configured sizes with `data_size` data-parallel ranks."""
         tensor_size, stages = _sizes(deepspeed_config)
         return cls(0, tensor_size * stages * data_size, tensor_size, stages)
 
     @property
     def data_size(self) -> int:
-        """Processes that train the same weights on other data."""
+        """Processes that train the same weights on different data."""
         return self.world_size // (self.tensor_size * self.pipeline_size)
 
     @property
     def data_rank(self) -> int:
-        """0 … data_size-1: which part of the data; decides data order, rounding and dropout."""
+        """0 … data_size-1: the part of the data; also determines rounding and dropout."""
         return self.rank // self.tensor_size % self.data_size
 
     @property
     def tensor_rank(self) -> int:
-        """0 … tensor_size-1: which part of each sharded layer."""
+        """0 … tensor_size-1: the shard of each sharded layer."""
         return self.rank % self.tensor_size
 
     @property
     def stage(self) -> int:
-        """0 … pipeline_size-1: which layers."""
+        """0 … pipeline_size-1: the pipeline stage."""
         return self.rank // (self.data_size * self.tensor_size)
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes that hold one copy of the model among them."""
+        """Processes that together hold one copy of the model."""
         return self.tensor_size * self.pipeline_size
 
     @property
@@ -115,16 +115,16 @@ class ProcessGrid:
 
     @property
     def model_parallel_ranks(self) -> tuple[int, ...]:
-        """World ranks that hold one copy of the model among them, in order."""
+        """World ranks that together hold one copy of the model, in order."""
         return self.tensor_ranks if self.pipeline_size == 1 else self.pipeline_ranks
 
     def __str__(self) -> str:
-        """How the job is cut: `"2 × 2: data 2, tensor 2"`; `"data 4"` where nothing is."""
-        parts = {"data": self.data_size, "tensor": self.tensor_size, "stages": self.pipeline_size}
-        cut = {name: size for name, size in parts.items() if size > 1 or name == "data"}
-        sizes = " × ".join(str(size) for size in cut.values())
-        names = ", ".join(f"{name} {size}" for name, size in cut.items())
-        return f"{sizes}: {names}" if len(cut) > 1 else names
+        """`"2 × 2: data 2, tensor 2"`, or `"data 4"` if the model is not partitioned."""
+        sizes = {"data": self.data_size, "tensor": self.tensor_size, "stages": self.pipeline_size}
+        used = {name: size for name, size in sizes.items() if size > 1 or name == "data"}
+        product = " × ".join(str(size) for size in used.values())
+        names = ", ".join(f"{name} {size}" for name, size in used.items())
+        return f"{product}: {names}" if len(used) > 1 else names
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,10 +1,10 @@
-"""Who am I: rank, local rank and world size, whichever launcher started this process.
+"""Identity of a process (rank, local rank, world size) under any launcher, and small collectives.
 
 torchrun and the DeepSpeed launcher export `RANK`, `LOCAL_RANK` and `WORLD_SIZE`; `srun` exports
 `SLURM_PROCID`, `SLURM_LOCALID` and `SLURM_NTASKS`; a plain `python` exports nothing and is rank 0 of 1.
-DeepSpeed itself understands the first form only (without it it tries MPI), so `export` rewrites the others.
-Where a launcher runs inside `srun`, SLURM's variables reach its ranks too, and the launcher's win.
-Group creation beyond the default group belongs to the engine; here are only identity and small collectives.
+DeepSpeed reads only the first form (without it, DeepSpeed tries MPI), so `export` rewrites the others. If a
+launcher runs inside `srun`, its ranks see both forms and the launcher's variables take precedence.
+The engine creates all process groups but the default one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 SLURM_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
 DEFAULT_PORT = 29500
-MOST_DIGITS = 18  # of a number in a variable: it fits into 64 bits
+MOST_DIGITS = 18  # of a number in a variable; it then fits into 64 bits
 LAST_PORT = 2**16 - 1
-FIRST_SLURM_PORT, SLURM_PORTS = 15000, 16381  # below the ports that systems give to clients; a prime
+FIRST_SLURM_PORT, SLURM_PORTS = 15000, 16381  # below the ports that systems assign to clients; a prime
 NODE_OF_LIST = re.compile(r"(?:[^,\[\]\s]|\[[\d,-]+\])+")
 
 
@@ -88,13 +88,13 @@ def _whole_number(name: str, environ: MutableMapping[str, str]) -> int:
 
 
 def export(identity: ProcessIdentity, environ: MutableMapping[str, str] | None = None) -> None:
-    """Write `identity` under the names torch and DeepSpeed read, with a master address if none is set.
+    """Write `identity` under the names that torch and DeepSpeed read; set a master address if there is none.
 
-    A single process gets a free port of its own, so that two runs on one machine do not collide. Under
-    `srun` also the place on the node and among nodes, as the DeepSpeed launcher writes it.
+    A single process gets a free port, so two runs on one machine do not collide. Under `srun` the process's
+    place on its node and among the nodes is written as well, as the DeepSpeed launcher does.
 
     Raises:
-        UserError: SLURM's variables are not understood, or MASTER_PORT is no port.
+        UserError: SLURM's variables cannot be parsed, or MASTER_PORT is not a port.
     """
     environ = os.environ if environ is None else environ
     environ["RANK"] = str(identity.rank)
@@ -106,7 +106,7 @@ def export(identity: ProcessIdentity, environ: MutableMapping[str, str] | None =
         environ["MASTER_PORT"] = str(_port(identity, environ))
     port = _whole_number("MASTER_PORT", environ)
     if not 1 <= port <= LAST_PORT:
-        raise UserError(f"MASTER_PORT {environ['MASTER_PORT']} is no port: give one of 1 … {LAST_PORT}")
+        raise UserError(f"MASTER_PORT {environ['MASTER_PORT']} is not a port: use one of 1 … {LAST_PORT}")
     if identity.launcher == "slurm":
         for name, value in _slurm_places(environ).items():
             environ.setdefault(name, str(value))
@@ -117,12 +117,12 @@ def _slurm_head(environ: MutableMapping[str, str]) -> str:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
     match = NODE_OF_LIST.match(nodes)
     if match is None or nodes[match.end() :][:1] not in ("", ","):
-        raise UserError(f"SLURM node list {nodes!r} is not understood: set MASTER_ADDR")
+        raise UserError(f"SLURM node list {nodes!r} cannot be parsed: set MASTER_ADDR")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
 def _slurm_places(environ: MutableMapping[str, str]) -> dict[str, int]:
-    """Processes of this node, number of nodes, and which of them this is, as far as SLURM says so."""
+    """Number of processes on this node, number of nodes and this node's index, as far as SLURM sets them."""
     places = {}
     nodes = "SLURM_STEP_NUM_NODES" if environ.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
     if nodes in environ and "SLURM_NODEID" in environ:
@@ -135,7 +135,7 @@ def _slurm_places(environ: MutableMapping[str, str]) -> dict[str, int]:
 
 
 def _slurm_local_size(environ: MutableMapping[str, str]) -> int | None:
-    """Tasks of this node: the third number of `2(x3),1` on the node of index 2."""
+    """Tasks on this node. SLURM lists tasks per node: `2(x3),1` is 2, 2, 2, 1."""
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if counts is None or "SLURM_NODEID" not in environ:
         text = environ.get("SLURM_NTASKS_PER_NODE", "")
@@ -144,7 +144,7 @@ def _slurm_local_size(environ: MutableMapping[str, str]) -> int | None:
     for count in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", count)
         if match is None:
-            raise UserError(f"SLURM_STEP_TASKS_PER_NODE {counts!r} is not understood: unset it")
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE {counts!r} cannot be parsed: unset it")
         repeats = int(match[2] or 1)
         if node < repeats:
             return int(match[1])
@@ -154,8 +154,9 @@ def _slurm_local_size(environ: MutableMapping[str, str]) -> int | None:
 
 def _port(identity: ProcessIdentity, environ: MutableMapping[str, str]) -> int:
     if identity.launcher == "slurm":
-        # All tasks must agree without talking. Jobs on one node, tasks of an array too, have other ids;
-        # steps of a job may run side by side; and something of the try before may still hold its port.
+        # All tasks must compute the same port without communicating. Jobs on one node, including array tasks,
+        # differ in their job id; steps of one job may run at the same time; and a process of the previous
+        # attempt may still hold its port.
         job, step, restarts = (
             _whole_number(name, environ) if name in environ else 0
             for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -168,7 +169,7 @@ def _port(identity: ProcessIdentity, environ: MutableMapping[str, str]) -> int:
     return DEFAULT_PORT
 
 
-# torch.distributed is imported at use: a configuration is checked before the seconds torch takes to load.
+# torch.distributed is imported at use, because a configuration is checked before torch is loaded (seconds).
 
 
 def is_initialized() -> bool:
@@ -179,51 +180,53 @@ def is_initialized() -> bool:
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Size of `group` (default: the world); 1 where nothing is initialised."""
+    """Size of `group` (default: the world); 1 if nothing is initialised."""
     import torch.distributed as dist
 
     return dist.get_world_size(group) if is_initialized() else 1
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in `group` (default: the world); 0 where nothing is initialised."""
+    """This process's rank in `group` (default: the world); 0 if nothing is initialised."""
     import torch.distributed as dist
 
     return dist.get_rank(group) if is_initialized() else 0
 
 
-def is_true_anywhere(mine: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether any rank of `group` (default: the world) says so, in 4 bytes for any number; collective."""
+def is_true_anywhere(value: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether `value` is true on any rank of `group` (default: the world); one 4-byte all-reduce."""
     if world_size(group) == 1:
-        return mine
+        return value
     import torch
     import torch.distributed as dist
 
-    flag = torch.tensor([int(mine)], dtype=torch.int32, device=exchange_device(group))
+    flag = torch.tensor([int(value)], dtype=torch.int32, device=exchange_device(group))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
 
 
 def check_numbers_differ(
-    mine: tuple[object, ...] | None,
+    source: tuple[object, ...] | None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Refuse ranks that round different data with the same random numbers; collective, 8 bytes a rank.
+    """Reject ranks that round different data with the same random numbers; collective, 8 bytes per rank.
 
-    `mine` is what this rank's numbers follow from, by value, None if it draws none; `group` are the ranks
-    with data of their own (default: the world).
+    Args:
+        source: the values from which this rank's random numbers are derived; None if it draws none.
+        group: the ranks that hold different data (default: the world).
+        device: of the exchanged tensor; see `exchange_device`.
 
     Raises:
-        UserError: two ranks have the same; raised on all ranks of the group.
+        UserError: two ranks have the same source; all ranks of the group raise it.
     """
     if world_size(group) == 1:
         return
     import torch
     import torch.distributed as dist
 
-    digest = hashlib.blake2b(repr(mine).encode(), digest_size=7).digest()
-    value = -1 if mine is None else int.from_bytes(digest, "little")
+    digest = hashlib.blake2b(repr(source).encode(), digest_size=7).digest()
+    value = -1 if source is None else int.from_bytes(digest, "little")
     local = torch.tensor([value], dtype=torch.int64, device=exchange_device(group, device))
     everyone = [torch.empty_like(local) for _ in range(world_size(group))]
     dist.all_gather(everyone, local, group=group)
@@ -241,9 +244,9 @@ def check_numbers_differ(
 
 
 def exchange_device(group: dist.ProcessGroup | None, device: torch.device | None = None) -> torch.device:
-    """Where a small tensor must lie for `group` (default: the world) to exchange it.
+    """The device a small tensor must be on for `group` (default: the world) to exchange it.
 
-    That is `device` (None: the CPU), or the current GPU under NCCL.
+    Under NCCL the current GPU; otherwise `device` (None: the CPU).
     """
     import torch
     import torch.distributed as dist

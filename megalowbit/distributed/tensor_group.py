@@ -1,4 +1,4 @@
-"""The ranks that hold the shards of one tensor, and the collectives over them."""
+"""Collectives over the tensor-parallel ranks of a layer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megalowbit.errors import UserError
 
 
 class TensorGroup:
-    """The ranks that hold the shards of one layer, and the sums over them.
+    """The ranks that hold the shards of one layer, and collectives over them.
 
-    Copies of a layer share it; it cannot be pickled, as no process group can.
+    Copies of a layer share it. Like a process group, it cannot be pickled.
 
     Attributes:
-        group: the process group, this process in it.
-        rank: of this process, 0 … size-1.
+        group: the process group; includes this process.
+        rank: this process's rank in it, 0 … size-1.
         size: number of ranks.
     """
 
@@ -28,7 +28,7 @@ class TensorGroup:
         self.size = dist.get_world_size(group)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in the tensor's dtype; overwrites the tensor where it is contiguous."""
+        """The sum over all ranks, in the tensor's dtype; overwrites the tensor if it is contiguous."""
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
@@ -36,19 +36,19 @@ class TensorGroup:
         return tensor
 
     def start_sum(self, tensor: Tensor) -> Any:
-        """Begin to sum a contiguous tensor in place: what to `wait()` for, or `None`."""
+        """Start to sum a contiguous tensor in place; returns a handle to `wait()` on, or `None`."""
         if self.size == 1:
             return None
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest over all ranks, element by element, in place; no value may be NaN, which MAX drops."""
+        """The elementwise maximum over all ranks, in place. No value may be NaN, because MAX drops NaN."""
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, which have one shape, in order; collective."""
+        """The tensors of all ranks, in rank order; collective. All must have the same shape."""
         if self.size == 1:
             return [tensor]
         tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
@@ -60,6 +60,6 @@ class TensorGroup:
 
     def __reduce__(self) -> Any:
         raise UserError(
-            "a tensor-parallel layer cannot be pickled, its process group belongs to this process: "
+            "a tensor-parallel layer cannot be pickled because its process group belongs to this process: "
             "save model.state_dict() instead"
         )

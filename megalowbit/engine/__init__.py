@@ -1,1 +1,1 @@
-"""The only room that imports deepspeed: its configuration, its engine with our optimizer, checkpoints."""
+"""The only package that imports DeepSpeed: its engine with our layers, optimizer and checkpoints."""

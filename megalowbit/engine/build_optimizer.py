@@ -1,7 +1,7 @@
-"""The optimizer of a run that starts: chosen before the engine, built inside its start, finished after it.
+"""Builds the optimizer of a run in three parts: before, inside and after `deepspeed.initialize`.
 
-At stage 0 ours is the engine's optimizer. From stage 1 on DeepSpeed wraps the plain one in its own, which is
-made ours once the engine stands.
+At stage 0 our optimizer is the engine's optimizer. From stage 1 on DeepSpeed wraps the plain optimizer in its
+ZeRO optimizer, which gets our class once the engine is built.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megalowbit.optim.schedules.scheduler import LRScheduler
 
 
 class OptimizerStart:
-    """Called by `deepspeed.initialize` for the optimizer of a prepared model; then `finish` is due.
+    """Passed to `deepspeed.initialize`, which calls it for the optimizer; call `finish` afterwards.
 
     Norm and overflow are reduced over `groups`.
 
     Attributes:
-        regularizer: at work, or None.
-        deepspeed_keys: what must be added to DeepSpeed's configuration.
+        regularizer: the dual-range regulariser, or None.
+        deepspeed_keys: keys to add to DeepSpeed's configuration.
 
     Raises:
-        UserError: what was passed does not fit the model; all ranks raise it.
+        UserError: optimizer or parameters do not fit the model; all ranks raise it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class OptimizerStart:
             self._zero = ZeroStart(model, parts, mpu=groups, regularizer=self.regularizer)
 
     def __call__(self, _: object) -> torch.optim.Optimizer:
-        """Build it; the model has been moved and broadcast in fp32, or cast already at stages above 0."""
+        """Build the optimizer. DeepSpeed has moved and broadcast the model, and cast it at stages above 0."""
         client = self._client
         if client is None:
             inner = build_optimizer(self._parts.deepspeed["optimizer"], self._trained)
@@ -71,18 +71,18 @@ class OptimizerStart:
         return wrap_optimizer(inner, self._model, self._parts, mpu=self._groups, regularizer=self.regularizer)
 
     def schedule(self, lr_scheduler: Any) -> Any:
-        """For `deepspeed.initialize`: what makes our scheduler, or `lr_scheduler`, the user's or None."""
+        """The `lr_scheduler` for `deepspeed.initialize`: a factory of ours, the user's, or None."""
         settings = self._parts.settings.lr_schedule
         return lr_scheduler if settings is None else partial(LRScheduler, schedule=settings)
 
     def finish(self, engine: Any) -> None:
-        """To be called once the engine stands; collective over all ranks."""
+        """Finish the optimizer of the engine that was built; collective over all ranks."""
         if self._zero is not None:
             self._zero.finish(engine)
 
 
 def build_optimizer(block: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The torch optimizer of a filled `optimizer` block; a group's own `weight_decay` wins over it."""
+    """The torch optimizer of a complete `optimizer` block; a group's `weight_decay` overrides the block's."""
     params = dict(block["params"])
     if block["type"] == "SGD":
         return torch.optim.SGD(groups, fused=True, **params)

@@ -1,10 +1,10 @@
-"""Our optimizers with the surface that DeepSpeed's engine expects at ZeRO stage 0.
+"""Our optimizers with the interface that DeepSpeed's engine expects at ZeRO stage 0.
 
-The engine scales the loss, reduces gradients and reports overflow through methods of `ZeROOptimizer`; being
-one makes it call them. It reduces whatever `get_grads_for_reduction` returns: here one contiguous fp32
-buffer, in place. `step` does the rest, clipping included, so the engine's own clipping must stay off (it
-would clip `.grad` in place, before S is divided out). Everything read by the engine is held by
-tests/engine/contract/.
+The engine scales the loss, reduces gradients and reports overflow through methods of `ZeROOptimizer`, so our
+classes derive from it. The engine reduces what `get_grads_for_reduction` returns: here one contiguous fp32
+buffer, in place. `step` does the rest, including clipping. The engine's clipping must stay off, because it
+would clip `.grad` before the gradients are divided by the loss scale. tests/engine/contract/ checks every
+name that the engine reads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import maybe_loss_for_backward
 
 from megalowbit.distributed import process_group
+from megalowbit.engine.parameters.full_values import link_values, unlink_values
 from megalowbit.engine.parameters.user_gradients import NO_GRADIENTS
-from megalowbit.engine.parameters.whole_values import link_values, unlink_values
 from megalowbit.errors import UserError
 from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.optimizers.base import MegatronOptimizer
@@ -26,7 +26,7 @@ from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloa
 
 
 class EngineSurface(ZeROOptimizer, MegatronOptimizer):
-    """What the engine reads and calls; mixed into a concrete optimizer."""
+    """The attributes and methods that the engine uses; mixed into a concrete optimizer."""
 
     custom_loss_scaler = False
     external_loss_scale = None
@@ -43,7 +43,7 @@ class EngineSurface(ZeROOptimizer, MegatronOptimizer):
 
     @property
     def cur_scale(self) -> float:
-        """DeepSpeed's name of `loss_scale`."""
+        """DeepSpeed's name for `loss_scale`."""
         return self.loss_scale
 
     @property
@@ -52,40 +52,40 @@ class EngineSurface(ZeROOptimizer, MegatronOptimizer):
         return self.grad_scaler is not None and not isinstance(self.grad_scaler, ConstantGradScaler)
 
     def needs_scaler(self) -> bool:
-        """Whether a backward without `scale_if_loss` would give wrong gradients."""
+        """Whether the loss must pass through `scale_if_loss` before backward."""
         return self.grad_scaler is not None
 
     def scale_if_loss(self, value: Any) -> Any:
-        """Multiply a loss by the scale; leave everything else alone."""
+        """Multiply a loss by the loss scale; return any other value unchanged."""
         if self.grad_scaler is not None and maybe_loss_for_backward(value):
             return self.scale_loss(value)
         return value
 
     def get_grads_for_reduction(self) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-        """Gradients to average over data parallel, and those of experts (none)."""
+        """Gradients to average over data-parallel ranks, and expert gradients (none)."""
         if self.grad_buffer is None or not self.grad_buffer.flat.numel():
             return [], {}
         is_alone = process_group.world_size() == 1
         return [self.grad_buffer.flat if is_alone else self.grad_buffer.before_reduction()], {}
 
     def refresh_fp32_params(self) -> None:
-        """Called after module weights alone were loaded."""
+        """Called after only the module's weights were loaded."""
         self.reload_model_params()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True, **_: Any
     ) -> None:
-        """Continue from a saved state; DeepSpeed's further arguments concern ZeRO only."""
+        """Continue from a saved state; DeepSpeed's further arguments apply to ZeRO only."""
         MegatronOptimizer.load_state_dict(self, state_dict, load_optimizer_states)
 
     def begin_step(self, loss_scale: float) -> None:
-        """As of every stage: a step without gradients is refused, or moments alone would move the weights."""
+        """Reject a step without gradients, in which the moments alone would change the weights."""
         if not self.gradients.are_there():
             raise UserError(NO_GRADIENTS)
         super().begin_step(loss_scale)
 
     def destroy(self) -> None:
-        """Called when the engine goes: the parameters get ordinary gradients again."""
+        """Called when the engine is destroyed: parameters get ordinary gradients again."""
         unlink_values(self)
         if self.grad_buffer is not None:
             self.grad_buffer.detach()

@@ -1,10 +1,10 @@
 """`megalowbit.initialize`: the counterpart of `deepspeed.initialize`.
 
-DeepSpeed gets a configuration without precision blocks and a callable that builds our optimizer after the
-model has been moved and broadcast in fp32; so masters are the exact initial weights, on every rank the same.
-Parameters are cast to half precision then, but for norms kept in fp32; buffers keep their type. If the
-configuration names a recipe that quantises, the model leaves here with low-bit layers or not at all. From
-ZeRO stage 1 on DeepSpeed's own optimizer is made ours, and exact masters are written afterwards.
+DeepSpeed gets a configuration without precision blocks, and a callable that builds our optimizer after the
+model has been moved and broadcast in fp32. The masters are therefore the exact initial weights, the same on
+every rank. Then parameters are cast to half precision, except norms kept in fp32; buffers keep their dtype.
+If the configured recipe quantises, the returned model has low-bit layers; otherwise an error is raised. From
+ZeRO stage 1 on, DeepSpeed's optimizer gets our class after it is built, and exact masters are written last.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.build_optimizer import OptimizerStart
 from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
 from megalowbit.engine.model_optimizer import ClientOptimizer, ModelParameters
-from megalowbit.engine.parameters.layout import lay_out_parameters
+from megalowbit.engine.parameters.layout import make_parameters_contiguous
 from megalowbit.engine.parameters.user_gradients import attach_zero_grad
-from megalowbit.engine.pipeline.setup import attach_pipeline, check_block, check_stages, release_whole
+from megalowbit.engine.pipeline.setup import attach_pipeline, check_block, check_stages, release_full_model
 from megalowbit.engine.prepare_model import check_prepared, prepare_model
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.engine.run_checks.deepspeed_arguments import (
     Config,
     check_scalars,
+    find_config,
     hidden_size_of,
-    offer_port,
-    tell_local_rank,
-    the_config,
-    the_model,
+    require_model,
+    set_default_port,
+    set_local_rank,
 )
 from megalowbit.engine.run_checks.deepspeed_blocks import QUIET, check_parts
 from megalowbit.engine.run_checks.model import check_arguments
@@ -57,7 +57,7 @@ from megalowbit.supervision.timeouts import set_group_timeouts
 
 logger = logging.getLogger(__name__)
 
-Scheduler = Any  # torch's LRScheduler or DeepSpeed's look-alikes
+Scheduler = Any  # torch's LRScheduler, or one of DeepSpeed's, which have the same methods
 
 
 def initialize(
@@ -84,38 +84,39 @@ def initialize(
     The first thirteen arguments are those of `deepspeed.initialize`, in its order.
 
     Args:
-        args: whose `deepspeed_config` is used where `config` is not given; its `local_rank` is set.
-        model: required: fp32, or already in the configured precision; converted and cast in place.
-        optimizer: instead of the configuration's; a torch optimizer over the model's parameters, or what
-            makes one from `model_parameters` (by default all), called once layers are cut and converted.
-        model_parameters: parameters or groups to train, used as they are; by default all, with weight decay
-            as `weight_decay_groups` applies it: to matrices, and of split weights to `weight` and `split_s`.
-        training_data: dataset from which a data loader is made.
+        args: its `deepspeed_config` is used if `config` is not given; its `local_rank` is set.
+        model: required; fp32, or already in the configured precision. It is converted and cast in place.
+        optimizer: replaces the configured one. A torch optimizer over the model's parameters, or a callable
+            that creates one from `model_parameters` (by default all) after sharding and conversion.
+        model_parameters: parameters or groups to train, used unchanged. By default all, with the weight decay
+            of `weight_decay_groups`: on matrices and, of split weights, on `weight` and `split_s`.
+        training_data: dataset for the returned data loader.
         lr_scheduler: callable from optimizer to scheduler, or a scheduler of the `optimizer` passed; by
-            default the configuration's.
-        distributed_port: of the main process, where the environment names none.
-        mpu: model-parallel unit, such as Megatron's `parallel_state`; norm and overflow are reduced over its
+            default the configured one.
+        distributed_port: port of the main process if the environment sets none.
+        mpu: model-parallel unit, such as Megatron's `parallel_state`. Norm and overflow are reduced over its
             model-parallel group.
         dist_init_required: as for `deepspeed.initialize`.
         collate_fn: for the data loader.
-        config: required: DeepSpeed configuration with a `"megalowbit"` block: a file, its content, or read
-            already. What it schedules is up to the caller, and a warning says so unless it was read already.
-        mesh_param: refused: for sequence parallelism, which is not supported.
+        config: required; DeepSpeed configuration with a `"megalowbit"` block: a file, a dict, or
+            `DeepSpeedConfigParts`. The caller must act on what it schedules (late switch, speculation,
+            parameter split); a warning says so, unless `DeepSpeedConfigParts` is passed.
+        mesh_param: rejected, because sequence parallelism is not supported.
         config_params: an older name of `config`.
-        seed: of stochastic rounding in layers that are converted here.
+        seed: seed of stochastic rounding in the layers converted here.
         total_steps: optimizer steps of the run, for `"auto"` in the schedule.
-        timeout: after which a collective that does not end fails; by default torch's own until the engine is
-            made, and `megalowbit.watchdog.timeout` from then on.
+        timeout: a collective that takes longer fails. By default torch's timeout until the engine is built,
+            and `megalowbit.watchdog.timeout` from then on.
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`; dataloader and scheduler may be None.
-        `engine.regularizer` is the dual-range regulariser at work, or None; `engine.process_grid` says where
-        this process stands.
+        `engine.regularizer` is the dual-range regulariser or None; `engine.process_grid` holds this process's
+        place in the process grid.
 
     Raises:
         UserError: configuration, model and arguments do not fit together, or ranks were started differently.
     """
-    model, config = the_model(model, args), the_config(config, args, config_params)
+    model, config = require_model(model, args), find_config(config, args, config_params)
     check_scalars(
         seed=seed,
         total_steps=total_steps,
@@ -123,21 +124,21 @@ def initialize(
         mesh_param=mesh_param,
         distributed_port=distributed_port,
     )
-    offer_port(distributed_port)
+    set_default_port(distributed_port)
     identity = start_process_group(timeout=timeout, dist_init_required=dist_init_required)
-    tell_local_rank(args, identity.local_rank)
+    set_local_rank(args, identity.local_rank)
     deepspeed = import_deepspeed()
     _forget_earlier_unit()
     unit = succeed_together(adapt_mpu, mpu)
     parts, grid = succeed_together(_read, config, model, unit, total_steps, optimizer)
     _check_ranks_agree(parts, grid, model, optimizer, seed, unit)
-    if unit is None:  # the same on all ranks from here on
+    if unit is None:  # from here on the same on all ranks
         succeed_together(check_stages, model, parts, grid)
     succeed_together(check_parts, parts)
     succeed_together(check_arguments, model, parts.settings, optimizer, model_parameters, lr_scheduler)
-    succeed_together(lay_out_parameters, model, stage=zero_stage(parts.deepspeed))
+    succeed_together(make_parameters_contiguous, model, stage=zero_stage(parts.deepspeed))
     prepared = prepare_model(model, parts, grid, mpu=unit, seed=seed)
-    if parts is not config:  # the pretraining loop, which keeps to schedules, has read it already
+    if parts is not config:  # the pretraining loop passes parts, and follows the schedules itself
         _warn_of_guesses(parts)
         _warn_of_schedules(parts, prepared.recipe)
     start = OptimizerStart(
@@ -156,7 +157,7 @@ def initialize(
     start.finish(engine)
     _attach(engine, parts.settings, start.regularizer, grid)
     succeed_together(check_prepared, engine, prepared)
-    release_whole(engine.module)
+    release_full_model(engine.module)
     _limit_collectives(timeout, parts.settings.watchdog.timeout)
     return engine, wrapped, dataloader, scheduler
 
@@ -168,7 +169,7 @@ def _read(
     total_steps: int | None,
     optimizer: object,
 ) -> tuple[DeepSpeedConfigParts, ProcessGrid]:
-    """The configuration, unless it was read already, and where it places this process."""
+    """The parsed configuration and the process grid."""
     from deepspeed.pipe import PipelineModule
 
     stages = int(model.num_stages) if isinstance(model, PipelineModule) else None
@@ -208,7 +209,7 @@ def _check_ranks_agree(
 
 
 def _forget_earlier_unit() -> None:
-    """Let no engine ask the groups of one before it, which DeepSpeed keeps for the whole process."""
+    """Clear the mpu of an earlier engine, which DeepSpeed keeps in a module for the whole process."""
     from deepspeed.utils import groups
 
     groups.mpu = None
@@ -217,7 +218,7 @@ def _forget_earlier_unit() -> None:
 def _attach(
     engine: Any, settings: EngineSettings, regularizer: DualRangeRegularizer | None, grid: ProcessGrid
 ) -> None:
-    """Put into the engine what DeepSpeed has no argument for."""
+    """Set what `deepspeed.initialize` has no argument for."""
     from megalowbit.engine.checkpoints.checkpoint_engine import AtomicCheckpointEngine  # imports deepspeed
 
     engine.clip_fp32_gradients = _leave_clipping_to_the_optimizer
@@ -229,17 +230,18 @@ def _attach(
     check_first_batch(engine)
     attach_checkpoint_methods(engine)
     if settings.autocast.enabled:
-        # hooks of the module, and not the engine's forward: evaluation and recomputation take the same casts
+        # module hooks instead of the engine's forward, because evaluation and recomputation need the same
+        # casts
         classes = settings.autocast.op_classes()
         attach_autocast(engine.module, settings.precision, engine.device.type, classes)
 
 
 def _leave_clipping_to_the_optimizer() -> None:
-    """Take the place of the engine's own clipping, which would come before S is divided out."""
+    """Replaces the engine's clipping, which would clip before the gradients are divided by the loss scale."""
 
 
 def _limit_collectives(timeout: timedelta | None, configured: float | None) -> None:
-    """Set the timeout of all groups, those included that DeepSpeed has made without one."""
+    """Set the timeout of all groups, including those that DeepSpeed created without one."""
     if timeout is None and configured is not None:
         timeout = timedelta(seconds=configured)
     if timeout is not None:
@@ -249,24 +251,24 @@ def _limit_collectives(timeout: timedelta | None, configured: float | None) -> N
 def _warn_of_guesses(parts: DeepSpeedConfigParts) -> None:
     if parts.guesses and process_group.rank() == 0:
         logger.warning(
-            '"auto" is filled in where no TrainingArguments say more: %s; write the values that you mean',
+            '"auto" was replaced by defaults, because there are no TrainingArguments: %s; set these values',
             ", ".join(parts.guesses),
         )
 
 
 def _warn_of_schedules(parts: DeepSpeedConfigParts, recipe: Recipe | None) -> None:
-    """Say what a loop of the user's own has to do itself, on one rank."""
+    """Warn, on one rank, about scheduled actions that the user's loop has to take."""
     if process_group.rank() != 0:
         return
     if parts.megalowbit.get("late_switch") is not None:
         logger.warning(
-            "megalowbit.late_switch is acted on by launch/pretrain.py only: "
-            "call mlb.switch_precision(model) yourself"
+            "megalowbit.late_switch is applied by launch/pretrain.py only: "
+            "call mlb.switch_precision(model) in your training loop"
         )
     if parts.megalowbit.get("speculation") is not None:
         logger.warning(
-            "megalowbit.speculation is acted on by launch/pretrain.py only: "
-            "make an mlb.PrecisionController(model, settings) yourself"
+            "megalowbit.speculation is applied by launch/pretrain.py only: "
+            "create an mlb.PrecisionController(model, settings) in your training loop"
         )
     if recipe is not None and recipe.parameter_split is not None:
         logger.warning("recipe.parameter_split: call mlb.split_weights(engine) before the steps that are due")

@@ -1,4 +1,4 @@
-"""The optimizer of a model inside DeepSpeed's engine: which parameters it trains, and ours around it."""
+"""Selects the parameters to train and wraps their optimizer in ours, for DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ModelParameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
-# one of the user's own, or what makes one from parameters or groups, as `deepspeed.initialize` takes it
+# the user's optimizer, or a callable that creates one from parameters or groups, as in `deepspeed.initialize`
 ClientOptimizer = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
 
 
@@ -30,10 +30,10 @@ def groups_to_train(
     model_parameters: ModelParameters | None,
     config: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Groups of parameters to train, all of them the model's as it is now, cut and converted.
+    """Groups of parameters to train. The model must already be sharded and converted.
 
     Raises:
-        UserError: some are not, or none is to be trained.
+        UserError: a parameter does not belong to the model, or none is trainable.
     """
     _check_trained(model, model.parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -50,7 +50,7 @@ def groups_to_train(
 def client_optimizer(
     model: torch.nn.Module, make: ClientOptimizer, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """The user's optimizer, made now if `make` is a callable."""
+    """The user's optimizer; created now if `make` is a callable."""
     if isinstance(make, torch.optim.Optimizer):
         return make
     optimizer = make(groups)
@@ -62,7 +62,7 @@ def client_optimizer(
 
 def _check_trained(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]) -> None:
     if not any(parameter.requires_grad for parameter in parameters):
-        stage = getattr(model, "stage_id", None)  # a pipeline's stage must have gradients to send
+        stage = getattr(model, "stage_id", None)  # a pipeline stage must have gradients to send
         raise UserError(
             f"{'the model' if stage is None else f'stage {stage}'} has no trainable parameter: "
             "set requires_grad on at least one"
@@ -74,22 +74,22 @@ def _check_client(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
     foreign = _count_foreign_parameters(model, optimizer.param_groups)
     if foreign:
         raise UserError(
-            f"optimizer holds {foreign} parameters that are not (or no longer) the model's, whose layers "
-            "have been cut or converted: pass a callable from parameters to optimizer, such as "
+            f"optimizer holds {foreign} parameters that are not (or no longer) the model's, because layers "
+            "were sharded or converted: pass a callable from parameters to optimizer, such as "
             "lambda groups: AdamW(groups, lr=1e-4)"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UserError(
-            f"optimizer {type(optimizer).__name__} steps with a closure, which an engine has not: "
+            f"optimizer {type(optimizer).__name__} needs a closure to step, which the engine does not have: "
             "use one that steps on gradients, such as AdamW"
         )
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim and value.shape != parameter.shape:
                 raise UserError(
-                    f"optimizer has {name} of shape {tuple(value.shape)} for a parameter that is "
-                    f"{tuple(parameter.shape)} once cut: pass one without a state"
+                    f"optimizer has {name} of shape {tuple(value.shape)} for a parameter that has shape "
+                    f"{tuple(parameter.shape)} after sharding: pass an optimizer without state"
                 )
 
 
@@ -101,7 +101,7 @@ def _count_foreign_parameters(model: torch.nn.Module, groups: Iterable[dict[str,
 def parameter_groups(
     model: torch.nn.Module, model_parameters: ModelParameters | None, config: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Groups to train; those given must be the model's, which layer conversion may have replaced."""
+    """Groups to train. Given parameters must be the model's; layer conversion may have replaced them."""
     if model_parameters is None:
         decay = config["optimizer"]["params"].get("weight_decay", 0.0)
         return weight_decay_groups(model, decay)
@@ -114,7 +114,7 @@ def parameter_groups(
             f"model_parameters holds {foreign} parameters that are not (or no longer) the model's: "
             "convert the model first, then collect its parameters"
             + (
-                ", or leave them out where tensor parallelism cuts it"
+                ", or leave model_parameters out, because tensor parallelism shards the model"
                 if hasattr(model, "ds_autotp_parsed")
                 else ""
             )
@@ -130,7 +130,7 @@ def wrap_optimizer(
     mpu: Any,
     regularizer: DualRangeRegularizer | None,
 ) -> torch.optim.Optimizer:
-    """Our optimizer around `inner`; the model has its final dtype afterwards."""
+    """Wrap `inner` in our optimizer and cast the model to its final dtype."""
     from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
 
     settings = parts.settings
@@ -141,7 +141,8 @@ def wrap_optimizer(
         "model_parallel_group": mpu.get_model_parallel_group() if mpu is not None else None,
         "tensor_parallel_group": _tensor_parallel_group(mpu),
         "training_group": dist.group.WORLD,
-        "is_flag_shared": True,  # the engine averages over data parallel, we reduce over model parallel
+        # the engine averages over data-parallel ranks, we reduce over model-parallel ranks
+        "is_flag_shared": True,
         "named_parameters": list(model.named_parameters()),
         "instruments": Instruments.attach(model, grad_scaler, layer_scaling=settings.layer_scaling),
     }
@@ -150,7 +151,7 @@ def wrap_optimizer(
     wrapped = DeepSpeedFloat16Optimizer(
         inner, **options, grad_scaler=grad_scaler, bf16=settings.precision == "bf16", cast_parameters=True
     )
-    # frozen parameters have no master, but meet the others in the same products
+    # frozen parameters have no master, but are multiplied with the others, so they need the same dtype
     for parameter in model.parameters():
         if parameter.dtype == torch.float32 and not is_kept_fp32(parameter):
             parameter.data = parameter.data.to(HALF[settings.precision])
@@ -158,18 +159,18 @@ def wrap_optimizer(
 
 
 def step_options(parts: DeepSpeedConfigParts) -> dict[str, Any]:
-    """What a configuration says of every step, at all stages; see `StepOptions`."""
+    """Options of every step, at all ZeRO stages; see `StepOptions`."""
     return {"clip_grad": parts.deepspeed["gradient_clipping"], **options_in(parts.settings)}
 
 
 def copies_group(mpu: Any) -> dist.ProcessGroup | None:
-    """Ranks that hold copies of what is not sharded: tensor-parallel ones, or all model-parallel ones."""
+    """Ranks with copies of unsharded parameters: the tensor-parallel ranks, or all model-parallel ranks."""
     if mpu is None:
         return None
     return _tensor_parallel_group(mpu) or mpu.get_model_parallel_group()
 
 
 def _tensor_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
-    """Of Megatron's parallel state, which has one within the model-parallel group; DeepSpeed needs none."""
+    """The mpu's tensor-parallel group, if it has one; DeepSpeed does not require it."""
     group_of = getattr(mpu, "get_tensor_model_parallel_group", None)
     return group_of() if group_of is not None else None

@@ -1,16 +1,17 @@
-"""A step that overflowed, done again at a lower scale instead of being lost.
+"""Repeats a step that overflowed at a lower loss scale, instead of losing its batch.
 
-An overflow costs a whole batch of data and, with hysteresis, perhaps a second one before S falls. With a
-snapshot of what a forward moves (random numbers, buffers such as running means, whatever else the caller
-names) the same batches can be gone through again, so that the step is the one a lower S would have made at
-once. Weights, moments and learning rate need no snapshot: a skipped step leaves them alone. An engine has
-more that moves: its counters, on skipped steps too, and the places of low-bit layers. A step that succeeds in
-the end counts as one applied step, one that never does as one skipped step.
+An overflow costs a batch of data and, with hysteresis, perhaps a second one before the loss scale S falls.
+A snapshot of the state that a forward pass changes (random generators, buffers such as running means, and
+what else the caller names) allows the same batches to be repeated. The result equals the step that the lower
+S would have made in the first place. Weights, moments and learning rate need no snapshot, because a skipped
+step does not change them. For an engine the snapshot also covers its counters, which skipped steps change,
+and the positions of low-bit layers. A step that succeeds in the end counts as one applied step; one that
+never succeeds counts as one skipped step.
 
-Every rank that shares a step sees the same overflow and the same S, so all retry together. An overflow that
-no scale cures, such as a NaN in the loss, costs all its retries and leaves S that much lower: keep them few.
-Keeping the batches is the caller's. Not covered: the engine's throughput timer, which measures the work that
-was done.
+All ranks of a step see the same overflow and the same S, so they retry together. If no scale helps, as with a
+NaN in the loss, all retries are made and S ends that much lower: keep their number small. The caller must
+keep
+the batches. Not covered: the engine's throughput timer, which counts repeated work.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ Result = TypeVar("Result")
 
 
 class StepSnapshot:
-    """State before a step: torch's generators, the model's buffers, and more if asked for.
+    """State before a step: torch's generators, the model's buffers, and further state on request.
 
     Args:
-        model: whose buffers are copied, on their devices, and whose devices' generators are saved.
-        also: pairs `(save, restore)`; `save()` is called now, and `restore` later with what it returned, any
-            number of times, so it must not give it away to be changed.
+        model: its buffers are copied, on their devices, and the generators of these devices are saved.
+        also: pairs `(save, restore)`. `save()` is called now; `restore` gets its result later, possibly
+            several times, so it must not modify it.
     """
 
     def __init__(self, model: nn.Module, *, also: Iterable[SaveAndRestore] = ()) -> None:
@@ -61,13 +62,13 @@ class StepSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back; may be called again."""
+        """Restore the saved state; may be called several times."""
         torch.set_rng_state(self._generator)
         for device, state in self._cuda.items():
             torch.cuda.set_rng_state(state, device)
         for module, name, buffer, saved in self._buffers:
             buffer.copy_(saved)
-            module._buffers[name] = buffer  # a forward may have put another tensor there
+            module._buffers[name] = buffer  # a forward may have replaced the tensor
         for restore, state in self._also:
             restore(state)
 
@@ -81,7 +82,7 @@ def retry_step(
     layer_scaling: LayerScaling | None = None,
     is_applied: Callable[[Result], bool] = attrgetter("is_applied"),
 ) -> tuple[Result, int]:
-    """Take a step, again at a lower scale if it overflowed. Every rank of the step must call it.
+    """Take a step; if it overflows, repeat it at a lower loss scale. Every rank of the step must call it.
 
         batches = [next(loader) for _ in range(accumulation)]
 
@@ -95,16 +96,16 @@ def retry_step(
             scheduler.step()
 
     Args:
-        run: goes through all micro-batches of the step, the same ones each time, and steps the optimizer.
-        snapshot: taken before the first of them.
-        scaler: of the optimizer; None cannot be lowered, so nothing is retried.
-        max_retries: how often at most, ≥ 0.
-        layer_scaling: of the optimizer. Where a step has lowered one of its factors, S stays.
-        is_applied: whether a try has moved the weights, from what `run` returned.
+        run: processes all micro-batches of the step, the same ones each time, and steps the optimizer.
+        snapshot: taken before the first micro-batch.
+        scaler: the optimizer's grad scaler; None: the step is never repeated.
+        max_retries: maximum number of retries, ≥ 0.
+        layer_scaling: the optimizer's layer scaling. If a step has lowered one of its factors, S stays.
+        is_applied: whether an attempt updated the weights, given the result of `run`.
 
     Returns:
-        What the last `run` returned, and the number of tries after the first. It stops early where S is at
-        its floor or constant.
+        The result of the last `run`, and the number of retries. Retrying stops early if S is constant or at
+        its minimum.
 
     Raises:
         UserError: `max_retries` is not a whole number ≥ 0.
@@ -124,7 +125,7 @@ def retry_step(
 
 
 def retry_engine_step(engine: Any, run: Callable[[], Result], *, max_retries: int) -> tuple[Result, int]:
-    """Take an optimizer step of the engine, again at a lower scale if it overflowed. Collective.
+    """Take an optimizer step of the engine; if it overflows, repeat it at a lower scale. Collective.
 
         batches = [next(loader) for _ in range(engine.gradient_accumulation_steps())]
 
@@ -137,11 +138,11 @@ def retry_engine_step(engine: Any, run: Callable[[], Result], *, max_retries: in
 
     Args:
         engine: from `megalowbit.initialize`.
-        run: goes through all micro-batches of one optimizer step, the same ones each time.
-        max_retries: how often at most, ≥ 0.
+        run: processes all micro-batches of one optimizer step, the same ones each time.
+        max_retries: maximum number of retries, ≥ 0.
 
     Returns:
-        What the last `run` returned, and the number of tries after the first.
+        The result of the last `run`, and the number of retries.
 
     Raises:
         UserError: called in the middle of an optimizer step.
@@ -149,12 +150,12 @@ def retry_engine_step(engine: Any, run: Callable[[], Result], *, max_retries: in
     accumulation = engine.gradient_accumulation_steps()
     if engine.micro_steps % accumulation:
         raise UserError(
-            f"a step can be retried from its first micro-batch only, and {engine.micro_steps % accumulation} "
+            f"a step can only be retried from its first micro-batch, but {engine.micro_steps % accumulation} "
             f"of {accumulation} are done: call retry_engine_step before the first"
         )
     snapshot = StepSnapshot(engine.module, also=_engine_state(engine))
     optimizer = engine.optimizer
-    layer_scaling = getattr(optimizer, "layer_scaling", None)  # only where factors were asked for
+    layer_scaling = getattr(optimizer, "layer_scaling", None)  # only if it is configured
     return retry_step(
         run,
         snapshot,
@@ -173,7 +174,7 @@ def _scales(scaler: GradScaler | None, layer_scaling: LayerScaling | None) -> tu
 def _is_lowered(
     scaler: GradScaler | None, layer_scaling: LayerScaling | None, before: tuple[float, dict[str, float]]
 ) -> bool:
-    """Whether the coming try has a lower scale; seen to here where the step itself has not (hysteresis)."""
+    """Whether a retry has a lower scale; lowers S here if the step has not (hysteresis)."""
     scale, factors = _scales(scaler, layer_scaling)
     is_lower = scale < before[0] or any(factors[name] < factor for name, factor in before[1].items())
     return is_lower or (scaler is not None and scaler.back_off())

@@ -1,8 +1,8 @@
-"""What a model goes through before DeepSpeed sees it: cut over ranks, made low-bit, given its random numbers.
+"""Prepares a model before DeepSpeed gets it: shard, convert to low-bit layers, set random numbers.
 
-The order is not free. AutoTP turns layers that it does not know into plain ones, so it comes before
-conversion; the stages of a pipeline are parts of a whole model that is converted first; norms are kept in
-fp32 before anything asks which parameters have masters.
+The order matters. AutoTP replaces layers that it does not recognise by plain ones, so it runs before
+conversion. Pipeline stages are parts of a full model, which is converted first. Norms are marked to stay in
+fp32 before masters are created.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import ProcessGrid
-from megalowbit.engine.pipeline.setup import begin_stage, groups_of, whole_of
+from megalowbit.engine.pipeline.setup import begin_stage, full_model_of, groups_of
 from megalowbit.engine.run_checks.model import check_layers_kept, check_scaler
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError
@@ -38,10 +38,10 @@ class PreparedModel:
     """A model that is ready for the engine.
 
     Attributes:
-        recipe: how its layers quantise; None leaves them as they are.
+        recipe: how its layers quantise; None: they are not converted.
         low_bit: names of its low-bit layers.
-        mpu: what DeepSpeed is given; None for pipelines, which have groups of their own.
-        groups: over which norm and overflow are reduced; None: each rank has the whole model.
+        mpu: the mpu for DeepSpeed; None for pipelines, which have their own groups.
+        groups: norm and overflow are reduced over these; None: each rank has the full model.
     """
 
     recipe: Recipe | None
@@ -58,10 +58,10 @@ def prepare_model(
     mpu: GroupsOfRank | None,
     seed: int,
 ) -> PreparedModel:
-    """Cut, convert and mark `model` in place; every rank must call it.
+    """Shard, convert and mark `model` in place; every rank must call it.
 
-    `mpu` is the user's; without one the configuration cuts the model, if anything does. `seed` is that of
-    stochastic rounding in layers that are converted here.
+    `mpu` is the user's. Without one, the configuration may shard the model. `seed` is the seed of stochastic
+    rounding in the layers converted here.
     """
     mpu = shard_model(model, parts) or mpu
     recipe = succeed_together(_prepare_part, model, parts, grid, seed)
@@ -73,44 +73,45 @@ def prepare_model(
 def _prepare_part(
     model: torch.nn.Module, parts: DeepSpeedConfigParts, grid: ProcessGrid, seed: int
 ) -> Recipe | None:
-    """What every rank does to its own part of the model."""
-    recipe = _convert_if_asked(whole_of(model), parts.settings.recipe, seed)
+    """Convert and mark this rank's part of the model."""
+    recipe = _convert_if_asked(full_model_of(model), parts.settings.recipe, seed)
     begin_stage(model, parts)
-    draw_own_numbers(model, grid)
+    set_random_ranks(model, grid)
     if parts.settings.fp32_norms:
-        keep_fp32(whole_of(model))  # a stage may have no norm of its own
+        keep_fp32(full_model_of(model))  # the full model, because a stage may have no norm
     return recipe
 
 
 def check_prepared(engine: Any, prepared: PreparedModel) -> None:
-    """Make sure that what was prepared is what the engine trains, with our scaler."""
-    check_quantised(whole_of(engine.module), prepared.recipe)  # a stage may have no low-bit layer of its own
+    """Check that the engine trains the prepared model and uses our loss scaler."""
+    # the full model, because a stage may have no low-bit layer
+    check_quantised(full_model_of(engine.module), prepared.recipe)
     check_layers_kept(engine.module, prepared.low_bit)
     check_scaler(engine)
 
 
 def check_quantised(module: torch.nn.Module, recipe: Any) -> None:
-    """Make sure that a run which asks for low-bit layers has some."""
+    """Check that the model has low-bit layers if the recipe quantises."""
     if recipe is None or not recipe.quantizes:
         return
     if not bit_layers(module):
         raise UserError(
             f"megalowbit.recipe = {recipe.name!r} asks for low-bit layers but the model has none: "
-            'use recipe "bf16", or a model with projections the recipe does not keep'
+            'use recipe "bf16", or a model with projections that the recipe converts'
         )
 
 
-def draw_own_numbers(model: torch.nn.Module, grid: ProcessGrid) -> None:
-    """Let every data-parallel rank round its own data with its own random numbers."""
+def set_random_ranks(model: torch.nn.Module, grid: ProcessGrid) -> None:
+    """Give every data-parallel rank different random numbers for stochastic rounding."""
     for layer in bit_layers(model).values():
-        layer.draw_as(grid.data_rank)
+        layer.set_random_rank(grid.data_rank)
 
 
 def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | None, seed: int) -> Any:
-    """Swap layers if the recipe quantises and nothing is swapped yet; returns the recipe, or None.
+    """Convert the model if the recipe quantises and it is not converted yet; returns the recipe, or None.
 
     Raises:
-        UserError: layers were converted with another recipe, or projections have no layer to be swapped.
+        UserError: layers were converted with another recipe, or a projection cannot be converted.
     """
     if setting is None:
         return None

@@ -1,8 +1,8 @@
-"""Start DeepSpeed in this process: accelerator, process group, log level.
+"""Starts DeepSpeed in this process: accelerator, process group, log filters.
 
-DeepSpeed asks for MPI where the rank variables are missing, compiles a shared-memory kernel on CPUs that
-training never uses (and fails where there is no compiler), and warns that it found no GPU. All three are
-settled here, before its first collective.
+If rank variables are missing, DeepSpeed looks for MPI. On CPUs it compiles a shared-memory kernel that
+training never uses, which fails without a compiler, and warns that there is no GPU. This file prevents all
+three before DeepSpeed's first collective.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def start_process_group(
     timeout: timedelta | None = None,
     dist_init_required: bool | None = None,
 ) -> ProcessIdentity:
-    """Make sure that a process group exists and that DeepSpeed uses it; returns the identity that was used.
+    """Make sure that a process group exists and that DeepSpeed uses it; returns this process's identity.
 
-    Harmless if called again.
+    May be called again.
 
     Args:
-        identity: who this process is; read from the environment if not given.
-        timeout: after which a collective that does not end fails; torch's default if None.
+        identity: this process's identity; read from the environment if not given.
+        timeout: a collective that takes longer fails; None: torch's default.
         dist_init_required: as for `deepspeed.init_distributed`.
 
     Raises:
@@ -53,7 +53,8 @@ def start_process_group(
     deepspeed = import_deepspeed(is_checked=False)
     _check_interface()
     accelerator = deepspeed.get_accelerator()
-    # Collectives of Python objects use the current device: it must be this rank's own from the first one on.
+    # Collectives of Python objects use the current device, which must be this rank's before the first of
+    # them.
     accelerator.set_device(identity.local_rank)
     arguments: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
@@ -71,7 +72,7 @@ def start_process_group(
             "give the launcher another one (deepspeed --master_port, torchrun --master-port)"
         ) from error
     except Exception:
-        check_installed()  # where another DeepSpeed fails in its own way, its version is what to mend
+        check_installed()  # another DeepSpeed version may fail in its own way: report the version instead
         raise
     _check_installed_together()
     return identity
@@ -79,59 +80,59 @@ def start_process_group(
 
 @cache
 def _check_installed_together() -> None:
-    """Refuse other versions on all ranks with one line, once a process; collective."""
+    """Reject unsupported versions on all ranks with one line, once per process; collective."""
     succeed_together(check_installed)
 
 
 def _check_interface() -> None:
-    """Refuse a name in GLOO_SOCKET_IFNAME of which Gloo would say that a pointer was null."""
+    """Reject an unknown name in GLOO_SOCKET_IFNAME, for which Gloo would report a null pointer."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     present = [name for _, name in socket.if_nameindex()]
     for name in filter(None, names.split(",")):
         if name not in present:
             raise UserError(
-                f"GLOO_SOCKET_IFNAME {name} is no network interface of {socket.gethostname()}: "
+                f"GLOO_SOCKET_IFNAME {name} is not a network interface of {socket.gethostname()}: "
                 f"use one of {', '.join(present)}, or unset it"
             )
 
 
 def stop_process_group(timeout: timedelta | None = None) -> None:
-    """Leave the group together, at the end of a job; every rank must call it.
+    """Leave the process group together at the end of a job; every rank must call it.
 
-    Without it the process that serves the group's store may exit while others still talk to it, and theirs
-    then fail although all work is done.
+    Otherwise the process that serves the group's store may exit while others still use it, and these fail
+    although all work is done.
 
     Args:
-        timeout: after it, or where the barrier fails, this rank leaves nothing and returns, for the others
-            may never come; None: wait for them, and raise what the barrier raises.
+        timeout: if the barrier fails or takes longer, return without leaving the group, because other ranks
+            may be gone. None: wait without limit, and raise the barrier's error.
     """
     if not process_group.is_initialized():
         return
     if process_group.world_size() > 1:
         if timeout is None:
             dist.barrier()
-        elif not _all_come(timeout):
+        elif not _all_ranks_leave(timeout):
             return
     dist.destroy_process_group()
 
 
-def _all_come(timeout: timedelta) -> bool:
+def _all_ranks_leave(timeout: timedelta) -> bool:
     try:
         arrival = dist.barrier(async_op=True)
         if arrival is not None:
             arrival.wait(timeout)
-    except RuntimeError as error:  # the error that ends the run has been printed and is the one to see
+    except RuntimeError as error:  # the error that ended the run has already been printed
         logger.debug("ranks did not leave together: %s", error)
         return False
     return True
 
 
 def import_deepspeed(*, is_checked: bool = True) -> Any:
-    """Import deepspeed, on a CPU without its compiler run and its search for a GPU.
+    """Import deepspeed; on a CPU, without its compiler run and its search for a GPU.
 
     Args:
-        is_checked: refuse versions that are not supported; False where `start_process_group` follows, which
-            refuses them on all ranks together.
+        is_checked: reject unsupported versions; False if `start_process_group` follows, which rejects them on
+            all ranks together.
     """
     has_no_device = not torch.accelerator.is_available()
     if has_no_device:
@@ -141,23 +142,23 @@ def import_deepspeed(*, is_checked: bool = True) -> Any:
 
     if deepspeed.get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
-    # said of DeepSpeed's own calls, in every run; the user can do nothing about it
+    # caused by DeepSpeed's calls in every run; users cannot do anything about it
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     log_filters = deepspeed.utils.logger.filters
-    if _is_no_false_alarm not in log_filters:
-        deepspeed.utils.logger.addFilter(_is_no_false_alarm)
+    if _is_not_false_alarm not in log_filters:
+        deepspeed.utils.logger.addFilter(_is_not_false_alarm)
     if is_checked:
         check_installed()
     return deepspeed
 
 
-def _is_no_false_alarm(record: logging.LogRecord) -> bool:
-    # DeepSpeed's own schedulers ask themselves for the rate too early, at every start.
+def _is_not_false_alarm(record: logging.LogRecord) -> bool:
+    # DeepSpeed's schedulers read their learning rate too early, at every start.
     return "Attempting to get learning rate from scheduler before it has started" not in record.getMessage()
 
 
 def _started_identity() -> ProcessIdentity | None:
-    """Identity in a group that someone else has started, whatever the environment says."""
+    """Identity in a process group that already exists, whatever the environment says."""
     if not process_group.is_initialized():
         return None
     rank = dist.get_rank()

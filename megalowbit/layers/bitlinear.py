@@ -246,7 +246,7 @@ class BitLinear(SplitLinear):
             own.keep_torchs_generator_in_step(step, number, is_replay=is_replay)
         return Use(step, number, is_replay, self.training)
 
-    def draw_as(self, rank: int, *, overrides: bool = True) -> None:
+    def set_random_rank(self, rank: int, *, overrides: bool = True) -> None:
         """Draw the random numbers of this data-parallel rank, also where the stream was given another."""
         stream = self.random_stream
         if stream is None:

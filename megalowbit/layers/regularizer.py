@@ -28,8 +28,8 @@ from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES, SplitLinear
 from megalowbit.layers.settings import RegularizerSettings
-from megalowbit.layers.tensor_parallel.linear import Cut, tensor_group_of
-from megalowbit.spectral.weight_split import WeightParts, first_moments, whole_weight
+from megalowbit.layers.tensor_parallel.linear import Sharding, tensor_group_of
+from megalowbit.spectral.weight_split import WeightParts, first_moments, full_weight
 
 CHUNK = 2**22  # elements in fp32 at a time: 16 MiB each for W, its square and its gradient; more where split
 
@@ -73,7 +73,7 @@ class DualRangeRegularizer:
             R itself, without S: 0-dim float64 on the weights' device.
         """
         values = [
-            self.add_piece(weight, _gradient_of(weight), loss_scale, numel=whole_numel(weight))
+            self.add_piece(weight, _gradient_of(weight), loss_scale, numel=full_numel(weight))
             for weight in self.weights()
         ]
         values += [self._add_to_parts(parts, loss_scale) for parts in self._split_layers()]
@@ -119,7 +119,7 @@ class DualRangeRegularizer:
         for start in range(0, len(parts.residual), rows):
             here = slice(start, start + rows)
             chunk = parts._replace(residual=parts.residual[here], u=parts.u[here])
-            value, slope = self._value_and_slope(whole_weight(chunk).float(), share)
+            value, slope = self._value_and_slope(full_weight(chunk).float(), share)
             of_factors = first_moments(slope, chunk)
             for target, added in (
                 (None if residual is None else residual[here], slope),
@@ -179,10 +179,10 @@ def build_regularizer(
     return DualRangeRegularizer(layers, settings)
 
 
-def whole_numel(weight: Tensor) -> int:
+def full_numel(weight: Tensor) -> int:
     """Elements of the weight of which this may be a tensor-parallel shard."""
-    cut: Cut | None = getattr(weight, "cut", None)
-    return weight.numel() if cut is None else math.prod(cut.whole_shape(weight.shape))
+    sharding: Sharding | None = getattr(weight, "sharding", None)
+    return weight.numel() if sharding is None else math.prod(sharding.full_shape(weight.shape))
 
 
 def _rows_at_a_time(weight: Tensor) -> int:

@@ -77,7 +77,7 @@ class LocalDDP(torch.nn.Module):
         self.data_parallel_group = data_parallel_group
         _refuse_ranks_without_group()
         self._world_size = process_group.world_size(data_parallel_group)
-        self._draw_own_numbers()
+        self._set_random_ranks()
         if self._world_size > 1:
             self._broadcast()
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -122,13 +122,13 @@ class LocalDDP(torch.nn.Module):
         """Into the inner module. Masters of an optimizer follow by its `reload_model_params`."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
-    def _draw_own_numbers(self) -> None:
+    def _set_random_ranks(self) -> None:
         """Let low-bit layers, which this folder does not import, draw numbers of their rank in the group."""
         streams: dict[Any, None] = {}
-        low_bit: list[Any] = [each for each in self.module.modules() if hasattr(each, "draw_as")]
+        low_bit: list[Any] = [each for each in self.module.modules() if hasattr(each, "set_random_rank")]
         for layer in low_bit:
             if self.data_parallel_group is not None:
-                layer.draw_as(process_group.rank(self.data_parallel_group), overrides=False)
+                layer.set_random_rank(process_group.rank(self.data_parallel_group), overrides=False)
             if layer.random_stream is not None:
                 streams[layer.random_stream] = None
         device = next((parameter.device for parameter in self.module.parameters()), None)

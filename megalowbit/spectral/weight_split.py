@@ -55,7 +55,7 @@ def weight_parts(weight: Tensor, rank: int) -> WeightParts:
 
 
 @torch.no_grad()
-def whole_weight(parts: WeightParts) -> Tensor:
+def full_weight(parts: WeightParts) -> Tensor:
     """W_R + U·diag(S)·V (out, in), rounded once to fp32; fp64 stays fp64."""
     whole = parts.residual.double() + _low_rank(parts.u, parts.s, parts.v)
     return whole if parts.residual.dtype == torch.float64 else whole.float()

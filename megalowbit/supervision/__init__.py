@@ -1,1 +1,1 @@
-"""Notice that a run cannot go on, name the rank that caused it, end every process in time; no DeepSpeed."""
+"""Detects runs that cannot continue, names the faulty rank and ends every process in time. No DeepSpeed."""

@@ -1,12 +1,12 @@
-"""Where a thread is, for people: which collective, called from where; and whether an error is of one.
+"""Describes where a thread is (which collective, called from where), and recognises failed collectives.
 
-A stack is read from its innermost frame outwards. Frames of torch.distributed and deepspeed.comm say which
-collective it is, the first frame outside them where it was called. An operation that was started earlier is
-waited for in C, where Python has no frame: there the line itself says it (`handle.wait()`).
+A stack is read from its innermost frame outwards. The frames in torch.distributed and deepspeed.comm give
+the collective's name; the first frame outside them is its caller. Python has no frame for a wait on an
+operation that was started earlier, so such a wait is recognised by its source line (`handle.wait()`).
 
-Errors of a transport are recognised by their words, since gloo raises plain `RuntimeError`s. Sizes that do
-not fit (`enforce fail`) are a defect, though gloo reports them. Not covered: a GPU that waits for others is a
-host that reads a number; that place is named, but nothing says that a collective is the reason.
+Transport errors are recognised by their text, because gloo raises plain `RuntimeError`s. Mismatched sizes
+(`enforce fail`) are bugs, although gloo reports them too. Not covered: on a GPU, a host that waits for other
+ranks is reading a number. The trace names that place but not the collective.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 COMMUNICATION = ("torch/distributed/", "deepspeed/comm/")
 WRAPPERS = ("torch/utils/_contextlib.py", "contextlib.py", "deepspeed/utils/timer.py")
-INNER_NAMES = frozenset({"wrapper", "log_wrapper", "decorate_context", "wait"})  # never a collective's own
-LIBRARIES = ("torch/", "deepspeed/", "megalowbit/")  # where `.wait(` is one for other ranks
+INNER_NAMES = frozenset({"wrapper", "log_wrapper", "decorate_context", "wait"})  # never a collective's name
+LIBRARIES = ("torch/", "deepspeed/", "megalowbit/")  # in these, `.wait(` waits for other ranks
 ALWAYS = re.compile(
     r"gloo/transport|NCCL (error|communicator|operation|timeout)|collective operation timeout"
 )
@@ -41,8 +41,8 @@ class CollectiveTrace(NamedTuple):
     """Where a thread is.
 
     Attributes:
-        text: `"all_reduce (telemetry/step_facts.py:92 reduce_step_facts)"`, or the place alone.
-        is_waiting: for other ranks, in a collective.
+        text: `"all_reduce (telemetry/step_facts.py:92 reduce_step_facts)"`, or only the place.
+        is_waiting: the thread waits for other ranks in a collective.
     """
 
     text: str
@@ -56,7 +56,7 @@ class _Frame(NamedTuple):
 
 
 def trace_of_frame(frame: FrameType | None) -> CollectiveTrace:
-    """Where a living thread is, from its innermost frame."""
+    """Where a running thread is, given its innermost frame."""
     frames = []
     while frame is not None:
         frames.append(_Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
@@ -65,17 +65,17 @@ def trace_of_frame(frame: FrameType | None) -> CollectiveTrace:
 
 
 def trace_of_error(error: BaseException) -> CollectiveTrace:
-    """Where an error was raised; of one that was raised because of another, where that was."""
+    """Where an error was raised; for a chain of errors, where the first one was."""
     *_, root = _chain(error)
     return _trace(_frames_of(root.__traceback__))
 
 
 def is_failed_collective(error: BaseException) -> bool:
-    """Whether an error says that other ranks could not be reached, rather than a defect or a mistake."""
-    return any(_is_of_transport(each) for each in _chain(error))
+    """Whether an error means that other ranks could not be reached, rather than a bug or a user error."""
+    return any(_is_transport_error(each) for each in _chain(error))
 
 
-def _is_of_transport(error: BaseException) -> bool:
+def _is_transport_error(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     if not isinstance(error, RuntimeError) or NEVER.search(str(error)):
@@ -87,7 +87,7 @@ def _is_of_transport(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it was raised because of, and so on to the first."""
+    """An error, then its cause, and so on to the first."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
@@ -108,22 +108,22 @@ def _frames_of(trace: TracebackType | None) -> list[_Frame]:
 def _trace(frames: list[_Frame]) -> CollectiveTrace:
     if not frames:
         return CollectiveTrace("no Python code", False)
-    inside = list(itertools.takewhile(lambda frame: _is_passed_over(frame.file), frames))
-    # a thread that ends in such frames alone was started there
+    inside = list(itertools.takewhile(lambda frame: _is_wrapper(frame.file), frames))
+    # if all frames are wrappers, the thread was started in the last of them
     caller = frames[len(inside)] if len(inside) < len(frames) else frames[-1]
     name = _collective(inside)
     if name is None and _waits(caller):
         name = "wait"
     if name is not None:
         return CollectiveTrace(f"{name} ({_place(caller)})", True)
-    # of a library's inside people want to know who called it
+    # inside a library, also name the caller's code
     own = next((frame for frame in frames if not _is_installed(frame.file)), caller)
     text = _place(caller) if own is caller else f"{_place(caller)}, from {_place(own)}"
     return CollectiveTrace(text, False)
 
 
 def _collective(inside: Iterable[_Frame]) -> str | None:
-    """The outermost function of torch.distributed, whatever wraps it; None where there is none."""
+    """The outermost function of torch.distributed, ignoring wrappers; None if there is none."""
     names = [
         (frame.file, frame.function)
         for frame in inside
@@ -138,7 +138,7 @@ def _waits(frame: _Frame) -> bool:
     return is_ours and ".wait(" in linecache.getline(frame.file, frame.line)
 
 
-def _is_passed_over(file: str) -> bool:
+def _is_wrapper(file: str) -> bool:
     return _is_communication(file) or file.endswith(WRAPPERS)
 
 
@@ -156,7 +156,7 @@ def _place(frame: _Frame) -> str:
 
 
 def _short(file: str) -> str:
-    """A path as a reader knows it: below our package, below the installed ones, or its end."""
+    """The path relative to our package or to site-packages; otherwise its last two parts."""
     parts = Path(file).parts
     for folder in ("megalowbit", "site-packages"):
         if folder in parts[:-1]:

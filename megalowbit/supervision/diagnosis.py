@@ -1,14 +1,17 @@
-"""Why a run does not go on: one rank finds out from the heartbeats of all, the others read its diagnosis.
+"""Finds out why a run makes no progress: one rank compares all heartbeats, the others read its diagnosis.
 
-The first rank to claim it reads everybody's heartbeat, waits for the next ones and compares (`diagnose`, a
-pure function); a failure that a rank has reported ends the search at once. A rank that says nothing new
-between the two readings has been killed or stopped, or is cut off the network. Of the others those are named
-that are not where the rest waits. Where all wait, the line says so and what that can mean. A step that goes
-on, only slowly, is called slow and not hung.
+The first rank to claim the task reads all heartbeats, waits for the next ones and compares them (`diagnose`,
+a pure function). A failure that a rank has reported ends the search at once. Blame order:
 
-Where the store does not answer there is nobody to ask: then a rank says what it knows by itself, after one
-attempt to connect that tells a process that has ended from a machine that cannot be reached. Every step has a
-time limit; all take less than four intervals.
+1. Silent ranks, whose heartbeat has not changed between the two readings: they were killed or stopped, or
+   have lost their network.
+2. Stragglers: ranks that answer, but are not in the collective where the others wait. A straggler that moves
+   between the readings is described as working, not as hung.
+3. If all ranks wait, the line says so and names likely reasons.
+
+If the store does not answer, a rank describes its own state after one attempt to connect, which distinguishes
+a process that has ended from a machine that cannot be reached. Every operation has a time limit; all together
+take less than four intervals.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ INTERVALS_BETWEEN_READINGS = 2.5
 INTERVALS_FOR_READERS = 2.5
 POLLS_AN_INTERVAL = 4
 SECONDS_TO_CONNECT = 2.0
-SHOWN_PLACES = 4  # of ranks that wait in different places
+SHOWN_PLACES = 4  # if ranks wait in different places
 SHOWN_RANGES = 8
 SHOWN_HOSTS = 4
 
@@ -42,77 +45,77 @@ class Diagnosis(NamedTuple):
     """Why the run ends.
 
     Attributes:
-        line: for people, without full stop.
+        line: the message, without a full stop.
         kind: one of `heartbeat_store.KINDS`.
-        is_mine: this rank prints it, and no other.
-        is_hang: some rank answers but does not come, so its stack says more.
-        is_open: no rank is the cause, so the error that a rank has met says more.
+        is_local: this rank made the diagnosis and prints it; no other rank does.
+        is_hang: a rank answers but is not where the others wait, so its stack is worth reading.
+        is_open: no rank is at fault, so the error that was raised is added to the line.
     """
 
     line: str
     kind: str = LOSS
-    is_mine: bool = True
+    is_local: bool = True
     is_hang: bool = False
     is_open: bool = False
 
 
 def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat], *, rank: int) -> Diagnosis:
-    """Find out why the run does not go on; every rank that notices calls this, once, while it still beats.
+    """Find out why the run makes no progress; every rank that notices calls this once.
 
-    `describe` gives this rank's own state.
+    `thread` must still be running. `describe` returns this rank's current state.
     """
     try:
-        if thread.ask(lambda store: store.claim(DIAGNOSES)):
+        if thread.execute(lambda store: store.claim(DIAGNOSES)):
             return _publish(thread, rank)
         return _read(thread, describe, rank)
     except StoreSilentError as silence:
-        line = _of_silent_store(thread, str(silence), describe().host)
+        line = _describe_silent_store(thread, str(silence), describe().host)
         return Diagnosis(f"{line}; {describe_rank(rank, describe())}")
 
 
-def wait_until_known(thread: HeartbeatThread) -> None:
-    """Stay until all others know, where the store ends with this process; some intervals at most."""
-    if not thread.store.is_served_here:
+def wait_for_readers(thread: HeartbeatThread) -> None:
+    """If the store ends with this process, wait until all ranks have read it; a few intervals at most."""
+    if not thread.store.is_hosted_here:
         return
     end = time.monotonic() + INTERVALS_FOR_READERS * thread.interval
     try:
-        while time.monotonic() < end and not thread.ask(lambda store: store.is_known_to_all()):
+        while time.monotonic() < end and not thread.execute(lambda store: store.is_read_by_all()):
             time.sleep(thread.interval / POLLS_AN_INTERVAL)
     except StoreSilentError:
-        return  # nobody can read
+        return  # no rank can read it
 
 
 def _publish(thread: HeartbeatThread, rank: int) -> Diagnosis:
-    """Find out, and let the others read it."""
-    thread.ask(lambda store: store.raise_alarm())
-    first = thread.ask(lambda store: store.heartbeats())
+    """Make the diagnosis and publish it for the others."""
+    thread.execute(lambda store: store.raise_alarm())
+    first = thread.execute(lambda store: store.heartbeats())
     end = time.monotonic() + INTERVALS_BETWEEN_READINGS * thread.interval
-    while (failure := thread.ask(lambda store: store.failure())) is None and time.monotonic() < end:
+    while (failure := thread.execute(lambda store: store.failure())) is None and time.monotonic() < end:
         time.sleep(thread.interval / POLLS_AN_INTERVAL)
     if failure is not None:
-        diagnosis, living = Diagnosis(str(failure), failure.kind), len(first)
+        diagnosis, num_alive = Diagnosis(str(failure), failure.kind), len(first)
     else:
-        snapshot = thread.ask(lambda store: store.snapshot(first))
-        is_hang = has_culprit_elsewhere(snapshot)
+        snapshot = thread.execute(lambda store: store.snapshot(first))
+        is_hang = has_stragglers(snapshot)
         is_open = not (is_hang or snapshot.silent)
         diagnosis = Diagnosis(diagnose(snapshot, observer=rank), is_hang=is_hang, is_open=is_open)
-        living = len(snapshot.living)
-    published = PublishedDiagnosis(diagnosis.line, diagnosis.kind, living)
-    thread.ask(lambda store: store.publish_diagnosis(published))
+        num_alive = len(snapshot.alive)
+    published = PublishedDiagnosis(diagnosis.line, diagnosis.kind, num_alive)
+    thread.execute(lambda store: store.publish_diagnosis(published))
     return diagnosis
 
 
 def _read(thread: HeartbeatThread, describe: Callable[[], Heartbeat], rank: int) -> Diagnosis:
-    # as long as the other one may take, and until it is noticed
+    # as long as the diagnosing rank may take, plus the time to notice its result
     end = time.monotonic() + (INTERVALS_BETWEEN_READINGS + 1.5) * thread.interval
     while time.monotonic() < end:
-        published = thread.ask(lambda store: store.read_diagnosis())
+        published = thread.execute(lambda store: store.read_diagnosis())
         if published is not None:
-            return Diagnosis(published.line, published.kind, is_mine=False)
+            return Diagnosis(published.line, published.kind, is_local=False)
         time.sleep(thread.interval / POLLS_AN_INTERVAL)
-    other = thread.ask(lambda store: store.claimant(DIAGNOSES))
+    other = thread.execute(lambda store: store.claimed_by(DIAGNOSES))
     return Diagnosis(
-        f"rank {other} was to find out why the run stands still, and has ended; "
+        f"rank {other} was diagnosing the failure but ended before it finished; "
         f"{describe_rank(rank, describe())}"
     )
 
@@ -122,7 +125,7 @@ def describe_rank(rank: int, heartbeat: Heartbeat) -> str:
     return f"rank {rank} (host {heartbeat.host}) {_describe_wait(heartbeat)} since {heartbeat.mark}"
 
 
-def _of_silent_store(thread: HeartbeatThread, silence: str, host: str) -> str:
+def _describe_silent_store(thread: HeartbeatThread, silence: str, host: str) -> str:
     address = thread.store.address
     if address is None:
         return f"the store of the process group does not answer ({silence})"
@@ -143,15 +146,19 @@ def _of_silent_store(thread: HeartbeatThread, silence: str, host: str) -> str:
 
 
 def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> str:
-    """Say what has happened.
+    """Describe what has happened.
 
-    The waiting of `observer`, the rank that has noticed, is added, or another's if it does not wait.
+    The line ends with where `observer`, the rank that noticed, waits, or another rank if it does not wait.
 
     Returns:
-        A line without full stop: `"rank 1 (host n2) does not answer: silent since step 7 (…); rank 0 …"`.
+        A line without a full stop: `"rank 1 (host n2) does not answer: silent since step 7 (…); rank 0 …"`.
     """
-    line = _of_silent(snapshot, observer) or _of_elsewhere(snapshot) or _of_all(snapshot)
-    waiting = [rank for rank in snapshot.living if snapshot.second[rank].is_waiting]
+    line = (
+        _describe_silent(snapshot, observer)
+        or _describe_stragglers(snapshot)
+        or _describe_common_wait(snapshot)
+    )
+    waiting = [rank for rank in snapshot.alive if snapshot.second[rank].is_waiting]
     if not waiting or line.startswith("all ranks"):
         return line
     witness = observer if observer in waiting else waiting[0]
@@ -159,50 +166,52 @@ def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> str:
 
 
 def _describe_wait(heartbeat: Heartbeat) -> str:
-    """`"waited 6 s in all_reduce (…)"`, or where it was."""
+    """`"waited 6 s in all_reduce (…)"`, or `"was 6 s in …"` outside of collectives."""
     return f"{'waited' if heartbeat.is_waiting else 'was'} {heartbeat.seconds:.0f} s in {heartbeat.place}"
 
 
-def has_culprit_elsewhere(snapshot: HeartbeatSnapshot) -> bool:
-    """Whether a rank answers and is not where others wait, so that its stack is worth a look."""
-    return not snapshot.silent and bool(_elsewhere(snapshot))
+def has_stragglers(snapshot: HeartbeatSnapshot) -> bool:
+    """Whether every rank answers, but some are not where the others wait."""
+    return not snapshot.silent and bool(_stragglers(snapshot))
 
 
-def _of_silent(snapshot: HeartbeatSnapshot, observer: int) -> str | None:
+def _describe_silent(snapshot: HeartbeatSnapshot, observer: int) -> str | None:
     silent = snapshot.silent
     if not silent:
         return None
     known = {**snapshot.first, **snapshot.second}
-    # steps are common to all; what the silent said last may be older than the step they were lost in
+    # all ranks take each step together, and a silent rank's last heartbeat may be from an earlier step
     since = f"silent since {known[observer].mark}" if observer in known else "silent"
     verb = "does" if len(silent) == 1 else "do"
     return f"{name_ranks(silent, known)} {verb} not answer: {since} (killed, stopped, or cut off the network)"
 
 
-def _of_elsewhere(snapshot: HeartbeatSnapshot) -> str | None:
-    elsewhere = _elsewhere(snapshot)
-    if not elsewhere:
+def _describe_stragglers(snapshot: HeartbeatSnapshot) -> str | None:
+    stragglers = _stragglers(snapshot)
+    if not stragglers:
         return None
-    rank = elsewhere[0]
+    rank = stragglers[0]
     heartbeat = snapshot.second[rank]
-    who, verb = name_ranks(elsewhere, snapshot.second), "" if len(elsewhere) > 1 else "s"
+    who, have = name_ranks(stragglers, snapshot.second), "have" if len(stragglers) > 1 else "has"
     if heartbeat.is_done:
-        have = "have" if len(elsewhere) > 1 else "has"
-        return f"{who} {have} ended training after {heartbeat.mark}, the others have not"
-    example = "" if len(elsewhere) == 1 else f"rank {rank} "
+        return f"{who} {have} left training after {heartbeat.mark}, but the others have not"
     if snapshot.is_stuck(rank):
-        return f"{who} hang{verb} since {heartbeat.mark}: {example}is in {heartbeat.place}"
-    seconds = f"{heartbeat.seconds:.0f} s"
-    return f"{who} work{verb} since {heartbeat.mark} for {seconds}: {example}is now in {heartbeat.place}"
+        where = f"in {heartbeat.place}" if len(stragglers) == 1 else f"rank {rank} in {heartbeat.place}"
+        return f"{who} {have} hung since {heartbeat.mark}, {where}"
+    where = (
+        f"now in {heartbeat.place}" if len(stragglers) == 1 else f"rank {rank} is now in {heartbeat.place}"
+    )
+    return f"{who} {have} been working since {heartbeat.mark} ({heartbeat.seconds:.0f} s), {where}"
 
 
-def _elsewhere(snapshot: HeartbeatSnapshot) -> list[int]:
-    """Living ranks that are not where the others are; none where all are, or as many here as there.
+def _stragglers(snapshot: HeartbeatSnapshot) -> list[int]:
+    """Ranks that answer but are not where the others are.
 
-    Waiting in a collective is where others are. Where no rank is seen to wait (as with GPUs, where a host
-    waits for a number), the place that most ranks share is.
+    If any rank waits in a collective, stragglers are the ranks that do not. If none is seen to wait (as on
+    GPUs, where a host waits for a number), they are the ranks outside the most common place. Empty if all
+    ranks are in one place, or if two places are equally common.
     """
-    heartbeats = {rank: snapshot.second[rank] for rank in snapshot.living}
+    heartbeats = {rank: snapshot.second[rank] for rank in snapshot.alive}
     if any(heartbeat.is_waiting for heartbeat in heartbeats.values()):
         return [rank for rank, heartbeat in heartbeats.items() if not heartbeat.is_waiting]
     places = Counter(heartbeat.place for heartbeat in heartbeats.values()).most_common()
@@ -211,26 +220,27 @@ def _elsewhere(snapshot: HeartbeatSnapshot) -> list[int]:
     return [rank for rank, heartbeat in heartbeats.items() if heartbeat.place != places[0][0]]
 
 
-def _of_all(snapshot: HeartbeatSnapshot) -> str:
-    """Where nobody is silent, and nobody elsewhere."""
-    heartbeats = {rank: snapshot.second[rank] for rank in snapshot.living}
+def _describe_common_wait(snapshot: HeartbeatSnapshot) -> str:
+    """Describe a run in which no rank is silent and none is a straggler."""
+    heartbeats = {rank: snapshot.second[rank] for rank in snapshot.alive}
     places: dict[str, list[int]] = {}
     for rank, heartbeat in heartbeats.items():
         places.setdefault(heartbeat.place, []).append(rank)
     heartbeat = next(iter(heartbeats.values()))
-    since = f"since {heartbeat.mark}, for {heartbeat.seconds:.0f} s"
+    since = f"since {heartbeat.mark} ({heartbeat.seconds:.0f} s)"
     if len(places) == 1:
         if not heartbeat.is_waiting:
-            who = "all ranks hang" if len(heartbeats) > 1 else f"{name_ranks(heartbeats, heartbeats)} hangs"
-            return f"{who} {since}: {'they are' if len(heartbeats) > 1 else 'it is'} in {heartbeat.place}"
+            single = f"{name_ranks(heartbeats, heartbeats)} has"
+            who = "all ranks have" if len(heartbeats) > 1 else single
+            return f"{who} hung {since}, in {heartbeat.place}"
         return (
-            f"all ranks answer and wait in {heartbeat.place} {since}: no data pass between them "
-            "(NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, a link that is down)"
+            f"all ranks answer and have waited in {heartbeat.place} {since}: no data passes between them "
+            "(check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and the network links)"
         )
     shown = list(places.items())[:SHOWN_PLACES]
     parts = [f"{name_ranks(ranks, heartbeats)} in {place}" for place, ranks in shown]
-    more = "" if len(places) <= SHOWN_PLACES else f", and {len(places) - SHOWN_PLACES} places more"
-    return f"all ranks answer and none goes on {since}: {', '.join(parts)}{more}"
+    more = "" if len(places) <= SHOWN_PLACES else f", and {len(places) - SHOWN_PLACES} more places"
+    return f"all ranks answer, but none has made progress {since}: {', '.join(parts)}{more}"
 
 
 def name_ranks(ranks: Iterable[int], known: Mapping[int, Heartbeat]) -> str:

@@ -1,9 +1,9 @@
-"""The one thread that talks to the store: it beats, sees alarms, and runs others' requests with a time limit.
+"""The only thread that uses the store: publishes heartbeats, notices alarms, runs requests with a time limit.
 
-Requests to a store block for as long as the network is cut, in C, where nothing can end them. So nobody
-else makes any: who wants one asks this thread and waits for a limited time, and that it does not answer is
-an answer too (`StoreSilentError`). A heartbeat costs one small write and one read of the alarm; a step costs
-nothing.
+While the network is down, requests to the store block in C, where nothing can interrupt them. Other threads
+therefore hand their requests to this thread and wait for a limited time; if no result comes, they get a
+`StoreSilentError`. A heartbeat costs one small write and one read of the alarm. Training steps
+add no cost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotInTime  # Python 3.10 has two of that name
+from concurrent.futures import TimeoutError as FutureTimeout  # Python 3.10 has two of that name
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -26,14 +26,14 @@ INTERVALS_TO_ANSWER = 2.0
 
 
 class StoreSilentError(RuntimeError):
-    """The store did not answer in time, or its connection has ended."""
+    """The store did not answer in time, or its connection was closed."""
 
 
 class HeartbeatThread:
-    """Gives the heartbeats of one rank, from `start` to `stop`.
+    """Publishes the heartbeats of one rank, from `start` to `stop`.
 
     Attributes:
-        lost: why the connection to the store has ended; None while it has not.
+        lost: why the connection to the store was closed; None while it is open.
     """
 
     def __init__(
@@ -42,16 +42,19 @@ class HeartbeatThread:
         describe: Callable[[int], Heartbeat],
         *,
         interval: float,
-        at_alarm: Callable[[], None],
+        on_alarm: Callable[[], None],
     ) -> None:
-        """Prepare the thread, which alone uses `store` from now on, and beats every `interval` seconds.
+        """Create the thread.
 
-        In it `describe` makes the heartbeat of a given number, and `at_alarm` is called once, when another
-        rank has raised an alarm.
+        Args:
+            store: used by this thread only from now on.
+            describe: returns the heartbeat with a given number; called in the thread.
+            interval: seconds between heartbeats.
+            on_alarm: called in the thread, once, when another rank has raised an alarm.
         """
         self.store = store
         self.interval = interval
-        self._describe, self._at_alarm = describe, at_alarm
+        self._describe, self._on_alarm = describe, on_alarm
         self._count, self._has_alarmed = 0, False
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._busy_since: float | None = None
@@ -59,25 +62,25 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._run, name="megalowbit-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Give the first heartbeat before anything else happens, then more in the background."""
-        self._beat()
+        """Publish the first heartbeat before returning, then more in the background."""
+        self._publish()
         self._thread.start()
 
     def stop(self, *, is_done: bool) -> None:
-        """Give a last heartbeat and end; wait for it where `is_done`, two intervals at most."""
+        """Publish a last heartbeat and end; if `is_done`, wait for that, two intervals at most."""
         self._requests.put(None)
         if is_done:
             self._thread.join(INTERVALS_TO_ANSWER * self.interval)
 
-    def ask(self, request: Callable[[HeartbeatStore], T]) -> T:
-        """Run a short request in the thread, and wait for its result for two intervals at most.
+    def execute(self, request: Callable[[HeartbeatStore], T]) -> T:
+        """Run a short request in the thread and return its result, within two intervals.
 
         Raises:
-            StoreSilentError: there is none.
+            StoreSilentError: no result came in time.
         """
         limit = INTERVALS_TO_ANSWER * self.interval
         since = self._busy_since
-        if since is not None:  # one that hangs already is not waited for once more
+        if since is not None:  # a request already hangs: subtract the time it has taken
             limit = max(0.0, limit - (time.monotonic() - since))
         if self.lost is not None:
             raise StoreSilentError(self.lost)
@@ -85,9 +88,9 @@ class HeartbeatThread:
         self._requests.put((request, future))
         try:
             return cast("T", future.result(limit))
-        except NotInTime:
+        except FutureTimeout:
             raise StoreSilentError(f"no answer for {INTERVALS_TO_ANSWER * self.interval:.1f} s") from None
-        except RuntimeError as error:  # the connection's end
+        except RuntimeError as error:  # the connection was closed
             raise StoreSilentError(_first_line(error)) from error
 
     def _run(self) -> None:
@@ -96,16 +99,16 @@ class HeartbeatThread:
             try:
                 request = self._requests.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
-                self._safely(self._beat)
+                self._safely(self._publish)
                 due = time.monotonic() + self.interval
                 continue
             if request is None:
-                self._safely(self._beat)
+                self._safely(self._publish)
                 return
             self._safely(partial(_answer, *request, self.store))
 
     def _safely(self, work: Callable[[], None]) -> None:
-        """Keep what a broken connection raises, which all later requests would too."""
+        """Run `work`; remember the error of a broken connection, which later requests would repeat."""
         self._busy_since = time.monotonic()
         try:
             work()
@@ -114,12 +117,12 @@ class HeartbeatThread:
         finally:
             self._busy_since = None
 
-    def _beat(self) -> None:
+    def _publish(self) -> None:
         self._count += 1
         self.store.publish(self._describe(self._count))
         if not self._has_alarmed and self.store.is_alarmed():
             self._has_alarmed = True
-            self._at_alarm()
+            self._on_alarm()
 
 
 def _answer(run: Callable[[HeartbeatStore], Any], future: Future[Any], store: HeartbeatStore) -> None:

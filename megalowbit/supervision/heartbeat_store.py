@@ -1,11 +1,16 @@
-"""What ranks write for each other beside their collectives, in the store that the process group began with.
+"""Exchanges heartbeats and diagnoses in the process group's key-value store, next to its collectives.
 
-Every rank keeps one entry, its heartbeat. Beyond that a run that goes well writes nothing. When something has
-failed there are a few entries more: that there is an alarm, which rank diagnoses it (the first that claims
-it), a rank's own report of its failure, and the diagnosis, which all others read; so one rank asks and one
-speaks, however many there are. All calls go through a connection of its own (a clone), since the group's may
-be waiting; they block while the network is cut, so a thread makes them that nobody waits for. Values are
-JSON.
+Every rank keeps one entry, its heartbeat; a healthy run writes nothing else. After a failure there are a few
+more entries:
+
+- the alarm,
+- the rank that makes the diagnosis: the first that claims the task,
+- the failure that a rank reports about itself,
+- the diagnosis, which all other ranks read.
+
+With any number of ranks, one makes the diagnosis and one prints it. Calls use a separate connection (a
+clone), because the group's connection may be blocked in a wait. They block while the network is down, so a
+thread makes them on which no other thread depends. Values are JSON.
 """
 
 from __future__ import annotations
@@ -19,10 +24,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-ALARM, FAILURE, DIAGNOSIS, INFORMED, ENTERED = "alarm", "failure", "diagnosis", "informed", "entered"
-DIAGNOSES, REPORTS_SIGTERM = "diagnoses", "reports SIGTERM"  # what one rank alone does
+ALARM, FAILURE, DIAGNOSIS, READERS, ENTERED = "alarm", "failure", "diagnosis", "informed", "entered"
+DIAGNOSES, REPORTS_SIGTERM = "diagnoses", "reports SIGTERM"  # tasks that a single rank claims
 IS_STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
-# a mistake is found again by the next try, an interrupt was asked for, and the rest may have gone
+# a retry would repeat a mistake; an interrupt was requested; a defect or loss may be gone at the next attempt
 KINDS = DEFECT, MISTAKE, INTERRUPT, LOSS = "defect", "mistake", "interrupt", "loss"
 KEYS_A_REQUEST = 256
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
@@ -30,16 +35,16 @@ ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a rank says of itself, a few times per timeout.
+    """The state of a rank, published several times per timeout.
 
     Attributes:
-        count: grows with every heartbeat; a rank is silent where it does not.
-        mark: what its training loop is at: `"step 7"`, `"the save of step 7"`.
-        seconds: since it began with that.
-        place: where its main thread is.
-        is_waiting: in a collective, for other ranks.
-        is_done: it has left training as it should.
-        host: name of its machine.
+        count: increases with every heartbeat; a rank whose count does not change is silent.
+        mark: the current phase of the training loop: `"step 7"`, `"the save of step 7"`.
+        seconds: time since that phase began.
+        place: where the main thread is.
+        is_waiting: the main thread waits for other ranks in a collective.
+        is_done: the rank has left training without an error.
+        host: name of the machine.
     """
 
     count: int
@@ -51,7 +56,7 @@ class Heartbeat:
     host: str
 
     def to_text(self) -> str:
-        """As a store keeps it, in JSON."""
+        """The JSON text kept in the store."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -60,7 +65,7 @@ class Heartbeat:
 
 
 class HeartbeatSnapshot(NamedTuple):
-    """Heartbeats of all ranks, read twice, a few intervals apart; ranks that never gave one are missing."""
+    """Two readings of all heartbeats, a few intervals apart; ranks without a heartbeat are missing."""
 
     first: Mapping[int, Heartbeat]
     second: Mapping[int, Heartbeat]
@@ -68,26 +73,26 @@ class HeartbeatSnapshot(NamedTuple):
 
     @property
     def silent(self) -> list[int]:
-        """Ranks that have said nothing new."""
-        return [rank for rank in range(self.world_size) if not self._has_spoken(rank)]
+        """Ranks without a new heartbeat in the second reading."""
+        return [rank for rank in range(self.world_size) if not self._has_answered(rank)]
 
     @property
-    def living(self) -> list[int]:
-        """Ranks that have."""
-        return [rank for rank in range(self.world_size) if self._has_spoken(rank)]
+    def alive(self) -> list[int]:
+        """Ranks with a new heartbeat, or that have left training."""
+        return [rank for rank in range(self.world_size) if self._has_answered(rank)]
 
-    def _has_spoken(self, rank: int) -> bool:
+    def _has_answered(self, rank: int) -> bool:
         now, before = self.second.get(rank), self.first.get(rank)
         return now is not None and (now.is_done or before is None or now.count > before.count)
 
     def is_stuck(self, rank: int) -> bool:
-        """Whether its main thread was at the same place both times."""
+        """Whether the rank's main thread was at the same place in both readings."""
         before, now = self.first.get(rank), self.second[rank]
         return before is not None and (before.place, before.mark) == (now.place, now.mark)
 
 
 class FailureReport(NamedTuple):
-    """A rank's own account of why it ends: what its loop was at, and what it raised."""
+    """A rank's report of its own failure: the phase of its loop and the error it raised."""
 
     rank: int
     host: str
@@ -101,21 +106,21 @@ class FailureReport(NamedTuple):
 
 
 class PublishedDiagnosis(NamedTuple):
-    """What the rank that diagnosed has found, on a line for people."""
+    """The diagnosis as one line, published by the rank that made it."""
 
     line: str
     kind: str  # one of `KINDS`
-    living: int  # ranks that are expected to read it, this one among them
+    num_alive: int  # ranks that are expected to read it, including the one that publishes it
 
 
 class StoreAddress(NamedTuple):
-    """Where the store is served.
+    """Address of the process that serves the store.
 
     Attributes:
-        host: as the ranks were given it.
-        number: the same as an address, since names cannot be looked up where the network is cut.
-        port: of TCP.
-        is_main_process: or else the launcher.
+        host: the name that the ranks were given.
+        number: its IP address; names cannot be looked up while the network is down.
+        port: TCP port.
+        is_main_process: whether the main process serves the store, rather than the launcher.
     """
 
     host: str
@@ -128,31 +133,31 @@ class StoreAddress(NamedTuple):
 
 
 class HeartbeatStore:
-    """The entries of one training loop; every method is one or a few requests to the store."""
+    """The store entries of one training loop; every method makes one or a few requests."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """Open a connection; needs a process group, and all `world_size` ranks to come by as often."""
+        """Open a connection. Needs a process group; every rank must create its stores equally often."""
         from torch.distributed import distributed_c10d
 
         store = distributed_c10d._get_default_store()
         self.address = _address(store)
         clone = store.clone()  # type: ignore[attr-defined]
         own = dist.PrefixStore(f"megalowbit-watchdog/{os.environ.get(ATTEMPT, '0')}", clone)
-        # loops of one process follow each other: what the first has left must not alarm the second
+        # one process may run several loops: entries of an earlier one must not alarm the next
         loop = (own.add(ENTERED, 1) - 1) // world_size
         self._store = dist.PrefixStore(f"{loop}", own)
         self._rank, self._world_size = rank, world_size
 
     @property
-    def is_served_here(self) -> bool:
-        """Whether the entries end with this process."""
+    def is_hosted_here(self) -> bool:
+        """Whether the store ends with this process."""
         return self._rank == 0 and (self.address is None or self.address.is_main_process)
 
     def publish(self, heartbeat: Heartbeat) -> None:
         self._store.set(_key_of(self._rank), heartbeat.to_text())
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """Of all ranks that have given one."""
+        """The heartbeats of all ranks that have published one."""
         ranks = [
             rank
             for start in range(0, self._world_size, KEYS_A_REQUEST)
@@ -162,34 +167,34 @@ class HeartbeatStore:
         return {rank: Heartbeat.from_text(text) for rank, text in zip(ranks, texts, strict=True)}
 
     def _present(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Those of some ranks that have given a heartbeat: one request if all have."""
+        """Those of `ranks` that have published a heartbeat; a single request if all have."""
         if self._store.check([_key_of(rank) for rank in ranks]):
             return ranks
         return [rank for rank in ranks if self._store.check([_key_of(rank)])]
 
     def snapshot(self, first: Mapping[int, Heartbeat]) -> HeartbeatSnapshot:
-        """An earlier reading of heartbeats beside one of now."""
+        """Combine an earlier reading of the heartbeats with a new one."""
         return HeartbeatSnapshot(first, self.heartbeats(), self._world_size)
 
     def raise_alarm(self) -> None:
-        """Let every rank know that there is something to read."""
+        """Signal to every rank that something has failed."""
         self._store.set(ALARM, "1")
 
     def is_alarmed(self) -> bool:
         return self._has(ALARM)
 
     def claim(self, what: str) -> bool:
-        """Become the rank that does something for all; False if another is."""
+        """Claim a task for this rank; False if another rank has claimed it."""
         return int(self._store.compare_set(what, "", str(self._rank))) == self._rank
 
-    def claimant(self, what: str) -> int | None:
-        """The rank that does it, if any."""
+    def claimed_by(self, what: str) -> int | None:
+        """The rank that has claimed a task, if any."""
         return int(self._store.get(what)) if self._has(what) else None
 
     def report(self, failure: FailureReport) -> None:
-        """Leave a failure to be found, unless there is one already, and raise the alarm."""
+        """Publish a failure, unless another rank has published one already, and raise the alarm."""
         self._store.compare_set(FAILURE, "", json.dumps(failure))
-        self._store.add(INFORMED, 1)
+        self._store.add(READERS, 1)
         self.raise_alarm()
 
     def failure(self) -> FailureReport | None:
@@ -197,21 +202,21 @@ class HeartbeatStore:
 
     def publish_diagnosis(self, diagnosis: PublishedDiagnosis) -> None:
         self._store.set(DIAGNOSIS, json.dumps(diagnosis))
-        self._store.add(INFORMED, 1)
+        self._store.add(READERS, 1)
 
     def read_diagnosis(self) -> PublishedDiagnosis | None:
-        """What another rank has found; each call that finds it counts as a rank that knows."""
+        """The published diagnosis, if any; each successful call counts this rank as a reader."""
         if not self._has(DIAGNOSIS):
             return None
-        self._store.add(INFORMED, 1)
+        self._store.add(READERS, 1)
         return PublishedDiagnosis(*self._read(DIAGNOSIS))
 
-    def is_known_to_all(self) -> bool:
-        """Whether every rank that lives has found, read or reported what has happened."""
-        informed = self._store.add(INFORMED, 0)
+    def is_read_by_all(self) -> bool:
+        """Whether every rank that answers has made, read or reported the diagnosis."""
+        num_readers = self._store.add(READERS, 0)
         if not self._has(DIAGNOSIS):
-            return informed >= self._world_size
-        return informed >= PublishedDiagnosis(*self._read(DIAGNOSIS)).living
+            return num_readers >= self._world_size
+        return num_readers >= PublishedDiagnosis(*self._read(DIAGNOSIS)).num_alive
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
@@ -225,7 +230,7 @@ def _key_of(rank: int) -> str:
 
 
 def _address(store: Any) -> StoreAddress | None:
-    """Of the server behind a store; None where it is not one of TCP."""
+    """Address of the server behind a store; None if it is not a TCP store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
@@ -237,5 +242,5 @@ def _address(store: Any) -> StoreAddress | None:
 def _look_up(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:  # then a later attempt to connect fails too, and says so
+    except OSError:  # a later attempt to connect will fail too, and will be reported
         return host

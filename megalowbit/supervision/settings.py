@@ -1,4 +1,4 @@
-"""How long a run waits for its ranks before it ends itself; read without torch."""
+"""Settings of the watchdog: how long a run waits for its ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pydantic import Field
 
 from megalowbit.values import SettingsModel
 
-SHORTEST_TIMEOUT = 5.0  # seconds; below it a busy machine is taken for a broken one
-LONGEST_TIMEOUT = 7 * 86400.0  # a week; clocks of libraries overflow far above
+SHORTEST_TIMEOUT = 5.0  # seconds; below this, a busy machine would look broken
+LONGEST_TIMEOUT = 7 * 86400.0  # a week; far above it, timers in libraries overflow
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.5, 5.0  # seconds
 HEARTBEATS_IN_A_TIMEOUT = 12
 

@@ -1,11 +1,15 @@
-"""One timeout for every process group of this process, whoever made it.
+"""Sets one timeout on every process group of this process, including DeepSpeed's.
 
-DeepSpeed makes its groups without one, so that a collective with a rank that is cut off the network would
-wait for half an hour. torch has no public way to set the timeout of an existing group; what is used of its
-inside is held by a test. Over gloo a collective that takes too long raises an error, which the watchdog makes
-a diagnosis of. Over NCCL torch ends the process, with its own lines; beside a watchdog it is given longer,
-for the diagnosis to come first. Not reached: transfers from one rank to one other over gloo (`send`,
-`recv`), which keep what their group was made with; the watchdog ends a process that waits in one.
+DeepSpeed creates its groups without a timeout, so a collective with an unreachable rank would wait for half
+an hour. torch has no public way to change the timeout of an existing group; a test checks the internals used
+here.
+
+When a collective takes too long, gloo raises an error, which the watchdog turns into a diagnosis. With NCCL,
+torch ends the process and prints its own lines. If a watchdog runs, NCCL groups therefore get a longer
+timeout, because the diagnosis must come first.
+
+Not covered: point-to-point transfers over gloo (`send`, `recv`) keep the timeout their group was created
+with. The watchdog ends a process that waits in one.
 """
 
 from __future__ import annotations
@@ -17,23 +21,23 @@ import torch.distributed as dist
 
 from megalowbit.distributed import process_group
 
-# timeouts beside a watchdog, in its own; torch can set no other backend's. A watchdog's diagnosis is printed
-# 1.15 timeouts after the last mark, 1.41 if they are shorter than a minute; all must have ended at 1.5
-BESIDE_A_WATCHDOG = MappingProxyType({"gloo": 1.0, "nccl": 1.4})
+# backend → timeout as a multiple of the watchdog's; torch can set no other backend's. The watchdog prints its
+# diagnosis 1.15 timeouts after the last mark (1.41 for timeouts below a minute), and all must end within 1.5
+TIMEOUT_FACTORS = MappingProxyType({"gloo": 1.0, "nccl": 1.4})
 
 
 def timeout_of(backend: str, timeout: timedelta, *, is_watched: bool) -> timedelta | None:
-    """What a group of this backend gets, beside a watchdog or without; None where none can be set."""
-    if backend not in BESIDE_A_WATCHDOG:
+    """Timeout for a group of this backend, with or without a watchdog; None if it cannot be set."""
+    if backend not in TIMEOUT_FACTORS:
         return None
-    return timeout * (BESIDE_A_WATCHDOG[backend] if is_watched else 1.0)
+    return timeout * (TIMEOUT_FACTORS[backend] if is_watched else 1.0)
 
 
 def set_group_timeouts(timeout: timedelta, *, is_watched: bool = False) -> int:
-    """Let collectives of all existing groups fail after `timeout`; returns how many groups were set.
+    """Make collectives of all existing groups fail after `timeout`; returns the number of groups changed.
 
-    Local, harmless if called again, as is needed for groups made later. `is_watched`: a watchdog looks after
-    this process as well.
+    Not collective. May be called again, as is needed for groups created later. Set `is_watched` if a watchdog
+    supervises this process.
     """
     if not process_group.is_initialized():
         return 0
@@ -44,7 +48,7 @@ def set_group_timeouts(timeout: timedelta, *, is_watched: bool = False) -> int:
 
 
 def _set_timeouts(group: dist.ProcessGroup, timeout: timedelta, is_watched: bool) -> bool:
-    """Set one group's, which may have a backend for each kind of device; False if it has none of ours."""
+    """Set the timeout of a group, for each of its devices' backends; False if none supports it."""
     names, is_set = _backends(group), False
     for device in group._device_types:
         seconds = timeout_of(names.get(device.type, ""), timeout, is_watched=is_watched)

@@ -1,17 +1,20 @@
-"""Ends a run that cannot go on, in time and with one line: which rank is the cause, where others wait.
+"""Ends a run that cannot continue, within a time limit, and names the faulty rank in one line.
 
-A collective with a lost rank fails after the group's timeout, or waits for ever where the backend has none.
-Two threads look after that: the heartbeat (`supervision.heartbeat`) talks to the other ranks, and this file's
-thread, which needs no network, ends the process when the loop has made no progress, when another rank has
-raised the alarm and the main thread does not come out by itself, or when SIGTERM waits and no step ends
-(that alone where there is no timeout, and with no heartbeat).
-Where a collective fails with an error, that error becomes a `TransientError` with the diagnosis. A rank that
-fails for any other reason lets the others know first, so that they name it instead of its silence.
+A collective with a lost rank fails after the group's timeout, or never returns if the backend has none. Two
+threads supervise the main thread. The heartbeat thread (`supervision.heartbeat`) exchanges heartbeats with
+the other ranks. The watchdog thread in this file needs no network. It ends the process if
 
-Ending is `os._exit`, for a thread that hangs in C cannot be unwound; files written by renaming stay whole.
-Where even this thread does not get to run (an extension that keeps the interpreter's lock), `faulthandler`
-ends the process from C. Not covered: ranks that are lost before the loop begins or after it has ended,
-where torch's own timeouts hold.
+- the training loop has made no progress for 1.1 timeouts,
+- another rank has raised the alarm and the main thread does not return on its own, or
+- SIGTERM is pending and no step ends. Without a timeout this is the only check, and there is no heartbeat.
+
+If a collective raises an error, the `with` block raises a `TransientError` with the diagnosis instead. A rank
+that fails for any other reason reports it first, and the others then name that error.
+
+The process ends by `os._exit`, because a thread that hangs in C cannot be unwound; files written by renaming
+stay complete. If an extension holds the interpreter lock, this thread cannot run either, and `faulthandler`
+ends the process from C. Not covered: ranks lost before the loop begins or after it has ended, where torch's
+timeouts apply.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from megalowbit.supervision.diagnosis import (
     diagnose,
     diagnose_together,
     name_ranks,
-    wait_until_known,
+    wait_for_readers,
 )
 from megalowbit.supervision.heartbeat import HeartbeatThread, StoreSilentError
 from megalowbit.supervision.heartbeat_store import (
@@ -61,10 +64,10 @@ from megalowbit.supervision.timeouts import set_group_timeouts
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_CODES = MappingProxyType({MISTAKE: EXIT_USER_ERROR, INTERRUPT: 128 + signal.SIGINT})
-TIMEOUTS_WITHOUT_PROGRESS = 1.1  # a little later than the collectives' own, which end a run more cleanly
-INTERVALS_TO_COME_OUT = 0.5
-INTERVALS_TO_END = 6.0  # `wait_until_known` takes 4.5 where the store falls silent; the rest is for printing
-BEGINNING = "the beginning"
+TIMEOUTS_WITHOUT_PROGRESS = 1.1  # a little after the collectives' timeout, which ends a run more cleanly
+INTERVALS_TO_UNWIND = 0.5
+INTERVALS_TO_END = 6.0  # `wait_for_readers` takes 4.5 if the store stops answering; the rest is for printing
+BEGINNING = "the start"
 STEPS_REMEMBERED, STEPS_NEEDED = 50, 10
 LONGEST_LINE = 300  # characters of another rank's error
 
@@ -76,7 +79,7 @@ class _Mark(NamedTuple):
 
 
 class _Termination(NamedTuple):
-    """When a waiting SIGTERM was first seen at a mark."""
+    """When a pending SIGTERM was first seen during a mark."""
 
     mark: _Mark
     time: float
@@ -84,15 +87,15 @@ class _Termination(NamedTuple):
 
 
 def print_error(error: UserError) -> None:
-    """As command lines print it; by one rank."""
-    if not error.is_told:
+    """Print an error as the command lines do, unless another rank prints it."""
+    if not error.is_reported:
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 class Watchdog:
-    """Looks after a training loop, as a context around it; with one rank too.
+    """Context manager that watches a training loop. Also works with a single rank.
 
-    With `timeout` None it reports slow steps, and ends a process that does not come to see a SIGTERM.
+    With `timeout` None it only reports slow steps and ends a process that does not react to SIGTERM.
     """
 
     def __init__(
@@ -101,20 +104,24 @@ class Watchdog:
         identity: ProcessIdentity,
         *,
         folder: Path | None = None,
-        tell: Callable[[UserError], None] = print_error,
+        report: Callable[[UserError], None] = print_error,
     ) -> None:
-        """Prepare; the block begins to count.
+        """Create the watchdog; monitoring starts when the block is entered.
 
-        In `folder`, if there is one, a rank that hangs leaves its stack, `stack-rank<r>.txt`. `tell` says why
-        this process ends where its thread must end it, within seconds; called on every such rank, with
-        `is_told` where another one prints it.
+        Args:
+            settings: timeouts and thresholds.
+            identity: this process's rank.
+            folder: a rank that hangs writes its stack there, to `stack-rank<r>.txt`; None: nowhere.
+            report: prints why the process ends, if the watchdog's thread ends it. Must return within
+                seconds. It is called on every such rank; `error.is_reported` is set if another rank prints
+                the error.
         """
-        self._settings, self._rank, self._folder, self._tell = settings, identity.rank, folder, tell
+        self._settings, self._rank, self._folder, self._report = settings, identity.rank, folder, report
         self._host = socket.gethostname()
         self._mark = _Mark(BEGINNING, 0.0)
         self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._main_thread = 0
-        self._place: str | None = None  # of a collective that has failed already
+        self._place: str | None = None  # of a collective that has already failed
         self._is_done = self._is_finished = False
         self._raised: BaseException | None = None  # by `finish`
         self._heartbeat_thread: HeartbeatThread | None = None
@@ -134,33 +141,33 @@ class Watchdog:
                 HeartbeatStore(self._rank, process_group.world_size()),
                 self._describe,
                 interval=self._settings.interval,
-                at_alarm=self._alarmed.set,
+                on_alarm=self._alarmed.set,
             )
             self._heartbeat_thread.start()
         self._thread.start()
         return self
 
     def mark(self, what: str, *, is_save: bool = False) -> None:
-        """Progress, in a microsecond: the loop goes on, with `"step 8"` or `"the save of step 8"`.
+        """Report progress: the loop begins `what`, such as `"step 8"`; costs about a microsecond.
 
-        Where SIGTERM has come, what begins with `is_save` is worth waiting for: it has all of `timeout`.
+        After SIGTERM a phase marked with `is_save` may take all of `timeout`.
         """
         self._mark = _Mark(what, time.monotonic(), is_save)
 
     def finish(self) -> None:
-        """All that ranks do together is done: what befalls another rank from here on is no failure of this.
+        """Declare that no operation involves other ranks any more; their later failures do not end this one.
 
         Call it before the run is marked as finished, and leave the block soon.
 
         Raises:
-            TransientError: another rank has failed before.
+            TransientError: another rank has already failed.
         """
         self.mark("the end", is_save=True)
-        self._is_finished = True  # first: an alarm that is not seen below must not be acted on
+        self._is_finished = True  # set first: an alarm that arrives after the check below must be ignored
         self._raise_alarm()
 
     def step_ended(self, seconds: float) -> str | None:
-        """A warning if a step, without saves, was far slower than those before it."""
+        """Record the duration of a step without saves; return a warning if it was unusually slow."""
         limit, count = self._settings.slow_step, len(self._steps)
         median = statistics.median(self._steps) if count >= STEPS_NEEDED else None
         self._steps.append(seconds)
@@ -182,60 +189,60 @@ class Watchdog:
         finally:
             self._is_done = error is None
             self._stopped.set()
-            self._thread.join(self._settings.interval)  # or it might arm the backstop once more
+            self._thread.join(self._settings.interval)  # otherwise it could arm the backstop again
             faulthandler.cancel_dump_traceback_later()
             if self._heartbeat_thread is not None:
                 self._heartbeat_thread.stop(is_done=error is None)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Raise the diagnosis in the place of `error`, if others are the reason; report it, if it is ours."""
+        """Replace `error` by the diagnosis if another rank caused it; otherwise report it to the others."""
         if self._heartbeat_thread is None or (isinstance(error, UserError) and error.is_on_all_ranks):
             return
         if error is None:
-            if not self._is_finished:  # a rank that has failed will not come to what follows
+            if not self._is_finished:  # a rank that has failed would not take part in what follows
                 self._raise_alarm()
             return
         if error is self._raised:
             return
         if not isinstance(error, Exception) or not is_failed_collective(error):
-            self._report(error)
+            self._publish_failure(error)
             return
         self._place = trace_of_error(error).text
         self._leaving.set()
-        diagnosis = self._find_out()
+        diagnosis = self._diagnose()
         if diagnosis.is_open:
-            diagnosis = diagnosis._replace(line=f"{diagnosis.line} ({_on_a_line(error)})")
-        wait_until_known(self._heartbeat_thread)
+            diagnosis = diagnosis._replace(line=f"{diagnosis.line} ({_one_line(error)})")
+        wait_for_readers(self._heartbeat_thread)
         raise _error(diagnosis) from error
 
     def _raise_alarm(self) -> None:
-        """Raise the diagnosis, if another rank has failed."""
+        """Raise the diagnosis if another rank has failed."""
         if self._heartbeat_thread is None or not self._alarmed.is_set():
             return
         self._leaving.set()
-        self._raised = error = _error(self._find_out())
-        wait_until_known(self._heartbeat_thread)
+        self._raised = error = _error(self._diagnose())
+        wait_for_readers(self._heartbeat_thread)
         raise error
 
-    def _report(self, error: BaseException) -> None:
-        """Let the others know why this rank ends."""
+    def _publish_failure(self, error: BaseException) -> None:
+        """Report to the other ranks why this rank ends."""
         assert self._heartbeat_thread is not None
         self._leaving.set()
         failure = FailureReport(
             rank=self._rank,
             host=self._host,
             mark=self._mark.what,
-            line=_on_a_line(error),
+            line=_one_line(error),
             kind=_kind_of(error),
         )
         try:
-            self._heartbeat_thread.ask(lambda store: store.report(failure))
+            self._heartbeat_thread.execute(lambda store: store.report(failure))
         except StoreSilentError:
-            return  # the error itself is still printed here
-        wait_until_known(self._heartbeat_thread)
+            return  # this rank still prints the error
+        wait_for_readers(self._heartbeat_thread)
 
-    def _find_out(self) -> Diagnosis:
-        """The diagnosis; found once, by whichever thread comes first."""
+    def _diagnose(self) -> Diagnosis:
+        """The diagnosis, made once by the first thread that needs it."""
         assert self._heartbeat_thread is not None
         with self._diagnosis_lock:
             if self._diagnosis is None:
@@ -268,13 +275,13 @@ class Watchdog:
         timeout = self._settings.timeout
         while not self._stopped.wait(self._settings.interval / 2):
             if self._leaving.is_set():
-                continue  # the main thread is out, and every step it takes from there has a time limit
+                continue  # the main thread has left the block; from there on every operation has a time limit
             if timeout is not None:
                 self._arm_backstop(timeout)
             if self._alarmed.is_set() and not self._is_finished:
-                self._end_with_others()
+                self._end_after_alarm()
             elif timeout and time.monotonic() - self._mark.time > TIMEOUTS_WITHOUT_PROGRESS * timeout:
-                self._end_of_patience()
+                self._end_without_progress()
             elif self._is_termination_overdue():
                 self._end_by_signal()
 
@@ -282,24 +289,22 @@ class Watchdog:
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
-    def _end_with_others(self) -> None:
-        """Another rank has raised the alarm: end, unless the main thread comes out by itself."""
-        diagnosis = self._find_out()
-        if not self._leaving.wait(INTERVALS_TO_COME_OUT * self._settings.interval):
+    def _end_after_alarm(self) -> None:
+        """End after an alarm, unless the main thread returns on its own."""
+        diagnosis = self._diagnose()
+        if not self._leaving.wait(INTERVALS_TO_UNWIND * self._settings.interval):
             self._end(diagnosis)
 
-    def _end_of_patience(self) -> None:
+    def _end_without_progress(self) -> None:
         if self._heartbeat_thread is None:
             own = self._describe(0)
             who = name_ranks([self._rank], {self._rank: own})
-            self._end(
-                Diagnosis(f"{who} hangs since {own.mark}, for {own.seconds:.0f} s: it is in {own.place}")
-            )
+            self._end(Diagnosis(f"{who} has hung since {own.mark} ({own.seconds:.0f} s), in {own.place}"))
         else:
-            self._end_with_others()
+            self._end_after_alarm()
 
     def _is_termination_overdue(self) -> bool:
-        """Whether SIGTERM waits to be seen by the loop, and the loop has not come to look for long."""
+        """Whether SIGTERM is pending and the loop has not reached its next check in time."""
         if signal.SIGTERM not in signal.sigpending():
             return False
         mark = self._mark
@@ -309,13 +314,13 @@ class Watchdog:
         return not mark.is_save and seconds > self._settings.termination_seconds
 
     def _first_heartbeats(self) -> dict[int, Heartbeat] | None:
-        """Everybody's, for the one rank that will report what has become of them; None for the others."""
+        """All heartbeats on the one rank that will report the state of the ranks; None on the others."""
         if self._heartbeat_thread is None:
             return {}
         try:
-            if not self._heartbeat_thread.ask(lambda store: store.claim(REPORTS_SIGTERM)):
+            if not self._heartbeat_thread.execute(lambda store: store.claim(REPORTS_SIGTERM)):
                 return None
-            return self._heartbeat_thread.ask(lambda store: store.heartbeats())
+            return self._heartbeat_thread.execute(lambda store: store.heartbeats())
         except StoreSilentError:
             return {}
 
@@ -324,41 +329,41 @@ class Watchdog:
         self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
         since = f"no step has ended for {self._settings.termination_seconds:g} s"
         what = self._state_since(self._sigterm.heartbeats or {})
-        error = TransientError(f"ended by SIGTERM without a checkpoint, for {since}: {what}")
-        error.is_told = self._sigterm.heartbeats is None
-        self._tell(error)
+        error = TransientError(f"ended by SIGTERM without a checkpoint: {since}; {what}")
+        error.is_reported = self._sigterm.heartbeats is None
+        self._report(error)
         os._exit(EXIT_TERMINATED)
 
     def _state_since(self, first: dict[int, Heartbeat]) -> str:
-        """What has become of the ranks since a first reading; of this one, where there was none."""
+        """The state of all ranks since a first reading, or of this rank alone if there was none."""
         own = describe_rank(self._rank, self._describe(0))
         if self._heartbeat_thread is None or not first:
             return own
         try:
             return diagnose(
-                self._heartbeat_thread.ask(lambda store: store.snapshot(first)), observer=self._rank
+                self._heartbeat_thread.execute(lambda store: store.snapshot(first)), observer=self._rank
             )
         except StoreSilentError:
             return own
 
     def _end(self, diagnosis: Diagnosis) -> None:
-        # a terminal or a disk may hang as well
+        # printing to a terminal or writing to a disk may hang as well
         self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
         error = _error(diagnosis)
         if isinstance(error, UserError):
-            self._tell(error)
+            self._report(error)
         trace = trace_of_frame(sys._current_frames().get(self._main_thread))
         if not trace.is_waiting and self._folder is not None:
-            # the line has been printed, which matters more than a disk that is full
+            # the line is already printed, so a full disk may be ignored here
             path = self._folder / f"stack-rank{self._rank}.txt"
             with suppress(OSError, UserError), open_regular(path, "w") as file:
                 faulthandler.dump_traceback(file)
         if self._heartbeat_thread is not None:
-            wait_until_known(self._heartbeat_thread)
+            wait_for_readers(self._heartbeat_thread)
         os._exit(EXIT_CODES.get(diagnosis.kind, EXIT_TRANSIENT))
 
 
-def _on_a_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     line = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".removesuffix(": ")
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…"
@@ -373,12 +378,12 @@ def _kind_of(error: BaseException) -> str:
 
 
 def _error(diagnosis: Diagnosis) -> UserError | KeyboardInterrupt:
-    """What this rank raises for what has happened elsewhere."""
+    """The exception this rank raises for a failure on another rank."""
     if diagnosis.kind == INTERRUPT:
         return KeyboardInterrupt(diagnosis.line)
     if diagnosis.kind == MISTAKE:
         error = UserError(diagnosis.line)
     else:
         error = TransientError(f"{diagnosis.line}; continue from the last checkpoint")
-    error.is_told = not diagnosis.is_mine
+    error.is_reported = not diagnosis.is_local
     return error

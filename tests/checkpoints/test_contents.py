@@ -64,7 +64,7 @@ def test_copies_are_read_once(write):
 @pytest.mark.parametrize("shapes", [[(3, 2), (2, 2)], [(3, 2), (3, 1)]])
 def test_shards_that_do_not_fit_together_are_refused(write, shapes):
     cut = {"dim": 0, "parts": [6]}
-    with pytest.raises(UserError, match="the shards of w do not make a whole"):
+    with pytest.raises(UserError, match="the shards of w cannot be joined"):
         CheckpointContents(tensor_parallel(write, [cut, cut], shapes))
 
 

@@ -41,7 +41,7 @@ def test_a_flat_tensor_that_is_too_short_is_refused(stage_two):
     content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0] = torch.zeros(6)
     torch.save(content, stage_two / RANK_ONE)
     contents = CheckpointContents(stage_two)
-    with pytest.raises(UserError, match=r"b should have shape \(5,\), what is stored has \(6,\)"):
+    with pytest.raises(UserError, match=r"b should have shape \(5,\), but the stored tensor has \(6,\)"):
         contents.weight("b")
 
 
@@ -62,7 +62,7 @@ def test_a_file_says_where_it_is_from_and_what_it_holds(tmp_path):
     check_origin(read, path, 4)
     check_origin(content, path, 5)  # of an earlier version
     lies = [
-        (read, path, 5, "written as .*'step': 4.*, not of step 5"),
+        (read, path, 5, "written as .*'step': 4.*, not for step 5"),
         (read, tmp_path / "rank_00000.pt", 4, "written as .*rank_00001"),
         ({**read, "a": [1, 2, (None, {"b"})]}, path, 4, "was changed after it was written"),
         ({**read, 3: torch.ones(3, 2)}, path, 4, "was changed"),

@@ -15,7 +15,7 @@ from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
-from megalowbit.layers.tensor_parallel.linear import Cut
+from megalowbit.layers.tensor_parallel.linear import Sharding
 
 RANK, WORLD = rank_and_size()
 STEPS = 4
@@ -195,7 +195,7 @@ def train(precision, *, spoilt=None, stage=0):
 
 
 def checkpoints():
-    """What becomes of shards that only their mark tells from copies, and of those with a `.cut`."""
+    """What becomes of shards that only their mark tells from copies, and of those with a `.sharding`."""
     seen, state = {}, megatron()
     for name in ("marked", "cut"):
         engine = shards(state, is_cut=name == "cut")
@@ -221,7 +221,7 @@ def shards(state, *, is_cut, stage=0, shift=0.0):
         for parameter in model.parameters():
             parameter += shift
     if is_cut:
-        model.column.cut, model.row.cut = Cut(0, (WIDTH,)), Cut(1, (WIDTH,))
+        model.column.sharding, model.row.sharding = Sharding(0, (WIDTH,)), Sharding(1, (WIDTH,))
     settings = {**config("fp32"), "zero_optimization": {"stage": stage}}
     return initialize(model=model, config=settings, mpu=state)[0]
 

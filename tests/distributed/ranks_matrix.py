@@ -19,7 +19,7 @@ from matrix_cells import (
 )
 from tiny_training import make, rank_and_size, report
 
-from megalowbit.engine.parameters.whole_weights import whole_state_dict
+from megalowbit.engine.parameters.full_weights import full_state_dict
 
 tensor_size = int(sys.argv[1])
 rank, world_size = rank_and_size()
@@ -52,7 +52,7 @@ def train(settings, bad_rank, kind="llama"):
         seen["scales"].append(optimizer.loss_scale)
     seen["bytes"] = held_bytes(engine)
     seen["skipped_steps"] = engine.skipped_steps
-    whole = whole_state_dict(engine)
+    whole = full_state_dict(engine)
     if rank == 0:
         seen["weights"] = {name: value.double().flatten().tolist() for name, value in whole.items()}
     engine.destroy()

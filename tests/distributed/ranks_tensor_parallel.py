@@ -12,7 +12,7 @@ from tensor_parallel_cases import CASES, CHOSEN, STEPS, STOCHASTIC, batch, confi
 from tiny_training import make, rank_and_size, report
 
 import megalowbit as mlb
-from megalowbit.engine.parameters.whole_weights import whole_numel, whole_state_dict
+from megalowbit.engine.parameters.full_weights import full_numel, full_state_dict
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import (
     bit_layers,
@@ -100,12 +100,12 @@ def train(case, tensor_size, *, spoiled_step=None):
         seen["events"], seen["worst"] = chooser.events, chooser.worst
     if "layer_scaling" in case.get("block", {}):
         seen["factors"] = optimizer.layer_scaling.factors
-    seen["numel"] = sum(map(whole_numel, engine.module.parameters()))
+    seen["numel"] = sum(map(full_numel, engine.module.parameters()))
     seen["layers"] = len(bit_layers(engine.module))
     if tensor_size > 1:
         seen["do_copies_agree"] = do_copies_agree(engine)
     seen["regularizer"] = None if engine.regularizer is None else engine.regularizer.value.item()
-    weights = whole_state_dict(engine)
+    weights = full_state_dict(engine)
     seen["shards"] = {name: list(value.shape) for name, value in engine.module.state_dict().items()}
     if tensor_size > 1:
         asked = engine._consolidated_16bit_state_dict()

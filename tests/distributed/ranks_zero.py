@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import megalowbit as mlb
 from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.overflow_retry import retry_engine_step
-from megalowbit.engine.parameters.whole_weights import whole_state_dict
+from megalowbit.engine.parameters.full_weights import full_state_dict
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import cache_weights
 
@@ -38,7 +38,7 @@ def staged(settings, stage, **block):
 
 def whole(engine):
     """All weights as numbers that JSON keeps exactly; on rank 0."""
-    return {name: value.double().flatten().tolist() for name, value in whole_state_dict(engine).items()}
+    return {name: value.double().flatten().tolist() for name, value in full_state_dict(engine).items()}
 
 
 def masters(engine):

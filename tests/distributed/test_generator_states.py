@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalowbit.distributed.generator_states import (
-    is_cut_alike,
+    has_same_sharding,
     packed_random_state,
     random_state,
     restore_random_state,
@@ -79,10 +79,10 @@ def test_data_parallel_ranks_find_their_own_states(rank, expected):
 
 def test_a_cut_is_alike_whatever_the_number_of_data_parallel_ranks():
     saved = {"tensor_size": 1, "pipeline_size": 2}
-    assert is_cut_alike(saved, ProcessGrid(0, 4, 1, 2))
-    assert is_cut_alike(None, ProcessGrid(1, 3))
+    assert has_same_sharding(saved, ProcessGrid(0, 4, 1, 2))
+    assert has_same_sharding(None, ProcessGrid(1, 3))
     for other in (ProcessGrid(0, 2), ProcessGrid(0, 2, 2), ProcessGrid(0, 4, 1, 4)):
-        assert not is_cut_alike(saved, other)
+        assert not has_same_sharding(saved, other)
 
 
 def test_ranks_of_another_grid_take_the_states_of_their_data():

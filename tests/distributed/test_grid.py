@@ -93,7 +93,9 @@ def test_shards_known_by_their_mark_alone_are_not_cut_anew_nor_exported(seen):
         assert case["0"] == [{}, True]
         line, is_loaded = case["1"]
         assert not is_loaded
-        assert "parameter column is marked tensor_model_parallel and has no cut, so how its 2 shards" in line
+        assert (
+            "parameter column is marked tensor_model_parallel but has no .sharding, so its 2 shards" in line
+        )
         assert line == seen[0]["checkpoints"]["marked"]["1"][0]
         for name in ("column", "row"):
             assert f"parameter {name} is marked tensor_model_parallel" in case["shapes"][name]
@@ -112,15 +114,15 @@ def test_shards_with_a_cut_are_cut_anew_and_joined(seen, tiny):
 SAID = {
     "no_data": "mpu has no get_data_parallel_group(): initialise",
     "not_made": "mpu has no get_data_parallel_group(): initialise",
-    "no_group": "rank 0: mpu.get_model_parallel_group() is no process group of rank 0: let it return",
-    "not_mine": "rank 0: mpu.get_data_parallel_group() is no process group of rank 0: let it return",
+    "no_group": "rank 0: mpu.get_model_parallel_group() is not a process group of rank 0: return the",
+    "not_mine": "rank 0: mpu.get_data_parallel_group() is not a process group of rank 0: return the",
     "does_not_multiply": "mpu's groups do not fit together: data 1 × tensor 2 × pipeline 1 = 2 processes",
-    "strided": "rank 0: mpu's data-parallel group of rank 0 has ranks [0, 1] and not [0, 2]: tensor",
-    "overlap": "rank 0: mpu's data-parallel group of rank 0 has ranks [0, 1] and not [0, 2]: tensor",
-    "wrong_rank": "rank 0: mpu.get_data_parallel_rank() = 5 on rank 0 but its group says 0: let",
+    "strided": "rank 0: mpu's data-parallel group of rank 0 has ranks [0, 1], not [0, 2]: use Megatron",
+    "overlap": "rank 0: mpu's data-parallel group of rank 0 has ranks [0, 1], not [0, 2]: use Megatron",
+    "wrong_rank": "rank 0: mpu.get_data_parallel_rank() = 5 on rank 0, but its group gives 0: return",
     "context": "mpu.get_context_parallel_world_size() = 2: context parallelism is not supported, set it to 1",
     "sequence": "mpu is one of sequence parallelism, which is not supported: leave it out",
-    "twice": "mpu and the configuration (2 × 2: data 2, tensor 2) both cut the model: leave one of them out",
+    "twice": "mpu and the configuration (2 × 2: data 2, tensor 2) both partition the model: leave one",
 }
 
 

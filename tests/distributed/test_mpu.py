@@ -62,7 +62,7 @@ def test_ranks_and_sizes_that_the_groups_contradict_are_refused(group):
         get_model_parallel_world_size=lambda: 2,
     )
     with pytest.raises(
-        UserError, match=r"get_model_parallel_world_size\(\) = 2 on rank 0 but its group says 1"
+        UserError, match=r"get_model_parallel_world_size\(\) = 2 on rank 0, but its group gives 1"
     ):
         adapt_mpu(unit)
 

@@ -60,7 +60,7 @@ def test_the_first_slurm_node_is_the_master(nodes, head):
 
 @pytest.mark.parametrize("nodes", [",n1", "[1-2", "n[1-2", "n[a]", "n1]", "n[]"])
 def test_a_node_list_that_is_not_understood_is_refused(nodes):
-    with pytest.raises(UserError, match=r"node list .* is not understood: set MASTER_ADDR"):
+    with pytest.raises(UserError, match=r"node list .* cannot be parsed: set MASTER_ADDR"):
         export(ProcessIdentity(world_size=2, launcher="slurm"), {"SLURM_STEP_NODELIST": nodes})
 
 

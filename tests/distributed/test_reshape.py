@@ -156,8 +156,8 @@ def test_deepspeeds_own_load_finds_damage_on_all_ranks(saved):
         assert line in lines[0]
         assert lines == [lines[0]] * 2
     for rank in saved:
-        assert rank["methods"]["tags"].startswith("rank 1 names checkpoint ")
-        assert rank["methods"]["load tags"].startswith("rank 1 names checkpoint ")
+        assert rank["methods"]["tags"].startswith("rank 1 was given checkpoint ")
+        assert rank["methods"]["load tags"].startswith("rank 1 was given checkpoint ")
 
 
 def test_what_one_rank_alone_passes_wrongly_leaves_none_waiting(saved):

@@ -16,15 +16,15 @@ SAID = {
     "frozen": "ranks disagree on parameter body.0.bias: float32 (16,) on rank 0, float32 (16,) frozen on "
     "rank 1; build the same model on every rank",
     "backend": "ranks disagree on environment variable MEGALOWBIT_BACKEND: None on rank 0, 'torch' on rank "
-    "1; export it alike on every node",
+    "1; export the same value on every node",
     "version": "ranks disagree on version of torch: 2.0 on rank 0, 2.1 on rank 1; "
     "install the same packages on every node",
     "one_sided_mpu": "ranks disagree on argument mpu: NoneType on rank 0, GroupsOfRank on rank 1; "
-    "call megalowbit.initialize alike on every rank",
+    "call megalowbit.initialize with the same arguments on every rank",
     "broken_mpu": "rank 1: mpu has no get_tensor_model_parallel_group(): "
     "initialise Megatron's parallel state, or add it",
-    "lost_layer": "rank 1: 1 of 2 low-bit layers were lost when DeepSpeed took the model over "
-    "(body.0 is Linear): turn off what replaces layers in the configuration",
+    "lost_layer": "rank 1: DeepSpeed replaced 1 of 2 low-bit layers (body.0 is Linear): "
+    "turn off the options that replace layers in the configuration",
     "user_error": "rank 1: mend it",
 }
 BEGINNINGS = {

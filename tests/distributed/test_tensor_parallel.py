@@ -156,7 +156,7 @@ def test_what_cannot_be_cut_is_refused_in_one_line(seen):
         "blocks": "does not hold whole blocks of 32",
         "heads": "does not divide the model's num_key_value_heads 1",
         "mean": "needs the whole tensor at once",
-        "family": "cannot cut a Sequential",
+        "family": "cannot shard a Sequential",
         "data": "tensor-parallel ranks 0, 1 got different batches (argument labels of forward): let data",
     }
     for rank in seen:

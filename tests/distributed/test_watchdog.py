@@ -55,7 +55,7 @@ MAIN = r"the main process \(rank 0, at 127.0.0.1:\d+\)"
 
 
 def hangs(function, seen, where):
-    place = rf"rank 1 {HERE} hangs since step \d+: is in {NAME}:\d+ {function}"
+    place = rf"rank 1 {HERE} has hung since step \d+, in {NAME}:\d+ {function}"
     return rf"{place}; rank 0 {HERE} waited \d+ s in {seen} \(its stack: {where}/stack-rank\*.txt\); {AGAIN}"
 
 
@@ -218,7 +218,7 @@ def test_a_run_of_one_rank_that_hangs_ends_too(runs):
     found, folder = runs("alone")
     line = check_end(found, [0])
     assert re.fullmatch(
-        rf"rank 0 {HERE} hangs since step \d+, for \d+ s: it is in {NAME}:\d+ <lambda>; {AGAIN}", line
+        rf"rank 0 {HERE} has hung since step \d+ \(\d+ s\), in {NAME}:\d+ <lambda>; {AGAIN}", line
     ), line
     assert (folder / "stack-rank0.txt").exists()
 
@@ -226,9 +226,8 @@ def test_a_run_of_one_rank_that_hangs_ends_too(runs):
 def test_sigterm_ends_a_step_that_does_not_end(runs):
     line = check_end(runs("terminated")[0], [0, 1], codes=(143,))
     assert re.fullmatch(
-        r"ended by SIGTERM without a checkpoint, for no step has ended for 3 s: "
-        r"all ranks hang since step \d+, "
-        rf"for \d s: they are in {NAME}:\d+ terminate",
+        r"ended by SIGTERM without a checkpoint: no step has ended for 3 s; "
+        rf"all ranks have hung since step \d+ \(\d s\), in {NAME}:\d+ terminate",
         line,
     ), line
 
@@ -236,7 +235,7 @@ def test_sigterm_ends_a_step_that_does_not_end(runs):
 def test_sigterm_ends_a_step_that_does_not_end_where_nobody_looks_for_anything_else(runs):
     line = check_end(runs("terminated_alone")[0], [0], codes=(143,))
     place = rf"rank 0 {HERE} was \d s in {NAME}:\d+ terminate since step \d+"
-    assert line.startswith("ended by SIGTERM without a checkpoint, for no step has ended for 3 s: "), line
+    assert line.startswith("ended by SIGTERM without a checkpoint: no step has ended for 3 s; "), line
     assert re.search(place, line), line
 
 

@@ -202,10 +202,10 @@ SCHEDULED = {
     "parameter_split": {"recipe": {"base": "nvfp4", "parameter_split": {"rank": 2}}},
 }
 WARNINGS = {
-    "late_switch": "megalowbit.late_switch is acted on by launch/pretrain.py only: "
-    "call mlb.switch_precision(model) yourself",
-    "speculation": "megalowbit.speculation is acted on by launch/pretrain.py only: "
-    "make an mlb.PrecisionController(model, settings) yourself",
+    "late_switch": "megalowbit.late_switch is applied by launch/pretrain.py only: "
+    "call mlb.switch_precision(model) in your training loop",
+    "speculation": "megalowbit.speculation is applied by launch/pretrain.py only: "
+    "create an mlb.PrecisionController(model, settings) in your training loop",
     "parameter_split": "recipe.parameter_split: call mlb.split_weights(engine) before the steps that are due",
 }
 

@@ -111,7 +111,9 @@ def test_an_optimizer_with_moments_of_another_shape_is_refused():
     assert groups_to_train(model, optimizer, None, {}) is optimizer.param_groups
     weight = model.layers[0].weight
     weight.data = weight.data[:1]  # as a cut leaves it
-    with pytest.raises(UserError, match=r"optimizer has exp_avg of shape .* once cut: pass one without"):
+    with pytest.raises(
+        UserError, match=r"optimizer has exp_avg of shape .* after sharding: pass an optimizer without"
+    ):
         groups_to_train(model, optimizer, None, {})
 
 
@@ -224,7 +226,7 @@ def test_a_model_that_lacks_what_the_settings_ask_for_is_refused(block, message)
 
 def test_an_optimizer_that_needs_a_closure_is_refused():
     model = Model()
-    message = "^optimizer LBFGS steps with a closure"
+    message = "^optimizer LBFGS needs a closure to step"
     with pytest.raises(UserError, match=message):
         groups_to_train(model, torch.optim.LBFGS(model.parameters()), None, CONFIG)
     with pytest.raises(UserError, match=message):

@@ -9,8 +9,8 @@ from megalowbit.engine.prepare_model import (
     PreparedModel,
     check_prepared,
     check_quantised,
-    draw_own_numbers,
     prepare_model,
+    set_random_ranks,
 )
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, convert, random_stream, restore
@@ -67,9 +67,9 @@ def test_a_model_converted_with_another_recipe_than_the_configured_one_is_refuse
 def test_every_data_parallel_rank_rounds_with_its_own_numbers():
     net = model()
     convert(net, recipe("nvfp4"))
-    draw_own_numbers(net, ProcessGrid(7, 8, tensor_size=2))
+    set_random_ranks(net, ProcessGrid(7, 8, tensor_size=2))
     assert random_stream(net).rank == 3
-    draw_own_numbers(net, ProcessGrid(0, 8, tensor_size=2))
+    set_random_ranks(net, ProcessGrid(0, 8, tensor_size=2))
     assert random_stream(net).rank == 0
 
 

@@ -79,7 +79,7 @@ def test_a_group_is_left_in_order():
 def test_an_interface_that_is_not_there_is_one_clear_line(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib77")
     with pytest.raises(
-        UserError, match=r"GLOO_SOCKET_IFNAME ib77 is no network interface of .*: use one of .*lo"
+        UserError, match=r"GLOO_SOCKET_IFNAME ib77 is not a network interface of .*: use one of .*lo"
     ):
         start_process_group()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megalowbit.spectral.weight_split import first_moments, second_moments, weight_parts, whole_weight
+from megalowbit.spectral.weight_split import first_moments, full_weight, second_moments, weight_parts
 
 OUT, IN, RANK = 7, 5, 3
 
@@ -21,7 +21,7 @@ def test_the_parts_of_a_weight_sum_to_it(weight):
     assert {part.dtype for part in parts} == {torch.float32}
     total = parts.residual.double() + parts.u.double() @ torch.diag(parts.s.double()) @ parts.v.double()
     assert (total - weight.double()).abs().max() < 1e-7
-    assert (whole_weight(parts) - weight).abs().max() <= 2 * torch.finfo(torch.float32).eps
+    assert (full_weight(parts) - weight).abs().max() <= 2 * torch.finfo(torch.float32).eps
 
 
 def test_factors_are_the_largest_singular_triples_and_the_residual_holds_the_rest(weight):
@@ -57,7 +57,7 @@ def test_a_zero_weight_has_zero_values_and_unit_directions():
 def test_fp64_stays_fp64(weight):
     parts = weight_parts(weight.double(), RANK)
     assert parts.u.dtype == torch.float64
-    assert (whole_weight(parts) - weight.double()).abs().max() < 1e-14
+    assert (full_weight(parts) - weight.double()).abs().max() < 1e-14
 
 
 def test_first_moments_are_the_gradients_of_the_factors(weight, moment):

@@ -1,6 +1,6 @@
 import pytest
 
-from megalowbit.supervision.diagnosis import diagnose, has_culprit_elsewhere, name_ranks
+from megalowbit.supervision.diagnosis import diagnose, has_stragglers, name_ranks
 from megalowbit.supervision.heartbeat_store import Heartbeat, HeartbeatSnapshot
 
 REDUCE = "all_reduce (telemetry/step_facts.py:92 reduce_step_facts)"
@@ -64,9 +64,9 @@ def test_silence_comes_before_a_rank_that_hangs():
 
 def test_a_rank_that_hangs_is_named_with_its_place():
     found = snapshot(WAITS, (elsewhere(1, host="n2"), elsewhere(4, host="n2")))
-    assert has_culprit_elsewhere(found)
+    assert has_stragglers(found)
     expected = (
-        f"rank 1 (host n2) hangs since step 7: is in {LOADER}; rank 0 (host n1) waited 20 s in {REDUCE}"
+        f"rank 1 (host n2) has hung since step 7, in {LOADER}; rank 0 (host n1) waited 20 s in {REDUCE}"
     )
     assert diagnose(found, observer=0) == expected
     assert diagnose(found, observer=1) == expected  # it is not its own witness
@@ -75,14 +75,14 @@ def test_a_rank_that_hangs_is_named_with_its_place():
 def test_a_rank_that_is_only_slow_is_not_said_to_hang():
     found = snapshot(WAITS, (elsewhere(1), elsewhere(4, place="layers/matmul/gemms.py:10 multiply")))
     assert diagnose(found, observer=0).startswith(
-        "rank 1 (host n1) works since step 7 for 20 s: is now in layers/matmul/gemms.py:10 multiply; rank 0 "
+        "rank 1 (host n1) has been working since step 7 (20 s), now in layers/matmul/gemms.py:10 multiply; "
     )
 
 
 def test_a_rank_that_has_ended_training_is_named():
     done = heartbeat(3, is_waiting=False, is_done=True, host="n2")
     line = diagnose(snapshot(WAITS, (done, done)), observer=0)
-    assert line.startswith("rank 1 (host n2) has ended training after step 7, the others have not; ")
+    assert line.startswith("rank 1 (host n2) has left training after step 7, but the others have not; ")
 
 
 def test_where_nobody_is_seen_to_wait_the_few_are_named():
@@ -90,16 +90,16 @@ def test_where_nobody_is_seen_to_wait_the_few_are_named():
     read = "telemetry/step_facts.py:95 reduce_step_facts"
     waits = (elsewhere(1, read), elsewhere(4, read))
     line = diagnose(snapshot(waits, waits, (elsewhere(1, host="n2"), elsewhere(4, host="n2"))), observer=0)
-    assert line == f"rank 2 (host n2) hangs since step 7: is in {LOADER}"
+    assert line == f"rank 2 (host n2) has hung since step 7, in {LOADER}"
 
 
 def test_of_two_places_with_as_many_ranks_none_is_the_cause():
     found = snapshot(
         (elsewhere(1, "a.py:1 f"), elsewhere(4, "a.py:1 f")), (elsewhere(1), elsewhere(4, host="n2"))
     )
-    assert not has_culprit_elsewhere(found)
+    assert not has_stragglers(found)
     assert diagnose(found, observer=0) == (
-        "all ranks answer and none goes on since step 7, for 20 s: rank 0 (host n1) in a.py:1 f, "
+        "all ranks answer, but none has made progress since step 7 (20 s): rank 0 (host n1) in a.py:1 f, "
         f"rank 1 (host n2) in {LOADER}"
     )
 
@@ -110,22 +110,23 @@ def test_ranks_in_different_collectives_are_listed():
         snapshot(WAITS, WAITS, (heartbeat(1, place=other), heartbeat(4, place=other))), observer=2
     )
     assert line == (
-        f"all ranks answer and none goes on since step 7, for 20 s: ranks 0-1 (host n1) in {REDUCE}, "
+        f"all ranks answer, but none has made progress since step 7 (20 s): ranks 0-1 (host n1) in {REDUCE}, "
         f"rank 2 (host n1) in {other}"
     )
 
 
 def test_all_in_one_collective_means_that_no_data_pass():
     line = diagnose(snapshot(WAITS, WAITS), observer=0)
-    assert line.startswith(f"all ranks answer and wait in {REDUCE} since step 7, for 20 s: no data pass")
+    assert line.startswith(
+        f"all ranks answer and have waited in {REDUCE} since step 7 (20 s): no data passes"
+    )
     assert "NCCL_SOCKET_IFNAME" in line
 
 
 def test_all_in_one_place_of_their_own_hang():
     both = (elsewhere(1), elsewhere(4))
     assert (
-        diagnose(snapshot(both, both), observer=0)
-        == f"all ranks hang since step 7, for 20 s: they are in {LOADER}"
+        diagnose(snapshot(both, both), observer=0) == f"all ranks have hung since step 7 (20 s), in {LOADER}"
     )
 
 

@@ -4,7 +4,7 @@ import time
 import pytest
 from small_stores import heartbeat, stores
 
-from megalowbit.supervision.diagnosis import diagnose_together, wait_until_known
+from megalowbit.supervision.diagnosis import diagnose_together, wait_for_readers
 from megalowbit.supervision.heartbeat import HeartbeatThread
 from megalowbit.supervision.heartbeat_store import (
     DEFECT,
@@ -30,7 +30,7 @@ def start(monkeypatch):
         for rank in beating:
             describe_rank = describe if rank == 0 else heartbeat
             hearts[rank] = HeartbeatThread(
-                opened[rank], describe_rank, interval=INTERVAL, at_alarm=lambda: None
+                opened[rank], describe_rank, interval=INTERVAL, on_alarm=lambda: None
             )
             hearts[rank].start()
         started.extend(hearts.values())
@@ -43,7 +43,7 @@ def start(monkeypatch):
 
 def ask(thread, rank, results):
     results[rank] = diagnose_together(thread, lambda: heartbeat(0), rank=rank)
-    wait_until_known(thread)
+    wait_for_readers(thread)
 
 
 def ask_all(hearts):
@@ -61,7 +61,7 @@ def test_one_diagnoses_and_all_know_the_same(start):
     hearts, opened = start(4, beating=(0, 1, 3))
     opened[2].publish(heartbeat(5, host="n2"))
     diagnoses, _ = ask_all(hearts)
-    assert sum(diagnosis.is_mine for diagnosis in diagnoses.values()) == 1
+    assert sum(diagnosis.is_local for diagnosis in diagnoses.values()) == 1
     (line,) = {diagnosis.line for diagnosis in diagnoses.values()}
     assert line.startswith("rank 2 (host n2) does not answer: silent since step 7 ")
     assert f"waited 20 s in {REDUCE}" in line
@@ -90,16 +90,16 @@ def test_a_rank_that_hangs_is_marked_as_worth_a_stack(start):
     hearts, _ = start(2, (0, 1), lambda count: heartbeat(count, place="loader.py:3 read", is_waiting=False))
     diagnosis = diagnose_together(hearts[1], lambda: heartbeat(0), rank=1)
     assert diagnosis.is_hang
-    assert diagnosis.line.startswith("rank 0 (host n1) hangs since step 7: is in loader.py:3 read; rank 1 ")
+    assert diagnosis.line.startswith("rank 0 (host n1) has hung since step 7, in loader.py:3 read; rank 1 ")
 
 
 def test_if_the_one_that_diagnoses_ends_too_the_others_do_not_wait_for_ever(start):
     hearts, opened = start(3, beating=(1,))
     assert opened[2].claim(DIAGNOSES)
     diagnosis = diagnose_together(hearts[1], lambda: heartbeat(0), rank=1)
-    assert diagnosis.is_mine
+    assert diagnosis.is_local
     assert diagnosis.line == (
-        "rank 2 was to find out why the run stands still, and has ended; "
+        "rank 2 was diagnosing the failure but ended before it finished; "
         f"rank 1 (host n1) waited 20 s in {REDUCE} since step 7"
     )
 
@@ -113,7 +113,7 @@ def silenced(thread, store, address=None):
         raise RuntimeError("Broken pipe")
 
     with pytest.raises(RuntimeError):
-        thread.ask(end)
+        thread.execute(end)
     while thread.lost is None:
         time.sleep(0.01)
     return diagnose_together(thread, lambda: heartbeat(0, host="n2"), rank=1).line
@@ -153,9 +153,9 @@ def test_the_main_process_waits_for_the_others_to_read_but_not_for_ever(start):
         opened[0].publish_diagnosis(PublishedDiagnosis("found", LOSS, 2))
         started = time.monotonic()
         threading.Timer(INTERVAL, opened[1].read_diagnosis).start()
-        wait_until_known(hearts[0])
+        wait_for_readers(hearts[0])
         waits.append(time.monotonic() - started)
-        wait_until_known(hearts[1])  # opened do not end with it
+        wait_for_readers(hearts[1])  # opened do not end with it
     assert INTERVAL <= min(waits) < 2.4 * INTERVAL
 
 
@@ -163,5 +163,5 @@ def test_the_main_process_does_not_wait_for_ever(start):
     hearts, opened = start(2, beating=(0,))
     opened[0].publish_diagnosis(PublishedDiagnosis("found", LOSS, 2))
     started = time.monotonic()
-    wait_until_known(hearts[0])
+    wait_for_readers(hearts[0])
     assert 2.5 * INTERVAL <= time.monotonic() - started < 10

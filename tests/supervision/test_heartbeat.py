@@ -14,7 +14,7 @@ def pair(monkeypatch):
     """A running thread, the store of another rank, and the event of an alarm."""
     own, other = stores(2, monkeypatch)
     alarmed = threading.Event()
-    thread = HeartbeatThread(own, heartbeat, interval=INTERVAL, at_alarm=alarmed.set)
+    thread = HeartbeatThread(own, heartbeat, interval=INTERVAL, on_alarm=alarmed.set)
     thread.start()
     yield thread, other, alarmed
     thread.stop(is_done=True)
@@ -43,7 +43,7 @@ def test_an_alarm_of_another_rank_is_noticed(pair):
 def test_a_request_runs_beside_the_heartbeats(pair):
     thread, other, _ = pair
     other.publish(heartbeat(7))
-    assert thread.ask(lambda store: store.heartbeats())[1] == heartbeat(7)
+    assert thread.execute(lambda store: store.heartbeats())[1] == heartbeat(7)
 
 
 def test_a_last_heartbeat_is_given_at_the_end(pair):
@@ -61,13 +61,13 @@ def test_a_store_that_does_not_answer_is_given_up_after_two_intervals_and_then_a
     release = threading.Event()
     started = time.monotonic()
     with pytest.raises(StoreSilentError, match=r"no answer for 0\.2 s"):
-        thread.ask(lambda store: release.wait())
+        thread.execute(lambda store: release.wait())
     assert time.monotonic() - started >= 2 * INTERVAL
     waits = []
     for _ in range(5):
         started = time.monotonic()
         with pytest.raises(StoreSilentError, match="no answer"):
-            thread.ask(lambda store: store.heartbeats())
+            thread.execute(lambda store: store.heartbeats())
         waits.append(time.monotonic() - started)
     assert min(waits) < 2 * INTERVAL  # of several, as the machine may be busy
     release.set()
@@ -80,10 +80,10 @@ def test_a_broken_connection_ends_the_heartbeats_and_is_reported(pair):
         raise RuntimeError("Broken pipe\nand a long stack")
 
     with pytest.raises(StoreSilentError, match=r"^Broken pipe$"):
-        thread.ask(fail)
+        thread.execute(fail)
     wait_until(lambda: thread.lost == "Broken pipe")
     last = other.heartbeats()[0].count
     with pytest.raises(StoreSilentError, match=r"^Broken pipe$"):
-        thread.ask(lambda store: store.heartbeats())
+        thread.execute(lambda store: store.heartbeats())
     time.sleep(3 * INTERVAL)
     assert other.heartbeats()[0].count == last

@@ -36,10 +36,10 @@ def test_heartbeats_of_many_ranks_are_read_though_some_are_missing(monkeypatch):
 
 def test_one_rank_gets_each_claim(monkeypatch):
     first, second = stores(2, monkeypatch)
-    assert first.claimant(DIAGNOSES) is None
+    assert first.claimed_by(DIAGNOSES) is None
     assert second.claim(DIAGNOSES)
     assert not first.claim(DIAGNOSES)
-    assert first.claimant(DIAGNOSES) == 1
+    assert first.claimed_by(DIAGNOSES) == 1
     assert second.claim(DIAGNOSES)  # again
     assert first.claim(REPORTS_SIGTERM)
 
@@ -58,26 +58,26 @@ def test_a_reported_failure_alarms_all_and_the_first_stays(monkeypatch):
 def test_everybody_knows_once_all_living_have_found_read_or_reported(monkeypatch):
     first, second, third = stores(3, monkeypatch)
     second.report(FAILURE)
-    assert not first.is_known_to_all()
+    assert not first.is_read_by_all()
     first.publish_diagnosis(PublishedDiagnosis("found", LOSS, 3))
-    assert not first.is_known_to_all()
+    assert not first.is_read_by_all()
     assert third.read_diagnosis() == PublishedDiagnosis("found", LOSS, 3)
-    assert first.is_known_to_all()
+    assert first.is_read_by_all()
 
 
 def test_the_lost_are_not_waited_for(monkeypatch):
     first, _, third = stores(3, monkeypatch)
     first.publish_diagnosis(PublishedDiagnosis("found", LOSS, 2))
-    assert not first.is_known_to_all()
+    assert not first.is_read_by_all()
     third.read_diagnosis()
-    assert first.is_known_to_all()
+    assert first.is_read_by_all()
 
 
 def test_where_all_report_there_is_nothing_to_wait_for(monkeypatch):
     first, second = stores(2, monkeypatch)
     first.report(FAILURE)
     second.report(FAILURE)
-    assert first.is_known_to_all()
+    assert first.is_read_by_all()
 
 
 def test_a_second_loop_of_the_same_process_starts_with_an_empty_store(monkeypatch):
@@ -92,9 +92,9 @@ def test_a_second_loop_of_the_same_process_starts_with_an_empty_store(monkeypatc
 
 def test_entries_end_with_the_main_process_unless_the_launcher_serves_them(monkeypatch):
     first, second = stores(2, monkeypatch)
-    assert first.is_served_here
-    assert not second.is_served_here
+    assert first.is_hosted_here
+    assert not second.is_hosted_here
     assert str(first.address).startswith("127.0.0.1:")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     first, _ = stores(2, monkeypatch)
-    assert not first.is_served_here
+    assert not first.is_hosted_here

@@ -1,1 +1,1 @@
-"""Checkpoints of an engine: written whole or not at all, verified, loaded at another stage or rank count."""
+"""An engine's checkpoints: written atomically, verified, loadable at another ZeRO stage or rank count."""

@@ -1,10 +1,12 @@
 """A DeepSpeed checkpoint engine: atomic files of plain data, and errors that reach every rank.
 
-DeepSpeed writes in place, pickles objects of its own and of ours (a loss scaler, enumerations, addresses of
-fragments), and an error on the writing rank leaves the others waiting in a barrier. Here every file is whole
-or not there, its SHA-256 is taken while it is written, errors are kept until `commit`, which every rank
-calls, and objects become plain data, so that loading executes nothing. Of a loss scaler that is an object its
-`state_dict()` is saved; DeepSpeed's own has none and is refused.
+| | stock DeepSpeed | here |
+|---|---|---|
+| files | written in place | written atomically, with a SHA-256 |
+| content | pickled objects: loss scaler, enumerations, … | plain data; loading executes nothing |
+| an error on one rank | the others wait in a barrier | kept until `commit`, which every rank calls |
+
+Of a loss scaler object, `state_dict()` is saved. DeepSpeed's scaler has none and is rejected.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, load_content, origin_of, unwritable
+from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, load_content, origin_of, write_error
 from megalowbit.distributed.agreement import gather, raised_on_all_ranks
 from megalowbit.distributed.process_group import is_true_anywhere
 from megalowbit.durable_files import FileFacts, HashingFile, atomic_file
@@ -38,21 +40,21 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
     def __init__(self, engine: Any = None) -> None:
         super().__init__()
         self.zipfile_serialization = True
-        self._failure: UserError | None = None  # to write: a mistake or misfortune of the user
-        self._defect: Exception | None = None  # anything else
+        self._failure: UserError | None = None  # a file could not be written
+        self._defect: Exception | None = None  # any other error
         self._facts: dict[str, FileFacts] = {}
-        self._read: dict[str, Any] = {}  # ahead
-        self.step: int | None = None  # of the checkpoint that is being written or read, see `of_step`
+        self._read: dict[str, Any] = {}  # path → content that was read ahead
+        self.step: int | None = None  # step of the checkpoint being written or read; see `of_step`
         if engine is not None:
-            # rank 0 alone would copy it, in place; the others would wait for ever if its disk is full
+            # only rank 0 would copy the script; if its disk is full, the others would wait forever
             engine._copy_recovery_script = _copy_nothing
-            # collecting states is each rank's own work, and what fails there must not keep the others waiting
+            # each rank collects its states alone; an error there must not make the others wait
             engine._save_checkpoint = self._keeping_defects(engine._save_checkpoint)
             engine._save_zero_checkpoint = self._keeping_defects(engine._save_zero_checkpoint)
 
     @contextmanager
     def of_step(self, step: int | None) -> Iterator[None]:
-        """Note in files that are written meanwhile what step they are of, and check it in those read."""
+        """Context in which written files record the step, and files that are read must match it."""
         self.step = step
         try:
             yield
@@ -68,14 +70,16 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
 
         def write() -> None:
             content = plain_data(state_dict)
-            # files of a pipeline's layers hold weights and nothing else
+            # files of pipeline layers hold only weights
             if self.step is not None and type(content) is dict and not Path(path).name.startswith("layer_"):
                 content = {**content, ORIGIN_KEY: origin_of(content, Path(path), self.step)}
             with atomic_file(Path(path), "wb") as file:
                 hashing = HashingFile(file)
                 try:
                     torch.save(content, cast(IO[bytes], hashing))
-                except RuntimeError as error:  # of positions in a zip file, where a disk is full
+                except (
+                    RuntimeError
+                ) as error:  # if a disk is full, torch complains about positions in a zip file
                     raise hashing.failure or error from error
             self._facts[path] = hashing.facts(path)
 
@@ -85,7 +89,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         """Read one file, executing nothing.
 
         Raises:
-            UserError: the file cannot be read, or holds objects of a program, as stock DeepSpeed's do.
+            UserError: the file cannot be read, or holds pickled objects, as files of stock DeepSpeed do.
         """
         if path in self._read:
             return self._read[path]
@@ -95,15 +99,15 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         return content
 
     def read_ahead(self, paths: Iterable[str]) -> None:
-        """Read files now that `load` will be asked for, until `forget`."""
+        """Read files now and keep them for `load`, until `forget`."""
         self._read = {path: self.load(path, map_location="cpu") for path in paths}
 
     def forget(self) -> None:
-        """Let go of what was read ahead."""
+        """Drop the files that were read ahead."""
         self._read = {}
 
     def take_facts(self, folder: Path) -> list[FileFacts]:
-        """Facts of the files that this rank has written below `folder` since the last call."""
+        """Size and checksum of each file that this rank has written below `folder` since the last call."""
         facts, self._facts = self._facts, {}
         return [
             entry._replace(name=Path(entry.name).relative_to(folder).as_posix())
@@ -115,8 +119,8 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         """End a save on every rank.
 
         Raises:
-            UserError: some rank could not write; all ranks raise it.
-            RuntimeError: something else failed on some rank, which itself raises the original.
+            UserError: a rank could not write; all ranks raise it.
+            RuntimeError: another error occurred on some rank; that rank raises the original.
         """
         failure, self._failure = self._failure, None
         defect, self._defect = self._defect, None
@@ -139,7 +143,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
         def keep(*arguments: Any, **named: Any) -> None:
             try:
                 work(*arguments, **named)
-            except Exception as error:  # raised by `commit`, which all ranks call
+            except Exception as error:  # `commit`, which all ranks call, raises it
                 self._defect = self._defect or error
 
         return keep
@@ -147,18 +151,18 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
     def _keep_failure(self, path: str, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # whatever it is (a full disk, an unpicklable object): others wait for us
+        except Exception as error:  # any error (full disk, unpicklable object): other ranks are waiting
             if self._failure is None:
-                self._failure = unwritable(path, error)
+                self._failure = write_error(path, error)
 
 
 def plain_data(value: Any, where: str = "") -> Any:
-    """The same content without objects of any program: tensors, numbers, texts and containers.
+    """Convert content to plain data: tensors, numbers, strings and containers.
 
-    Containers are copied, tensors are not; `where` are the keys that lead to `value`, for the message.
+    Containers are copied, tensors are not. `where` is the path of keys to `value`, for the error message.
 
     Raises:
-        TypeError: something in it could only be pickled.
+        TypeError: an object in it could only be pickled.
     """
     kind = type(value)
     if kind in ATOMS or kind is torch.nn.Parameter:
@@ -173,13 +177,13 @@ def plain_data(value: Any, where: str = "") -> Any:
         items = {key: plain_data(each, f"{where}.{key}") for key, each in value.items()}
         return kind(items) if kind in (OrderedDict, Counter) else items
     if kind in (list, set, frozenset):
-        # no frozenset in a file: readers that execute nothing do not know it
+        # a frozenset becomes a set, because `weights_only` loading does not support it
         return (list if kind is list else set)(plain_data(each, where) for each in value)
     if isinstance(value, tuple):
         return tuple(plain_data(each, where) for each in value)
     if is_dataclass(value) and not isinstance(value, type):
         return plain_data(asdict(value), where)
-    if isinstance(value, (int, float, str)):  # subclasses: plain numbers and texts with a name
+    if isinstance(value, (int, float, str)):  # subclasses, such as named constants
         return next(base(value) for base in (int, float, str) if isinstance(value, base))
     raise TypeError(
         f"{where.lstrip('.')} is a {kind.__module__}.{kind.__qualname__}, which could only be pickled"
@@ -194,4 +198,4 @@ def _plain_scaler(scaler: Any, where: str) -> Any:
 
 
 def _copy_nothing(save_path: str) -> None:
-    """Take the place of a copy of DeepSpeed's own converter, which `tools/convert_hf.py` does the work of."""
+    """Replaces copying DeepSpeed's conversion script, which `tools/convert_hf.py` makes unnecessary."""

@@ -1,9 +1,9 @@
-"""What an engine writes down of its own cuts: the `Layout` of the checkpoint that it is about to save.
+"""Describes how an engine is partitioned: the `Layout` of the checkpoint that it is about to save.
 
-The only place that reads DeepSpeed's bookkeeping of flat groups: `round_robin_bit16_groups` and `…_offsets`
-(stages 1, 2), `fp16_groups` and `partition_numel` (stage 3). Each is held by
-tests/engine/contract/test_checkpoints.py. A parameter without a place is an error at the save, not at the
-export. Not covered: experts, NVMe, hierarchical partitions, parameters of no elements.
+This is the only file that reads DeepSpeed's bookkeeping of flat groups: `round_robin_bit16_groups` and
+`…_offsets` (stages 1, 2), `fp16_groups` and `partition_numel` (stage 3);
+tests/engine/contract/test_checkpoints.py checks each of them. A parameter without a place raises at the save
+rather than at the export. Not covered: experts, NVMe, hierarchical partitions, parameters without elements.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Place = tuple[int, int, int]  # group, offset, size of a StoredParameter
 
 
 def describe_layout(engine: Any) -> Layout:
-    """The layout of what `engine` saves; every rank must call it.
+    """The layout of the checkpoint that `engine` saves; every rank must call it.
 
     Raises:
         UserError: a parameter has no place, or ranks of one slice disagree; all ranks raise it.
     """
     with failing_together():
         own = own_slice(engine), tied_names(engine)
-    # digests of all, but each slice from one rank: it is a line for every parameter
+    # gather digests from all ranks, but each slice from one rank only, because it lists every parameter
     digest = hashlib.sha256(repr(own).encode()).digest()
     first: dict[int, tuple[int, bytes]] = {}
     for rank, (index, theirs) in enumerate(gather((engine.checkpoint_mp_rank, digest))):
         if first.setdefault(index, (rank, theirs))[1] != theirs:
             raise UserError(
-                f"rank {rank} has cut its part of the model in another way than the others of slice {index}: "
-                "start all ranks with the same model and configuration"
+                f"rank {rank} has partitioned its part of the model differently from other ranks of slice "
+                f"{index}: start all ranks with the same model and configuration"
             )
     slices: dict[int, Slice] = {}
     tied: dict[str, str] = {}
@@ -61,13 +61,13 @@ def grid_sizes(engine: Any) -> dict[str, int]:
     grid = getattr(engine, "process_grid", None)
     if grid is None:
         return {"tensor_size": 1, "pipeline_size": 1}
-    if grid.tensor_size * grid.pipeline_size == 1:  # an mpu of the user's own is not in the configuration
+    if grid.tensor_size * grid.pipeline_size == 1:  # a user's mpu is not in the configuration
         return {"tensor_size": engine.mp_world_size, "pipeline_size": 1}
     return {"tensor_size": grid.tensor_size, "pipeline_size": grid.pipeline_size}
 
 
 def named_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
-    """The parameters of this rank by the name they have in the whole model, each once."""
+    """Name in the full model → parameter of this rank; each parameter once."""
     module = engine.module
     names = module.parameter_names() if hasattr(module, "parameter_names") else {}
     found: dict[str, torch.nn.Parameter] = {}
@@ -77,14 +77,14 @@ def named_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def named_buffers(engine: Any) -> dict[str, torch.Tensor]:
-    """The buffers that a state dict of the module holds, by local name."""
+    """Local name → buffer, for the buffers in the module's state dict."""
     module = engine.module
     kept = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
 def tied_names(engine: Any) -> dict[str, str]:
-    """Further names of parameters of the module that have several."""
+    """Further name → first name, for parameters with several names."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     if hasattr(engine.module, "parameter_names"):
@@ -96,10 +96,10 @@ def tied_names(engine: Any) -> dict[str, str]:
 
 
 def own_slice(engine: Any) -> Slice:
-    """This rank's slice; the same on all data-parallel ranks that share it.
+    """This rank's slice; the same on all data-parallel ranks of the slice.
 
     Raises:
-        UserError: a parameter that is trained has no place.
+        UserError: a trained parameter has no place.
     """
     stage = engine.zero_optimization_stage()
     masters, sizes = _masters(engine, stage)
@@ -108,7 +108,7 @@ def own_slice(engine: Any) -> Slice:
     transposed = {
         id(module.weight)
         for module in engine.module.modules()
-        # a BitLinear is as the recipe's conversion makes it, on one rank as on several
+        # conversion makes a BitLinear the same way with any number of ranks
         if getattr(module, "is_transposed", False) and not isinstance(module, BitLinear)
     }
     parameters = []
@@ -117,9 +117,10 @@ def own_slice(engine: Any) -> Slice:
         state, optimizer_group = states.get(id(parameter), (NOWHERE, NOWHERE))
         if parameter.requires_grad and state == NOWHERE and _shape(parameter).numel() and stage:
             raise UserError(
-                f"parameter {name} is not trained by the engine's optimizer: freeze it, or pass it"
+                f"parameter {name} is not trained by the engine's optimizer: freeze it, or pass it to the "
+                "optimizer"
             )
-        cut = getattr(parameter, "cut", None)
+        sharding = getattr(parameter, "sharding", None)
         parameters.append(
             StoredParameter(
                 name=name,
@@ -131,7 +132,7 @@ def own_slice(engine: Any) -> Slice:
                 state=state,
                 optimizer_group=optimizer_group,
                 weight=files.get(id(parameter)),
-                cut=None if cut is None else {"dim": cut.dim, "parts": list(cut.parts)},
+                cut=None if sharding is None else {"dim": sharding.dim, "parts": list(sharding.parts)},
                 is_transposed=id(parameter) in transposed,
                 is_marked=bool(getattr(parameter, "tensor_model_parallel", False)),
             )
@@ -144,7 +145,7 @@ def own_slice(engine: Any) -> Slice:
 
 
 def _masters(engine: Any, stage: int) -> tuple[dict[int, Place], list[int]]:
-    """Place of every parameter's master by id, and the partition sizes of stages 1 and 2."""
+    """Parameter id → place of its master; and the partition sizes of stages 1 and 2."""
     optimizer = engine.optimizer
     if stage == 0:
         places: dict[int, Place] = {}
@@ -169,7 +170,7 @@ def _masters(engine: Any, stage: int) -> tuple[dict[int, Place], list[int]]:
 
 
 def _states(engine: Any, stage: int) -> dict[int, tuple[int, int]]:
-    """Index of the inner optimizer's saved state, and of its group, for every trained parameter by id."""
+    """Id of a trained parameter → index of its saved state and of its group in the inner optimizer."""
     optimizer = engine.optimizer
     if stage == 0:
         model_of = {
@@ -200,7 +201,7 @@ def _states(engine: Any, stage: int) -> dict[int, tuple[int, int]]:
 
 
 def _weight_files(engine: Any, stage: int) -> dict[int, tuple[str, str]]:
-    """File and key of computing weights by parameter id; none at stage 3, where no rank has them."""
+    """Parameter id → file and key of the model's weight; empty at stage 3, where no rank has full weights."""
     if stage == 3:
         return {}
     return {
@@ -212,7 +213,7 @@ def _weight_files(engine: Any, stage: int) -> dict[int, tuple[str, str]]:
 
 
 def _buffer_files(engine: Any, stage: int) -> dict[str, tuple[str, str]]:
-    """File and key of buffers by local name."""
+    """Local name → file and key of the buffer."""
     names = {id(buffer): name for name, buffer in named_buffers(engine).items()}
     return {
         names[id(buffer)]: (file, prefix + name)
@@ -223,7 +224,7 @@ def _buffer_files(engine: Any, stage: int) -> dict[str, tuple[str, str]]:
 
 
 def _modules(engine: Any, stage: int) -> Iterable[tuple[str, str, torch.nn.Module]]:
-    """File, prefix of keys and module of everything saved by this slice."""
+    """(file, key prefix, module) of everything that this slice saves."""
     module = engine.module
     if not hasattr(module, "forward_funcs"):  # no pipeline
         return [(model_file(stage, engine.checkpoint_mp_rank), "", module)]
@@ -235,6 +236,6 @@ def _modules(engine: Any, stage: int) -> Iterable[tuple[str, str, torch.nn.Modul
 
 
 def _shape(parameter: torch.Tensor) -> torch.Size:
-    """Of the whole parameter, which ZeRO 3 keeps elsewhere."""
+    """Shape of the unpartitioned parameter, which ZeRO 3 keeps in `ds_shape`."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape

@@ -1,16 +1,18 @@
-"""DeepSpeed's methods of an engine that write and read files, as safe as the store's.
+"""Replaces DeepSpeed's `save_checkpoint`, `load_checkpoint` and `save_16bit_model` by safe versions.
 
-Arguments and results are DeepSpeed's. What `engine.save_checkpoint` writes has our layout and a manifest,
-which comes before `latest`; what `engine.load_checkpoint` loads is verified and compared with the engine on
-all ranks, and cut anew where the engine is cut in another way. Unlike the store they restore no random
-generators and remove no older checkpoints. Refused: overwriting a complete checkpoint, leaving out frozen
-parameters, a folder without manifest, and where DeepSpeed would do it wrong without a word, parts of a
-checkpoint (`save_and_load`).
+Arguments and results are DeepSpeed's.
 
-`engine.save_16bit_model` and the dictionaries that `accelerator.get_state_dict` and the Trainer ask for are
-made of parameters by DeepSpeed, which at stage 3 would give low-bit layers' (out, in) for a Conv1D's (in,
-out), under tensor parallelism one rank's shards, and nothing for a pipeline. Here they are whole, in
-transformers' layout, and written as one file that is whole or not there.
+- `engine.save_checkpoint` writes our layout and a manifest, and updates `latest` after the manifest.
+- `engine.load_checkpoint` verifies the files on all ranks, checks that they fit the engine, and re-shards
+  them if the engine has another layout.
+- Unlike the store, neither restores random generators or removes older checkpoints.
+- Rejected: overwriting a complete checkpoint, leaving out frozen parameters, a folder without a manifest, and
+  partial loads that DeepSpeed would silently get wrong (`save_and_load`).
+
+DeepSpeed builds the state dicts of `engine.save_16bit_model`, `accelerator.get_state_dict` and the Trainer
+directly from parameters. That would be wrong for us: at stage 3 a converted Conv1D would be (out, in) instead
+of (in, out), under tensor parallelism the tensors would be one rank's shards, and a pipeline would give
+nothing. Here they are full tensors in transformers' layout, and the file is written atomically.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from typing import Any
 import torch
 
 from megalowbit.checkpoints.contents import header_file
-from megalowbit.checkpoints.plain import plain_checkpoint, way_in
-from megalowbit.checkpoints.shards import unwritable
+from megalowbit.checkpoints.plain import loading_advice, plain_checkpoint
+from megalowbit.checkpoints.shards import write_error
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks, succeed_together
 from megalowbit.durable_files import LATEST, MANIFEST, atomic_file
 from megalowbit.engine.checkpoints.save_and_load import load_together, save_together, verify_together
-from megalowbit.engine.parameters.whole_weights import whole_state_dict
+from megalowbit.engine.parameters.full_weights import full_state_dict
 from megalowbit.engine.pipeline.setup import gather_weights, stage_of
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_text
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def attach_checkpoint_methods(engine: Any) -> None:
-    """Put the methods below into an engine from `deepspeed.initialize`."""
+    """Replace the methods of an engine from `deepspeed.initialize` by the functions below."""
     engine.save_checkpoint = MethodType(save_checkpoint, engine)
     engine.load_checkpoint = MethodType(load_checkpoint, engine)
     engine.save_16bit_model = engine.save_fp16_model = MethodType(save_16bit_model, engine)
@@ -61,7 +63,7 @@ def save_checkpoint(
         UserError: the checkpoint exists, or could not be written; all ranks raise it.
     """
     if exclude_frozen_parameters:
-        raise UserError("exclude_frozen_parameters is not supported: save them all, leave it away")
+        raise UserError("exclude_frozen_parameters is not supported: leave it out, all parameters are saved")
     path = _agreed_path(save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
     save_together(
         engine,
@@ -87,11 +89,11 @@ def load_checkpoint(
     """Continue from `load_dir/tag/`; every rank must call it. See `DeepSpeedEngine.load_checkpoint`.
 
     Returns:
-        The path of a file of the checkpoint and the client state; two Nones where `tag` is None and
-        there is no `latest`.
+        The path of one of the checkpoint's files and the client state; two Nones if `tag` is None and there
+        is no `latest`.
 
     Raises:
-        UserError: it is damaged, incomplete, or does not fit; all ranks raise it.
+        UserError: the checkpoint is damaged or incomplete, or does not fit; all ranks raise it.
     """
     if all(gather(tag is None)):
         tag = agree(_latest, Path(load_dir))
@@ -115,18 +117,18 @@ def load_checkpoint(
 def consolidated_state_dict(
     engine: Any, exclude_frozen_parameters: bool = False
 ) -> dict[str, torch.Tensor] | None:
-    """See `DeepSpeedEngine._consolidated_16bit_state_dict`: on rank 0 a state dict, None on others.
+    """The full state dict on rank 0, None on others. See `DeepSpeedEngine._consolidated_16bit_state_dict`.
 
     Raises:
-        UserError: frozen parameters of a pipeline are to be left out.
+        UserError: `exclude_frozen_parameters` is set for a pipeline.
     """
     stage = stage_of(engine.module)
     if stage is not None and exclude_frozen_parameters:
-        raise UserError("exclude_frozen_parameters is not supported for a pipeline: leave it away")
+        raise UserError("exclude_frozen_parameters is not supported for a pipeline: leave it out")
     if stage is not None:
         return gather_weights(stage)
-    whole = whole_state_dict(engine, exclude_frozen=exclude_frozen_parameters)
-    return whole if process_group.rank() == 0 else None
+    state = full_state_dict(engine, exclude_frozen=exclude_frozen_parameters)
+    return state if process_group.rank() == 0 else None
 
 
 def save_16bit_model(
@@ -135,13 +137,13 @@ def save_16bit_model(
     save_filename: str = "pytorch_model.bin",
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Write the whole state dict to `save_dir/save_filename`. See `DeepSpeedEngine.save_16bit_model`.
+    """Write the full state dict to `save_dir/save_filename`. See `DeepSpeedEngine.save_16bit_model`.
 
     Returns:
-        False, and nothing is written, where the configuration of stage 3 does not allow gathering.
+        Whether the file was written; False if the stage 3 configuration does not allow gathering.
 
     Raises:
-        UserError: the file could not be written, or see `consolidated_state_dict`; all ranks raise it.
+        UserError: the file could not be written, or as for `consolidated_state_dict`; all ranks raise it.
     """
     path = Path(save_dir) / save_filename
     if engine.zero_optimization_stage() == 3 and not engine.zero_gather_16bit_weights_on_model_save():
@@ -170,7 +172,7 @@ def _agreed_path(folder: str | Path, tag: object) -> Path:
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise raised_on_all_ranks(
-                f"rank {rank} names checkpoint {other}, rank 0 {everyone[0]}: use one folder and tag"
+                f"rank {rank} was given checkpoint {other}, but rank 0 {everyone[0]}: use one folder and tag"
             )
     return path
 
@@ -187,7 +189,7 @@ def _latest(folder: Path) -> str | None:
 
 def _check_complete(path: Path) -> None:
     if path.is_dir() and not (path / MANIFEST).is_file():
-        remedy = "use another" if plain_checkpoint(path) is None else way_in(path)
+        remedy = "use another" if plain_checkpoint(path) is None else loading_advice(path)
         raise UserError(
             f"checkpoint {path} has no {MANIFEST}: its save was interrupted, or it was written by another "
             f"program; {remedy}"
@@ -200,4 +202,4 @@ def _write(state: dict[str, torch.Tensor] | None, path: Path) -> None:
         with atomic_file(path, "wb") as file:
             torch.save(state, file)
     except (OSError, RuntimeError) as error:
-        raise unwritable(path, error) from error
+        raise write_error(path, error) from error

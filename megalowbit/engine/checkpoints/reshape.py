@@ -1,11 +1,12 @@
-"""Continue from a checkpoint of another ZeRO stage or grid of ranks: whole tensors, cut anew.
+"""Continue from a checkpoint of another ZeRO stage or process grid by re-sharding full tensors.
 
-Each parameter's master and moments are read whole from the checkpoint, one parameter at a time, and this
-rank's fragments of them copied to where the engine keeps them; hyper-parameters, step counts, scheduler and
-counters follow. A tensor-parallel shard is cut by `parameter.cut`; a pipeline's stage takes the parameters
-that it has now. The numbers are the saved ones, bit for bit; further losses differ from those of the run that
-went on by the order of sums alone. Not covered: layer scaling, states that are not of the parameter's shape
-(they must be numbers).
+For one parameter at a time, read its full master and moments from the checkpoint and copy this rank's
+fragments to where the engine keeps them. Hyper-parameters, step counts, scheduler and counters follow.
+`parameter.sharding` selects a tensor-parallel shard; a pipeline stage takes the parameters it has now.
+The restored numbers equal the saved ones bit for bit; later losses differ from those of the uninterrupted run
+only by the order of sums.
+
+Not covered: layer scaling; optimizer states that have another shape than the parameter and are not numbers.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ REMEDY = "resume with the model and settings it was saved with, or start from it
 def check_fits(
     contents: CheckpointContents, present: Layout, *, recipes: tuple[str | None, str | None] = (None, None)
 ) -> None:
-    """Whether the checkpoint's parameters are those of an engine with layout `present`; changes nothing.
+    """Check that the checkpoint's parameters fit an engine with layout `present`; changes nothing.
 
-    `recipes` are the saved and the present one, if known: a recipe gives weights their orientation.
+    `recipes` are the saved and the present recipe, if known; a recipe determines the weights' orientation.
 
     Raises:
-        UserError: a name or shape differs, or what is trained; or shards of unknown cut would be cut anew.
+        UserError: a parameter differs in name, shape or being trained, or shards without a known sharding
+            would have to be re-sharded.
     """
     saved = contents.layout
     assert saved is not None
@@ -42,14 +44,14 @@ def check_fits(
     if saved != present:
         for layout in (saved, present):
             for stored in _first_places(layout).values():
-                layout.check_cut(stored, where)
-    before, now = _whole_shapes(saved), _whole_shapes(present)
+                layout.check_sharding(stored, where)
+    before, now = _full_shapes(saved), _full_shapes(present)
     for name in [*before, *now]:
         if before.get(name) != now.get(name):
             if None not in recipes and recipes[0] != recipes[1]:
                 raise UserError(
-                    f"{where} was saved with recipe {recipes[0]}, the model has {recipes[1]} (parameter "
-                    f"{name}: shape {before.get(name)} there, {now.get(name)} here); use the saved one"
+                    f"{where} was saved with recipe {recipes[0]}, but the model has {recipes[1]} (parameter "
+                    f"{name}: shape {before.get(name)} there, {now.get(name)} here); use the saved recipe"
                 )
             raise UserError(
                 f"{where} does not fit the model: parameter {name} has shape {before.get(name)} there and "
@@ -60,14 +62,14 @@ def check_fits(
             was = "frozen" if each.state == NOWHERE else "trained"
             raise UserError(f"{where} does not fit the model: parameter {name} was {was}; {REMEDY}")
     if "layer_scaling" in (contents.header.get("optimizer") or {}) and saved != present and present.stage:
-        raise UserError(f"{where} has layer scaling, which ZeRO {present.stage} has not; {REMEDY}")
+        raise UserError(f"{where} has layer scaling, which ZeRO {present.stage} does not support; {REMEDY}")
 
 
 def load_reshaped(engine: Any, contents: CheckpointContents, present: Layout) -> None:
-    """Load a checkpoint that `check_fits` has found to fit an engine of layout `present`; collective.
+    """Load a checkpoint that passed `check_fits` into an engine of layout `present`; collective.
 
     Raises:
-        UserError: the files contradict their layout, or the update rule is another; all ranks raise it.
+        UserError: the files contradict their layout, or the update rule differs; all ranks raise it.
     """
     if present.stage == 3:
         engine.optimizer.checkpoint_event_prologue()
@@ -91,7 +93,7 @@ def _fill(engine: Any, contents: CheckpointContents, present: Layout) -> None:
 
 
 class _Target:
-    """Where an engine keeps masters and optimizer state, by number of the state in the inner optimizer."""
+    """Writes masters and optimizer state into an engine. States are indexed as in the inner optimizer."""
 
     def __init__(self, engine: Any, layout: Layout, part: Slice) -> None:
         self._optimizer, self._layout, self._part = engine.optimizer, layout, part
@@ -102,13 +104,13 @@ class _Target:
     def load_parameter(
         self, parameter: torch.nn.Parameter, stored: StoredParameter, contents: CheckpointContents
     ) -> None:
-        whole = self._cut(contents.weight(stored.name), parameter, stored)
+        full = self._shard_of(contents.weight(stored.name), parameter, stored)
         if self._layout.stage == 3:
             if stored.group == NOWHERE:
-                _copy_partition(whole, parameter, self._grid.data_rank)
+                _copy_partition(full, parameter, self._grid.data_rank)
         else:
-            parameter.data.copy_(whole)
-        for flat, value in self._pieces(whole, parameter, stored):
+            parameter.data.copy_(full)
+        for flat, value in self._pieces(full, parameter, stored):
             flat.copy_(value)
         if stored.state == NOWHERE:
             return
@@ -116,17 +118,17 @@ class _Target:
         entry = self._states.setdefault(stored.state, {})
         for key, value in contents.optimizer_state(stored.name).items():
             if not is_moment(value):
-                # of its own: parameters of one flat group come with one count, which each would advance
+                # a copy: parameters of one flat group share one step count, which each would advance
                 entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
             if key not in entry:
                 entry[key] = torch.zeros_like(self._master(parameter, stored), dtype=value.dtype)
-            cut = self._cut(value, parameter, stored)
-            for flat, piece in self._pieces(cut, parameter, stored, of=entry[key]):
+            shard = self._shard_of(value, parameter, stored)
+            for flat, piece in self._pieces(shard, parameter, stored, of=entry[key]):
                 flat.copy_(piece)
 
     def finish(self) -> None:
-        """Hand the collected states to the inner optimizer, and bring half-precision copies up to date."""
+        """Load the collected states into the inner optimizer, and update half-precision copies."""
         optimizer, inner = self._optimizer, self._optimizer.optimizer
         if self._layout.stage == 3:
             optimizer._set_fp32_optimizer_param_groups()
@@ -143,24 +145,24 @@ class _Target:
             _refresh_partitions(optimizer)
         elif self._layout.stage:
             optimizer._link_all_hp_params()
-            # or DeepSpeed links states after the next step of the first group alone
+            # otherwise DeepSpeed links states after the next step of the first group only
             optimizer._hp_optimizer_states_linked = False
             if any(self._states.values()):
                 optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _cut(
-        self, whole: torch.Tensor, parameter: torch.nn.Parameter, stored: StoredParameter
+    def _shard_of(
+        self, full: torch.Tensor, parameter: torch.nn.Parameter, stored: StoredParameter
     ) -> torch.Tensor:
         """This rank's shard, in the orientation in which the engine holds it."""
-        whole = whole.t().contiguous() if stored.is_transposed else whole
-        cut = getattr(parameter, "cut", None)
-        if cut is None:
-            return whole
-        shard: torch.Tensor = cut.cut(whole, self._grid.tensor_rank, self._layout.tensor_size)
+        full = full.t().contiguous() if stored.is_transposed else full
+        sharding = getattr(parameter, "sharding", None)
+        if sharding is None:
+            return full
+        shard: torch.Tensor = sharding.shard(full, self._grid.tensor_rank, self._layout.tensor_size)
         return shard
 
     def _master(self, parameter: torch.nn.Parameter, stored: StoredParameter) -> torch.Tensor:
-        """The tensor that the inner optimizer updates: a parameter's own, or this rank's flat one."""
+        """The tensor that the inner optimizer updates: the parameter's master, or this rank's flat group."""
         stage = self._layout.stage
         if stage == 0:
             master: torch.Tensor = self._optimizer.master_of(parameter)
@@ -172,32 +174,32 @@ class _Target:
 
     def _pieces(
         self,
-        whole: torch.Tensor,
+        full: torch.Tensor,
         parameter: torch.nn.Parameter,
         stored: StoredParameter,
         of: torch.Tensor | None = None,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of this rank's master (or of `of`, alike) and what of `whole` belongs there."""
+        """Pairs (view of this rank's master, its values from `full`); `of` replaces the master."""
         if self._layout.stage == 0:
             if stored.group != NOWHERE or of is not None:
-                yield (self._master(parameter, stored) if of is None else of), whole
+                yield (self._master(parameter, stored) if of is None else of), full
             return
-        flat, values = self._master(parameter, stored) if of is None else of, whole.reshape(-1)
+        flat, values = self._master(parameter, stored) if of is None else of, full.reshape(-1)
         for piece in self._layout.fragments(self._part, stored):
             if piece.data_rank == self._grid.data_rank:
                 yield part_of(flat, piece), values.narrow(0, piece.start, piece.numel)
 
 
-def _copy_partition(whole: torch.Tensor, parameter: Any, data_rank: int) -> None:
-    """A frozen parameter of ZeRO 3, of which each rank has a part, the last one padded."""
+def _copy_partition(full: torch.Tensor, parameter: Any, data_rank: int) -> None:
+    """Copy this rank's part of a frozen ZeRO 3 parameter; the last rank's part is padded."""
     partition = parameter.ds_tensor.data.view(-1)
     start = data_rank * partition.numel()
-    values = whole.reshape(-1)[start : start + partition.numel()]
+    values = full.reshape(-1)[start : start + partition.numel()]
     partition[: values.numel()].copy_(values)
 
 
 def _refresh_partitions(optimizer: Any) -> None:
-    """Half-precision partitions of ZeRO 3 from their masters."""
+    """Update ZeRO 3's half-precision partitions from their masters."""
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         flat = optimizer.fp16_partitioned_groups_flat[number]
         flat.data.copy_(master.data)
@@ -207,10 +209,10 @@ def _refresh_partitions(optimizer: Any) -> None:
 
 
 def _load_counters(engine: Any, header: dict[str, Any]) -> None:
-    """What the engine's own loader restores besides."""
+    """Restore scheduler and counters, as the engine's loader does."""
     state, scheduler = header.get("lr_scheduler"), engine.lr_scheduler
     if isinstance(scheduler, LRScheduler) or (scheduler is not None and state is not None):
-        scheduler.load_state_dict(state)  # ours refuses a checkpoint without a schedule, as on the same ranks
+        scheduler.load_state_dict(state)  # ours rejects a checkpoint without a schedule
     engine.global_steps = header["global_steps"]
     engine.global_samples = header["global_samples"]
     engine.skipped_steps = header["skipped_steps"]
@@ -224,7 +226,7 @@ def _first_places(layout: Layout) -> dict[str, StoredParameter]:
     return found
 
 
-def _whole_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+def _full_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for name, stored in _first_places(layout).items():
         shape = list(stored.shape)

@@ -1,9 +1,9 @@
-"""One checkpoint in and out of an engine, on all ranks together: for the store and for DeepSpeed's methods.
+"""Saves or loads one checkpoint of an engine on all ranks; used by the store and by DeepSpeed's methods.
 
-What fails on one rank is raised by all, so that none goes on alone into the next collective. DeepSpeed's own
-loader is run only on files that are verified, of a model, update rule and layout that have been compared; at
-stage 3, where it communicates, its files are read before it starts. Not covered: a rank that runs out of
-memory inside that loader.
+An error on one rank is raised on all, so no rank enters the next collective alone. DeepSpeed's loader runs
+only after the files are verified and model, update rule and layout are compared. At stage 3 the loader
+communicates, so all files are read before it starts. Not covered: a rank that runs out of memory inside that
+loader.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megalowbit.checkpoints.contents import CheckpointContents, check_files
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY, RANK_FILES_KEY
-from megalowbit.checkpoints.shards import reading, unwritable
+from megalowbit.checkpoints.shards import reading, write_error
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import agree, failing_together, gather, gather_bytes, succeed_together
 from megalowbit.distributed.generator_states import packed_random_state
@@ -48,27 +48,27 @@ from megalowbit.optim.schedules.scheduler import LRScheduler
 logger = logging.getLogger(__name__)
 
 ADAMS = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
-# what DeepSpeed's loader raises where states have other keys, shapes or kinds than the engine's
+# raised by DeepSpeed's loader if states have other keys, shapes or types than the engine's
 MISFITS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-WHOLE: Mapping[str, Any] = MappingProxyType({})  # options of a load that takes everything
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})  # load everything
 
 
 def begin_folder(path: Path, *, is_named_by_user: bool = False) -> None:
-    """Make the folder of a checkpoint; rank 0, before anything is written.
+    """Create the folder of a checkpoint; called on rank 0 before anything is written.
 
-    A folder that the user has named may hold anything, and is left where it is.
+    An existing folder whose name the user chose may hold anything, so it is not moved.
 
     Raises:
-        UserError: there is a complete checkpoint, or something else, or it cannot be made.
+        UserError: the path already holds a complete checkpoint or something else, or cannot be created.
     """
     if is_file(path / MANIFEST):
         raise UserError(
-            f"checkpoint {path} exists already and is not overwritten: remove it, or use another folder"
+            f"checkpoint {path} already exists and is not overwritten: remove it, or use another folder"
         )
     is_there, is_rest = os.path.lexists(path), is_rest_of_save(path)
     if is_named_by_user and is_there and not is_rest:
         raise UserError(
-            f"{path} is there already and is no checkpoint with a {MANIFEST}: use another tag, or remove it"
+            f"{path} already exists and is not a checkpoint with a {MANIFEST}: use another tag, or remove it"
         )
     try:
         if is_rest:
@@ -79,7 +79,7 @@ def begin_folder(path: Path, *, is_named_by_user: bool = False) -> None:
         path.mkdir(parents=True)
         (path / SAVING).touch()
     except OSError as error:
-        raise unwritable(f"checkpoint {path}", error) from error
+        raise write_error(f"checkpoint {path}", error) from error
 
 
 def save_together(
@@ -92,14 +92,21 @@ def save_together(
     is_latest: bool = True,
     is_named_by_user: bool = False,
 ) -> None:
-    """Write a checkpoint, or leave nothing; every rank must call it, between optimizer steps.
+    """Write a complete checkpoint or nothing; every rank must call it, between optimizer steps.
 
-    Of `client_state` rank 0's is saved; `rank_file` is name and content of a file of this rank's own. With
-    `is_latest` the file `latest` beside the checkpoint names it. Where a rank is lost when all is written,
-    the checkpoint stays, and what that raises is raised.
+    If a rank is lost after everything is written, the checkpoint stays and the error is raised.
+
+    Args:
+        engine: from `initialize`.
+        path: folder of the checkpoint.
+        client_state: rank 0's is saved.
+        step: recorded in the files.
+        rank_file: name and content of a file that only this rank writes.
+        is_latest: whether the file `latest` next to the checkpoint shall name it.
+        is_named_by_user: see `begin_folder`; `latest` must then be written successfully.
 
     Raises:
-        UserError: there is one already, or some rank could not write; all ranks raise it.
+        UserError: the checkpoint already exists, or a rank could not write; all ranks raise it.
     """
     if engine.micro_steps % engine.gradient_accumulation_steps():
         raise UserError("save between optimizer steps: gradients of a half-accumulated step are not saved")
@@ -107,9 +114,9 @@ def save_together(
     try:
         facts = _write_files(engine, path, client_state, step=step, rank_file=rank_file)
         agree(_commit, path, facts, is_latest=is_latest, is_latest_needed=is_named_by_user)
-    except Exception as error:  # goes on its way: a folder that is not complete is in nobody's
+    except Exception as error:  # raised again below, after an incomplete folder is removed
         engine.checkpoint_engine.take_facts(path)
-        # one that is complete stays where only the others could not be told of it
+        # a complete checkpoint stays if only the communication with other ranks failed
         is_complete = not isinstance(error, UserError) and is_file(path / MANIFEST)
         if process_group.rank() == 0 and not is_complete:
             remove_checkpoint(path)
@@ -117,19 +124,19 @@ def save_together(
 
 
 def _commit(path: Path, facts: Iterable[FileFacts], *, is_latest: bool, is_latest_needed: bool) -> None:
-    """Rank 0, all files written: the manifest, then `latest`, which only loads without a tag depend on."""
+    """On rank 0, after all files: write the manifest, then `latest`, which only loads without a tag need."""
     try:
         write_manifest(path, facts)
         if is_latest and is_latest_needed:
             _write_latest(path)
     except OSError as error:
-        raise unwritable(f"checkpoint {path}", error) from error
+        raise write_error(f"checkpoint {path}", error) from error
     if is_latest and not is_latest_needed:
         point_latest_at(path)
 
 
 def point_latest_at(path: Path) -> None:
-    """Let `latest`, which only other programs read, name a checkpoint; a failure is logged."""
+    """Write the checkpoint's name to `latest`, which only other programs read; a failure is logged."""
     try:
         _write_latest(path)
     except OSError as error:
@@ -149,12 +156,12 @@ def _write_files(
     step: int,
     rank_file: tuple[str, Mapping[str, Any]] | None,
 ) -> list[FileFacts]:
-    """All but the manifest; what that will say of the files of all ranks."""
+    """Write all files but the manifest; returns its entries for the files of all ranks."""
     writer = engine.checkpoint_engine
     writer.take_facts(path)
     own = _engine_state(engine, step, client_state, rank_file)
     state = {**client_state, ENGINE_KEY: own}
-    save = type(engine).save_checkpoint  # and not the method of the object, which leads here
+    save = type(engine).save_checkpoint  # the engine object's method is replaced and would call this function
     with writer.of_step(step), parameter_layout(engine.module):
         if rank_file is not None:
             writer.save(dict(rank_file[1]), str(path / rank_file[0]))
@@ -164,9 +171,9 @@ def _write_files(
 
 
 def verify_together(path: Path, *, remedy: str, step: int | None = None) -> None:
-    """Compare a checkpoint's files with manifest and layout; the ranks share the reading.
+    """Compare a checkpoint's files with manifest and layout; the ranks divide the files among them.
 
-    `remedy` closes the messages; `step` is what the checkpoint should be of, None: anything.
+    `remedy` is appended to the messages; `step` is the expected step, None: any.
 
     Raises:
         UserError: a file is missing or damaged; all ranks raise it.
@@ -177,24 +184,24 @@ def verify_together(path: Path, *, remedy: str, step: int | None = None) -> None
 
 
 def load_together(
-    engine: Any, path: Path, options: Mapping[str, Any] = WHOLE
+    engine: Any, path: Path, options: Mapping[str, Any] = NO_OPTIONS
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Continue from a verified checkpoint; every rank must call it.
 
-    `options` are arguments of DeepSpeed's `load_checkpoint` that are not its defaults.
+    `options` are arguments of DeepSpeed's `load_checkpoint` that differ from its defaults.
 
     Returns:
-        The engine's own part of what was saved, and the client state.
+        The engine's part of the saved state, and the client state.
 
     Raises:
-        UserError: it is of another model, update rule or program, or has replaced the scaler; all ranks
-            raise it.
+        UserError: the checkpoint is from another model, update rule or program, or loading it replaced the
+            loss scaler; all ranks raise it.
     """
     with failing_together(), reading(f"checkpoint {path}"):
         contents = CheckpointContents(path)
     own = contents.header.get(ENGINE_KEY)
     if not isinstance(own, dict):
-        raise UserError(f"checkpoint {path} is of another program: start from its weights instead")
+        raise UserError(f"checkpoint {path} was written by another program: start from its weights instead")
     takes_states = not _leaves_masters(options)
     if takes_states:
         succeed_together(_check_update_rule, path, own, engine)
@@ -208,13 +215,13 @@ def load_together(
     else:
         how = f"checkpoint of {contents.layout.describe()} continued on {present.describe()}"
         if options:
-            raise UserError(f"{how}: not with {', '.join(options)}; leave it away, or use the same layout")
+            raise UserError(f"{how}: not with {', '.join(options)}; leave it out, or use the same layout")
         if process_group.rank() == 0:
             logger.warning("%s", how)
         load_reshaped(engine, contents, present)
         state = contents.header
     if isinstance(engine.lr_scheduler, LRScheduler):
-        engine.lr_scheduler.write_rates()  # from stage 1 on DeepSpeed loads the groups after the schedule
+        engine.lr_scheduler.write_rates()  # from stage 1 on, DeepSpeed loads the groups after the schedule
     if takes_states:
         with failing_together(), reading(f"the loss scaler's state in checkpoint {path}"):
             restore_scaler(engine, own)
@@ -223,14 +230,14 @@ def load_together(
 
 
 def restore_scaler(engine: Any, own: Mapping[str, Any]) -> None:
-    """Give the scaler at work the state it was saved with; at every stage it is the same one."""
+    """Restore the engine's loss scaler; its state is the same at every ZeRO stage."""
     scaler, saved = engine.optimizer.grad_scaler, own.get("grad_scaler")
     if scaler is not None and saved is not None:
         scaler.load_state_dict(saved)
 
 
 def update_rule(engine: Any) -> str:
-    """What steps the parameters: `AdamW`, `SGD`; implementations of one rule have one name."""
+    """Name of the update rule, `AdamW` or `SGD`; all implementations of a rule have the same name."""
     inner = engine.optimizer.optimizer
     name = type(inner).__name__
     if name not in ADAMS:
@@ -242,13 +249,13 @@ def update_rule(engine: Any) -> str:
 
 
 def recipes_of(engine: Any) -> str:
-    """Names of the recipes at work in this rank's layers."""
+    """Names of the recipes of this rank's layers."""
     layers = [module for module in engine.module.modules() if isinstance(module, BitLinear)]
     return ", ".join(sorted({layer.recipe.name for layer in layers})) or "none"
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint under another name: an interrupted removal must not look like a checkpoint."""
+    """Rename a checkpoint and remove it, so an interrupted removal does not look like a checkpoint."""
     try:
         remove_folder(path)
     except OSError as error:
@@ -256,15 +263,15 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _load_as_saved(engine: Any, path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """By DeepSpeed's own loader, into an engine cut as the saved one was."""
+    """Load with DeepSpeed's loader into an engine of the saved layout."""
     if engine.zero_optimization_stage() < 3:
         return succeed_together(_load_with_deepspeed, engine, path, options)
     if _leaves_masters(options):
         raise UserError(
-            f"{', '.join(options)}: ZeRO 3 has its weights in the optimizer's files only; load all of "
-            f"{path}, or export it and start from that"
+            f"{', '.join(options)}: ZeRO 3 stores its weights in the optimizer's files only; load all of "
+            f"{path}, or export it and start from the export"
         )
-    # loading is collective: what can fail on one rank alone must have happened before
+    # loading is collective, so everything that can fail on one rank alone comes first
     parent, tag = str(path.parent), path.name
     files = [engine._get_ckpt_name(parent, tag), engine._get_zero_ckpt_name(parent, tag)]
     reader = engine.checkpoint_engine
@@ -276,7 +283,7 @@ def _load_as_saved(engine: Any, path: Path, options: Mapping[str, Any]) -> dict[
 
 
 def _load_with_deepspeed(engine: Any, path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    load = type(engine).load_checkpoint  # and not the method of the object, which leads here
+    load = type(engine).load_checkpoint  # the engine object's method is replaced and would call this function
     try:
         with parameter_layout(engine.module):
             _, state = load(engine, str(path.parent), tag=path.name, **options)
@@ -288,7 +295,7 @@ def _load_with_deepspeed(engine: Any, path: Path, options: Mapping[str, Any]) ->
             f"checkpoint {path} does not fit the model: {reason}; use the model it was saved with"
         ) from error
     if engine.zero_optimization_stage() == 0 and _leaves_masters(options):
-        engine.optimizer.reload_model_params()  # or the next step would undo the load
+        engine.optimizer.reload_model_params()  # otherwise the next step would undo the load
     return dict(state)
 
 
@@ -300,15 +307,15 @@ def _check_update_rule(path: Path, own: Mapping[str, Any], engine: Any) -> None:
     saved, present = own.get("optimizer"), update_rule(engine)
     if saved not in (None, present):
         raise UserError(
-            f"checkpoint {path} has the state of optimizer {saved}, the engine has {present}: use {saved}, "
-            "or start from its weights"
+            f"checkpoint {path} has the state of optimizer {saved}, but the engine has {present}: "
+            f"use {saved}, or start from its weights"
         )
 
 
 def _engine_state(
     engine: Any, step: int, client_state: Mapping[str, Any], rank_file: tuple[str, Any] | None
 ) -> dict[str, Any]:
-    with failing_together():  # before any rank waits for the others' generators
+    with failing_together():  # before any rank waits for the others' random states
         scaler = engine.optimizer.grad_scaler
         own: dict[str, Any] = {
             "format": 1,

@@ -1,13 +1,17 @@
-"""Checkpoints that are complete or do not count, and that say so when they are damaged.
+"""The checkpoints of a run: saved completely or ignored, verified before they are loaded.
 
-`folder/step-00000040/` holds DeepSpeed's files and, written last, `manifest.json` with size and SHA-256 of
-each: the commit mark. A folder without it is ignored: what a killed process left (`.saving` lies in it) is
-removed in time, one that has lost its manifest is moved aside. A damaged one is moved aside, with a line in
-the log, and the one before is used. Every rank's random generators are saved, and what else is a rank's own
-in `rank_00000.pt` and so on, so that a resumed run is bitwise the run that was not stopped; at another ZeRO
-stage or number of ranks (`reshape`) it is the same run but for the order of sums. What can fail on one rank
-is raised by all. Names are never used twice: a complete checkpoint is not overwritten. `latest` is kept for
-DeepSpeed's own tools. Loading executes nothing.
+    folder/step-00000040/
+        …                  DeepSpeed's files
+        rank_00000.pt      further state of each rank
+        manifest.json      size and SHA-256 of every file; written last, it marks the checkpoint complete
+
+- A folder without a manifest is ignored. If a killed process left it (it has a `.saving` file), it is removed
+  later; otherwise it is moved aside.
+- A damaged checkpoint is moved aside with a log line, and the one before it is used.
+- Every rank's random generators are saved, so a resumed run is bitwise the uninterrupted run. At another ZeRO
+  stage or number of ranks (`reshape`) only the order of sums differs.
+- An error on one rank is raised on all. A complete checkpoint is never overwritten. Loading executes nothing.
+- `latest` is kept for DeepSpeed's tools.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, load_file, r
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import agree, failing_together
 from megalowbit.distributed.generator_states import (
-    is_cut_alike,
+    has_same_sharding,
     restore_random_state,
     saved_random_state,
     saved_rank_of,
@@ -36,7 +40,7 @@ from megalowbit.durable_files import (
     is_file,
     is_rest_of_save,
     is_step_name,
-    looks_whole,
+    looks_complete,
     remove_drafts,
     set_aside,
     step_name,
@@ -50,7 +54,7 @@ from megalowbit.engine.checkpoints.save_and_load import (
     save_together,
     verify_together,
 )
-from megalowbit.errors import TransientError, UserError, from_system
+from megalowbit.errors import TransientError, UserError, file_system_error
 from megalowbit.values import whole_number
 
 logger = logging.getLogger(__name__)
@@ -60,14 +64,14 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        folder: shared by all ranks; made by the first save.
-        keep: how many of the newest to keep; None keeps all.
+        folder: shared by all ranks; created by the first save.
+        keep: number of newest checkpoints to keep; None keeps all.
     """
 
     def __init__(self, folder: str | Path, *, keep: int | None = None) -> None:
         self.folder = Path(folder)
         self.keep = None if keep is None else whole_number("keep", keep, least=1, other="None to keep all")
-        self._verified: set[Path] = set()  # by this process, and nothing of ours changes them
+        self._verified: set[Path] = set()  # checkpoints verified by this process
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
@@ -80,20 +84,20 @@ class CheckpointStore:
     def latest(self, *, until: int | None = None, every: int = 1) -> Path | None:
         """The newest good checkpoint, the same on every rank; every rank must call it.
 
-        Incomplete ones are named in the log and passed over, damaged ones moved aside. All ranks share the
-        reading that this takes; what is looked for with `until` is read again.
+        Incomplete checkpoints are logged and skipped, damaged ones are moved aside. The ranks divide the
+        files to verify among them. With `until`, a checkpoint is verified again even if it was before.
 
         Args:
-            until: look no further than this step.
-            every: look at multiples of this step only.
+            until: only consider checkpoints up to this step.
+            every: only consider multiples of this step.
 
         Raises:
-            UserError: there were checkpoints, and all of them are damaged, also if that was found before.
+            UserError: all checkpoints are damaged, including those found earlier.
         """
         agree(self._warn_of_incomplete)
         while (path := agree(self._newest, until, every)) is not None:
             if until is not None:
-                self._verified.discard(path)  # hours may have passed; whoever goes back must not meet damage
+                self._verified.discard(path)  # it may have been damaged since, perhaps hours ago
             reason = self._damage_of(path)
             if reason is None:
                 return path
@@ -101,12 +105,12 @@ class CheckpointStore:
         if aside := agree(self._only_damaged):
             raise UserError(
                 f"all {len(aside)} checkpoints in {self.folder} are damaged (newest: {aside[-1]}): start "
-                "again in another folder, or repair one and take .damaged off its name"
+                "again in another folder, or repair one and remove .damaged from its name"
             )
         return None
 
     def _only_damaged(self) -> list[str]:
-        """Names of damaged checkpoints, where there are no others."""
+        """Names of damaged checkpoints if there are no others, else an empty list."""
         return [] if self.steps() else damaged_in(self.folder)
 
     def _newest(self, until: int | None, every: int) -> Path | None:
@@ -114,10 +118,10 @@ class CheckpointStore:
         return self.path_of(steps[-1]) if steps else None
 
     def remove_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, which are to be trained anew; every rank must call it.
+        """Remove the checkpoints of later steps, which will be repeated; every rank must call it.
 
         Args:
-            step: has a complete checkpoint, which is the newest then.
+            step: has a complete checkpoint, which becomes the newest.
         """
         self._verified.difference_update(agree(self._remove_after, step))
 
@@ -140,7 +144,7 @@ class CheckpointStore:
                 logger.warning("%s is incomplete (%s): ignored", path, reason)
 
     def _damage_of(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint, the same on every rank; None if it is whole."""
+        """Why a checkpoint is damaged, the same on every rank; None if it is not."""
         if path in self._verified:
             return None
         try:
@@ -160,7 +164,7 @@ class CheckpointStore:
             target = set_aside(path)
         except OSError as error:
             message = f"{reason}; it could not be moved aside ({error.strerror})"
-            raise from_system(message, error) from error
+            raise file_system_error(message, error) from error
         logger.warning("%s: moved to %s", reason.partition(";")[0], target.name)
 
     def save(
@@ -178,12 +182,12 @@ class CheckpointStore:
             engine: from `initialize`.
             step: names the checkpoint.
             client_state: rank 0's is saved; picklable.
-            rank_state: every rank's own is saved, for `rank_state`; tensors and plain values.
-            spare: steps of checkpoints that are kept beside the newest `keep`.
+            rank_state: saved on every rank, to be read by the method `rank_state`; tensors and plain values.
+            spare: steps whose checkpoints are kept in addition to the newest `keep`.
 
         Raises:
-            UserError: the step has a complete checkpoint, or it could not be written; all ranks raise it and
-                earlier checkpoints are as they were.
+            UserError: the step has a complete checkpoint, or it could not be written; all ranks raise it, and
+                earlier checkpoints are unchanged.
         """
         path = self.path_of(step)
         rank_file = (_rank_file(process_group.rank()), rank_state) if rank_state else None
@@ -196,7 +200,7 @@ class CheckpointStore:
         """Compare a checkpoint's files with its manifest.
 
         Raises:
-            UserError: names the file that is missing or damaged, what was expected and found.
+            UserError: names the missing or damaged file, and the expected and actual value.
         """
         path = Path(path)
         verify_folder(path, remedy=self._remedy(path))
@@ -211,7 +215,7 @@ class CheckpointStore:
             The `client_state` it was saved with.
 
         Raises:
-            UserError: it is damaged, or it is of another model; all ranks raise it.
+            UserError: it is damaged, or from another model; all ranks raise it.
         """
         path = Path(path)
         if path not in self._verified:
@@ -222,14 +226,14 @@ class CheckpointStore:
         return client_state
 
     def rank_state(self, engine: Any, path: str | Path) -> dict[str, Any] | None:
-        """What this rank, or the one that had its place, saved as its own in a checkpoint that is verified.
+        """The `rank_state` saved by the rank at this rank's place in the process grid.
 
         Args:
             engine: from `initialize`.
-            path: of the checkpoint.
+            path: of a verified checkpoint.
 
         Returns:
-            None if there is nothing, or if the model was cut over ranks in another way.
+            The state; None if there is none, or if the run had other TP or PP sizes.
 
         Raises:
             UserError: it cannot be read on some rank; all ranks raise it.
@@ -237,7 +241,7 @@ class CheckpointStore:
         with failing_together(), reading(f"checkpoint {path}"):
             own = load_file(header_file(Path(path)))[ENGINE_KEY]
             layout, grid = own.get(LAYOUT_KEY), engine.process_grid
-            if not is_cut_alike(layout, grid):
+            if not has_same_sharding(layout, grid):
                 return None
             rank = saved_rank_of(layout, len(own["random_states"]), grid)
             if rank is None or not (file := Path(path) / _rank_file(rank)).is_file():
@@ -247,26 +251,26 @@ class CheckpointStore:
             return {key: value for key, value in state.items() if key != ORIGIN_KEY}
 
     def _clear_incomplete(self, path: Path) -> None:
-        """Remove what an interrupted save has left; a folder that has lost its manifest is moved aside."""
+        """Remove the rest of an interrupted save; move a folder that lost its manifest aside."""
         if is_rest_of_save(path):
             remove_checkpoint(path)
         else:
             self._set_aside(path, f"checkpoint {path} has no {MANIFEST}")
 
     def _prune(self, saved: Path, spare: Collection[int]) -> None:
-        """Remove all but the newest `keep` whole ones, `spare` and the one just saved, maybe an earlier one.
+        """Remove all checkpoints but the newest `keep` complete ones, `spare` and `saved`.
 
-        Damaged ones count as little as drafts. What keeps any from being removed is logged, no more: the new
-        one is there.
+        Damaged checkpoints do not count towards `keep`. Errors are only logged, because the new checkpoint
+        has already been saved.
         """
         try:
             remove_drafts(self.folder)
             steps = self.steps()
-            whole = [step for step in steps if looks_whole(self.path_of(step))]
-            kept = set(whole if self.keep is None else whole[-self.keep :])
-            kept |= {step for step in whole if self.path_of(step) == saved or step in spare}
+            complete = [step for step in steps if looks_complete(self.path_of(step))]
+            kept = set(complete if self.keep is None else complete[-self.keep :])
+            kept |= {step for step in complete if self.path_of(step) == saved or step in spare}
             for step in steps_in(self.folder):
-                if step in steps and step not in whole:
+                if step in steps and step not in complete:
                     self._set_aside(self.path_of(step), f"checkpoint {self.path_of(step)} lacks files")
                 elif step not in kept and step < steps[-1]:
                     if step in steps:
@@ -274,24 +278,24 @@ class CheckpointStore:
                     else:
                         self._clear_incomplete(self.path_of(step))
         except (OSError, UserError) as error:
-            logger.warning("older checkpoints in %s stay: %s", self.folder, error)
+            logger.warning("older checkpoints in %s are not removed: %s", self.folder, error)
 
     def _step_of(self, path: Path) -> int | None:
-        """The step that the name of a checkpoint in this folder says."""
+        """The step in the name of a checkpoint; None for another name."""
         return int(path.name.removeprefix("step-")) if is_step_name(path.name) else None
 
     def _remedy(self, path: Path) -> str:
         others = [self.path_of(step) for step in self.steps() if self.path_of(step).name != path.name]
         if others:
             return f"remove {path.name} and resume from {others[-1]}"
-        return "there is no other checkpoint here: start anew"
+        return "there is no other checkpoint here: start again"
 
     def _restore_random(self, own: Mapping[str, Any], engine: Any) -> None:
         rank, states = process_group.rank(), own["random_states"]
         saved = saved_rank_of(own.get(LAYOUT_KEY), len(states), engine.process_grid)
         if len(states) != process_group.world_size() and rank == 0:
             logger.warning(
-                "checkpoint of %d processes continued with %d: losses will differ from the stopped run",
+                "checkpoint of %d processes continued with %d: losses will differ from the original run's",
                 len(states), process_group.world_size(),
             )  # fmt: skip
         if saved is not None:

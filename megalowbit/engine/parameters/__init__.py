@@ -1,1 +1,1 @@
-"""Parameters of an engine's model as users see them: weights, masters and moments, gradients, splits."""
+"""An engine's parameters for users: full weights, masters and moments, gradients, parameter splits."""

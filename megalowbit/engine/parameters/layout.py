@@ -1,8 +1,9 @@
-"""Parameters as DeepSpeed and its ZeRO stages can take them, or one line that says which they cannot.
+"""Makes parameters contiguous, and rejects those that DeepSpeed and its ZeRO stages cannot handle.
 
-DeepSpeed broadcasts every parameter as bytes, flattens it and casts it to the run's precision, and fails
-somewhere in there on what is not laid out as it expects. Strides alone are mended: values are copied in place
-to contiguous memory, where nobody else looks at the old one. Not covered: contiguous parameters that overlap.
+DeepSpeed broadcasts every parameter as bytes, flattens it and casts it to the run's precision. For an
+unsupported parameter it would fail somewhere in between. Only strides can be fixed: values are copied to
+contiguous memory, unless another tensor shares the old memory. Not covered: contiguous parameters that
+overlap.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor
 from megalowbit.errors import UserError
 
 
-def lay_out_parameters(model: torch.nn.Module, *, stage: int) -> None:
-    """Refuse parameters that cannot be trained at this ZeRO stage; make the others contiguous, in place.
+def make_parameters_contiguous(model: torch.nn.Module, *, stage: int) -> None:
+    """Reject parameters that cannot be trained at this ZeRO stage; make the others contiguous, in place.
 
-    To be called before DeepSpeed gets the model; nothing is changed if this raises.
+    Call it before DeepSpeed gets the model. If it raises, nothing has changed.
     """
-    # built under deepspeed.zero.Init: in pieces, and refused elsewhere
+    # parameters with ds_id were partitioned by deepspeed.zero.Init; they are rejected elsewhere
     parameters = [(name, each) for name, each in model.named_parameters() if not hasattr(each, "ds_id")]
     for name, parameter in parameters:
         _check_kind(name, parameter)
@@ -44,10 +45,12 @@ def _check_kind(name: str, parameter: Tensor) -> None:
         raise UserError(f"parameter {name} is on the meta device and has no values: load or initialise it")
     if parameter.layout != torch.strided:
         kind = str(parameter.layout).removeprefix("torch.")
-        raise UserError(f"parameter {name} is {kind}: DeepSpeed trains dense ones, call to_dense() first")
+        raise UserError(
+            f"parameter {name} is {kind}: DeepSpeed trains dense parameters only, call to_dense() first"
+        )
     if parameter.ndim == 0:
         raise UserError(
-            f"parameter {name} has no dimension, and DeepSpeed cannot broadcast it: give it the shape (1,)"
+            f"parameter {name} has no dimensions, so DeepSpeed cannot broadcast it: give it the shape (1,)"
         )
     if parameter.requires_grad and not parameter.is_floating_point():
         kind = str(parameter.dtype).removeprefix("torch.")
@@ -61,13 +64,13 @@ def _check_pieces(name: str, parameter: Tensor) -> None:
     if not parameter.is_floating_point():
         kind = str(parameter.dtype).removeprefix("torch.")
         raise UserError(
-            f"parameter {name} is {kind}, which zero_optimization.stage 3 cannot cut: "
+            f"parameter {name} is {kind}, which zero_optimization.stage 3 cannot partition: "
             "register it as a buffer, or set stage to 2"
         )
     if not parameter.numel():
         raise UserError(
-            f"parameter {name} of shape {tuple(parameter.shape)} has no element, which "
-            "zero_optimization.stage 3 cannot cut: remove it from the model, or set stage to 2"
+            f"parameter {name} of shape {tuple(parameter.shape)} has no elements, which "
+            "zero_optimization.stage 3 cannot partition: remove it from the model, or set stage to 2"
         )
 
 

@@ -1,13 +1,15 @@
-"""Weights split into parameters, between two optimizer steps: W → W_R + U·diag(S)·V.
+"""Splits weights into parameters between two optimizer steps: W → W_R + U·diag(S)·V.
 
-The whole weight, from the second split on W_R + U·diag(S)·V of the fp32 masters, is factored anew; the
-masters of all four parts are set and the model's copies follow. No optimizer state is lost unseen: W_R keeps
-the moments of the whole weight, whose gradient is its own, and those of U, S and V follow by the chain rule
-("project"), or all four start anew ("reset").
+The full weight (from the second split on: W_R + U·diag(S)·V of the fp32 masters) is factored, the masters of
+all four parts are set, and the model's copies follow. Optimizer state is either
 
-Data-parallel ranks share the work, a layer each in turn, and take over each other's numbers, so that they
-hold the same bits on unlike machines too. What can be refused is refused before anything is changed.
-Not covered: ZeRO 1-3, where nobody holds a whole master.
+- projected ("project"): W_R keeps the moments of the full weight, because both have the same gradient; the
+  moments of U, S and V follow by the chain rule, or
+- reset ("reset"): all four parts start without state.
+
+Data-parallel ranks share the work layer by layer and broadcast the results, so they hold the same bits even
+on
+different machines. All checks come before any change. Not covered: ZeRO 1-3, where no rank has a full master.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from megalowbit.optim.optimizers.base import MegatronOptimizer
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSplitReport:
-    """What a split did; prints as one line.
+    """The result of a split; prints as one line.
 
     Attributes:
-        ranks: layer → rank, in the model's order.
+        ranks: layer name → rank of its factors, in the model's order.
         is_projected: whether optimizer state was projected; otherwise it was reset.
-        lr_scale: what the first group's learning rate is multiplied by from now on; `None`: as before.
+        lr_scale: new factor of the first group's learning rate; `None`: unchanged.
     """
 
     ranks: Mapping[str, int]
@@ -65,22 +67,22 @@ def split_weights(
 ) -> WeightSplitReport:
     """Split every trained weight whose recipe has `parameter_split`, for the first time or again.
 
-    Call it between two optimizer steps, before step number n (from 0) where `parameter_split.is_due(n)`, on
-    all ranks alike. `megalowbit`'s own pretraining loop does. Between a forward and its backward is too late:
-    autograd finds the factors of a split before changed in place, and raises at backward.
+    Call it on all ranks between two optimizer steps, before each step n (from 0) with
+    `parameter_split.is_due(n)`. megalowbit's pretraining loop does this. Do not call it between a forward and
+    its backward: autograd would find that the factors were changed in place, and raise.
 
     Args:
-        model: an engine from `initialize`, which knows the rest; or a converted model.
-        optimizer: over the model's parameters: ours, or a plain torch optimizer. In groups of your own
-            `split_u` and `split_v` should have no weight decay and `split_s` that of the weight, as
-            `initialize` makes them: then the low-rank part decays as fast as W_R.
-        lr_scheduler: of the optimizer; tells the schedule's peak for `merged_lr`.
+        model: an engine from `initialize`, which provides all other arguments; or a converted model.
+        optimizer: ours, or a plain torch optimizer, over the model's parameters. If you build the groups,
+            give `split_u` and `split_v` no weight decay, and `split_s` that of the weight, as `initialize`
+            does: then the low-rank part decays as fast as W_R.
+        lr_scheduler: of the optimizer; provides the schedule's peak for `merged_lr`.
         group: data-parallel ranks that hold the same weights; by default the world.
 
     Raises:
-        UserError: no layer can be split, the optimizer does not train its parameters or keeps state there is
-            no rule for, gradients wait for a step, a weight is not finite or its singular values do not fit
-            into its dtype, or the schedule's peak is unknown; nothing has changed then.
+        UserError: no layer can be split; the optimizer does not train its parameters, or keeps state that
+            cannot be projected; gradients are waiting for a step; a weight is not finite, or its singular
+            values exceed its dtype's range; or the schedule's peak is unknown. Nothing has changed then.
     """
     if optimizer is None:
         engine: Any = model
@@ -92,7 +94,7 @@ def split_weights(
         group = group or engine.seq_data_parallel_group
     layers = _layers_to_split(model)
     settings = next(iter(layers.values())).recipe.parameter_split
-    assert settings is not None  # that is how they were chosen
+    assert settings is not None  # layers without settings are not selected
     masters = _masters_of(optimizer, layers)
     _check_no_gradients(optimizer, layers)
     _check_finite(masters)
@@ -103,7 +105,7 @@ def split_weights(
     _split_all(layers, masters, optimizer.state, is_projected=is_projected, group=group)
     if isinstance(optimizer, MegatronOptimizer):
         optimizer.masters_have_changed()
-    is_rescaled = False  # a split after the first finds the rates scaled already
+    is_rescaled = False  # after the first split the rates are already scaled
     if scales:
         is_rescaled = optimizer.param_groups[0].get("lr_scale") != scales[0]
         for param_group, scale in zip(optimizer.param_groups, scales, strict=True):
@@ -118,13 +120,13 @@ def split_weights(
 
 
 def forget_lr_scales(engine: Any) -> None:
-    """Undo what the first split made of learning rates: a checkpoint to be loaded may be from before it."""
+    """Remove the learning-rate scales of the first split; a checkpoint to be loaded may be older than it."""
     for group in engine.optimizer.param_groups:
         group.pop("lr_scale", None)
 
 
 def _layers_to_split(model: nn.Module) -> dict[str, BitLinear]:
-    """Layers by name, at least one, all with the same settings."""
+    """Layers to split, by name: at least one, all with the same settings."""
     layers = {
         name: layer
         for name, layer in bit_layers(model).items()
@@ -141,16 +143,16 @@ def _layers_to_split(model: nn.Module) -> dict[str, BitLinear]:
 
 
 def _masters_of(optimizer: object, layers: Mapping[str, BitLinear]) -> dict[str, Masters]:
-    """fp32 tensors that a step updates, of W_R, U, S and V."""
+    """Layer name → the fp32 tensors of W_R, U, S and V that a step updates."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
-            f"{type(optimizer).__name__} holds no whole masters: set zero_optimization.stage 0; from stage 1 "
+            f"{type(optimizer).__name__} holds no full masters: set zero_optimization.stage 0; from stage 1 "
             "on use split_weight in the recipe (the in-time split)"
         )
     found: dict[str, Masters] = {}
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for name, layer in layers.items():
-        assert layer.has_factors  # the recipe's setter has seen to it
+        assert layer.has_factors  # ensured by the recipe's setter
         parts: Masters = layer.parts()
         try:
             if isinstance(optimizer, MegatronOptimizer):
@@ -178,9 +180,9 @@ def _check_finite(masters: Mapping[str, Masters]) -> None:
 
 
 def _check_no_gradients(optimizer: torch.optim.Optimizer, layers: Mapping[str, BitLinear]) -> None:
-    """Refuse gradients of the parts there were, which the next step would apply to the new ones.
+    """Reject gradients of the old parts, which the next step would apply to the new ones.
 
-    Sums in fp32 are there all the time; those of a step that has been taken are zero.
+    fp32 gradient sums always exist; after a step they are zero.
     """
     held = (name for name, layer in layers.items() if any(part.grad is not None for part in layer.parts()))
     name = next(held, None)
@@ -194,33 +196,33 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer, layers: Mapping[str, B
 
 
 def _check_range(layers: Mapping[str, BitLinear], masters: Mapping[str, Masters]) -> None:
-    """Refuse fp16 parameters whose S would be infinite; other dtypes reach far enough."""
+    """Reject fp16 parameters whose S would be infinite; other dtypes have a large enough range."""
     for name, layer in layers.items():
         if layer.split_s.dtype != torch.float16:
             continue
         largest = largest_singular_value(masters[name], is_split=layer.is_split)
         if not torch.tensor(largest, dtype=torch.float32).half().isfinite():
             raise UserError(
-                f"the weight of layer {name} has the singular value {largest:.4g}, and float16 ends at "
-                "65504: train in bfloat16, or take the layer out of the split with recipe.keep"
+                f"the weight of layer {name} has the singular value {largest:.4g}, but float16 ends at "
+                "65504: train in bfloat16, or exclude the layer from the split with recipe.keep"
             )
 
 
 def _check_state(
     optimizer: torch.optim.Optimizer, masters: Mapping[str, Masters], optimizer_state: str
 ) -> None:
-    """Refuse state there is no rule for, or that would not be made again."""
+    """Reject state that cannot be projected, or that the optimizer would not create again."""
     inner = optimizer.optimizer if isinstance(optimizer, MegatronOptimizer) else optimizer
     kind = type(inner).__name__
     if optimizer_state == "reset":
         if isinstance(inner, torch.optim.Adagrad):
-            raise UserError(f"{kind} makes its state only once and cannot be reset: use AdamW")
+            raise UserError(f"{kind} creates its state only once and cannot be reset: use AdamW")
         return
     for weight, *_ in masters.values():
         name = without_rule(optimizer.state[weight])
         if name is not None:
             raise UserError(
-                f"{kind} keeps {name!r}, which no rule projects onto factors: "
+                f"{kind} keeps {name!r}, which cannot be projected onto factors: "
                 'use parameter_split.optimizer_state "reset", or AdamW'
             )
 
@@ -233,15 +235,15 @@ def _split_all(
     is_projected: bool,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write masters and state: each rank for its own layers, then everyone for everyone."""
-    mine, size = process_group.rank(group), process_group.world_size(group)
+    """Write masters and state: each rank computes its share of the layers and broadcasts them."""
+    own_rank, size = process_group.rank(group), process_group.world_size(group)
     written = [
         split_masters(
             masters[name],
             [state[part] for part in masters[name]],
             is_split=layer.is_split,
             is_projected=is_projected,
-            is_computed=index % size == mine,
+            is_computed=index % size == own_rank,
         )
         for index, (name, layer) in enumerate(layers.items())
     ]
@@ -260,11 +262,11 @@ def _broadcast(tensors: Iterable[Tensor], owner: int, group: dist.ProcessGroup |
 
 
 def _lr_scales(optimizer: torch.optim.Optimizer, lr_scheduler: Any, merged_lr: float) -> list[float]:
-    """For each group what brings its schedule's peak to `merged_lr`."""
+    """For each group, the factor that brings its schedule's peak to `merged_lr`."""
     if not isinstance(optimizer, MegatronOptimizer):
         raise UserError(
-            f"parameter_split.merged_lr needs one of megalowbit's optimizers, {type(optimizer).__name__} "
-            "does not know lr_scale: wrap it, or set merged_lr to null"
+            "parameter_split.merged_lr needs one of megalowbit's optimizers, because "
+            f"{type(optimizer).__name__} does not support lr_scale: wrap it, or set merged_lr to null"
         )
     peaks = _peaks(optimizer, lr_scheduler)
     if any(not peak > 0 for peak in peaks):
@@ -286,7 +288,7 @@ def _peaks(optimizer: torch.optim.Optimizer, lr_scheduler: Any) -> list[float]:
         if rate is None:
             raise UserError(
                 f"parameter_split.merged_lr needs the peak of {type(lr_scheduler).__name__}, which does not "
-                "say it: set merged_lr to null and the schedule as you want it"
+                "provide it: set merged_lr to null, and adjust the schedule yourself"
             )
         peaks.append(float(rate))
     return peaks

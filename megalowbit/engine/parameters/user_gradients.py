@@ -1,11 +1,15 @@
-"""What users do to gradients between backward and step, with one meaning at every ZeRO stage.
+"""Gives `zero_grad` and assignments to `.grad` the same meaning at every ZeRO stage.
 
-DeepSpeed's `zero_grad`s drop `.grad`, in which stages 1 to 3 keep nothing once a backward is over: what they
-have reduced stays and is added to. Here `engine.zero_grad()` and `engine.module.zero_grad()` ask the
-optimizer to forget. And a `.grad` that someone sets after the backward, which those stages never read, is
-written to where they keep their pieces. Not covered there: `zero_grad` of a part of the model, and
-`.grad = None` of one parameter, both of which leave no trace; and a `.grad` that is set before a further
-backward of the same step, which is added to the sums where stage 0 replaces them.
+At stages 1 to 3 DeepSpeed does not keep reduced gradients in `.grad`, so its `zero_grad` does not clear them,
+and it never reads a `.grad` set after backward. Here `engine.zero_grad()` and `engine.module.zero_grad()`
+also clear the optimizer's gradients, and a `.grad` set by the user is copied to where the stage keeps its
+pieces.
+
+Not covered at stages 1 to 3:
+
+- `zero_grad` of a part of the model, and `.grad = None` on one parameter: neither can be detected.
+- a `.grad` set before a further backward of the same step: it is added to the sums, while stage 0 replaces
+  them.
 """
 
 from __future__ import annotations
@@ -23,9 +27,9 @@ NO_GRADIENTS = "engine.step() before any backward: call engine.backward(loss) fi
 
 
 class ZeroGrad:
-    """`zero_grad` of an engine's module: the module's own, and the optimizer forgets its sums.
+    """`zero_grad` of an engine's module, which also clears the optimizer's gradients.
 
-    A copy of the module has the method of its class again.
+    A copy of the module has the method of its class.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: Any) -> None:
@@ -42,20 +46,20 @@ class ZeroGrad:
 
 
 def attach_zero_grad(engine: Any) -> None:
-    """Let `engine.zero_grad()` and `engine.module.zero_grad()` forget all gradients since the last step."""
+    """Make `engine.zero_grad()` and `engine.module.zero_grad()` clear all gradients since the last step."""
     engine.module.zero_grad = engine.zero_grad = ZeroGrad(engine.module, engine.optimizer)
 
 
 def drop_from_host(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Drop `.grad`s that lie on the host, for which stage 3's `zero_grad` asks in vain for a stream."""
+    """Drop `.grad`s on the host, for which stage 3's `zero_grad` would fail to find a stream."""
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.device.type == "cpu":
             parameter.grad = None
 
 
 def piece_of(values: Tensor, *, size: int, rank: int) -> Tensor:
-    """Piece `rank` of flattened `values`, (numel,), as ZeRO 3 cuts them: (size,), padded with zeros."""
+    """Piece `rank` of flattened `values` (numel,) as ZeRO 3 partitions them: (size,), padded with zeros."""
     piece = values.new_zeros(size)
-    mine = values[rank * size : (rank + 1) * size]
-    piece[: mine.numel()] = mine
+    own = values[rank * size : (rank + 1) * size]
+    piece[: own.numel()] = own
     return piece

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages of a model, their batches, and what DeepSpeed's engine needs for them."""
+"""Pipeline parallelism: stages of a model, their batches, and changes to DeepSpeed's pipeline engine."""

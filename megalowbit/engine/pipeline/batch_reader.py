@@ -1,10 +1,10 @@
-"""How a pipeline engine reads its data: all micro-batches of a step first, with one agreement over all ranks.
+"""Reads and checks all micro-batches of a pipeline step before the step starts.
 
-DeepSpeed reads each micro-batch when its turn comes, in the first and the last stage: a short iterator or a
-wrong batch ends one of them, and the others wait for what never comes. Here both read and check before the
-first stage starts; where that fails on one rank, all raise. That is one small collective more a step.
-What goes wrong later, within the schedule, still ends one rank only. Not checked: that both stages read the
-same.
+DeepSpeed reads each micro-batch when it needs it, in the first and the last stage. If an iterator is too
+short or a batch is wrong, one of these stages ends and the other ranks wait forever. Here both stages read
+and check all batches first, and an error on one rank is raised on all. This costs one more small collective
+per step. An
+error within the schedule still ends only one rank. Not checked: that both stages read the same data.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Batch = tuple[Inputs, Tensor]
 
 
 class BatchReader:
-    """Takes the place of `train_batch` and `eval_batch` of a `PipelinedModel`'s engine.
+    """Replaces `train_batch` and `eval_batch` of a `PipelinedModel`'s engine.
 
-    It refuses what pipelines have not. A function given to `engine.set_batch_fn` is applied to each batch
-    first, as DeepSpeed does.
+    Calls that do not exist for pipelines raise an error. A function passed to `engine.set_batch_fn` is
+    applied to each batch first, as in DeepSpeed.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -40,18 +40,18 @@ class BatchReader:
             setattr(engine, name, _refuse)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One optimizer step; every rank must call it.
+        """Take one optimizer step; every rank must call it.
 
         Args:
-            data_iter: over micro-batches, kept for later calls; by default the one before, or that of the
-                training data.
+            data_iter: iterator over micro-batches, kept for later calls. By default the previous one, or the
+                iterator of the training data.
 
         Returns:
-            Mean loss, a number.
+            The mean loss, 0-dim.
 
         Raises:
-            UserError: data end within the step, or a batch does not fit; on all ranks.
-            RuntimeError: reading failed otherwise on another rank; that rank raises the original.
+            UserError: the data end within the step, or a batch does not fit; raised on all ranks.
+            RuntimeError: reading failed in another way on another rank; that rank raises the original.
         """
         engine = self._engine
         if data_iter is not None:
@@ -70,7 +70,7 @@ class BatchReader:
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Losses without a step: see DeepSpeed's `eval_batch`; errors as of `train_batch`."""
+        """Losses without a step; see DeepSpeed's `eval_batch`, and `train_batch` for the errors."""
         engine = self._engine
         count = engine.micro_batches if num_micro_batches is None else num_micro_batches
         batches = succeed_together(self._read, "eval_batch", data_iter, count)
@@ -86,7 +86,7 @@ class BatchReader:
             )
 
     def _read(self, caller: str, source: Any, count: int) -> list[Batch]:
-        """The next micro-batches; none in stages between the first and the last."""
+        """The next micro-batches; empty in stages between the first and the last."""
         engine = self._engine
         if not (engine.is_first_stage() or engine.is_last_stage()):
             return []
@@ -101,7 +101,7 @@ class BatchReader:
             except StopIteration:
                 raise UserError(
                     f"the data iterator of engine.{caller} ended after {len(batches)} of the {count} "
-                    "micro-batches of a step: give it as many on the first and on the last stage"
+                    f"micro-batches of a step: provide {count} on the first and on the last stage"
                 ) from None
             inputs, labels = as_inputs_and_labels(function(given))
             check_values(inputs, labels, self._limits)
@@ -110,26 +110,26 @@ class BatchReader:
         return batches
 
     def _check_shapes(self, everything: list[Inputs]) -> None:
-        """Refuse other shapes than those of the buffers that stages without dynamic shapes keep."""
+        """Reject shapes other than those of the fixed buffers of stages without dynamic shapes."""
         engine = self._engine
         if engine.dynamic_shape or engine.num_stages == 1:
             return
         expected = self._shapes
-        if engine.pipe_recv_buf is None and engine.first_output_send:  # no buffers yet, or not any more
+        if engine.pipe_recv_buf is None and engine.first_output_send:  # there are no buffers now
             expected = None
         for inputs in everything:
             shapes = [tuple(each.shape) for each in (inputs if isinstance(inputs, tuple) else (inputs,))]
             expected = expected or shapes
             if shapes != expected:
                 raise UserError(
-                    f"a batch for a pipeline has inputs of shapes {shapes} after {expected}: make all alike, "
-                    "or call pipeline_module with dynamic_shape=True"
+                    f"a batch for a pipeline has inputs of shapes {shapes} after {expected}: use equal "
+                    "shapes, or call pipeline_module with dynamic_shape=True"
                 )
         self._shapes = expected
 
     @contextmanager
     def _given(self, batches: list[Batch]) -> Iterator[None]:
-        """Let the engine's schedule take these, which need no function any more."""
+        """Context in which the engine's schedule reads `batches`, to which `batch_fn` is already applied."""
         engine = self._engine
         source, function = engine.data_iterator, engine.batch_fn
         engine.data_iterator, engine.batch_fn = iter(batches), None
@@ -141,6 +141,6 @@ class BatchReader:
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise UserError(
-        "engine(batch), engine.backward and engine.step are not for pipelines: call "
+        "engine(batch), engine.backward and engine.step do not work with pipelines: call "
         "engine.train_batch(iterator), which does all three, or engine.eval_batch(iterator)"
     )

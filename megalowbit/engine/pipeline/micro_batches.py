@@ -1,9 +1,10 @@
-"""Batches as stages take them: token ids with what may come along, and labels, checked before they are sent.
+"""Converts batches to what pipeline stages accept, and checks them before they are sent.
 
-A model that stands in one process takes more, and finds out by itself what does not fit. Between stages only
-three integer tensors travel, in a fixed order; whatever else a batch holds is refused and never dropped.
-A mask that is not there must stay so: without one, transformers tells packed documents by their positions.
-Values are looked at on the CPU only, since elsewhere that would wait for the device.
+Only three integer tensors travel between stages, in a fixed order: token ids, mask and positions. Anything
+else in a batch is rejected rather than dropped, although a model in a single process may accept it. If there
+is no
+mask, none may be added: without one, transformers detects packed documents by their positions. Values are
+checked on the CPU only, because on other devices the check would wait for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megalowbit.errors import UserError, shown
 
-IGNORED_LABEL = -100  # Hugging Face's, and torch's, for tokens that are not predicted
+IGNORED_LABEL = -100  # of torch and Hugging Face, for tokens that are not predicted
 EXTRAS = ("attention_mask", "position_ids")  # may follow `input_ids`, in this order
 WHERE = "a batch for a pipeline"
 
@@ -26,11 +27,11 @@ Inputs = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """What a model has rows for.
+    """Sizes of a model's embeddings.
 
     Attributes:
-        vocabulary: tokens.
-        positions: of learned position embeddings; None: positions are not looked up.
+        vocabulary: number of tokens.
+        positions: number of learned positions; None: positions are not learned.
     """
 
     vocabulary: int
@@ -38,19 +39,19 @@ class BatchLimits:
 
 
 def as_inputs_and_labels(batch: Any) -> tuple[Inputs, Tensor]:
-    """A batch as pipelines take it: (inputs, labels), from such a pair or from a mapping as models take it.
+    """Convert a batch, given as a mapping or as a pair, to (inputs, labels).
 
     Args:
-        batch: mapping with `input_ids` and `labels`, (batch, tokens) integers, perhaps `attention_mask` of
-            that shape and `position_ids` of that shape or (1, tokens); or (inputs, labels), where inputs are
-            token ids, alone or followed by mask and positions.
+        batch: a mapping with `input_ids` and `labels`, integers of shape (batch, tokens), and optionally
+            `attention_mask` of that shape and `position_ids` of that shape or (1, tokens). Or a pair (inputs,
+            labels), in which inputs are token ids, alone or followed by mask and positions.
 
     Returns:
-        Token ids, alone or with the `EXTRAS`, and labels. Positions without a mask follow one of shape
-        (batch, 1), which stands for none (see `mask_of`).
+        Token ids, alone or followed by the `EXTRAS`; and labels. Positions without a mask follow a dummy mask
+        of shape (batch, 1), which means no mask (see `mask_of`).
 
     Raises:
-        UserError: something is missing, is of another shape or type, or no stage passes it on.
+        UserError: something is missing, has another shape or type, or is not passed on by stages.
     """
     given = dict(batch) if isinstance(batch, Mapping) else _named(batch)
     given = {name: value for name, value in given.items() if value is not None}
@@ -72,14 +73,14 @@ def as_inputs_and_labels(batch: Any) -> tuple[Inputs, Tensor]:
 
 
 def mask_of(extras: list[Tensor], num_tokens: int) -> Tensor | None:
-    """The attention mask, (batch, tokens), among what came with the tokens; None if there is none."""
+    """The attention mask (batch, tokens) among the extras; None if there is none."""
     if not extras or extras[0].shape[1] != num_tokens:
         return None
     return extras[0]
 
 
 def check_values(inputs: Inputs, labels: Tensor, limits: BatchLimits) -> None:
-    """Refuse tokens and positions that a model has no row for, in what `as_inputs_and_labels` returned."""
+    """Reject tokens and positions beyond the model's limits; takes the result of `as_inputs_and_labels`."""
     tokens, *extras = inputs if isinstance(inputs, tuple) else (inputs,)
     _check_range("input_ids", tokens, limits.vocabulary, "the vocabulary")
     _check_range("labels", labels[labels != IGNORED_LABEL], limits.vocabulary, "the vocabulary and -100")
@@ -89,8 +90,8 @@ def check_values(inputs: Inputs, labels: Tensor, limits: BatchLimits) -> None:
         _check_range("position_ids", extras[1], limits.positions, "the learned positions")
     elif tokens.shape[1] > limits.positions:
         raise UserError(
-            f"{WHERE} has {tokens.shape[1]} tokens in a sequence, and the model has {limits.positions} "
-            "positions: cut the sequences"
+            f"{WHERE} has {tokens.shape[1]} tokens in a sequence, but the model has {limits.positions} "
+            "positions: shorten the sequences"
         )
 
 
@@ -105,7 +106,7 @@ def _named(pair: Any) -> dict[str, Any]:
     names = ("input_ids", *EXTRAS)
     if len(values) > len(names):
         raise UserError(
-            f"{WHERE} has {len(values)} inputs, and stages take {', '.join(names)}: leave out others"
+            f"{WHERE} has {len(values)} inputs, but stages take only {', '.join(names)}: leave the others out"
         )
     return {**dict(zip(names, values, strict=False)), "labels": labels}
 
@@ -115,7 +116,7 @@ def _check_tensors(given: Mapping[str, Any]) -> None:
         if not isinstance(value, Tensor):
             raise UserError(f"{WHERE} has {name} = {shown(value)}: make it a tensor")
         if name != "attention_mask" and (value.is_floating_point() or value.is_complex()):
-            raise UserError(f"{WHERE} has {name} of type {value.dtype}: it must be of integers")
+            raise UserError(f"{WHERE} has {name} of type {value.dtype}: it must hold integers")
     shape = tuple(given["input_ids"].shape)
     if len(shape) != 2:
         raise UserError(f"{WHERE} has input_ids of shape {shape}: it must be (batch, tokens)")
@@ -123,7 +124,7 @@ def _check_tensors(given: Mapping[str, Any]) -> None:
         fitting = {shape, (1, shape[1])} if name == "position_ids" else {shape}
         if tuple(value.shape) not in fitting:
             raise UserError(
-                f"{WHERE} has {name} of shape {tuple(value.shape)}: it must be that of input_ids, {shape}"
+                f"{WHERE} has {name} of shape {tuple(value.shape)}: it must have that of input_ids, {shape}"
             )
 
 

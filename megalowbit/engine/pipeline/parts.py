@@ -1,10 +1,10 @@
-"""A causal language model as a sequence of parts, so that a pipeline can give each stage some of them.
+"""Divides a causal language model into parts, from which a pipeline builds its stages.
 
-Embedding, blocks one by one, final norm with head: each part is an ordinary module in which the model's own
-modules stand under the names they have in the model, so `state_dict` keys of all parts together are the
-model's. Nothing is copied: parts and model share their modules. What several blocks need (masks, rotary
-angles) is computed once a stage, not once a block, from what travels along with the hidden states.
-Not covered: cross attention, key-value caches, Hugging Face's own gradient checkpointing.
+The parts are the embedding, each block, and the final norm with the head. A part is an ordinary module that
+holds the model's modules under their names in the model, so together the parts have the model's `state_dict`
+keys. Nothing is copied: parts and model share their modules. Inputs that several blocks need (masks, rotary
+angles) are computed once per stage, from tensors that are sent along with the hidden states.
+Not covered: cross attention, key-value caches, Hugging Face's gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RunBlocks = Callable[[Sequence["Block"], Tensor, BlockOptions], Tensor]
 
 
 class Part(nn.Module):
-    """Some modules of a model, each under its own dotted name in it."""
+    """Some modules of a model, each under its dotted name in the model."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Block(Part):
         self.attention = attention
 
     def forward(self, hidden: Tensor, options: BlockOptions) -> Tensor:
-        """(batch, tokens, hidden) → the same; `options` as `BlockInputs.options` makes them."""
+        """(batch, tokens, hidden) → the same shape; `options` are from `BlockInputs.options`."""
         mask = options["attention_mask"][self.attention]
         found: Tensor = self.get_submodule(self.names[0])(
             hidden, use_cache=False, **{**options, "attention_mask": mask}
@@ -83,7 +83,7 @@ class Head(Part):
 
 
 class BlockInputs:
-    """What every block of a stage gets beside the hidden states."""
+    """Computes the arguments that every block of a stage gets in addition to the hidden states."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         rotary = family(model.config.model_type).rotary
@@ -93,10 +93,13 @@ class BlockInputs:
     def options(
         self, hidden: Tensor, mask: Tensor | None, position_ids: Tensor, kinds: Iterable[str]
     ) -> BlockOptions:
-        """Arguments of blocks for `hidden`, (batch, tokens, hidden).
+        """Arguments of the blocks.
 
-        `mask`: (batch, tokens), 1 where a token is attended to; None: everywhere. `position_ids`: (batch or
-        1, tokens). Under `"attention_mask"` there is a mask for each of `kinds`, `FULL` or `SLIDING`.
+        Args:
+            hidden: (batch, tokens, hidden).
+            mask: (batch, tokens), 1 for tokens to attend to; None: all.
+            position_ids: (batch or 1, tokens).
+            kinds: `FULL` or `SLIDING`; the result has a mask for each under `"attention_mask"`.
         """
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -123,13 +126,13 @@ def parts_of(model: PreTrainedModel) -> list[Embedding | Block | Head]:
     """The parts of a model in the order of its forward; they share its modules.
 
     Raises:
-        UserError: the model's family is not known here, or it recomputes activations by itself.
+        UserError: the model's family is unknown, or the model recomputes activations itself.
     """
     model_family = family(model.config.model_type)
     if getattr(model, "is_activation_checkpointing", False):
         raise UserError(
-            "activation checkpointing is on in the model, but stages recompute by themselves: turn it off "
-            "and set pipeline.activation_checkpoint_interval"
+            "activation checkpointing is on in the model, but pipeline stages recompute activations "
+            "themselves: turn it off and set pipeline.activation_checkpoint_interval"
         )
     names, kinds = model_family.block_names(model.config), model_family.attention(model.config)
     return [
@@ -140,13 +143,13 @@ def parts_of(model: PreTrainedModel) -> list[Embedding | Block | Head]:
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the output projection's weight is the embedding's."""
+    """Whether the output projection shares the embedding's weight."""
     tokens, head = tied_names(model.config)
     return model.get_parameter(head) is model.get_parameter(tokens)
 
 
 def tied_names(config: PretrainedConfig) -> tuple[str, str]:
-    """Names of the embedding's weight and of the output projection's."""
+    """Names of the weights of the embedding and the output projection."""
     names = family(config.model_type)
     return f"{names.tokens}.weight", f"{names.head}.weight"
 
@@ -154,13 +157,17 @@ def tied_names(config: PretrainedConfig) -> tuple[str, str]:
 def run_parts(
     parts: Sequence[nn.Module], inputs: Inputs, block_inputs: BlockInputs, run: RunBlocks | None = None
 ) -> Inputs:
-    """Run consecutive ones of `parts_of` a model; `run` runs the blocks, `run_blocks` by default.
+    """Run consecutive parts of a model.
 
-    `inputs` are token ids if the embedding is among the parts, else hidden states; alone, or in a tuple with
-    mask and positions, as `as_inputs_and_labels` orders them.
+    Args:
+        parts: some of `parts_of` the model.
+        inputs: token ids if the parts begin with the embedding, else hidden states; alone, or in a tuple with
+            mask and positions, in the order of `as_inputs_and_labels`.
+        block_inputs: computes the blocks' arguments.
+        run: runs the blocks; by default `run_blocks`.
 
     Returns:
-        Logits if the head is among the parts, else what the next parts take.
+        Logits if the parts end with the head, else the inputs of the next part.
     """
     values, *extras = inputs if isinstance(inputs, tuple) else (inputs,)
     mask = mask_of(extras, values.shape[1])
@@ -184,21 +191,21 @@ def run_parts(
 def causal_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of the next token, in fp32.
 
-    Of logits, (batch, tokens, vocabulary), and token ids, (batch, tokens), of which −100 is not predicted.
+    `logits` are (batch, tokens, vocabulary), `labels` token ids (batch, tokens); −100 is ignored.
     """
     targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def batch_limits(config: PretrainedConfig) -> BatchLimits:
-    """What the first and the last stage of a model have rows for."""
+    """The limits for token ids and positions of a model."""
     is_learned = family(config.model_type).positions is not None
     positions = config.max_position_embeddings if is_learned else None
     return BatchLimits(vocabulary=config.vocab_size, positions=positions)
 
 
 def place(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register `module` below `root` under a dotted name, with empty modules on the way."""
+    """Register `module` below `root` under a dotted name, creating empty modules on the way."""
     *parents, last = name.split(".")
     for parent in parents:
         if parent not in root._modules:

@@ -1,10 +1,11 @@
-"""Pipeline parallelism: cut a Hugging Face model into stages, and what DeepSpeed's engine must do for us.
+"""Pipeline parallelism: splits a Hugging Face model into stages and adapts DeepSpeed's pipeline engine.
 
-DeepSpeed reduces `weight.grad` of tied weights, then averages over data parallel; our gradients are in
-`main_grad`, and the copies of a tied embedding must stay bit-identical. So the sum over the copies comes
-*after* the average: a sum of two numbers has the same bits in either order, one of many has not.
-At ZeRO stage 1, which keeps pieces that differ by stage, both happen before DeepSpeed's reduction.
-Not covered: ZeRO 2 and 3, tensor parallelism inside stages, models larger than the memory of a host.
+DeepSpeed first sums `weight.grad` over the copies of a tied weight, then averages over data-parallel ranks.
+Our gradients are in `main_grad`, and the copies of a tied embedding must stay bit-identical. Therefore the
+sum over
+copies comes *after* the average: a sum of two numbers has the same bits in either order, a sum of many has
+not. At ZeRO stage 1, whose pieces differ by stage, both happen before DeepSpeed's reduction.
+Not covered: ZeRO 2 and 3, tensor parallelism inside stages, models larger than a host's memory.
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ def pipeline_module(
     activation_checkpoint_interval: int = 0,
     dynamic_shape: bool = True,
 ) -> PipelinedModel:
-    """Cut a Hugging Face model into stages and keep this process's; every rank must pass the same model.
+    """This process's stage of a Hugging Face model; every rank must pass the same model.
 
         module = mlb.pipeline_module(model, num_stages=2)
         engine, *_ = mlb.initialize(model=module, config="ds.json")
         loss = engine.train_batch(batches)  # an iterator over micro-batches, as mappings or (inputs, labels)
 
-    The model's modules are used as they are: drop it afterwards, it is no longer whole.
+    The stage takes the model's modules, so drop the model afterwards: it is no longer complete.
 
     Args:
-        model: from transformers, on the CPU; converted, or left to `initialize` to convert.
-        num_stages: divides the number of processes; the others are data-parallel.
-        partition: `"parameters"`: stages with about as many parameters each; `"uniform"`: as many parts
-            (embedding, blocks, head); `"type:block"`: as many blocks.
-        activation_checkpoint_interval: blocks whose activations are recomputed together; 0: none are.
+        model: a transformers model on the CPU; already converted, or converted later by `initialize`.
+        num_stages: must divide the number of processes; the quotient is the data-parallel size.
+        partition: what stages have in about equal numbers: `"parameters"`; `"uniform"`: parts (embedding,
+            blocks, head); `"type:block"`: blocks.
+        activation_checkpoint_interval: number of blocks whose activations are recomputed together; 0: none.
         dynamic_shape: whether shapes of micro-batches may differ; False saves a small message for each.
 
     Raises:
-        UserError: the stages do not fit model or processes, or the model's family is not known.
+        UserError: the stages do not fit the model or the processes, or the model's family is unknown.
     """
     start_process_group()
     import_deepspeed()
@@ -80,10 +81,10 @@ def pipeline_module(
 
 
 def stage_of(model: torch.nn.Module) -> PipelinedModel | None:
-    """The model as a stage made by `pipeline_module`; None if it is an ordinary one.
+    """The model, if `pipeline_module` made it; None for an ordinary model.
 
     Raises:
-        UserError: it is a pipeline that someone else has made.
+        UserError: it is another kind of pipeline.
     """
     from deepspeed.pipe import PipelineModule
 
@@ -93,26 +94,26 @@ def stage_of(model: torch.nn.Module) -> PipelinedModel | None:
 
     if not isinstance(model, PipelinedModel):
         raise UserError(
-            f"model is a {type(model).__name__} of its own, whose names and tied weights are not known here: "
+            f"model is a custom {type(model).__name__}, whose parameter names and tied weights are unknown: "
             "pass mlb.pipeline_module(model, num_stages=…) of a Hugging Face model"
         )
     return model
 
 
 def check_stages(model: torch.nn.Module, parts: DeepSpeedConfigParts, grid: ProcessGrid) -> None:
-    """Refuse a model that is not cut as the configuration says, and settings that stages cannot honour."""
+    """Reject a model without the configured stages, and settings that do not work with stages."""
     if stage_of(model) is None and grid.pipeline_size > 1:
         raise UserError(
-            f"{PIPELINE_KEY} = {grid.pipeline_size} but the model is whole: pass "
+            f"{PIPELINE_KEY} = {grid.pipeline_size}, but the model has no stages: pass "
             f"mlb.pipeline_module(model, num_stages={grid.pipeline_size})"
         )
     check_beside_stages(parts.deepspeed, parts.settings, grid.pipeline_size)
 
 
 def check_block(model: torch.nn.Module, block: Mapping[str, Any] | None) -> None:
-    """Refuse a configuration that says otherwise than `pipeline_module` was told.
+    """Reject a configuration that contradicts the arguments of `pipeline_module`.
 
-    `block` is what the user has set of `pipeline`. Recomputation may be asked for in either place.
+    `block` holds the keys of `pipeline` that the user has set. Recomputation may be set in either place.
     """
     stage = stage_of(model)
     if stage is None or not block:
@@ -129,22 +130,22 @@ def check_block(model: torch.nn.Module, block: Mapping[str, Any] | None) -> None
         if ("parameters" if said == BEST else said) != value:
             argument = "num_stages" if key == "stages" else key
             raise UserError(
-                f"pipeline.{key} = {said!r} but pipeline_module was called with {argument} = {value!r}: "
-                "let both be the same, or leave the key out"
+                f"pipeline.{key} = {said!r}, but pipeline_module was called with {argument} = {value!r}: "
+                "use the same value, or leave the key out"
             )
 
 
-def whole_of(model: torch.nn.Module) -> torch.nn.Module:
-    """The model in which layers are to be converted: of a stage, all of it."""
+def full_model_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The model whose layers are converted: for a stage, the full model."""
     stage = stage_of(model)
-    return model if stage is None or stage.whole is None else stage.whole
+    return model if stage is None or stage.full_model is None else stage.full_model
 
 
 def begin_stage(model: torch.nn.Module, parts: DeepSpeedConfigParts) -> None:
-    """What a stage needs once the whole model is converted; nothing for other models.
+    """Prepare a stage after the full model was converted; does nothing for other models.
 
     Raises:
-        UserError: activations are recomputed where a replay could not start its splits as the first time.
+        UserError: activations are recomputed, but a recipe's splits would differ in the recomputation.
     """
     stage = stage_of(model)
     if stage is None:
@@ -164,15 +165,15 @@ def begin_stage(model: torch.nn.Module, parts: DeepSpeedConfigParts) -> None:
 
 
 def groups_of(model: torch.nn.Module) -> GroupsOfRank | None:
-    """Process groups of a stage; None for other models, which have none of their own."""
+    """Process groups of a stage; None for other models."""
     stage = stage_of(model)
     return None if stage is None else stage.groups()
 
 
 def attach_pipeline(engine: Any) -> None:
-    """Let a new engine read and check a step's batches first, and sum tied gradients where ours are.
+    """Make a pipeline engine read and check each step's batches first, and sum tied gradients in `main_grad`.
 
-    Nothing is done to engines of other models.
+    Does nothing for engines of other models.
     """
     if stage_of(engine.module) is None:
         return
@@ -187,37 +188,37 @@ def attach_pipeline(engine: Any) -> None:
     }
 
 
-def release_whole(module: torch.nn.Module) -> None:
-    """Let a stage forget the other stages' modules; nothing for other models."""
+def release_full_model(module: torch.nn.Module) -> None:
+    """Release the other stages' modules; does nothing for other models."""
     stage = stage_of(module)
     if stage is not None:
         stage.release()
 
 
 def gather_weights(module: PipelinedModel) -> dict[str, torch.Tensor] | None:
-    """The whole model's weights as `restore` would leave them, on the CPU of rank 0; None on other ranks.
+    """The full model's weights, as after `restore`, on the CPU of rank 0; None on other ranks.
 
     Every rank must call it.
     """
     rank, device = process_group.rank(), next(module.parameters()).device
-    mine = plain_state_dict(module)
-    whole = dict(mine)
+    own = plain_state_dict(module)
+    full = dict(own)
     for stage in range(1, module.num_stages):
         sender = module._topo.get_rank(pipe=stage, data=0)
-        shapes: list[Any] = [{name: (value.shape, value.dtype) for name, value in mine.items()}]
+        shapes: list[Any] = [{name: (value.shape, value.dtype) for name, value in own.items()}]
         dist.broadcast_object_list(shapes, src=sender)
         for name, (shape, dtype) in shapes[0].items():
             if rank == sender:
-                dist.send(mine[name].to(device).contiguous(), dst=0)
+                dist.send(own[name].to(device).contiguous(), dst=0)
             elif rank == 0:
                 received = torch.empty(shape, dtype=dtype, device=device)
                 dist.recv(received, src=sender)
-                whole[name] = received.cpu()
-    return whole if rank == 0 else None
+                full[name] = received.cpu()
+    return full if rank == 0 else None
 
 
 def _wait_for_the_average(engine: Any) -> None:
-    """Take the place of DeepSpeed's reduction of tied gradients, which comes before the average."""
+    """Replaces DeepSpeed's reduction of tied gradients, which would come before the average."""
 
 
 def _reduce_gradients(engine: Any) -> None:
@@ -233,9 +234,9 @@ def _reduce_gradients(engine: Any) -> None:
 
 
 def _sum_before_partition(engine: Any, weight: torch.nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Average a tied weight's gradient here, then sum it: ZeRO keeps pieces, which differ by stage.
+    """Average a tied weight's gradient, then sum it over the copies, before ZeRO partitions it.
 
-    DeepSpeed's average, which follows, is then one of equal numbers.
+    ZeRO's pieces differ by stage. DeepSpeed's later average is over equal numbers, so it changes nothing.
     """
     gradient = engine.optimizer.get_gradient_for_reduction(weight)
     peers = engine.module.groups().data

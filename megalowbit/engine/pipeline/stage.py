@@ -1,10 +1,10 @@
 """One stage of a Hugging Face model as DeepSpeed's `PipelineModule`.
 
-It holds its share of the model's own modules under the names they have in the model, so reports, telemetry,
-random numbers and checkpoints speak of the same layers as in one process. Blocks that recompute their
-activations do so with the random numbers of their own micro-batch, though others have begun since; they never
-use DeepSpeed's reentrant checkpointing, which needs floating-point inputs. Tied embeddings are two copies,
-one in the first stage and one in the last, that start alike; `engine.pipeline` keeps them so.
+A stage holds its part of the model's modules under their names in the model, so reports, telemetry, random
+numbers and checkpoints use the same layer names as in one process. Recomputed blocks use the random numbers
+of their micro-batch, even if later micro-batches have started. They do not use DeepSpeed's reentrant
+checkpointing, which needs floating-point inputs. A tied embedding has two copies, in the first and in the
+last stage. They start equal, and `engine.pipeline` keeps them equal.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ TIED = "embedding"  # the one key of `tied_comms`
 
 
 class PipelinedModel(PipelineModule):
-    """This process's stage of a model, which is whole, on the CPU and the same on all ranks.
+    """This process's stage of a model. The model must be complete, on the CPU and the same on all ranks.
 
-    Arguments are those of `pipeline_module`.
+    For the arguments, see `pipeline_module`.
 
     Attributes:
-        config: the model's.
-        partition: how parts were dealt to stages.
-        num_parameters_of_all_stages: the model's; a tied weight counts once.
-        whole: the model as it was given, until `release`: layers are converted in it.
+        config: of the model.
+        partition: how parts are distributed over stages.
+        num_parameters_of_all_stages: of the model; a tied weight counts once.
+        full_model: the given model, until `release`. Conversion replaces layers in it.
 
     Raises:
-        UserError: a stage would be empty, `partition` is unknown, or the model is of no known family.
+        UserError: a stage would be empty, `partition` is unknown, or the model's family is unknown.
     """
 
     config: PretrainedConfig
     partition: str
-    whole: PreTrainedModel | None
+    full_model: PreTrainedModel | None
 
     def __init__(
         self, model: PreTrainedModel, *, num_stages: int, partition: str, interval: int, is_dynamic: bool
     ) -> None:
         parts = parts_of(model)
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # it prints its parts
+            with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the parts
                 super().__init__(
                     parts,
                     num_stages=num_stages,
@@ -96,20 +96,20 @@ class PipelinedModel(PipelineModule):
         self.partition = partition
         self.num_parameters_of_all_stages = sum(each.numel() for each in model.parameters())
         self._block_inputs = BlockInputs(model)
-        self._stand_under_own_names()
+        self._register_under_model_names()
         self._tied_names = tied_names(model.config) if is_tied(model) else None
         self.tied_comms = self._make_tied_groups()
         self._synchronize_tied_weights()
-        object.__setattr__(self, "whole", model)  # not registered: most of it is other stages'
+        object.__setattr__(self, "full_model", model)  # not registered: most of it belongs to other stages
         self.follow_stream()
 
     def release(self) -> None:
-        """Let go of the modules of other stages."""
-        object.__setattr__(self, "whole", None)
+        """Release the modules of other stages."""
+        object.__setattr__(self, "full_model", None)
 
     def follow_stream(self) -> None:
-        """Advance the random stream of the whole model's layers at each training forward of this stage."""
-        stream = None if self.whole is None else random_stream(self.whole)
+        """Advance the random stream of the full model's layers at each training forward of this stage."""
+        stream = None if self.full_model is None else random_stream(self.full_model)
         hooks = self._forward_pre_hooks.values()
         if stream is not None and not any(isinstance(hook, AdvanceStream) for hook in hooks):
             self.register_forward_pre_hook(AdvanceStream(stream))
@@ -119,21 +119,21 @@ class PipelinedModel(PipelineModule):
         return run_parts(self.forward_funcs, forward_input, self._block_inputs, self._run_blocks)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output projection, which conversion keeps; None where another stage has it."""
+        """The output projection, which is not converted; None if another stage has it."""
         name = tied_names(self.config)[1].removesuffix(".weight")
         return dict(self.named_modules()).get(name)
 
     def parameter_names(self) -> dict[str, str]:
-        """Local parameter name → name in the Hugging Face model; a tied head's is the embedding's."""
+        """Local parameter name → name in the Hugging Face model; a tied head has the embedding's name."""
         tied = self.tied_names()
         return {name: tied.get(name, name) for name, _ in self.named_parameters(remove_duplicate=False)}
 
     def tied_names(self) -> dict[str, str]:
-        """Name of a tied head → name of the embedding, in every stage; empty where nothing is tied."""
+        """Name of a tied head → name of the embedding, in every stage; empty if nothing is tied."""
         return {} if self._tied_names is None else {self._tied_names[1]: self._tied_names[0]}
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """This stage's copy of the tied weight with the ranks that hold one; empty in other stages."""
+        """This stage's copy of the tied weight and the group of ranks with a copy; empty in other stages."""
         return [(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
 
     @torch.no_grad()  # autograd has no rule for a broadcast into a parameter
@@ -141,7 +141,7 @@ class PipelinedModel(PipelineModule):
         super()._synchronize_tied_weights()
 
     def groups(self) -> GroupsOfRank:
-        """Process groups of this rank as our optimizer asks for them."""
+        """Process groups of this rank, for our optimizer."""
         grid = self._grid
         return GroupsOfRank(
             data=grid.dp_proc_group,
@@ -155,10 +155,10 @@ class PipelinedModel(PipelineModule):
             if self.parts[stage] == self.parts[stage + 1]:
                 raise empty_stage(self.num_stages, stage, num_parts)
 
-    def _stand_under_own_names(self) -> None:
-        """Register the modules of the parts below this one, in place of the parts."""
+    def _register_under_model_names(self) -> None:
+        """Register the parts' modules in this module, instead of the parts."""
         self._modules.clear()
-        self.tied_modules = nn.ModuleDict()  # DeepSpeed's own tied layers, of which there are none
+        self.tied_modules = nn.ModuleDict()  # DeepSpeed's tied layers; we have none
         for part in self.forward_funcs:
             assert isinstance(part, Part)
             for name in part.names:
@@ -167,7 +167,7 @@ class PipelinedModel(PipelineModule):
             self._block_inputs.rotary.to(next(self.parameters()).device)
 
     def _make_tied_groups(self) -> dict[str, dict[str, Any]]:
-        """As DeepSpeed keeps them; every rank must call it."""
+        """Groups of the tied weight's copies, in DeepSpeed's format; every rank must call it."""
         if self._tied_names is None or self.num_stages == 1:
             return {}
         own: dict[str, dict[str, Any]] = {}
@@ -178,7 +178,7 @@ class PipelinedModel(PipelineModule):
             if process_group.rank() in ranks:
                 is_head = self.stage_id > 0
                 module = self.get_submodule(self._tied_names[is_head].removesuffix(".weight"))
-                # counted once: Megatron's mark for our norm, DeepSpeed's for its own
+                # the norm must count it once: the first mark is Megatron's (our norm), the second DeepSpeed's
                 module.weight.shared = is_head
                 module.weight.ds_pipe_replicated = is_head
                 own[TIED] = {"ranks": ranks, "group": group, "weight_attr": ["weight"], "module": module}
@@ -196,6 +196,6 @@ class PipelinedModel(PipelineModule):
         return hidden
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Around a segment, and around its recomputation: there the stream stands where it stands now."""
+        """Contexts of a segment and of its recomputation, which gets the random stream's current position."""
         stream = random_stream(self)
         return nullcontext(), nullcontext() if stream is None else stream.at(stream.step)

@@ -1,6 +1,6 @@
-"""Which of a model's parts a pipeline's stages get, before there is a pipeline.
+"""Computes which parts of a model each pipeline stage gets, without building a pipeline.
 
-DeepSpeed's own arithmetic, called with what its `PipelineModule` would call it with; a test compares the two.
+Calls DeepSpeed's functions with the same arguments as its `PipelineModule`; a test compares the results.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megalowbit.errors import UserError
 
 
 def stage_bounds(parts: Sequence[nn.Module], num_stages: int, partition: str) -> list[int]:
-    """Where each of `num_stages` begins in `parts_of` a model, and the end of the last.
+    """Index of each stage's first part among `parts_of` a model, and the end of the last stage.
 
-    `partition` is that of `pipeline_module`.
+    For `partition`, see `pipeline_module`.
     """
     from megalowbit.engine.process_start import import_deepspeed
 
@@ -42,7 +42,7 @@ def stage_bounds(parts: Sequence[nn.Module], num_stages: int, partition: str) ->
 
 
 def empty_stage(num_stages: int, stage: int, num_parts: int) -> UserError:
-    """A stage that gets nothing of the model."""
+    """The error for a stage without any part of the model."""
     return UserError(
         f"pipeline.stages = {num_stages} leaves stage {stage} without any of the model's "
         f"{num_parts} parts (embedding, blocks, head): lower it, or set pipeline.partition to "

@@ -1,1 +1,1 @@
-"""Checks that refuse a run before its first step, on every rank and with one line."""
+"""Checks that reject a run before its first step, on every rank and with one line."""

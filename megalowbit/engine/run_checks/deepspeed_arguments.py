@@ -1,7 +1,7 @@
-"""The arguments that `deepspeed.initialize` takes and `megalowbit.initialize` has no use for, or another one.
+"""Checks the arguments that `megalowbit.initialize` shares with `deepspeed.initialize`.
 
-A script that calls the one may call the other: the arguments have the same names in the same order, and
-each does what it does there or is refused by name. Arguments of our own follow, by keyword only.
+A script can replace one call by the other: the arguments have the same names in the same order, and each has
+the same effect or is rejected by name. Our further arguments are keyword-only.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.errors import UserError, shown
 from megalowbit.values import LARGEST, whole_number
 
-OF_ARGS = ("deepspeed_config", "deepscale_config")  # the second is DeepSpeed's old name of the first
+OF_ARGS = ("deepspeed_config", "deepscale_config")  # the second is DeepSpeed's old name
 Config = str | Path | dict[str, Any] | DeepSpeedConfigParts
 
 
-def the_model(model: object, args: object) -> torch.nn.Module:
-    """The model, where it stands where `deepspeed.initialize` expects it.
+def require_model(model: object, args: object) -> torch.nn.Module:
+    """Check and return the model.
 
     Raises:
-        UserError: it is missing, no module, or the first argument.
+        UserError: it is missing, is not a module, or was passed as the first argument.
     """
     if isinstance(args, torch.nn.Module):
         raise UserError(
@@ -38,11 +38,11 @@ def the_model(model: object, args: object) -> torch.nn.Module:
     return model
 
 
-def the_config(config: Config | None, args: object, config_params: Config | None) -> Config:
-    """The configuration, which may come in as `config`, `config_params` or `args.deepspeed_config`.
+def find_config(config: Config | None, args: object, config_params: Config | None) -> Config:
+    """The configuration, given as `config`, `config_params` or `args.deepspeed_config`.
 
     Raises:
-        UserError: it is missing, given twice, or neither path nor dict.
+        UserError: it is missing, given twice, or neither a path nor a dict.
     """
     given: dict[str, Any] = {"config": config, "config_params": config_params}
     given |= {f"args.{name}": getattr(args, name, None) for name in OF_ARGS}
@@ -61,10 +61,10 @@ def the_config(config: Config | None, args: object, config_params: Config | None
 def check_scalars(
     *, seed: object, total_steps: object, timeout: object, mesh_param: object, distributed_port: object
 ) -> None:
-    """Refuse numbers that are none, and a device mesh.
+    """Reject invalid numbers and a device mesh.
 
     Raises:
-        UserError: names argument and value.
+        UserError: names the argument and its value.
     """
     whole_number("seed", seed, least=-LARGEST)
     if total_steps is not None:
@@ -80,20 +80,20 @@ def check_scalars(
         whole_number("distributed_port", distributed_port, least=1, most=65535)
 
 
-def offer_port(port: int | None) -> None:
-    """Let the main process listen at `port` where the environment names none."""
+def set_default_port(port: int | None) -> None:
+    """Use `port` for the main process if the environment sets none."""
     if port is not None:
         os.environ.setdefault("MASTER_PORT", str(port))
 
 
-def tell_local_rank(args: object, local_rank: int) -> None:
-    """Write the process's own local rank into `args`, as DeepSpeed does for scripts that read it there."""
+def set_local_rank(args: object, local_rank: int) -> None:
+    """Set `args.local_rank`, as DeepSpeed does for scripts that read it."""
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank
 
 
 def hidden_size_of(model: torch.nn.Module) -> int | None:
-    """Of a Hugging Face model's configuration, the largest of several; None if it says nothing of that."""
+    """Hidden size of a Hugging Face model, the largest if there are several; None if unknown."""
     config = getattr(model, "config", None)
     for part in (config, getattr(config, "text_config", None)):
         for name in ("hidden_size", "hidden_sizes"):

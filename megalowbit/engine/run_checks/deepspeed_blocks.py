@@ -1,7 +1,7 @@
-"""What takes DeepSpeed and torch to know of a configuration, found before anything is allocated.
+"""Checks a configuration with DeepSpeed's models and torch before anything is allocated.
 
-DeepSpeed's own models read each block by itself, so that all of their findings are reported and each names
-its block; then they read the whole. No process group is needed.
+DeepSpeed's models first read each block alone, so every mistake is reported with its block. Then they read
+the complete configuration. No process group is needed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megalowbit.engine.process_start import import_deepspeed
 from megalowbit.errors import Problems, UserError, shortened, shown
 from megalowbit.layers.recipe import recipe
 
-# DeepSpeed's throughput timer waits for the device twice a step, for a figure that telemetry has already.
+# DeepSpeed's throughput timer waits for the device twice a step, for a number that telemetry provides anyway.
 QUIET: dict[str, Any] = {"log_level": "warning", "timers": {"throughput": {"enabled": False}}}
-# the one thing that `DeepSpeedConfig` asks of an mpu; without a process group it does not ask
+# the only mpu method that `DeepSpeedConfig` calls; without a process group it calls none
 ONE_PROCESS = SimpleNamespace(get_data_parallel_world_size=lambda: 1)
-ONE_OF_EACH = {TRAIN: 1, MICRO: 1, STEPS: 1}  # batch sizes are checked where they are filled in
+ONE_OF_EACH = {TRAIN: 1, MICRO: 1, STEPS: 1}  # the real batch sizes are checked when they are filled in
 
 
 def check_parts(parts: DeepSpeedConfigParts) -> None:
-    """Refuse mistakes in DeepSpeed's blocks and the recipe of a configuration, with a line for each."""
+    """Reject mistakes in DeepSpeed's blocks and in the recipe, with one line each."""
     problems = Problems()
     with problems.collect():
         check_nested_blocks(parts.deepspeed)
@@ -38,7 +38,7 @@ def check_parts(parts: DeepSpeedConfigParts) -> None:
 
 
 def check_nested_blocks(config: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed's own models find in a configuration, filled in and without our block."""
+    """Reject mistakes that DeepSpeed's models find in a complete configuration without our block."""
     import_deepspeed()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -55,7 +55,7 @@ def check_nested_blocks(config: Mapping[str, Any]) -> None:
 
 
 def _read(config: dict[str, Any], block: str | None) -> None:
-    """Let DeepSpeed read a configuration; `block` is the one key that could be wrong, if it is known."""
+    """Read a configuration with DeepSpeed; `block` names the only key that can be wrong, if known."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
@@ -64,23 +64,23 @@ def _read(config: dict[str, Any], block: str | None) -> None:
         problems = Problems()
         for each in error.errors():
             path = [str(part) for part in each["loc"]]
-            if block and path[:1] != [block]:  # DeepSpeed validates most blocks apart
+            if block and path[:1] != [block]:  # DeepSpeed validates most blocks separately
                 path = [block, *path]
             problems.add(
                 UserError(
                     f"DeepSpeed rejects {'.'.join(path) or error.title} = {shown(each['input'])} "
-                    f"({shortened(each['msg'])}): correct it as DeepSpeed documents it, or remove it"
+                    f"({shortened(each['msg'])}): see DeepSpeed's documentation, or remove it"
                 )
             )
         raise problems.error() from None
-    except Exception as error:  # whatever its reading of plain values raises, it cannot use them
+    except Exception as error:  # DeepSpeed raises many kinds of errors for wrong values
         where = f"{block} = {shown(config[block])}" if block else "the configuration"
         reason = shortened(str(error)) or type(error).__name__
         raise UserError(f"DeepSpeed rejects {where} ({reason}): correct it, or remove it") from None
 
 
 def _check_truth_values(where: str, block: Mapping[str, Any], model: type[BaseModel]) -> None:
-    """Refuse `true` for a number, which DeepSpeed's models take for 1; in inner blocks too."""
+    """Reject `true` for a number, which DeepSpeed's models read as 1; also in nested blocks."""
     problems = Problems()
     named = {field.alias: field for field in model.model_fields.values() if field.alias}
     fields = {**model.model_fields, **named}

@@ -1,7 +1,7 @@
-"""What must be true of a model, the arguments that go with it, and the engine that has taken it over.
+"""Checks the model and arguments of `initialize`, and the engine that it builds.
 
-Arguments of `initialize` must not contradict each other or the configured precision; DeepSpeed must have left
-every low-bit layer in its place, and the loss scale in our hands.
+Arguments must not contradict each other or the configured precision. DeepSpeed must not have replaced any
+low-bit layer, nor our loss scaler.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ def check_arguments(
     model_parameters: ModelParameters | None,
     lr_scheduler: object,
 ) -> None:
-    """Refuse arguments of `initialize` that contradict each other or the configured precision."""
+    """Reject arguments of `initialize` that contradict each other or the configured precision."""
     is_built = isinstance(optimizer, torch.optim.Optimizer)
     if optimizer is not None and not is_built and not callable(optimizer):
         raise UserError(
             f"optimizer is a {type(optimizer).__name__}: pass a torch optimizer, or a callable that makes one"
         )
     if is_built and model_parameters is not None:
-        raise UserError("pass optimizer or model_parameters, not both: an optimizer has its parameters")
+        raise UserError(
+            "pass optimizer or model_parameters, not both: an optimizer already has its parameters"
+        )
     is_bound = isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
     if is_bound and getattr(lr_scheduler, "optimizer", None) is not optimizer:
         raise UserError(
@@ -54,20 +56,20 @@ def check_arguments(
 
 
 def check_layers_kept(module: torch.nn.Module, converted: Collection[str]) -> None:
-    """Make sure that DeepSpeed has left the low-bit layers named `converted` in their places."""
+    """Check that DeepSpeed has not replaced the low-bit layers named in `converted`."""
     present = bit_layers(module)
     missing = [name for name in converted if name not in present]
     if missing:
         modules = dict(module.named_modules())
         now = type(modules[missing[0]]).__name__ if missing[0] in modules else "gone"
         raise UserError(
-            f"{len(missing)} of {len(converted)} low-bit layers were lost when DeepSpeed took the model "
-            f"over ({missing[0]} is {now}): turn off what replaces layers in the configuration"
+            f"DeepSpeed replaced {len(missing)} of {len(converted)} low-bit layers ({missing[0]} is {now}): "
+            "turn off the options that replace layers in the configuration"
         )
 
 
 def check_scaler(engine: Any) -> None:
-    """Make sure that the loss scale is in our hands; to be called before the first step and after a load."""
+    """Check that the engine uses our loss scaler; call it before the first step and after a load."""
     optimizer = engine.optimizer
     scaler = getattr(optimizer, "grad_scaler", None)
     of_deepspeed = getattr(optimizer, "loss_scaler", None)
@@ -77,6 +79,6 @@ def check_scaler(engine: Any) -> None:
         found = of_deepspeed if is_ours and of_deepspeed is not None else scaler
         kind = f"{type(found).__module__}.{type(found).__name__}"
         raise UserError(
-            f"the engine's loss scaler is a {kind} and not the one of "
-            "megalowbit.grad_scaler: do not replace it, and resume from checkpoints of megalowbit only"
+            f"the engine's loss scaler is a {kind}, not the one configured in "
+            "megalowbit.grad_scaler: do not replace it, and resume only from checkpoints of megalowbit"
         )

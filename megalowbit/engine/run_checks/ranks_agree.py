@@ -1,9 +1,9 @@
-"""Whether all ranks were started with the same code, settings and model: one line on every rank if not.
+"""Checks that all ranks were started with the same code, settings and model; if not, every rank raises.
 
-Ranks that were started with different code, settings or models train apart, or wait for each other for ever
-in the first collective that differs. So the first thing they exchange is two digests each; only if those
-differ are the facts behind them gathered, to say what differs and on which ranks. Facts of the run must be
-equal everywhere, facts of the model among the ranks that hold the same part of it.
+Ranks with different code, settings or models diverge, or wait forever in the first collective that differs.
+Therefore they exchange two digests each before anything else. If the digests differ, the facts behind them
+are gathered, and the error names the difference and its ranks. Facts of the run must be equal on all ranks;
+facts of the model must be equal on ranks that hold the same part of it.
 Not covered: values of weights, which DeepSpeed broadcasts; paths, whose contents are compared instead.
 """
 
@@ -30,7 +30,7 @@ from megalowbit.layers.conversion.convert import random_stream
 Facts = Mapping[str, str]
 
 DISTRIBUTIONS = ("torch", "deepspeed", "transformers", "triton")
-# these decide which kernels compute, and how they round
+# these select the kernels and their rounding
 ENVIRONMENT = (
     "MEGALOWBIT_BACKEND",
     "TRITON_INTERPRET",
@@ -39,7 +39,7 @@ ENVIRONMENT = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
 SOURCES = frozenset({".py", ".c", ".cpp", ".h", ".cu", ".cuh"})
-# a node may have its own place for them: what they hold is compared by fingerprint, or broadcast
+# paths may differ between nodes: their contents are compared by fingerprint, or broadcast
 PLACES = frozenset(
     f"{BLOCK}.{key}"
     for key in ("data.cache_dir", "data.corpus", "data.tokenizer", "model.config", "model.checkpoint")
@@ -47,12 +47,12 @@ PLACES = frozenset(
 REMEDIES = {
     "code": "install the same megalowbit on every node",
     "version": "install the same packages on every node",
-    "environment": "export it alike on every node",
+    "environment": "export the same value on every node",
     "device": "use one kind of device",
     "configuration": "give every rank the same configuration",
     "parameter": "build the same model on every rank",
-    "random": "convert with the same seed on every rank, the rank makes the numbers differ",
-    "argument": "call megalowbit.initialize alike on every rank",
+    "random": "convert with the same seed on every rank; the rank itself makes the numbers differ",
+    "argument": "call megalowbit.initialize with the same arguments on every rank",
 }
 PACKAGE = Path(__file__).parents[2]
 DIGEST_BYTES = 32
@@ -60,7 +60,7 @@ RANKS_NAMED = 4
 
 
 def installation_facts() -> dict[str, str]:
-    """What this process computes with: code, versions, kernel choice, kind of device."""
+    """Code, versions, kernel selection and device type of this process."""
     facts = {"code of megalowbit": code_digest(PACKAGE)}
     for name in DISTRIBUTIONS:
         try:
@@ -75,15 +75,15 @@ def installation_facts() -> dict[str, str]:
 
 
 def configuration_facts(parts: DeepSpeedConfigParts) -> dict[str, str]:
-    """Every key of a configuration but places, by its dotted name; DeepSpeed's half and ours."""
-    # as they take effect: the block leaves out what it does not change
+    """Dotted name → value of all keys except paths, of DeepSpeed's part and ours."""
+    # effective values, because the block omits defaults
     block = {**parts.megalowbit, **parts.settings.model_dump(mode="json")}
     flat = _flat({**parts.deepspeed, BLOCK: block}, "")
     return {f"configuration key {key}": value for key, value in flat.items() if key not in PLACES}
 
 
 def model_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Number, names, shapes and types of a model's parameters; the random numbers of one converted before."""
+    """Number, names, shapes and dtypes of a model's parameters; the random stream of a converted model."""
     parameters = {name: (p, getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
     stream = random_stream(model)
@@ -102,13 +102,15 @@ def model_facts(model: torch.nn.Module) -> dict[str, str]:
 def check_ranks_agree(
     everywhere: Facts, *, of_this_part: Facts | None = None, grid: ProcessGrid | None = None
 ) -> None:
-    """Make sure that all ranks were started alike; collective.
+    """Check that all ranks were started with the same facts; collective.
 
-    Facts are texts by what they are, `{"seed": "0"}`: those that all ranks must share, and those shared by
-    the ranks that have this one's tensor rank and stage in `grid` (by default all).
+    Args:
+        everywhere: facts that must be equal on all ranks, name → value: `{"seed": "0"}`.
+        of_this_part: facts that must be equal on ranks with the same tensor rank and stage.
+        grid: defines tensor rank and stage; None: the same for all ranks.
 
     Raises:
-        UserError: on every rank: what differs, and which ranks have what.
+        UserError: on every rank; names the first difference and the value on each rank.
     """
     if process_group.world_size() == 1:
         return
@@ -116,7 +118,7 @@ def check_ranks_agree(
     own = (dict(everywhere), dict(of_this_part or {}), part)
     digests = [bytes(row.tolist()) for row in gather_bytes(b"".join(map(_digest, own)))]
     if len({each[:DIGEST_BYTES] for each in digests}) == 1:
-        # a digest for each part: those of the model are as many as there are parts
+        # compare the model's digests among the ranks of each part
         of_parts = defaultdict(set)
         for each in digests:
             of_parts[each[2 * DIGEST_BYTES :]].add(each[DIGEST_BYTES : 2 * DIGEST_BYTES])
@@ -126,8 +128,7 @@ def check_ranks_agree(
 
 
 def _first_difference(gathered: Sequence[tuple[Facts, Facts, tuple[int, int]]]) -> str:
-    whole = {rank: facts for rank, (facts, _, _) in enumerate(gathered)}
-    differing = _differing(whole)
+    differing = _differing({rank: facts for rank, (facts, _, _) in enumerate(gathered)})
     parts: dict[tuple[int, int], dict[int, Facts]] = defaultdict(dict)
     for rank, (_, facts, part) in enumerate(gathered):
         parts[part][rank] = facts
@@ -144,7 +145,7 @@ def _first_difference(gathered: Sequence[tuple[Facts, Facts, tuple[int, int]]]) 
 
 
 def _differing(facts_of: Mapping[int, Facts]) -> list[tuple[str, dict[int, str]]]:
-    """What differs, in the order of the facts, and its value on each rank."""
+    """Facts that differ, in order, with the value on each rank."""
     names = dict.fromkeys(name for facts in facts_of.values() for name in facts)
     found = {name: {rank: facts.get(name, "none") for rank, facts in facts_of.items()} for name in names}
     return [(name, values) for name, values in found.items() if len(set(values.values())) > 1]
@@ -182,5 +183,5 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, str]:
 
 def _text(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=repr)
-    # a list may be long: its digest tells apart what the cut value cannot
+    # long values are shortened; a digest makes sure that different ones still differ
     return text if shown(text) == repr(text) else f"{shown(text)} ({_digest(text).hex()[:8]})"

@@ -1,1 +1,1 @@
-"""Tensor parallelism: DeepSpeed cuts the model, our layers take over the shards."""
+"""Tensor parallelism: DeepSpeed shards the model, our layers use the shards."""

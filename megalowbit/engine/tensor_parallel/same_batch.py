@@ -1,8 +1,8 @@
-"""Tensor-parallel ranks must get the same batch: checked at the first one, in place of DeepSpeed's check.
+"""Checks that tensor-parallel ranks get the same first batch, instead of DeepSpeed's check.
 
-DeepSpeed sends the whole first batch to every tensor rank and ends in an assertion that does not say what
-differs; here digests are compared and the argument is named. Not covered: later batches, arguments other than
-tensors, plain values and collections of them; an mpu of the user's own, for which DeepSpeed checks nothing.
+DeepSpeed sends the full first batch to every tensor rank and fails with an assertion that does not name the
+difference. Here digests are compared and the error names the argument. Not covered: later batches; arguments
+other than tensors, plain values and collections of them; a user's mpu, for which DeepSpeed checks nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megalowbit.distributed.agreement import gather
 from megalowbit.errors import UserError
 
-HANDLE = "first_dataloader_check"  # DeepSpeed's, of a hook that removes itself
+HANDLE = "first_dataloader_check"  # engine attribute with DeepSpeed's hook, which removes itself
 
 
 def check_first_batch(engine: Any) -> None:
-    """Let a new engine's first forward compare its batch over DeepSpeed's tensor-parallel ranks, if any."""
+    """Make a new engine's first forward compare its batch over DeepSpeed's tensor-parallel ranks, if any."""
     theirs = getattr(engine, HANDLE, None)
     if theirs is None:
         return
@@ -36,19 +36,19 @@ def check_first_batch(engine: Any) -> None:
 
 
 def check_same_batch(arguments: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Refuse arguments of forward that are not the same on all ranks of a group; collective over it.
+    """Reject arguments of forward that differ between the ranks of a group; collective over the group.
 
     Raises:
-        UserError: on all of these ranks; names the first argument that differs.
+        UserError: on all ranks of the group; names the first argument that differs.
     """
-    mine = {name: _digest(value) for name, value in arguments.items()}
-    everyone = gather(mine, group)
+    digests = {name: _digest(value) for name, value in arguments.items()}
+    everyone = gather(digests, group)
     for name in dict.fromkeys(name for each in everyone for name in each):
         if len({each.get(name) for each in everyone}) > 1:
             ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
             raise UserError(
                 f"tensor-parallel ranks {ranks} got different batches (argument {name} of forward): "
-                "let data follow engine.process_grid.data_rank, which these ranks share, and not the rank"
+                "choose the data by engine.process_grid.data_rank, which these ranks share, not by the rank"
             )
 
 

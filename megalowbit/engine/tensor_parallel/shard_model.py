@@ -1,18 +1,22 @@
-"""Tensor parallelism: DeepSpeed's AutoTP cuts the model, our layers take over the shards.
+"""Tensor parallelism: DeepSpeed's AutoTP shards the model, and our layers replace its layers.
 
-AutoTP shards a model inside `deepspeed.initialize`, and replaces what it does not know: a low-bit layer put
-in before would quietly become a plain one. So it is called here first, with the plan of the model's family;
-its layers are exchanged for `layers.tensor_parallel`'s on the same parameters, `convert` makes those
-low-bit, and the mark left on the model lets the engine skip its own pass.
+`deepspeed.initialize` runs AutoTP, which replaces layers that it does not recognise: it would silently turn
+low-bit layers into plain ones. Therefore AutoTP runs here first, with the plan of the model's family. Its
+layers are replaced by those of `layers.tensor_parallel` with the same parameters, which `convert` then makes
+low-bit. A mark on the model makes the engine skip its AutoTP pass.
 
-Attention and MLP projections are cut, heads and all. Embeddings, norms and the output head stay whole on
-every rank, tied or not: they get equal gradients there, and count once in the norm. Norms that work on each
-head see a rank's own heads only, so their gradients are summed over the ranks. What all ranks hold starts
-as the first rank of the group has it, and so do random generators, for dropout must draw alike: who seeds
-them later must do so alike. Attention dropout draws the same masks on each rank's own heads.
+| part of the model | on each rank |
+|---|---|
+| attention and MLP projections | sharded, by heads in attention |
+| embeddings, norms, output head (tied or not) | full copies with equal gradients; counted once in the norm |
+| norms on heads | full copies that see only the rank's heads; gradients are summed over the ranks |
 
-Not covered: models of no family in `families`, uneven heads, cross-attention, vocabulary parallelism,
-DeepSpeed's own plans (`tensor_parallel.partition_config` and the like are refused with the configuration).
+Copies and random generators are initialised from the first rank of the group, because dropout must draw the
+same masks. Anyone who seeds generators later must use the same seed on these ranks. Attention dropout draws
+the same masks for each rank's heads.
+
+Not covered: models of unknown families, uneven heads, cross-attention, vocabulary parallelism, DeepSpeed's
+plans (`tensor_parallel.partition_config` and similar keys are rejected with the configuration).
 """
 
 from __future__ import annotations
@@ -38,20 +42,21 @@ from megalowbit.layers.tensor_parallel.linear import parallel_linear
 
 logger = logging.getLogger(__name__)
 
-IS_SHARDED = "ds_autotp_parsed"  # DeepSpeed's own mark
-# what AutoTP divides wherever a module has it, among what the families here have
+IS_SHARDED = "ds_autotp_parsed"  # DeepSpeed's mark on a model
+# attributes of our families' modules that AutoTP divides wherever a module has them
 SIZES = ("num_heads", "embed_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
 
 def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank | None:
-    """Cut a whole model over the tensor-parallel ranks, in place; collective. One rank cuts nothing.
+    """Shard a full model over the tensor-parallel ranks, in place; collective. Does nothing on one rank.
 
-    The model is of one of the families, with plain layers; one that has been cut before stays as it is.
-    Parameters stay the same objects, with less in them, but for those of a transformers `Conv1D`: it becomes
-    a linear layer with a new weight.
+    The model must belong to a known family and have plain layers. A model that is already sharded is not
+    changed. Parameters remain the same objects with smaller tensors. Only a transformers `Conv1D` becomes a
+    linear layer with a new weight.
 
     Raises:
-        UserError: the model is of another family, has low-bit layers already, or cannot be cut evenly.
+        UserError: the model's family is unknown, it already has low-bit layers, or it cannot be divided
+            evenly.
     """
     size = ProcessGrid.from_config(
         parts.deepspeed, process_group.rank(), process_group.world_size()
@@ -62,7 +67,7 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
     if getattr(model, IS_SHARDED, False):
         return units
     family = succeed_together(divisible_family, model, size)
-    _start_alike(model, units.tensor)
+    _broadcast_initial_state(model, units.tensor)
     transposed = replace_conv1d(model)
     sizes = module_sizes(model, family)
     _apply_autotp(model, family, size)
@@ -81,8 +86,8 @@ def _groups(size: int) -> GroupsOfRank:
     found = groups.get_tensor_model_parallel_world_size()
     if found != size:
         raise UserError(
-            f"{TENSOR_KEY} = {size} but this process has tensor-parallel groups of {found} already: "
-            "use one size in a process"
+            f"{TENSOR_KEY} = {size}, but this process already has tensor-parallel groups of {found} ranks: "
+            "use one size per process"
         )
     return GroupsOfRank(
         data=groups.get_data_parallel_group(),
@@ -92,20 +97,20 @@ def _groups(size: int) -> GroupsOfRank:
 
 
 def divisible_family(model: nn.Module, size: int) -> Family:
-    """The family of a model; refused are models that `size` ranks cannot share."""
+    """The family of a model; raises a `UserError` if `size` ranks cannot share the model."""
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UserError(
-            f"{TENSOR_KEY} = {size} cannot cut a {type(model).__name__}: "
+            f"{TENSOR_KEY} = {size} cannot shard a {type(model).__name__}: "
             f"use a transformers model of type {' or '.join(FAMILIES)}, or set it to 1"
         )
     layers = bit_layers(model)
     if layers:
         raise UserError(
-            f"layer {next(iter(layers))} is low-bit already, and {TENSOR_KEY} = {size} cuts plain layers: "
-            "leave the conversion to megalowbit.initialize, with megalowbit.recipe"
+            f"layer {next(iter(layers))} is already low-bit, but {TENSOR_KEY} = {size} shards plain layers: "
+            "let megalowbit.initialize convert the model, with megalowbit.recipe"
         )
     for field in family.refused_when_divided:
         if getattr(config, field, False):
@@ -121,10 +126,10 @@ def divisible_family(model: nn.Module, size: int) -> Family:
 
 
 @torch.no_grad()
-def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all tensor ranks the weights and the generators of the first.
+def _broadcast_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Broadcast the first tensor rank's weights and generators to the others.
 
-    Shards of different models would fit nowhere, and dropout of what all hold must be the same.
+    All shards must come from the same model, and dropout must be the same on copies.
     """
     device, source = process_group.exchange_device(group), dist.get_process_group_ranks(group)[0]
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -141,14 +146,14 @@ def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def replace_conv1d(model: nn.Module) -> frozenset[str]:
-    """Put `nn.Linear` in the place of every transformers `Conv1D`, which AutoTP cannot cut; their names."""
+    """Replace every transformers `Conv1D`, which AutoTP cannot shard, by `nn.Linear`; returns their names."""
     from transformers.pytorch_utils import Conv1D
 
     found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name, module in found.items():
         weight = module.weight
         new = nn.Linear(weight.shape[0], weight.shape[1], bias=module.bias is not None, device="meta")
-        values = weight.detach().t().contiguous()
+        values = weight.detach().t().contiguous()  # Conv1D is (in, out), Linear (out, in)
         new.weight = nn.Parameter(values, requires_grad=weight.requires_grad)
         new.bias = module.bias
         new.train(module.training)
@@ -157,7 +162,7 @@ def replace_conv1d(model: nn.Module) -> frozenset[str]:
 
 
 def _apply_autotp(model: nn.Module, family: Family, size: int) -> None:
-    """DeepSpeed's own pass, as its engine runs it, with the family's plan."""
+    """Run AutoTP as DeepSpeed's engine does, with the family's plan."""
     from deepspeed.module_inject import set_autotp_mode
     from deepspeed.module_inject.auto_tp import AutoTP
     from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec
@@ -189,7 +194,7 @@ def _apply_autotp(model: nn.Module, family: Family, size: int) -> None:
 
 
 def module_sizes(model: nn.Module, family: Family) -> dict[str, dict[str, int]]:
-    """Sizes that modules keep for themselves, some of which AutoTP divides, by module name."""
+    """Module name → its size attributes, some of which AutoTP divides."""
     found = {
         module_name: {
             name: value for name, value in vars(module).items() if name in {*SIZES, *family.attention_sizes}
@@ -200,7 +205,7 @@ def module_sizes(model: nn.Module, family: Family) -> dict[str, dict[str, int]]:
 
 
 def restore_sizes(model: nn.Module, sizes: dict[str, dict[str, int]], family: Family, size: int) -> None:
-    """Divide what attention computes with, and nothing else; AutoTP divides by name, wherever it is."""
+    """Restore all sizes but those of attention, which are divided; AutoTP divides every attribute by name."""
     modules = dict(model.named_modules())
     for module_name, values in sizes.items():
         is_attention = all(key in values for key in family.attention_sizes)
@@ -212,10 +217,10 @@ def restore_sizes(model: nn.Module, sizes: dict[str, dict[str, int]], family: Fa
 def _exchange_layers(
     model: nn.Module, family: Family, group: TensorGroup, transposed: frozenset[str]
 ) -> None:
-    """Our layers for AutoTP's, on the same parameters.
+    """Replace AutoTP's layers by ours, with the same parameters.
 
     Raises:
-        RuntimeError: AutoTP has cut something else than the plan says.
+        RuntimeError: AutoTP has not followed the plan.
     """
     from deepspeed.module_inject.layers import TensorParallel_Layer
 
@@ -228,9 +233,9 @@ def _exchange_layers(
             put_shard(model, name, layer.weight, layer.bias, group, projection, name in transposed)
             count += 1
     if not count:
-        raise RuntimeError("DeepSpeed's AutoTP cut no layer, against our plan")
+        raise RuntimeError("DeepSpeed's AutoTP sharded no layer, against our plan")
     if process_group.rank() == 0:
-        logger.info("%d projections cut over %d tensor-parallel ranks", count, group.size)
+        logger.info("%d projections sharded over %d tensor-parallel ranks", count, group.size)
 
 
 def put_shard(
@@ -242,7 +247,7 @@ def put_shard(
     projection: Projection,
     is_transposed: bool,
 ) -> None:
-    """Put a layer of shards into the place of the module `name`; arguments as of `parallel_linear`."""
+    """Replace module `name` by a sharded layer; see `parallel_linear` for the arguments."""
     part = weight.shape[int(projection.is_row)] * group.size // projection.num_parts
     new = parallel_linear(
         weight,
@@ -257,7 +262,7 @@ def put_shard(
 
 
 def _sum_head_norms(model: nn.Module, family: Family, group: TensorGroup) -> None:
-    """Sum the gradients of norms on heads over the ranks, each of which has some of the heads."""
+    """Sum the gradients of norms on heads over the ranks, because each rank has only some heads."""
     for name, module in model.named_modules():
         if name.endswith(tuple(f".{norm}" for norm in family.head_norms)):
             for parameter in module.parameters():

@@ -1,1 +1,1 @@
-"""Which versions of DeepSpeed a run may start with, and what of its internals our results rely on."""
+"""The versions of DeepSpeed that a run may start with, and the internals that our results depend on."""

@@ -1,9 +1,9 @@
-"""How DeepSpeed must be made inside for our results to be right: sources, tables, small calculations.
+"""Contracts: what must hold inside DeepSpeed for our results to be correct (sources, tables, calculations).
 
-Each contract says what of megalowbit is wrong where it is broken. All are quick and need no process group, so
-`broken_contracts` can ask an installed DeepSpeed at the start of a run; tests ask the same table. What shows
-only in a run of an engine (order of calls, kinds of objects, numbers) is tested in tests/engine/contract/,
-which is to be run before a new DeepSpeed becomes the supported one.
+Each contract names what goes wrong if it is broken. All contracts are quick and need no process group:
+`broken_contracts` checks the installed DeepSpeed at the start of a run, and the tests use the same table.
+Behaviour that only a running engine shows (order of calls, types of objects, numbers) is tested in
+tests/engine/contract/. Run these tests before supporting a new DeepSpeed version.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ COLLECTIVES = ("barrier(", "all_reduce(", "broadcast(", "all_gather(")
 # read by deepspeed.initialize or the engine, not by DeepSpeedConfig
 READ_ELSEWHERE = frozenset({"sequence_parallel_size", "data_parallel_size"})
 
-# function or class, what its source must hold, what of ours is wrong without it
+# function or class, text that its source must contain, what goes wrong without it
 SOURCES = (
     (f"{ENGINE}._configure_optimizer", "optimizer = basic_optimizer", "our optimizer would be wrapped"),
     (f"{ENGINE}._apply_autotp_partitioning", f'getattr(model, "{IS_SHARDED}", False)',
      "the engine would replace low-bit layers"),
     (f"{ENGINE}._configure_tensor_parallel_states",
      f"self.{HANDLE} = self.module.register_forward_pre_hook(",
-     "different batches on tensor-parallel ranks end in DeepSpeed's assertion, or are not seen"),
+     "different batches on tensor-parallel ranks would raise DeepSpeed's assertion, or pass unnoticed"),
     (f"{ENGINE}._configure_tensor_parallel_states", "self.mpu = groups",
-     "the check of the first batch finds no tensor-parallel group"),
+     "the check of the first batch would find no tensor-parallel group"),
     (f"{ENGINE}._save_checkpoint", "self.checkpoint_engine.save(", "checkpoints would not be atomic"),
     (f"{ENGINE}._save_zero_checkpoint", "self.checkpoint_engine.save(", "checkpoints would not be atomic"),
     (f"{ENGINE}._save_zero_checkpoint", "self._copy_recovery_script(",
@@ -55,11 +55,11 @@ SOURCES = (
     (f"{ENGINE}.save_checkpoint", "self._save_zero_checkpoint(",
      "an error in ZeRO's states would leave other ranks waiting"),
     (f"{ENGINE}.module_state_dict", "self.module.state_dict(",
-     "checkpoints would not hold the parameters as they are"),
+     "checkpoints would hold parameters in another layout"),
     (f"{ENGINE}.load_module_state_dict", "self.module.load_state_dict(",
-     "checkpoints would not be loaded into the parameters as they are"),
+     "checkpoints would be loaded in another layout"),
     ("deepspeed.pipe.PipelineModule.save_state_dict", "layer.state_dict()",
-     "a pipeline's files would not hold the parameters as they are"),
+     "a pipeline's files would hold parameters in another layout"),
     (f"{ENGINE}._consolidated_16bit_state_dict", "self._zero3_consolidated_16bit_state_dict(",
      "exports of stage 3 would hold weights of Conv1D layers transposed"),
     (f"{ENGINE}._consolidated_16bit_state_dict", "self._replace_module_consolidated_state_dict(",
@@ -72,21 +72,21 @@ SOURCES = (
     (LOW, "dtype=self._gradient_reduction_buffer_dtype()",
      "stage 2 would reduce gradients in half precision, and lose micro-batches to rounding"),
     (f"{LOW}._lazy_init_hp_params_optimizer_state", "_hp_optimizer_states_linked",
-     "moments of another cut would be loaded into the first group alone"),
+     "moments of another layout would be loaded into the first group only"),
     (f"{PIPELINE}._next_batch", "next(self.data_iterator)", "a pipeline's data would be read unchecked"),
-    (f"{PIPELINE}._exec_load_micro_batch", "is_first_stage", "stages would read data that they have not"),
+    (f"{PIPELINE}._exec_load_micro_batch", "is_first_stage", "stages without data would try to read some"),
     (f"{PIPELINE}.reset_activation_shape", "self.first_output_send = True",
-     "batches of another shape would be refused"),
+     "batches of another shape would be rejected"),
     (f"{PIPELINE}.reset_activation_shape", "self.pipe_recv_buf = None",
-     "batches of another shape would be refused"),
+     "batches of another shape would be rejected"),
     (f"{PIPELINE}.__init__", "use_reentrant", "pipeline.use_reentrant would do nothing"),
     (f"{PIPELINE}.__init__", "ZeRO-2 and ZeRO-3 are incompatible",
-     "what a pipeline refuses would have to be looked at again"),
-    *((kind, f"self.{name} = ", f"our property {name} would stand for nothing")
+     "our rejection of ZeRO 2 and 3 in pipelines would have to be reviewed"),
+    *((kind, f"self.{name} = ", f"our property {name} would have no effect")
       for kind in (LOW, THREE)
       for name in ("loss_scaler", "dynamic_loss_scale", "timers", "overflow", "_global_grad_norm")),
 )  # fmt: skip
-# function, what its source must not hold, what of ours is wrong with it
+# function, text that its source must not contain, what goes wrong with it
 ABSENT = (
     (f"{LOW}.get_gradient_for_reduction", ".to(self.dtype)",
      "gradients of tied weights would be summed in half precision"),
@@ -100,12 +100,12 @@ ABSENT = (
 
 @cache
 def contracts() -> tuple[Contract, ...]:
-    """All that can be asked without a process group; imports DeepSpeed when asked, not before."""
+    """All contracts; imports DeepSpeed only when called."""
     return (*name_contracts(), *_source_contracts(), *_table_contracts())
 
 
 def broken_contracts() -> list[Contract]:
-    """Those that the installed DeepSpeed does not keep."""
+    """The contracts that the installed DeepSpeed breaks."""
     return [contract for contract in contracts() if not contract.holds()]
 
 
@@ -129,7 +129,7 @@ def _short(place: str) -> str:
 
 @cache
 def _source_of(place: str) -> str:
-    """Source of a class or of a function."""
+    """Source of a class or function."""
     found = deepspeed_object(place)
     if not inspect.isclass(found):
         return inspect.getsource(inspect.unwrap(found))
@@ -140,26 +140,30 @@ def _source_of(place: str) -> str:
 
 def _table_contracts() -> Iterator[Contract]:
     rows: tuple[tuple[str, Callable[[], object], str], ...] = (
-        ("top-level configuration keys", _keys_agree, "users' keys would be refused, or silently ignored"),
+        ("top-level configuration keys", _keys_agree, "users' keys would be rejected or silently ignored"),
         ("removed configuration keys", _removed_keys_agree, "users' keys would be silently ignored"),
         ("keys of zero_optimization", _zero_keys_agree, "a key of zero_optimization would be ignored"),
         ("keys of tensor_parallel", _tensor_keys_agree, "a key of tensor_parallel would be ignored"),
-        ("keys of pipeline", _pipeline_keys_agree, "a key of pipeline would be refused or ignored"),
+        ("keys of pipeline", _pipeline_keys_agree, "a key of pipeline would be rejected or ignored"),
         ("fp16 and bf16 blocks", _precision_agrees, "stock configurations would get another loss scale"),
-        ("default of gradient_clipping", _clipping_agrees, "configurations without it would clip otherwise"),
-        ("allowed values", _choices_agree, "values would be refused that DeepSpeed takes, or the reverse"),
-        ("parameters of schedulers", _schedulers_agree, "a scheduler would be refused or fail late"),
-        ("counters of a step", _counters_agree, "a step that is tried again would be counted twice"),
+        (
+            "default of gradient_clipping",
+            _clipping_agrees,
+            "configurations without it would clip differently",
+        ),
+        ("allowed values", _choices_agree, "values that DeepSpeed accepts would be rejected, or the reverse"),
+        ("parameters of schedulers", _schedulers_agree, "a scheduler would be rejected, or fail late"),
+        ("counters of a step", _counters_agree, "a repeated step would be counted twice"),
         ("end of a pipeline's step", _pipeline_step_ends, "tied gradients would be summed after the average"),
-        ("order of ranks in a pipeline", _topology_agrees, "ranks would read others' data"),
-        ("what a loss is", _losses_are_known, "gradients of no loss would be scaled, or a loss would not"),
+        ("order of ranks in a pipeline", _topology_agrees, "ranks would read data of other ranks"),
+        ("what counts as a loss", _losses_are_known, "other tensors would be scaled, or a loss would not"),
     )
     for name, check, breaks in rows:
         yield Contract(name=name, breaks=breaks, check=check)
 
 
 class _Recorder(dict[str, Any]):
-    """A configuration that remembers what it was asked for."""
+    """A configuration that records which keys are read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -253,7 +257,7 @@ def _schedulers_agree() -> bool:
 def _counters_agree() -> bool:
     source = _source_of(f"{ENGINE}._take_model_step") + _source_of(f"{ENGINE}.step")
     moved = set(re.findall(r"self\.(\w+) \+= ", source))
-    return moved - {"update_interval"} == set(COUNTERS)  # ZenFlow's, which is refused
+    return moved - {"update_interval"} == set(COUNTERS)  # of ZenFlow, which is rejected
 
 
 def _pipeline_step_ends() -> bool:

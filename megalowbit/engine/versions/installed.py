@@ -1,10 +1,11 @@
-"""Which versions of other packages a run may start with: those that results were verified with.
+"""Checks the versions of DeepSpeed, torch and transformers when a run starts.
 
-DeepSpeed's internals are used, torch's kernels decide what is computed, transformers' classes are converted.
-So another version is refused at the start, unless the user names the version found in a variable: that is
-consent to this one, and not to the next one that an installation may bring. For DeepSpeed consent is not
-enough: the contracts that need no running engine are checked first (`contracts`), and where one is
-broken the run is refused all the same. Not covered: a patched copy that keeps its version.
+We use DeepSpeed's internals, torch's kernels determine the results, and we convert transformers' classes. A
+run therefore starts only with the versions that results were verified with, unless the user names the
+installed version in an environment variable. This allows that version only, not a later one. For DeepSpeed
+the
+variable is not enough: the contracts that need no running engine are checked (`contracts`), and a broken one
+raises. Not covered: a patched copy with an unchanged version.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megalowbit.errors import UserError, shown
 
 logger = logging.getLogger(__name__)
 
-# the one place for them in the package; a test compares setup.py and constraints.txt
+# the package defines versions only here; a test compares setup.py and constraints.txt
 DEEPSPEED = "0.19.8"
 TORCH = "2.13.0"
 TRANSFORMERS = ">=5.20,<6"
@@ -37,11 +38,11 @@ BROKEN_NAMED = 12
 
 @cache
 def check_installed() -> None:
-    """Refuse to start with versions that megalowbit was not verified with; quick, and asked once a process.
+    """Reject versions that megalowbit was not verified with; checked once per process.
 
     Raises:
-        UserError: names the version found, the supported one and the remedy; of a DeepSpeed that was allowed,
-            what it breaks.
+        UserError: names the installed version, the supported one and the remedy; for an allowed DeepSpeed,
+            the contracts that it breaks.
     """
     import deepspeed
 
@@ -51,7 +52,7 @@ def check_installed() -> None:
     try:
         found = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
-        return  # a model of the user's own needs none
+        return  # the user's model does not need transformers
     _check("transformers", found, TRANSFORMERS, is_supported=_is_in(found, TRANSFORMERS))
 
 
@@ -63,7 +64,7 @@ def _is_in(version: str, range_: str) -> bool:
 
 
 def _check(package: str, found: str, supported: str, *, is_supported: bool) -> bool:
-    """Whether another version is used with the user's consent."""
+    """Whether an unsupported version is used because the user allowed it."""
     if is_supported:
         return False
     variable = VARIABLES[package]
@@ -71,10 +72,10 @@ def _check(package: str, found: str, supported: str, *, is_supported: bool) -> b
     exact = supported if supported[0] in "<>=" else f"=={supported}"
     if allowed == found:
         return True
-    told = f"; {variable} is {shown(allowed)}, which allows no other version" if allowed is not None else ""
+    note = f"; {variable} is {shown(allowed)}, which allows no other version" if allowed is not None else ""
     checked = ", once its internals have been checked" if package == "deepspeed" else ", unchecked"
     raise UserError(
-        f"{package} {found} is installed, and megalowbit is verified with {supported} alone{told}: "
+        f"{package} {found} is installed, but megalowbit is verified only with {supported}{note}: "
         f"pip install '{package}{exact}', or set {variable}={found} to run with it{checked}"
     )
 
@@ -87,13 +88,13 @@ def _check_contracts(found: str) -> None:
         named = "; ".join(f"{each.name} ({each.breaks})" for each in broken[:BROKEN_NAMED])
         more = f"; and {len(broken) - BROKEN_NAMED} more" if len(broken) > BROKEN_NAMED else ""
         raise UserError(
-            f"deepspeed {found} breaks {len(broken)} of the {len(contracts())} contracts that megalowbit has "
-            f"with it: {named}{more}: pip install 'deepspeed=={DEEPSPEED}'"
+            f"deepspeed {found} breaks {len(broken)} of the {len(contracts())} contracts that megalowbit "
+            f"depends on: {named}{more}: pip install 'deepspeed=={DEEPSPEED}'"
         )
     if process_group.rank() == 0:
         logger.warning(
-            "deepspeed %s instead of %s: the %d contracts that are checked at the start hold, but no test "
-            "has run with it",
+            "deepspeed %s instead of %s: the %d contracts that are checked at the start hold, but this "
+            "version has not been tested",
             found,
             DEEPSPEED,
             len(contracts()),

@@ -1,9 +1,9 @@
-"""The names of DeepSpeed's inside that the package uses, and what of ours breaks without each.
+"""Lists the DeepSpeed internals that the package uses, and what depends on each.
 
-Whoever imports something new from DeepSpeed, or touches another attribute of its engine or optimizers, adds a
-line here; tests/engine/contract/test_index.py reads the package's source and finds what is missing. Whether
-an installed DeepSpeed has them all is asked by the tests, and at the start of a run where its version is not
-the supported one (`installed`). How these names behave is in `contracts` and in the tests.
+If you import something new from DeepSpeed, or use another attribute of its engine or optimizers, add a line
+here; tests/engine/contract/test_index.py reads the package's source and reports missing lines. The tests
+check that the installed DeepSpeed has all names, and so does the start of a run with an unsupported version
+(`installed`). `contracts` and the tests check how these names behave.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """One thing that DeepSpeed must have or do.
+    """Something that DeepSpeed must have or do.
 
     Attributes:
-        name: what it is, in a few words.
-        breaks: what of megalowbit is wrong without it.
-        check: whether it is so; an exception counts as no.
+        name: a short description.
+        breaks: the part of megalowbit that does not work without it.
+        check: returns whether the contract holds; an exception means that it does not.
     """
 
     name: str
@@ -34,25 +34,25 @@ class Contract:
     check: Callable[[], object]
 
     def holds(self) -> bool:
-        """Whether the installed DeepSpeed keeps it."""
+        """Whether the contract holds for the installed DeepSpeed."""
         try:
             return bool(self.check())
-        except Exception:  # what has changed may end in anything
+        except Exception:  # a changed internal can raise anything
             return False
 
 
-# what is imported, and what of megalowbit needs it
+# imported name → what depends on it
 IMPORTS = {
     "deepspeed": "everything: initialize, init_distributed, get_accelerator",
     "deepspeed.ops": "starting on a CPU without a compiler",
-    "deepspeed.pipe.PipelineModule": "telling a pipeline from a model",
+    "deepspeed.pipe.PipelineModule": "pipelines are recognised",
     "deepspeed.runtime.base_optimizer.ZeROOptimizer": "the engine scales the loss through our optimizer",
     "deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine": "atomic checkpoints",
     "deepspeed.runtime.config.DeepSpeedConfig": "nested blocks are checked before a model is built",
-    "deepspeed.runtime.utils.maybe_loss_for_backward": "what is scaled is the loss alone",
+    "deepspeed.runtime.utils.maybe_loss_for_backward": "only the loss is scaled",
     # ZeRO
     "deepspeed.accelerator.get_accelerator": "streams whose gradients a bucket holds",
-    "deepspeed.runtime.zero.config.DeepSpeedZeroConfig": "mistakes in that block are one line each",
+    "deepspeed.runtime.zero.config.DeepSpeedZeroConfig": "mistakes in zero_optimization are one line each",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "stage 3 in our interface",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "stages 1 and 2 in our interface",
     "deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID": "zero_grad starts a step's sums again",
@@ -61,17 +61,17 @@ IMPORTS = {
     "deepspeed.utils.safe_set_full_fp32_param": "masters are the exact initial weights",
     "deepspeed.utils.safe_set_local_fp32_param": "masters are the exact initial weights at stage 3",
     # tensor parallelism
-    "deepspeed.module_inject.auto_tp.AutoTP": "which layers are cut, and how",
-    "deepspeed.module_inject.autotp_config.AutoTPConfig": "which layers are cut, and how",
-    "deepspeed.module_inject.autotp_config.PartitionType": "which layers are cut, and how",
-    "deepspeed.module_inject.autotp_config.TPLayerSpec": "which layers are cut, and how",
+    "deepspeed.module_inject.auto_tp.AutoTP": "which layers are sharded, and how",
+    "deepspeed.module_inject.autotp_config.AutoTPConfig": "which layers are sharded, and how",
+    "deepspeed.module_inject.autotp_config.PartitionType": "which layers are sharded, and how",
+    "deepspeed.module_inject.autotp_config.TPLayerSpec": "which layers are sharded, and how",
     "deepspeed.module_inject.layers.TensorParallel_Layer": "sharded layers are recognised",
-    "deepspeed.module_inject.set_autotp_mode": "AutoTP trains instead of inferring",
+    "deepspeed.module_inject.set_autotp_mode": "AutoTP prepares training, not inference",
     "deepspeed.utils.groups": "groups of a tensor-parallel run",
     # pipelines
     "deepspeed.runtime.activation_checkpointing.checkpointing.non_reentrant_checkpoint": "recomputed stages",
     "deepspeed.runtime.pipe.schedule": "the instruction that reduces gradients",
-    "deepspeed.runtime.utils": "a dry run deals layers to stages as a pipeline does",
+    "deepspeed.runtime.utils": "a dry run distributes layers over stages as a pipeline does",
 }
 # attributes of the engine that we read, call or replace
 ENGINE = frozenset({
@@ -102,11 +102,11 @@ DEFINING = (
 PIPELINE_FILE = "runtime/pipe/engine.py"
 LOW, ALL, THREE = (1, 2), (1, 2, 3), (3,)
 MEASURED = "gradients are measured in pieces: norm, clipping, overflows"
-LAYOUT = "checkpoints say where each parameter lies in the flat buffers"
-LOADED = "checkpoints of another cut are loaded into masters and moments"
+LAYOUT = "checkpoints record where each parameter is in the flat buffers"
+LOADED = "checkpoints of another layout are loaded into masters and moments"
 STAGES = "a pipeline's stages, groups and tied weights"
 
-FORGOTTEN = "zero_grad forgets what backward has reduced"
+FORGOTTEN = "zero_grad clears gradients that backward has reduced"
 
 PIPELINE = (
     "_grid", "_synchronize_tied_weights", "_topo", "activation_checkpoint_interval", "ckpt_layer_path",
@@ -114,13 +114,16 @@ PIPELINE = (
     "get_tied_weights_and_groups", "num_stages", "parts", "pp_proc_group", "slice_proc_group", "stage_id",
     "stage_to_global", "tied_comms", "tied_modules",
 )  # fmt: skip
-# owner → name → (ZeRO stages whose objects have it, what of megalowbit breaks without it)
+# owner → name → (ZeRO stages whose objects have it, what depends on it)
 INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
     "optimizer": {
-        "_build_compact_grad_partition_buffer": (LOW, "gradients set by hand are where the step reads"),
+        "_build_compact_grad_partition_buffer": (
+            LOW,
+            "gradients set by hand are in the buffers that the step reads",
+        ),
         "_clear_fp32_optimizer_param_groups": (THREE, LOADED),
         "_get_param_partition_rank": (THREE, MEASURED),
-        "_global_grad_norm": (ALL, "engine.get_global_grad_norm() tells the norm that was measured"),
+        "_global_grad_norm": (ALL, "engine.get_global_grad_norm() returns the measured norm"),
         "_hp_optimizer_states_linked": (LOW, LOADED),
         "_offload_boundary_param_ids": (THREE, FORGOTTEN),
         "_lazy_init_hp_params_optimizer_state": (LOW, LOADED),
@@ -131,7 +134,7 @@ INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "average_tensor": (LOW, "stage 2 divides gradients by the ranks in fp32"),
         "averaged_gradients": (ALL, MEASURED),
         "bit16_groups": (LOW, "what is trained, in the order that all ranks share"),
-        "check_grad_overflow": (LOW, "bf16 steps are skipped where gradients are not finite"),
+        "check_grad_overflow": (LOW, "bf16 steps are skipped if gradients are not finite"),
         "checkpoint_event_epilogue": (THREE, LOADED),
         "checkpoint_event_prologue": (THREE, LOADED),
         "clip_grad": (ALL, "clipping stays as configured after a load"),
@@ -143,12 +146,12 @@ INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "gradient_accumulation_dtype": (LOW, "a second backward adds to the first in fp32 too"),
         "get_gradient_for_reduction": (LOW, "both copies of a tied weight get the sum of its gradients"),
         "get_param_id": (ALL, MEASURED),
-        "grad_partitions_flat_buffer": (THREE, "gradients of parameters that a step left out are cleared"),
-        "independent_gradient_partition_epilogue": (ALL, "a step without a backward is refused"),
+        "grad_partitions_flat_buffer": (THREE, "gradients of unused parameters are cleared"),
+        "independent_gradient_partition_epilogue": (ALL, "a step without a backward is rejected"),
         "ipg_buckets": (ALL, "stage 2 waits for gradients copied on other streams before it reduces them"),
-        "is_gradient_accumulation_boundary": (ALL, "a step without a backward is refused"),
-        "load_state_dict": (ALL, "checkpoints of the same cut are loaded"),
-        "loss_scaler": (ALL, "the engine scales by our loss scale"),
+        "is_gradient_accumulation_boundary": (ALL, "a step without a backward is rejected"),
+        "load_state_dict": (ALL, "checkpoints of the same layout are loaded"),
+        "loss_scaler": (ALL, "the engine uses our loss scale"),
         "micro_step_id": (ALL, FORGOTTEN),
         "offload_optimizer": (THREE, MEASURED),
         "optimizer": (ALL, LOADED),
@@ -156,7 +159,7 @@ INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "param_groups": (ALL, "schedulers and lr_scale act on the groups that are stepped"),
         "params_in_partition": (LOW, MEASURED),
         "partition_size": (LOW, LAYOUT),
-        "ready_for_gradients": (LOW, "gradients set by hand are told from those of a backward"),
+        "ready_for_gradients": (LOW, "gradients set by hand are distinguished from those of a backward"),
         "reset_cpu_buffers": (ALL, FORGOTTEN),
         "round_robin_bit16_groups": (LOW, LAYOUT),
         "round_robin_bit16_offsets": (LOW, LAYOUT),
@@ -203,7 +206,7 @@ ARGUMENTS = {
         STAGES,
     ),
 }  # fmt: skip
-# methods that our classes override, or that are called
+# methods that our classes override or call
 METHODS = {
     "deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine": (
         ("save", "load", "makedirs", "commit", "create"),
@@ -231,10 +234,10 @@ METHODS = {
 
 
 def deepspeed_object(path: str) -> Any:
-    """What a dotted name stands for: a module, or something in one.
+    """The module, or object in a module, with this dotted name.
 
     Raises:
-        AttributeError, ImportError: it is not there.
+        AttributeError, ImportError: it does not exist.
     """
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
@@ -250,7 +253,7 @@ def deepspeed_object(path: str) -> Any:
 
 @cache
 def deepspeed_source(*paths: str) -> str:
-    """Text of files of the installed DeepSpeed, one after the other; paths relative to the package."""
+    """Concatenated source files of the installed DeepSpeed; paths are relative to the package."""
     spec = find_spec("deepspeed")
     assert spec is not None
     assert spec.origin is not None
@@ -264,13 +267,13 @@ def takes(function: Any, names: tuple[str, ...]) -> bool:
 
 
 def has_attribute(owner: str, name: str, path: str) -> bool:
-    """Whether a class has an attribute, or objects of it get one in the file `path`."""
+    """Whether a class has an attribute, or the file `path` sets it on objects."""
     is_set = re.search(rf"\bself\.{name}\b[^=\n]* = |__dict__\['{name}'\] = ", deepspeed_source(path))
     return hasattr(deepspeed_object(owner), name) or is_set is not None
 
 
 def name_contracts() -> Iterator[Contract]:
-    """All tables of this file."""
+    """The contracts of all tables in this file."""
     for name, breaks in IMPORTS.items():
         yield Contract(name=f"import {name}", breaks=breaks, check=partial(_is_there, name))
     attributes: tuple[tuple[str, str, frozenset[str], str], ...] = (

@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO optimizers with our loss scale, our inspection of gradients and our report."""
+"""DeepSpeed's ZeRO optimizers with our loss scale, gradient measurement and step report."""

@@ -1,16 +1,18 @@
-"""DeepSpeed's ZeRO optimizers with our loss scale, our inspection of gradients and our report.
+"""DeepSpeed's ZeRO optimizers with our loss scale, gradient measurement and step report.
 
-ZeRO keeps fp32 masters, gradients and moments in pieces; how it reduces, updates and gathers them stays
-DeepSpeed's. Ours is what decides a step: the pieces are measured by one pass and one message over all ranks,
-so that inf and NaN are found in every precision and on model-parallel ranks too, the norm counts every
-parameter once, and the scale changes only after the step that it belongs to. The engine builds its own
-class; `replace_optimizer_class` then gives the object one of the two below, which override no more than they
-name.
-DeepSpeed leaves gradients of parameters that a step has not used in its buffers, and all of them after
-`zero_grad`; they are cleared here, or they would be applied again.
-`take_step` orders a step as at stage 0; DeepSpeed's own step is the update, and is handed the norm.
-Not covered: where an overflow was before ranks were averaged.
-What is used of DeepSpeed is listed, with what breaks without it, in engine/versions/internals.py.
+ZeRO partitions fp32 masters, gradients and moments. DeepSpeed still reduces, updates and gathers them. Our
+code decides about the step:
+
+- One pass and one message over all ranks measure the pieces. Inf and NaN are found in every precision, also
+  on model-parallel ranks, and the norm counts every parameter once.
+- The loss scale changes only after the step it belongs to.
+- `take_step` orders a step as at stage 0; DeepSpeed's step is the update, and gets the measured norm.
+- DeepSpeed keeps gradients of unused parameters in its buffers, and all gradients after `zero_grad`. They are
+  cleared here, because they would otherwise be applied again.
+
+The engine builds DeepSpeed's class; `replace_optimizer_class` then gives the object one of the two classes
+below. Not covered: locating an overflow before gradients are averaged over ranks.
+engine/versions/internals.py lists what is used of DeepSpeed, and what breaks without it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from megalowbit.optim.timers import StepTimers, timed
 
 
 class PhaseTimers:
-    """Our timers by name of phase where DeepSpeed's code calls its own."""
+    """DeepSpeed's timers, plus our timers by phase."""
 
     def __init__(self, deepspeed_timers: Any) -> None:
         self.deepspeed_timers = deepspeed_timers
@@ -60,21 +62,21 @@ class PhaseTimers:
         return getattr(self.deepspeed_timers, name)
 
     def milliseconds(self) -> dict[str, float]:
-        """Of our phases; empty where nobody asked for times."""
+        """Milliseconds per phase; empty if no timers are set."""
         return self.ours.milliseconds() if self.ours is not None else {}
 
 
 class ZeroSurface(LastStep):
-    """What both classes share: a step, and the same names as our optimizer at stage 0 has them.
+    """The common part of both classes: a step, and the interface of our optimizer at stage 0.
 
     Attributes:
-        report: what the last step did; None before the first.
+        report: of the last step; None before the first.
         gradients: measures this rank's pieces.
-        layer_scaling: never at these stages.
+        layer_scaling: always None at these stages.
     """
 
     is_flag_shared = True  # pieces are measured over all ranks
-    is_late_flag_possible = False  # DeepSpeed's step decides on the host
+    is_late_flag_possible = False  # DeepSpeed's step needs the flag on the host
 
     gradients: GradientPieces
     _loss_scaler: ZeroLossScaler
@@ -91,7 +93,7 @@ class ZeroSurface(LastStep):
     _global_grad_norm: float | None
 
     def attach(self, loss_scaler: ZeroLossScaler, gradients: GradientPieces, options: StepOptions) -> None:
-        """Take the place of DeepSpeed's attributes of the same names; once, right after its constructor."""
+        """Replace DeepSpeed's attributes of the same names; call it once, right after the constructor."""
         self._loss_scaler, self.gradients, self._options = loss_scaler, gradients, options
         self._timers = PhaseTimers(self.__dict__.pop("timers"))
         for name in ("loss_scaler", "dynamic_loss_scale"):
@@ -105,28 +107,28 @@ class ZeroSurface(LastStep):
 
     @property
     def all_instruments(self) -> Sequence[Instruments]:
-        """As `Steppable`: those of the run."""
+        """The run's instruments, as in `Steppable`."""
         assert self._options.instruments is not None
         return [self._options.instruments]
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
-        """All ranks, which take each step together; None where there is one process."""
+        """All ranks, which take each step together; None if there is one process."""
         return self._options.training_group
 
     @property
     def log_num_zeros_in_grad(self) -> bool:
-        """Whether exact zeros are counted at each step."""
+        """Whether each step counts exact zeros."""
         return self._options.log_num_zeros_in_grad
 
     @property
     def loss_scaler(self) -> ZeroLossScaler:
-        """What DeepSpeed takes the scale from."""
+        """The object from which DeepSpeed reads the loss scale."""
         return self._loss_scaler
 
     @loss_scaler.setter
     def loss_scaler(self, saved: Any) -> None:
-        # DeepSpeed assigns what it found in a checkpoint; the live one takes its state and stays
+        # DeepSpeed assigns the object from a checkpoint; keep ours and load its state
         if saved is not self._loss_scaler:
             self._loss_scaler.load_state_dict(saved)
 
@@ -137,11 +139,11 @@ class ZeroSurface(LastStep):
 
     @dynamic_loss_scale.setter
     def dynamic_loss_scale(self, saved: bool) -> None:
-        """A checkpoint does not decide that."""
+        """Ignored: a checkpoint does not change it."""
 
     @property
     def timers(self) -> PhaseTimers:
-        """DeepSpeed's timers, and ours where some were set."""
+        """DeepSpeed's timers, and ours if they are set."""
         return self._timers
 
     @timers.setter
@@ -149,29 +151,29 @@ class ZeroSurface(LastStep):
         self._timers.ours = timers
 
     def needs_scaler(self) -> bool:
-        """Whether a backward without `scale_if_loss` would give wrong gradients."""
+        """Whether the loss must be scaled before backward."""
         return self.grad_scaler is not None
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
-        """DeepSpeed's own look at the gradients, for which `measure` stands."""
+        """Replaces DeepSpeed's check of the gradients; `measure` does it."""
 
     def pieces(self) -> Iterator[Piece]:
-        """This rank's gradients, scaled."""
+        """This rank's gradients, multiplied by the loss scale."""
         raise NotImplementedError
 
     def _deepspeed_step(self) -> None:
-        """Step by `_norm`: clip, or drop everything where it is infinite."""
+        """DeepSpeed's step with `_norm`: clips by it, or skips the update if it is infinite."""
         raise NotImplementedError
 
     def _clear(self) -> None:
         raise NotImplementedError
 
     def _forget(self) -> None:
-        """Drop gradients that a backward has reduced; DeepSpeed's `zero_grad` has dropped `.grad`s."""
+        """Drop reduced gradients; DeepSpeed's `zero_grad` only drops `.grad`."""
         raise NotImplementedError
 
     def _set_by_hand(self, hand_set: list[torch.nn.Parameter]) -> None:
-        """Write `.grad`s to where the step reads."""
+        """Copy `.grad` to the buffers that the step reads."""
         raise NotImplementedError
 
     def _after_reduction(self) -> None:
@@ -180,13 +182,13 @@ class ZeroSurface(LastStep):
 
     def _clear_grads(self, deepspeed_zero_grad: Callable[[], object]) -> None:
         deepspeed_zero_grad()
-        if self._has_sums and not self._is_stepping:  # DeepSpeed calls it in the middle of its step, too
+        if self._has_sums and not self._is_stepping:  # DeepSpeed also calls it in the middle of its step
             self._forget()
             self._clear()
             self._has_sums = self._has_gradients = False
 
     def _take_in(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Let gradients count that someone has set since the backward, which has left no `.grad`."""
+        """Use gradients that were set after backward, which itself leaves no `.grad`."""
         hand_set = [each for each in parameters if each.grad is not None]
         for parameter in hand_set:
             assert parameter.grad is not None
@@ -199,22 +201,22 @@ class ZeroSurface(LastStep):
             parameter.grad = None
 
     def step(self, closure: object = None) -> StepReport:
-        """As `MegatronOptimizer.step`; collective over all ranks."""
+        """See `MegatronOptimizer.step`; collective over all ranks."""
         return take_step(self, closure)
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
-        """Time the inspection; DeepSpeed has timers for its update."""
+        """Time the measurement; DeepSpeed times its update itself."""
         return timed(self._timers.ours if phase == "inspect" else None, phase)
 
     def begin_step(self, loss_scale: float) -> None:
-        """Make the gradients ready to be measured."""
+        """Prepare the gradients for the measurement."""
         if not self._has_gradients:
             raise UserError(NO_GRADIENTS)
         if self._options.before_step is not None:
             self._options.before_step(loss_scale)
 
     def measure(self, *, is_exact: bool = False) -> Measurement:
-        """Look at the scaled gradients; collective over all ranks."""
+        """Measure the scaled gradients; collective over all ranks."""
         return self.gradients.measure(list(self.pieces()), is_exact=is_exact)
 
     def update(self, measured: Measurement, facts: GradientFacts | None) -> None:  # noqa: ARG002
@@ -222,11 +224,11 @@ class ZeroSurface(LastStep):
         self._step_by(facts.norm)
 
     def locate(self) -> Overflow | None:
-        """Where gradients overflowed; collective over all ranks."""
+        """Locate the overflow; collective over all ranks."""
         return self.gradients.locate(list(self.pieces()))
 
     def end_step(self, report: StepReport) -> None:
-        """Forget the gradients; a step that is skipped goes through DeepSpeed's as well, which drops it."""
+        """Clear the gradients. A skipped step also runs DeepSpeed's step, which skips the update."""
         if not report.is_applied:
             self._step_by(math.inf)
         self._clear()
@@ -244,19 +246,19 @@ class ZeroSurface(LastStep):
         self._has_sums = self._has_gradients = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
-        """Refuse: the optimizer is built."""
+        """Always raises: parameters cannot be added later."""
         raise no_later_parameters()
 
 
 class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
-    """`DeepSpeedZeroOptimizer`, stages 1 and 2, under our rules."""
+    """`DeepSpeedZeroOptimizer` (stages 1 and 2) with our step."""
 
     def attach(self, loss_scaler: ZeroLossScaler, gradients: GradientPieces, options: StepOptions) -> None:
         super().attach(loss_scaler, gradients, options)
-        self.check_grad_overflow = True  # or bf16 steps are taken whatever the norm is
+        self.check_grad_overflow = True  # otherwise bf16 steps are applied even if the norm is infinite
 
     def begin_step(self, loss_scale: float) -> None:
-        if not self.ready_for_gradients:  # else they are a backward's, and not reduced yet
+        if not self.ready_for_gradients:  # otherwise `.grad`s are from a backward and not reduced yet
             self._take_in(parameter for group in self.bit16_groups for parameter in group)
         self._wait_for_offload_copies()
         super().begin_step(loss_scale)
@@ -265,32 +267,32 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
         was_linked: bool = self._hp_optimizer_states_linked  # type: ignore[has-type]
         DeepSpeedZeroOptimizer.step(self)
         if not was_linked and self._hp_optimizer_states_linked:  # type: ignore[has-type]
-            # DeepSpeed did it after the first group's update, when the other groups had no states yet
+            # DeepSpeed linked them after the first group's update, when the other groups had no states yet
             self._hp_optimizer_states_linked = False
             self._lazy_init_hp_params_optimizer_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
-        """Forget all gradients since the last step."""
+        """Clear all gradients since the last step."""
         self._clear_grads(lambda: DeepSpeedZeroOptimizer.zero_grad(self, set_to_none=True))
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """Called by DeepSpeed where gradients have been reduced."""
+        """Called by DeepSpeed after gradients were reduced."""
         DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue(self)
         self._after_reduction()
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:  # noqa: ARG002
-        """Add up in DeepSpeed's fp32 buffer in fp32 too, where a second backward would replace the first."""
+        """Whether gradients are summed in DeepSpeed's fp32 buffer; without it an fp32 run loses the sum."""
         return bool(self.gradient_accumulation_dtype == torch.float32)
 
     def scaled_global_norm(self, norm_type: float = 2) -> Tensor:  # noqa: ARG002
-        """Called by DeepSpeed's step, which skips where it is infinite and clips by it otherwise."""
+        """Called by DeepSpeed's step, which skips the update if the norm is infinite, else clips by it."""
         return self._norm
 
     def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
-        """Reduce a bucket; at stage 2 DeepSpeed would divide gradients by the ranks in half precision."""
+        """Reduce a bucket in fp32; at stage 2 DeepSpeed would divide by the ranks in half precision."""
         if tensor.dtype in (torch.float16, torch.bfloat16) and communication_data_type == torch.float32:
             streams = self.ipg_buckets[communication_data_type].copy_streams
-            if streams:  # with overlap: gradients were copied into the bucket on these
+            if streams:  # with overlap, gradients were copied into the bucket on these streams
                 current = get_accelerator().current_stream()
                 for stream in streams:
                     current.wait_stream(stream)
@@ -299,7 +301,7 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
         DeepSpeedZeroOptimizer.average_tensor(self, tensor, communication_data_type)
 
     def load_state_dict(self, *arguments: Any, **named: Any) -> None:
-        """DeepSpeed's; clipping stays as configured."""
+        """Load with DeepSpeed's method, but keep the configured clipping."""
         clip_grad: float = self.clip_grad  # type: ignore[has-type]
         DeepSpeedZeroOptimizer.load_state_dict(self, *arguments, **named)
         self.clip_grad = clip_grad
@@ -341,13 +343,13 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
         if self.cpu_offload:
             for partition in self.single_partition_of_fp32_groups:
                 partition.grad.zero_()
-            # with offload DeepSpeed forgets them on a skip, and the next step would add to infinities
+            # with offload DeepSpeed does not clear them on a skip, and the next step would add to infinities
             for group in self.averaged_gradients:
                 self.averaged_gradients[group] = None
 
 
 class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
-    """`DeepSpeedZeroOptimizer_Stage3` under our rules."""
+    """`DeepSpeedZeroOptimizer_Stage3` with our step."""
 
     def begin_step(self, loss_scale: float) -> None:
         self._take_in(parameter for group in self.fp16_groups for parameter in group)
@@ -357,7 +359,7 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
         DeepSpeedZeroOptimizer_Stage3.step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
-        """Forget all gradients since the last step."""
+        """Clear all gradients since the last step."""
         drop_from_host(parameter for group in self.fp16_groups for parameter in group)
         self._clear_grads(lambda: DeepSpeedZeroOptimizer_Stage3.zero_grad(self, set_to_none=True))
 
@@ -389,7 +391,7 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
         self.reset_cpu_buffers()
 
     def _set_by_hand(self, hand_set: list[Any]) -> None:
-        if not self._has_gradients:  # without a backward nothing has made the lists that the step reads
+        if not self._has_gradients:  # without a backward, the lists that the step reads do not exist yet
             self.independent_gradient_partition_epilogue()
         for parameter in hand_set:
             assert parameter.grad is not None
@@ -404,9 +406,9 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
 
 
 def replace_optimizer_class(optimizer: Any) -> None:
-    """Turn the engine's ZeRO optimizer into ours, in place: hooks of the model hold on to the object.
+    """Change the class of the engine's ZeRO optimizer to ours, in place, because model hooks hold the object.
 
-    `ZeroSurface.attach` must follow.
+    Call `ZeroSurface.attach` afterwards.
     """
     classes: dict[type, type] = {
         DeepSpeedZeroOptimizer: ZeroOptimizer,
@@ -415,7 +417,7 @@ def replace_optimizer_class(optimizer: Any) -> None:
     found = classes.get(type(optimizer))
     if found is None:
         raise UserError(
-            f"zero_optimization asks for DeepSpeed's {type(optimizer).__name__}, which is not supported: "
-            "remove what asks for it"
+            f"zero_optimization selects DeepSpeed's {type(optimizer).__name__}, which is not supported: "
+            "remove the option that selects it"
         )
     optimizer.__class__ = found

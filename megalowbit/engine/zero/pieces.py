@@ -1,8 +1,9 @@
-"""Gradients of which every rank holds pieces: norm, flag and zeros, overflows, and the regulariser's share.
+"""Measures gradients of which every rank holds pieces: norm, overflow flag, zeros, overflow location.
 
-A parameter is cut over the data-parallel ranks wherever ZeRO's flat buffers end, and perhaps over
-model-parallel ranks before that. Every element lies on one rank, but for parameters that model-parallel
-ranks hold alike, which are counted once. So squares just add up over all ranks, in one small message.
+ZeRO partitions parameters over the data-parallel ranks at the ends of its flat buffers, perhaps after
+model-parallel sharding. Every element is on exactly one rank, except those of parameters replicated over
+model-parallel ranks, which are counted once. Squares can therefore be summed over all ranks, in one small
+message. This file also adds the regulariser's gradient to the pieces.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from torch import Tensor
 
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import gather
-from megalowbit.layers.regularizer import DualRangeRegularizer, whole_numel
+from megalowbit.layers.regularizer import DualRangeRegularizer, full_numel
 from megalowbit.optim.gradients.norm import Measurement, is_counted_once, measure_gradients
 from megalowbit.optim.gradients.report import Overflow
 from megalowbit.optim.optimizers.options import StepOptions
 
 
 class Piece(NamedTuple):
-    """Part of one parameter's gradient that this rank has, without padding.
+    """This rank's part of one parameter's gradient, without padding.
 
     Attributes:
-        parameter: the model's; it may be partitioned itself.
+        parameter: the model's parameter, which may itself be partitioned.
         gradient: fp32, of any shape.
-        start: place of its first element in the flattened parameter.
+        start: offset of its first element in the flattened parameter.
     """
 
     parameter: torch.nn.Parameter
@@ -39,12 +40,16 @@ class Piece(NamedTuple):
 class GradientPieces:
     """Measures the pieces of all ranks together.
 
-    `parameters` are all that are trained, also those this rank has no piece of, in the same order on ranks
-    that hold the same. `copies` are the ranks that hold copies of what is not sharded, if there are any;
-    `peers` the data-parallel ranks, over which gradients are averaged.
+    Args:
+        parameters: all trained parameters, including those without a piece on this rank, in the same order on
+            ranks with the same parameters.
+        names: of the parameters.
+        options: of the step.
+        copies: ranks with copies of the unsharded parameters, if any.
+        peers: data-parallel ranks, over which gradients are averaged.
 
     Attributes:
-        later_stages: of a pipeline, which run their backward before this rank's.
+        later_stages: number of later pipeline stages; they run backward before this rank's stage.
     """
 
     def __init__(
@@ -67,8 +72,8 @@ class GradientPieces:
         return self._names[self._places[id(parameter)]]
 
     def measure(self, pieces: Sequence[Piece], *, is_exact: bool) -> Measurement:
-        """Look at this rank's pieces of all gradients of a step; collective. The norm is 0 with the flag."""
-        # without the group: pieces that were offloaded lie where the group cannot exchange anything
+        """Measure this rank's pieces of a step's gradients; collective. If the flag is set, the norm is 0."""
+        # without the group, because offloaded pieces are on a device where the group cannot communicate
         own = measure_gradients(
             [piece.gradient for piece in pieces],
             is_counted=[self._is_counted[self._places[id(piece.parameter)]] for piece in pieces],
@@ -96,18 +101,18 @@ class GradientPieces:
         return squares
 
     def locate(self, pieces: Sequence[Piece]) -> Overflow | None:
-        """The first gradient in the order of backward that is not finite; collective, reads the device.
+        """The first non-finite gradient in backward order; collective, reads the device.
 
-        Gradients have been averaged by now, so a rank is named only where it holds its part of the model
-        alone; else all are that share the part. A tied weight goes by the name that its first stage has.
+        Gradients are already averaged, so a single rank is named only if no other rank shares its part of the
+        model; otherwise all ranks of the part are named. A tied weight has the name used by its first stage.
         """
         last = len(self._names) - 1
-        mine = {
+        hits = {
             (last - place, self._names[place])
             for piece, place in ((piece, self._places[id(piece.parameter)]) for piece in pieces)
             if not (_is_copy(piece.parameter) or torch.isfinite(piece.gradient).all())
         }
-        own = (self.later_stages, self._peers, mine, len(self._names))
+        own = (self.later_stages, self._peers, hits, len(self._names))
         gathered = [own] if self._group is None else gather(own, self._group)
         hit = [each for each in gathered if each[2]]
         if not hit:
@@ -128,29 +133,29 @@ def _is_counted(parameter: torch.nn.Parameter, copies: dist.ProcessGroup | None)
 
 
 def _is_copy(parameter: torch.nn.Parameter) -> bool:
-    """Pipeline stages mark what another stage has as well; both have the sum of their gradients."""
+    """Whether another pipeline stage has the same weight; both copies have the sum of their gradients."""
     return getattr(parameter, "ds_pipe_replicated", False)
 
 
 class PieceRegularizer:
-    """Adds the dual-range regulariser's gradient to pieces. Make it before the parameters are partitioned.
+    """Adds the dual-range regulariser's gradient to pieces. Create it before parameters are partitioned.
 
-    The gradient is made element by element from the weight and the number of the whole weight's elements,
-    so each rank adds it to the pieces it owns, before they are measured; only its value is summed over the
-    ranks, as the regulariser's `value`.
+    The gradient is elementwise and depends only on the weight and the number of elements of the full weight.
+    Each rank therefore adds it to its own pieces before they are measured. Only the regulariser's `value` is
+    summed over ranks.
     """
 
     def __init__(self, regularizer: DualRangeRegularizer) -> None:
         self._regularizer = regularizer
-        self._numel = {id(weight): whole_numel(weight) for weight in regularizer.weights()}
+        self._numel = {id(weight): full_numel(weight) for weight in regularizer.weights()}
 
     @torch.no_grad()
     def add_gradients(
         self, pieces: Iterable[Piece], loss_scale: float, *, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Once per optimizer step, to gradients multiplied by S; collective.
+        """Add the gradient to pieces multiplied by the loss scale, once per optimizer step; collective.
 
-        The value is summed over `group`, the data-parallel ranks, on a device that it can exchange.
+        The value is summed over `group`, the data-parallel ranks; `device` must be one it can communicate on.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         for parameter, gradient, start in pieces:

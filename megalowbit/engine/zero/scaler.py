@@ -1,9 +1,9 @@
-"""Our loss scale where DeepSpeed's ZeRO optimizers keep theirs.
+"""Adapter from our grad scaler to the `loss_scaler` of DeepSpeed's ZeRO optimizers.
 
-They ask `loss_scaler` for the scale before backward and again when they unscale, and tell it of overflows in
-between: a scaler that adapts at once unscales by a scale that the gradients do not have, half of a growth
-step. So nothing happens here when they tell; `take_step` updates our scaler once the step is over. In
-checkpoints it is plain data, and what another program left there is refused and never installed.
+DeepSpeed reads the scale before backward and again when it unscales gradients, but reports overflows in
+between. A scaler that adapts at that moment would unscale with another scale than the gradients have.
+Therefore `update_scale` does nothing here, and `take_step` updates our scaler after the step. In checkpoints
+the scaler is plain data; the scaler of another program is rejected and never installed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FORMAT = "megalowbit_grad_scaler"
 
 
 class ZeroLossScaler:
-    """What a ZeRO optimizer wants of a loss scaler, over ours; without one the scale is always 1."""
+    """The loss scaler interface of ZeRO optimizers over our scaler; without a scaler the scale is 1."""
 
     def __init__(self, grad_scaler: GradScaler | None) -> None:
         self.grad_scaler = grad_scaler
 
     @property
     def cur_scale(self) -> float:
-        """S by which the loss of the coming backward is multiplied; 1 without a scaler."""
+        """Loss scale of the next backward; 1 without a scaler."""
         return self.grad_scaler.scale if self.grad_scaler is not None else 1.0
 
     @cur_scale.setter
@@ -41,7 +41,7 @@ class ZeroLossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """The same by DeepSpeed's other name."""
+        """DeepSpeed's other name for `cur_scale`."""
         return self.cur_scale
 
     @property
@@ -50,24 +50,24 @@ class ZeroLossScaler:
         return self.grad_scaler is not None and not isinstance(self.grad_scaler, ConstantGradScaler)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply the loss by S, in fp32: S itself may not exist in half precision."""
+        """Multiply the loss by the scale in fp32, because the scale may exceed half precision's range."""
         return loss if self.grad_scaler is None else loss.float() * self.cur_scale
 
     def update_scale(self, overflow: bool) -> None:
-        """Called by DeepSpeed in the middle of its step, too early to adapt anything."""
+        """Called by DeepSpeed in the middle of its step, which is too early to change the scale."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; `grad_scaler` is None where there is none."""
+        """Plain data; `grad_scaler` is None if there is no scaler."""
         state = None if self.grad_scaler is None else self.grad_scaler.state_dict()
         return {"format": FORMAT, "grad_scaler": state}
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from what `state_dict` gave.
+        """Continue from a state returned by `state_dict`.
 
-        A state without a scaler leaves this one at its initial value, with a warning.
+        If the state has no scaler, this one keeps its initial scale, with a warning.
 
         Raises:
-            UserError: it is something else, such as DeepSpeed's own scaler; nothing has been changed then.
+            UserError: the state is something else, such as DeepSpeed's scaler; nothing has changed then.
         """
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise UserError(

@@ -1,9 +1,9 @@
-"""From an fp32 model to a ZeRO optimizer with exact masters.
+"""Gives a ZeRO optimizer exact masters of an fp32 model.
 
-DeepSpeed makes masters from what the model holds, so a model that was cast has masters of half precision.
-Here the first rank of each data-parallel group keeps the fp32 values where they were, on the host as a rule,
-until the engine stands; then it sends one parameter after the other and each rank keeps what it owns.
-Not covered: models built under `deepspeed.zero.Init`, whose values are in pieces from the beginning.
+DeepSpeed creates masters from the model's weights, so a model cast to half precision gets rounded masters.
+Here the first rank of each data-parallel group keeps the fp32 values, usually on the host, until the engine
+is built. Then it broadcasts one parameter after the other, and each rank keeps its own part.
+Not covered: models built under `deepspeed.zero.Init`, which are partitioned from the start.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 
 logger = logging.getLogger(__name__)
 
-# What DeepSpeed would ask a user to set; which optimizers fit is checked here instead.
+# DeepSpeed requires users to set these; here `ZeroStart.inner` checks which optimizers are possible.
 ZERO_KEYS = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
 class ZeroStart:
-    """The two moments of a start at which ZeRO needs something done.
+    """Prepares the inner optimizer during `deepspeed.initialize`, and finishes the ZeRO optimizer after it.
 
-    Parameters are cast in place when it is made, but for norms kept in fp32.
+    The constructor casts parameters in place, except norms kept in fp32.
 
     Raises:
-        UserError: the model is in pieces already.
+        UserError: the model is already partitioned.
     """
 
     def __init__(
@@ -72,30 +72,30 @@ class ZeroStart:
             parameter.data = parameter.data.to(dtype)
 
     def inner(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """To be called inside the engine's start, with the inner optimizer; the model is on its device now.
+        """Check and prepare the inner optimizer, within `deepspeed.initialize`; the model is on its device.
 
         Raises:
-            UserError: the optimizer does not work on flat pieces, or the scaler asks for what there is not.
+            UserError: the optimizer does not work on flat pieces, or the scaler needs unavailable statistics.
         """
         kind = type(optimizer).__name__
         if kind.lower() in NOT_ELEMENTWISE:
             raise UserError(
-                f"optimizer {kind} does not work element by element, as ZeRO's flat pieces need it: "
+                f"optimizer {kind} is not elementwise, so it does not work on ZeRO's flat pieces: "
                 "use zero_optimization.stage 0, or AdamW"
             )
         if optimizer.state:
             raise UserError(
-                f"optimizer {kind} has a state already, which ZeRO would drop: pass a fresh one, or use "
+                f"optimizer {kind} already has state, which ZeRO would drop: pass a new one, or use "
                 "zero_optimization.stage 0"
             )
         for group in optimizer.param_groups:
             group["params"] = [each for each in group["params"] if each.requires_grad]
-        # before DeepSpeed's hooks, which take `.grad` away
+        # before DeepSpeed's hooks, which remove `.grad`
         self._instruments = Instruments.attach(self._model, self._grad_scaler)
         return optimizer
 
     def finish(self, engine: Any) -> None:
-        """To be called once the engine stands; collective over all ranks."""
+        """Replace the class of the engine's optimizer and write exact masters; collective over all ranks."""
         from megalowbit.engine.zero.optimizer import replace_optimizer_class
 
         options = StepOptions(
@@ -125,7 +125,7 @@ class ZeroStart:
 
     @torch.no_grad()
     def _write_masters(self, engine: Any) -> None:
-        """One parameter at a time; frees the fp32 values on the way."""
+        """Broadcast and write one parameter at a time; frees the fp32 values on the way."""
         from deepspeed.utils import groups
 
         source, group = groups._get_broadcast_src_rank(), engine.seq_data_parallel_group
@@ -134,28 +134,28 @@ class ZeroStart:
         while self._exact:
             parameter, values = self._exact.pop()
             shape = getattr(parameter, "ds_shape", parameter.shape)  # stage 3 leaves an empty parameter
-            whole = torch.empty(shape, dtype=torch.float32, device=engine.device)
+            full = torch.empty(shape, dtype=torch.float32, device=engine.device)
             if values is not None:
-                whole.copy_(values)
+                full.copy_(values)
             if process_group.world_size(group) > 1:
-                dist.broadcast(whole, source, group=group)
-            write_master(parameter, whole.view(-1))
+                dist.broadcast(full, source, group=group)
+            write_master(parameter, full.view(-1))
 
 
 def write_master(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """Set what this rank has of a parameter's fp32 master to its part of all `values`, (numel,)."""
+    """Set this rank's part of a parameter's fp32 master from the full `values` (numel,)."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     if not hasattr(parameter, "ds_id"):
         safe_set_full_fp32_param(parameter, values)
         return
-    # the one for whole parameters fails where the last rank's piece is padded
+    # DeepSpeed's function for full parameters fails if the last rank's piece is padded
     size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
     rank = parameter._z3_optimizer._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
     safe_set_local_fp32_param(parameter, piece_of(values, size=size, rank=rank))
 
 
 def _all_parameters(optimizer: Any) -> list[torch.nn.Parameter]:
-    """What a ZeRO optimizer trains, in its own order, which is that of every rank."""
+    """The parameters that a ZeRO optimizer trains, in its order, which is the same on every rank."""
     groups = optimizer.fp16_groups if hasattr(optimizer, "fp16_groups") else optimizer.bit16_groups
     return [parameter for group in groups for parameter in group]

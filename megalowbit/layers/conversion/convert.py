@@ -111,7 +111,7 @@ def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None
     Args:
         model: converted or not.
         whole: its state dict where ranks hold parts of it, whole and on the CPU, as
-            `engine.parameters.whole_weights.whole_state_dict` returns it.
+            `engine.parameters.full_weights.full_state_dict` returns it.
 
     Raises:
         UserError: the model is cut over tensor-parallel ranks, and `whole` is missing.
@@ -128,7 +128,7 @@ def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None
         if whole is None and group is not None and group.size > 1:
             raise UserError(
                 f"layer {name} is a shard, and a plain state dict is whole: "
-                "pass whole_state_dict(engine), which every rank must call"
+                "pass full_state_dict(engine), which every rank must call"
             )
         prefix = f"{name}." if name else ""
         for part in (*SPLIT_NAMES, RESIDUAL):

@@ -18,9 +18,9 @@ from torch import Tensor
 from megalowbit.spectral.weight_split import (
     WeightParts,
     first_moments,
+    full_weight,
     second_moments,
     weight_parts,
-    whole_weight,
 )
 
 Masters = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -49,7 +49,7 @@ def largest_singular_value(masters: Masters, *, is_split: bool) -> float:
 
     Arguments are those of `split_masters`.
     """
-    whole = whole_weight(WeightParts(*masters)) if is_split else masters[0].detach()
+    whole = full_weight(WeightParts(*masters)) if is_split else masters[0].detach()
     bound = torch.linalg.vector_norm(whole, dtype=torch.float64).item()  # of all of them together
     if bound < torch.finfo(torch.float16).max:
         return bound
@@ -79,7 +79,7 @@ def split_masters(
     """
     new = None
     if is_computed:
-        whole = whole_weight(WeightParts(*masters)) if is_split else masters[0].detach()
+        whole = full_weight(WeightParts(*masters)) if is_split else masters[0].detach()
         # half precision only under an optimizer without masters
         new = weight_parts(whole if whole.dtype == torch.float64 else whole.float(), len(masters[2]))
         for target, value in zip(masters, new, strict=True):

@@ -27,7 +27,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.state_dict_layout import HFStateDict
 from megalowbit.spectral.settings import ParameterSplit
-from megalowbit.spectral.weight_split import WeightParts, whole_weight
+from megalowbit.spectral.weight_split import WeightParts, full_weight
 
 SPLIT_NAMES = ("split_u", "split_s", "split_v")
 RESIDUAL = "split_residual"
@@ -96,7 +96,7 @@ class SplitLinear(HFStateDict):
         """The whole weight (out, in), split or not, in the dtype of its parameter."""
         if not self.is_split:
             return self.weight.detach()
-        return _whole(*(part.detach() for part in self.parts()))
+        return _full(*(part.detach() for part in self.parts()))
 
     @torch.no_grad()
     def holds_split(self) -> bool:
@@ -118,7 +118,7 @@ class SplitLinear(HFStateDict):
         weight, factors = f"{prefix}weight", [prefix + name for name in SPLIT_NAMES]
         if self.is_split and all(name in state for name in (weight, *factors)) and state[weight].dim() == 2:
             residual = state[weight]
-            state[weight] = _whole(residual, *(state[name] for name in factors))
+            state[weight] = _full(residual, *(state[name] for name in factors))
             state[prefix + RESIDUAL] = residual
         super().put_in_hf_layout(state, prefix)
 
@@ -175,7 +175,7 @@ class SplitLinear(HFStateDict):
             return  # torch says so when it copies
         if not all(each.is_floating_point() for each in (given, *parts)):
             return
-        whole = _whole(*parts)
+        whole = _full(*parts)
         eps = max(torch.finfo(each.dtype).eps for each in (given, *parts))
         terms = (given.double(), parts[0].double(), whole.double() - parts[0].double())
         largest = max(float(torch.linalg.vector_norm(each)) for each in terms)
@@ -207,5 +207,5 @@ def _refuse_residual(state_dict: Mapping[str, Any], weight: str, residual: str, 
     )
 
 
-def _whole(residual: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
-    return whole_weight(WeightParts(residual, u, s, v)).to(residual.dtype)
+def _full(residual: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    return full_weight(WeightParts(residual, u, s, v)).to(residual.dtype)

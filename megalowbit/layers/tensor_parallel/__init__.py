@@ -1,5 +1,5 @@
 """Linear layers of which every tensor-parallel rank holds a shard."""
 
-from megalowbit.layers.tensor_parallel.linear import Cut
+from megalowbit.layers.tensor_parallel.linear import Sharding
 
-__all__ = ["Cut"]
+__all__ = ["Sharding"]

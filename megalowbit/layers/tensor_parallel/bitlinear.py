@@ -46,7 +46,7 @@ class ParallelBitLinear(BitLinear):
         """
         super().check_recipe(recipe)
         if self.tensor_group.size > 1:
-            shards = [part // self.tensor_group.size for part in self.weight.cut.parts]  # type: ignore[attr-defined]
+            shards = [part // self.tensor_group.size for part in self.weight.sharding.parts]  # type: ignore[attr-defined]
             check_sharded_recipe(recipe, self.title, is_row=self.is_row, shards=shards)
 
     def extra_repr(self) -> str:
@@ -96,8 +96,8 @@ def check_sharded_recipe(recipe: Recipe, title: str, *, is_row: bool, shards: It
         block = chosen.encoding.format.block if isinstance(chosen, BlockQuantizer) else None
         if block is None:
             continue
-        is_cut_along_rows = each.operand == "weight" and not is_row
-        extent = block[0] if is_cut_along_rows != each.is_transposed else block[1]
+        is_sharded_along_rows = each.operand == "weight" and not is_row
+        extent = block[0] if is_sharded_along_rows != each.is_transposed else block[1]
         for shard in shards:
             if shard % extent:
                 raise UserError(

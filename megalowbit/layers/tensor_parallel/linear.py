@@ -25,7 +25,7 @@ from megalowbit.layers.state_dict_layout import HFStateDict
 
 
 @dataclass(frozen=True)
-class Cut:
+class Sharding:
     """How a whole tensor is cut: along one axis, in parts (q, k, v, say) of which each rank gets its share.
 
     Attributes:
@@ -36,7 +36,7 @@ class Cut:
     dim: int
     parts: tuple[int, ...]
 
-    def cut(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         """One rank's shard, in memory of its own: its share of every part, one after the other.
 
         Raises:
@@ -59,12 +59,12 @@ class Cut:
         return torch.cat(pieces, self.dim)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from the shards of all ranks, in order; inverse of `cut`."""
+        """The whole tensor from the shards of all ranks, in order; inverse of `shard`."""
         sizes = [part // len(shards) for part in self.parts]
         pieces = [shard.split(sizes, self.dim) for shard in shards]
         return torch.cat([each[index] for index in range(len(sizes)) for each in pieces], self.dim)
 
-    def whole_shape(self, shard: Sequence[int]) -> tuple[int, ...]:
+    def full_shape(self, shard: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole tensor, from that of a shard."""
         return (*shard[: self.dim], sum(self.parts), *shard[self.dim + 1 :])
 
@@ -157,10 +157,10 @@ def parallel_linear(
     parts: Sequence[int],
     is_transposed: bool = False,
 ) -> ColumnParallelLinear | RowParallelLinear:
-    """A layer of parameters that are shards already; they are marked so, as Megatron does, with their `cut`.
+    """A layer whose parameters are shards already; marks them as Megatron does, and with their `sharding`.
 
     `weight` is (out_features, in_features) of the shard; `bias` a shard of a column-parallel layer's, the
-    whole of a row-parallel one's, or `None`. `parts` are those of `Cut`, along the axis that is cut.
+    whole of a row-parallel one's, or `None`. `parts` are those of `Sharding`, along the axis that is cut.
     """
     kind = RowParallelLinear if is_row else ColumnParallelLinear
     layer: ColumnParallelLinear | RowParallelLinear = kind(
@@ -169,15 +169,15 @@ def parallel_linear(
     layer.weight = weight
     layer.register_parameter("bias", bias)
     layer.tensor_group, layer.is_transposed = group, is_transposed
-    mark_cut(weight, Cut(int(is_row), tuple(parts)))
+    mark_sharding(weight, Sharding(int(is_row), tuple(parts)))
     if bias is not None and not is_row:
-        mark_cut(bias, Cut(0, tuple(parts)))
+        mark_sharding(bias, Sharding(0, tuple(parts)))
     elif bias is not None:
         bias.tensor_model_parallel = False  # type: ignore[attr-defined]  # it is whole, whoever marked it
     return layer
 
 
-def mark_cut(parameter: nn.Parameter, cut: Cut) -> None:
+def mark_sharding(parameter: nn.Parameter, sharding: Sharding) -> None:
     """Say that a parameter is a shard, in Megatron's attribute, and how its whole was cut."""
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    parameter.cut = cut  # type: ignore[attr-defined]
+    parameter.sharding = sharding  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from megalowbit.pretrain.checks import check_config, this_device, why_not
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
 from megalowbit.pretrain.components.speculation import describe_speculation
 from megalowbit.pretrain.config import PretrainConfig
-from megalowbit.pretrain.estimate.memory import MemoryEstimate, ModelCut, ZeroSharing, estimate_memory
+from megalowbit.pretrain.estimate.memory import MemoryEstimate, ModelPartition, ZeroSharing, estimate_memory
 from megalowbit.pretrain.estimate.saved_tensors import largest_forms
 from megalowbit.pretrain.job import check_nothing_missed
 from megalowbit.speculation.settings import SpeculationSettings
@@ -125,7 +125,7 @@ def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
         micro_batch_size=deepspeed["train_micro_batch_size_per_gpu"],
         sequence_length=settings.data.sequence_length,
         sharing=ZeroSharing.from_config(deepspeed, config.grid.data_size),
-        cut=ModelCut.from_config(deepspeed, config.grid),
+        partition=ModelPartition.from_config(deepspeed, config.grid),
     )
 
 

@@ -26,7 +26,7 @@ from megalowbit.config.zero import zero_stage
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.pipeline.parts import parts_of
 from megalowbit.engine.pipeline.stage_bounds import stage_bounds
-from megalowbit.engine.tensor_parallel.lone_shard import shard_alone
+from megalowbit.engine.tensor_parallel.single_shard import keep_first_shard
 from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings
@@ -47,7 +47,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelCut:
+class ModelPartition:
     """How processes divide the model itself.
 
     Attributes:
@@ -65,7 +65,7 @@ class ModelCut:
     micro_batches: int = 1
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], grid: ProcessGrid) -> ModelCut:
+    def from_config(cls, config: Mapping[str, Any], grid: ProcessGrid) -> ModelPartition:
         """From a complete DeepSpeed configuration."""
         return cls(
             tensor_size=grid.tensor_size,
@@ -161,7 +161,7 @@ def estimate_memory(
     micro_batch_size: int,
     sequence_length: int,
     sharing: ZeroSharing | None = None,
-    cut: ModelCut | None = None,
+    partition: ModelPartition | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of one process; of a pipeline's, one of the stage that needs most.
 
@@ -177,28 +177,33 @@ def estimate_memory(
         micro_batch_size: sequences per forward pass.
         sequence_length: tokens per sequence.
         sharing: what ZeRO does; None: stage 0.
-        cut: how the model is divided; None: not at all.
+        partition: how the model is divided; None: not at all.
 
     Raises:
         UserError: the model cannot be divided so.
     """
-    cut, zero = cut or ModelCut(), sharing or ZeroSharing()
+    partition, zero = partition or ModelPartition(), sharing or ZeroSharing()
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
-        model = _converted(model_settings, recipe, cut, precision, fp32_norms=fp32_norms)
+        model = _converted(model_settings, recipe, partition, precision, fp32_norms=fp32_norms)
         if op_classes is not None:
             attach_autocast(model, precision, "cpu", op_classes)
-        stages = _stages(model, cut, micro_batch_size, sequence_length, forms)
+        stages = _stages(model, partition, micro_batch_size, sequence_length, forms)
     moments = MOMENTS_PER_PARAMETER.get(optimizer_type.lower(), int(has_momentum))
     estimates = [_of_stage(zero, parameters, saved, precision, moments) for parameters, saved in stages]
     return max(estimates, key=lambda estimate: estimate.total)
 
 
 def _converted(
-    model_settings: ModelSettings, recipe: Recipe, cut: ModelCut, precision: str, *, fp32_norms: bool
+    model_settings: ModelSettings,
+    recipe: Recipe,
+    partition: ModelPartition,
+    precision: str,
+    *,
+    fp32_norms: bool,
 ) -> PreTrainedModel:
     """The model as a process has it before it is cut into stages."""
     model = build_model(model_settings, seed=0)
-    shard_alone(model, cut.tensor_size)
+    keep_first_shard(model, partition.tensor_size)
     convert(model, recipe)
     for layer in bit_layers(model).values():
         layer.is_split = recipe.parameter_split is not None  # a whole one keeps as much
@@ -213,18 +218,18 @@ def _converted(
 
 def _stages(
     model: PreTrainedModel,
-    cut: ModelCut,
+    partition: ModelPartition,
     micro_batch_size: int,
     sequence_length: int,
     forms: LargestForms | None,
 ) -> list[tuple[list[nn.Parameter], int]]:
     """Parameters of each stage, a tied one in each that has it, and bytes that it keeps for backward."""
-    if cut.num_stages == 1:
+    if partition.num_stages == 1:
         blocks = list(model.get_submodule(family(model.config.model_type).blocks).children())
         saved = saved_for_backward(model, micro_batch_size, sequence_length, forms, blocks=blocks)
         return [(list(model.parameters()), saved)]
     parts = parts_of(model)
-    bounds = stage_bounds(parts, cut.num_stages, cut.partition)
+    bounds = stage_bounds(parts, partition.num_stages, partition.partition)
     found = []
     for stage, (start, stop) in enumerate(pairwise(bounds)):
         own = parts[start:stop]
@@ -233,9 +238,9 @@ def _stages(
             own,
             micro_batch_size=micro_batch_size,
             sequence_length=sequence_length,
-            interval=cut.interval,
+            interval=partition.interval,
             # one forward, one backward in turn: the first stage waits longest
-            num_in_flight=min(cut.num_stages - stage, cut.micro_batches),
+            num_in_flight=min(partition.num_stages - stage, partition.micro_batches),
             forms=forms,
         )
         found.append((list(dict.fromkeys(p for part in own for p in part.parameters())), saved))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megalowbit.distributed.process_group import ProcessIdentity
-from megalowbit.engine.parameters.whole_weights import whole_numel
+from megalowbit.engine.parameters.full_weights import full_numel
 from megalowbit.optim.gradients.report import StepReport
 from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.pretrain.checks import describe_kernels
@@ -40,7 +40,7 @@ def products_line(counts: dict[str, dict[str, int]]) -> str:
     return f"products  {', '.join(parts)}"
 
 
-def cut(job: Job) -> str:
+def describe_parallelism(job: Job) -> str:
     """How the job is cut, for the opening: `" (2 × 2: data 2, tensor 2, ZeRO 1)"`; empty if it is not."""
     stage = job.engine.zero_optimization_stage()
     grid = job.engine.process_grid
@@ -69,7 +69,7 @@ def wasted_step(job: Job) -> str | None:
 
 def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
     """What a run says before its first step; `changes` are settings that a resumed run changed."""
-    count = sum(map(whole_numel, job.engine.module.parameters()))
+    count = sum(map(full_numel, job.engine.module.parameters()))
     count = getattr(job.engine.module, "num_parameters_of_all_stages", count)
     settings, report = job.config.settings, job.report
     return "\n".join(
@@ -82,7 +82,7 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: l
             f"data      {settings.data.corpus}, {job.loader.num_samples:,} sequences of "
             f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
             f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
-            f"process{'es' if identity.world_size > 1 else ''}" + cut(job),
+            f"process{'es' if identity.world_size > 1 else ''}" + describe_parallelism(job),
             *filter(None, (component.opening() for component in job.components)),
             *([f"rate      {wasted}"] if (wasted := wasted_step(job)) is not None else []),
             *(f"changed   {change}" for change in changes),

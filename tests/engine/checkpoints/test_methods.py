@@ -71,7 +71,7 @@ def test_a_tag_that_is_no_folder_name_is_refused(tmp_path, tag):
 def test_nothing_that_is_there_is_overwritten_but_what_a_killed_save_left(tmp_path):
     engine = trained()
     engine.save_checkpoint(str(tmp_path), tag="t")
-    with pytest.raises(UserError, match="exists already and is not overwritten"):
+    with pytest.raises(UserError, match="already exists and is not overwritten"):
         engine.save_checkpoint(str(tmp_path), tag="t")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
@@ -130,7 +130,7 @@ def test_weights_alone_stay_after_the_next_step_or_are_refused(tmp_path, stage, 
 
 def test_options_are_refused_where_the_layout_is_another(tmp_path):
     trained(1).save_checkpoint(str(tmp_path), tag="t")
-    with pytest.raises(UserError, match="not with load_module_only; leave it away"):
+    with pytest.raises(UserError, match="not with load_module_only; leave it out"):
         make_engine(2).load_checkpoint(str(tmp_path), tag="t", load_module_only=True)
     with pytest.raises(UserError, match="exclude_frozen_parameters is not supported"):
         make_engine().save_checkpoint(str(tmp_path), tag="u", exclude_frozen_parameters=True)

@@ -65,7 +65,7 @@ def test_another_stage_goes_on_with_weights_moments_and_buffers(saved, caplog):
     [
         ({"width": 5}, r"parameter 0\.weight has shape \(4, 3\) there and \(5, 3\) in the model"),
         ({"frozen": True}, r"parameter 2\.bias was trained"),
-        ({"optimizer": "SGD"}, "has the state of optimizer AdamW, the engine has SGD"),
+        ({"optimizer": "SGD"}, "has the state of optimizer AdamW, but the engine has SGD"),
     ],
 )
 def test_another_model_or_rule_is_refused_in_one_line(saved, other, message):

@@ -16,7 +16,7 @@ from megalowbit.errors import UserError
 def test_the_state_of_another_optimizer_is_refused(tmp_path, stage):
     engine = trained(stage, optimizer=SGD)
     path = CheckpointStore(tmp_path).save(engine, 2, {})
-    with pytest.raises(UserError, match="has the state of optimizer SGD, the engine has AdamW: use SGD"):
+    with pytest.raises(UserError, match="has the state of optimizer SGD, but the engine has AdamW: use SGD"):
         CheckpointStore(tmp_path).load(make_engine(stage), path)
     CheckpointStore(tmp_path).load(make_engine(stage, optimizer=SGD), path)
 
@@ -27,7 +27,7 @@ def test_another_recipe_is_named_before_the_shape(tmp_path):
 
     path = save("nvfp4", 16, "a")
     store = CheckpointStore(tmp_path / "a")
-    with pytest.raises(UserError, match=r"saved with recipe nvfp4, the model has none \(parameter"):
+    with pytest.raises(UserError, match=r"saved with recipe nvfp4, but the model has none \(parameter"):
         store.load(make_engine(recipe="bf16", width=32), path)
     with pytest.raises(UserError, match=r"does not fit the model: parameter 0\.weight has shape"):
         store.load(make_engine(recipe="nvfp4", width=32), path)

@@ -151,7 +151,7 @@ def test_a_checkpoint_that_has_lost_its_manifest_is_never_removed(copied, caplog
 
 def test_a_complete_checkpoint_is_never_overwritten(copied):
     before = (copied.path_of(2) / WEIGHTS).read_bytes()
-    with pytest.raises(UserError, match="exists already and is not overwritten"):
+    with pytest.raises(UserError, match="already exists and is not overwritten"):
         copied.save(make_engine(), 2, {})
     assert (copied.path_of(2) / WEIGHTS).read_bytes() == before
 
@@ -316,7 +316,7 @@ def test_a_load_that_brings_another_scaler_is_refused(saved):
 
     engine = make_engine()
     engine.optimizer.loss_scaler = LossScaler(scale=1)
-    with pytest.raises(UserError, match=r"loss scaler is a deepspeed.*LossScaler and not the one of"):
+    with pytest.raises(UserError, match=r"loss scaler is a deepspeed.*LossScaler, not the one configured in"):
         saved.load(engine, saved.path_of(2))
 
 

@@ -18,7 +18,7 @@ READ = (
     *sorted(ENGINE.glob("zero/*.py")),
     *sorted(ENGINE.glob("pipeline/*.py")),
     *(ENGINE / "checkpoints" / f"{n}.py" for n in ("reshape", "layout")),
-    ENGINE / "parameters" / "whole_weights.py",
+    ENGINE / "parameters" / "full_weights.py",
     ENGINE / "run_checks" / "model.py",
     ENGINE / "tensor_parallel" / "shard_model.py",
 )

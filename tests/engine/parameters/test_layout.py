@@ -3,7 +3,7 @@ import torch
 from torch.nn import Parameter
 
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.parameters.layout import lay_out_parameters
+from megalowbit.engine.parameters.layout import make_parameters_contiguous
 from megalowbit.errors import UserError
 
 
@@ -43,7 +43,7 @@ def frozen(values):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_deepspeed_cannot_take_is_refused_by_name(make, message, stage):
     with pytest.raises(UserError) as caught:
-        lay_out_parameters(Model(make), stage=stage)
+        make_parameters_contiguous(Model(make), stage=stage)
     assert str(caught.value).startswith(f"parameter extra {message}")
     assert ": " in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -52,16 +52,16 @@ def test_what_deepspeed_cannot_take_is_refused_by_name(make, message, stage):
 @pytest.mark.parametrize("make", [lambda _: frozen(torch.arange(4)), lambda _: Parameter(torch.zeros(0, 4))])
 def test_what_has_nothing_to_cut_is_refused_at_stage_3_only(make):
     for stage in (0, 1, 2):
-        lay_out_parameters(Model(make), stage=stage)
-    with pytest.raises(UserError, match=r"^parameter extra .* zero_optimization\.stage 3 cannot cut: "):
-        lay_out_parameters(Model(make), stage=3)
+        make_parameters_contiguous(Model(make), stage=stage)
+    with pytest.raises(UserError, match=r"^parameter extra .* zero_optimization\.stage 3 cannot partition: "):
+        make_parameters_contiguous(Model(make), stage=3)
 
 
 def test_nothing_is_changed_where_something_is_refused():
     model = Model(lambda _: Parameter(torch.ones(3, 4).t()))
     model.other = Parameter(torch.ones(1).expand(4))
     with pytest.raises(UserError, match="parameter other"):
-        lay_out_parameters(model, stage=0)
+        make_parameters_contiguous(model, stage=0)
     assert not model.extra.is_contiguous()
 
 
@@ -94,5 +94,5 @@ def test_parameters_that_share_a_flat_storage_without_overlap_pass():
     flat = torch.ones(8)
     model = Model(lambda _: Parameter(flat[:4]))
     model.other = Parameter(flat[4:])
-    lay_out_parameters(model, stage=0)
+    make_parameters_contiguous(model, stage=0)
     assert model.extra.data_ptr() == flat.data_ptr()

@@ -164,7 +164,7 @@ def test_every_lazy_optimizer_can_be_reset():
         train(model, optimizer)
         assert all(parameter.isfinite().all() for parameter in model.parameters())
     model, optimizer = build(inner=torch.optim.Adagrad, optimizer_state="reset")
-    with pytest.raises(UserError, match="Adagrad makes its state only once and cannot be reset"):
+    with pytest.raises(UserError, match="Adagrad creates its state only once and cannot be reset"):
         split_weights(model, optimizer)
 
 
@@ -302,7 +302,7 @@ def test_what_cannot_be_split_is_one_clear_error():
         split_weights(nn.Linear(2, 2), optimizer)
     with pytest.raises(UserError, match="needs the model's optimizer"):
         split_weights(model)
-    with pytest.raises(UserError, match=r"dict holds no whole masters: set zero_optimization.stage 0"):
+    with pytest.raises(UserError, match=r"dict holds no full masters: set zero_optimization.stage 0"):
         split_weights(model, {})
     with pytest.raises(UserError, match=r"layer 0 has weight, split_u, .* outside of the optimizer"):
         split_weights(model, torch.optim.SGD([layer.weight for layer in bit_layers(model).values()]))

@@ -6,7 +6,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import megalowbit as mlb
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.pipeline.setup import gather_weights, groups_of, pipeline_module, stage_of, whole_of
+from megalowbit.engine.pipeline.setup import (
+    full_model_of,
+    gather_weights,
+    groups_of,
+    pipeline_module,
+    stage_of,
+)
 from megalowbit.errors import UserError
 
 TOKENS = torch.arange(12).reshape(2, 6)
@@ -55,7 +61,7 @@ def test_layers_are_converted_under_the_models_names():
     report = mlb.convert(whole, "nvfp4")
     assert list(mlb.bit_layers(module)) == [layer.name for layer in report.swapped]
     assert all(layer.layer_name == name for name, layer in mlb.bit_layers(module).items())
-    assert module.whole is None
+    assert module.full_model is None
 
 
 def test_blocks_that_a_recipe_keeps_are_counted_in_the_whole_model():
@@ -101,7 +107,7 @@ def test_a_training_set_feeds_the_stages():
 def test_ordinary_models_are_no_stages():
     plain = model()
     assert stage_of(plain) is None
-    assert whole_of(plain) is plain
+    assert full_model_of(plain) is plain
     assert groups_of(plain) is None
 
 
@@ -123,5 +129,5 @@ def test_arguments_that_fit_nothing_are_refused(arguments, part):
 
 def test_an_mpu_beside_stages_is_refused():
     module = pipeline_module(model(), num_stages=1)
-    with pytest.raises(UserError, match="mpu and a pipeline module both cut the job: leave mpu out"):
+    with pytest.raises(UserError, match="mpu and a pipeline module both partition the model: leave mpu out"):
         initialize(model=module, config=config(), mpu=module.groups())

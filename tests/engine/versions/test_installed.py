@@ -27,7 +27,7 @@ START = (
     "except UserError as error:\n    print(error, error.is_on_all_ranks)\n"
     "else:\n    print('started')\n"
 )
-REFUSED = "deepspeed 0.19.9 is installed, and megalowbit is verified with 0.19.8 alone"
+REFUSED = "deepspeed 0.19.9 is installed, but megalowbit is verified only with 0.19.8"
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def test_a_backward_without_the_scale_is_an_error_with_a_constant_scale_too(stag
 
 
 def test_an_optimizer_of_another_kind_is_refused():
-    with pytest.raises(UserError, match="asks for DeepSpeed's SGD, which is not supported"):
+    with pytest.raises(UserError, match="selects DeepSpeed's SGD, which is not supported"):
         replace_optimizer_class(torch.optim.SGD([torch.zeros(1)]))
 
 

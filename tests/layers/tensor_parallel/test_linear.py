@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
-from megalowbit.layers.tensor_parallel.linear import Cut, parallel_linear
+from megalowbit.layers.tensor_parallel.linear import Sharding, parallel_linear
 
 
 @pytest.fixture
@@ -23,23 +23,23 @@ def group():
 @pytest.mark.parametrize("size", [1, 2])
 def test_shards_join_to_what_was_cut(dim, parts, size):
     whole = torch.arange(96.0).view(12, 8)
-    cut = Cut(dim, parts)
-    shards = [cut.cut(whole, rank, size) for rank in range(size)]
-    assert torch.equal(cut.join(shards), whole)
-    assert {cut.whole_shape(shard.shape) for shard in shards} == {(12, 8)}
+    sharding = Sharding(dim, parts)
+    shards = [sharding.shard(whole, rank, size) for rank in range(size)]
+    assert torch.equal(sharding.join(shards), whole)
+    assert {sharding.full_shape(shard.shape) for shard in shards} == {(12, 8)}
     assert shards[0].data_ptr() != whole.data_ptr()
 
 
 def test_every_rank_gets_its_share_of_each_part():
     whole = torch.arange(12.0)
-    assert Cut(0, (4, 4, 4)).cut(whole, 1, 2).tolist() == [2, 3, 6, 7, 10, 11]
+    assert Sharding(0, (4, 4, 4)).shard(whole, 1, 2).tolist() == [2, 3, 6, 7, 10, 11]
 
 
 def test_uneven_parts_and_other_tensors_are_refused():
     with pytest.raises(UserError, match="a part of 3 does not divide by 2"):
-        Cut(0, (3,)).cut(torch.zeros(3), 0, 2)
+        Sharding(0, (3,)).shard(torch.zeros(3), 0, 2)
     with pytest.raises(UserError, match="cannot be cut into parts"):
-        Cut(0, (4,)).cut(torch.zeros(3), 0, 2)
+        Sharding(0, (4,)).shard(torch.zeros(3), 0, 2)
 
 
 @pytest.mark.parametrize("is_row", [False, True])
@@ -56,7 +56,7 @@ def test_a_layer_of_one_rank_is_a_linear_layer(group, is_row):
     assert torch.allclose(output, expected)
     assert torch.equal(layer.weight.grad, wanted)
     assert layer.weight.tensor_model_parallel
-    assert layer.weight.cut == Cut(int(is_row), (6 if is_row else 4,))
+    assert layer.weight.sharding == Sharding(int(is_row), (6 if is_row else 4,))
     assert layer.bias.tensor_model_parallel is not is_row
     assert copy.deepcopy(layer).tensor_group is group
 

@@ -1,8 +1,8 @@
-"""One rank's shard of a model with no other ranks, so that a cut can be sized in one process.
+"""Builds rank 0's shard of a model in a single process, to estimate its memory.
 
-The same plan, layers and order as `tensor_parallel.shard_model`, without DeepSpeed and without groups: sums
-over ranks return what this one has, so shapes and what autograd keeps are right, and values are not.
-Not covered: computing anything.
+Uses the same plan, layers and order as `tensor_parallel.shard_model`, but neither DeepSpeed nor process
+groups. Sums over ranks return this rank's tensor: shapes and the tensors saved by autograd are correct,
+values are not, so the shard cannot be used to compute.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megalowbit.engine.tensor_parallel.shard_model import (
     replace_conv1d,
     restore_sizes,
 )
-from megalowbit.layers.tensor_parallel.linear import Cut
+from megalowbit.layers.tensor_parallel.linear import Sharding
 
 
-class LoneGroup(TensorGroup):
-    """Rank 0 of `size` ranks that are not there."""
+class SimulatedGroup(TensorGroup):
+    """Rank 0 of a group of `size` ranks, of which only this one exists."""
 
     def __init__(self, size: int) -> None:
         self.rank = 0
@@ -31,24 +31,24 @@ class LoneGroup(TensorGroup):
         return tensor
 
     def start_sum(self, tensor: Tensor) -> None:
-        """Nothing to wait for."""
+        """Returns None: there is nothing to wait for."""
 
     def largest(self, values: Tensor) -> Tensor:
         return values
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """As many times this rank's own."""
+        """This rank's tensor, `size` times."""
         return [tensor] * self.size
 
 
-def shard_alone(model: nn.Module, size: int) -> None:
-    """Leave rank 0's shard of a model of real or fake tensors, in place.
+def keep_first_shard(model: nn.Module, size: int) -> None:
+    """Reduce a full model to rank 0's shard, in place.
 
-    The model is of one of the families, with plain layers, whole.
+    The model must belong to a known family and have plain layers; its tensors may be fake.
     """
     if size == 1:
         return
-    family, group = divisible_family(model, size), LoneGroup(size)
+    family, group = divisible_family(model, size), SimulatedGroup(size)
     transposed = replace_conv1d(model)
     sizes = module_sizes(model, family)
     for name, layer in list(model.named_modules()):
@@ -57,12 +57,12 @@ def shard_alone(model: nn.Module, size: int) -> None:
             continue
         is_row, num_parts = projection
         parts = (layer.weight.shape[int(is_row)] // num_parts,) * num_parts
-        weight, bias = _shard(layer.weight, Cut(int(is_row), parts), size), layer.bias
+        weight, bias = _shard(layer.weight, Sharding(int(is_row), parts), size), layer.bias
         if bias is not None and not is_row:
-            bias = _shard(bias, Cut(0, parts), size)
+            bias = _shard(bias, Sharding(0, parts), size)
         put_shard(model, name, weight, bias, group, projection, name in transposed)
     restore_sizes(model, sizes, family, size)
 
 
-def _shard(parameter: Tensor, cut: Cut, size: int) -> nn.Parameter:
-    return nn.Parameter(cut.cut(parameter.detach(), 0, size), requires_grad=parameter.requires_grad)
+def _shard(parameter: Tensor, sharding: Sharding, size: int) -> nn.Parameter:
+    return nn.Parameter(sharding.shard(parameter.detach(), 0, size), requires_grad=parameter.requires_grad)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megalowbit.engine.tensor_parallel.lone_shard import LoneGroup, shard_alone
+from megalowbit.engine.tensor_parallel.single_shard import SimulatedGroup, keep_first_shard
 from megalowbit.errors import UserError
 
 
@@ -12,7 +12,7 @@ def model():
 
 def test_projections_are_cut_and_all_else_is_whole():
     whole, shard = model(), model()
-    shard_alone(shard, 4)
+    keep_first_shard(shard, 4)
     cut = {name: tuple(p.shape) for name, p in shard.named_parameters()}
     assert cut["transformer.h.0.attn.c_attn.weight"] == (24, 32)
     assert cut["transformer.h.0.attn.c_attn.bias"] == (24,)
@@ -27,11 +27,11 @@ def test_projections_are_cut_and_all_else_is_whole():
 
 def test_what_ranks_cannot_cut_is_refused_without_ranks():
     with pytest.raises(UserError, match="does not divide the model's n_head 4"):
-        shard_alone(model(), 3)
+        keep_first_shard(model(), 3)
 
 
 def test_a_lone_group_has_only_its_own():
-    group, values = LoneGroup(2), torch.ones(3)
+    group, values = SimulatedGroup(2), torch.ones(3)
     assert (group.rank, group.size, len(group.gather(values))) == (0, 2, 2)
     assert group.sum(values) is values
     assert group.largest(values) is values

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.parameters.whole_weights import numel, whole_numel, whole_state_dict
-from megalowbit.layers.tensor_parallel.linear import Cut
+from megalowbit.engine.parameters.full_weights import full_numel, full_state_dict, numel
+from megalowbit.layers.tensor_parallel.linear import Sharding
 
 
 class Tied(torch.nn.Module):
@@ -27,7 +27,7 @@ def test_all_weights_are_whole_copies_on_the_host_and_tied_ones_share_memory(sta
     }
     engine, *_ = initialize(model=model, config=config)
     assert sum(map(numel, engine.module.parameters())) == 16 + 4 + 4 + 8
-    found = whole_state_dict(engine)
+    found = full_state_dict(engine)
     assert found.keys() == expected.keys()
     for name, value in found.items():
         is_buffer = name.startswith("norm.running") or name.endswith("tracked")
@@ -36,14 +36,14 @@ def test_all_weights_are_whole_copies_on_the_host_and_tied_ones_share_memory(sta
         assert value.device.type == "cpu"
     assert found["first.weight"] is found["second.weight"]
     found["first.weight"].zero_()
-    assert whole_state_dict(engine)["first.weight"].any()
+    assert full_state_dict(engine)["first.weight"].any()
 
 
 def test_elements_of_a_whole_are_counted_from_a_shard_and_from_a_piece_of_one():
     parameter = torch.nn.Parameter(torch.zeros(6, 4))
-    assert whole_numel(parameter) == 24
-    parameter.cut = Cut(0, (6, 6))
-    assert whole_numel(parameter) == 48
+    assert full_numel(parameter) == 24
+    parameter.sharding = Sharding(0, (6, 6))
+    assert full_numel(parameter) == 48
     parameter.ds_id, parameter.ds_shape, parameter.ds_numel = 0, torch.Size((6, 4)), 24
     parameter.data = torch.zeros(1)
-    assert whole_numel(parameter) == 48
+    assert full_numel(parameter) == 48

@@ -1,10 +1,10 @@
-"""Masters, moments and gradients of single parameters at ZeRO stage 0, for DeepSpeed's own functions.
+"""Makes `deepspeed.utils.safe_get_full_fp32_param` and related functions work at ZeRO stage 0.
 
-`deepspeed.utils.safe_get_full_fp32_param` and its relatives call methods that the optimizers of stages 1 and
-2 hang on each parameter. Here every rank has all of a parameter, so nothing is exchanged. Gradients are in
-the units of the other stages: multiplied by the loss scale. As there, a master that was set reaches a
-half-precision weight with the next step. What is hung on a parameter knows the optimizer weakly; copies and
-pickles of the parameter are without it.
+These functions access a parameter's master, moments and gradient through methods that the optimizers of
+stages 1 and 2 attach to it. Here every rank has the full parameter, so nothing is exchanged. As at the other
+stages, gradients are multiplied by the loss scale, and a master that was set reaches the half-precision
+weight at the next step. The attached methods hold the optimizer by a weak reference; copies and pickles of a
+parameter have none.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NOT_THERE = "Gradients are only available immediately after backward and before 
 
 
 def link_values(optimizer: MegatronOptimizer) -> None:
-    """Let DeepSpeed's functions find the values of all parameters that `optimizer` trains."""
+    """Attach the methods to all parameters that `optimizer` trains."""
     for name, parameter in optimizer.gradients.named():
         values = _Values(optimizer, name, parameter)
-        parameter._hp_mapping = None  # that it exists is what DeepSpeed asks
+        parameter._hp_mapping = None  # DeepSpeed only checks that it exists
         for method in _Values.METHODS:
             setattr(parameter, method, getattr(values, method))
 
@@ -39,7 +39,7 @@ def unlink_values(optimizer: MegatronOptimizer) -> None:
 
 
 class _Values:
-    """The values of one parameter, by DeepSpeed's names."""
+    """Access to the values of one parameter; method names are DeepSpeed's."""
 
     METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 
@@ -63,16 +63,16 @@ class _Values:
             target.copy_(value)
 
     def get_full_hp_grad(self) -> Tensor:
-        """A copy of the gradient; asked for only where `.grad` is None."""
+        """A copy of the gradient; DeepSpeed calls it only if `.grad` is None."""
         optimizer, parameter = self._both()
         if not optimizer.gradients.are_there():
-            raise ValueError(NOT_THERE)  # DeepSpeed's at stages 1 and 2
+            raise ValueError(NOT_THERE)  # as at stages 1 and 2
         found = optimizer.gradients.of(parameter)
         assert found is not None
         return found.clone()
 
     def set_full_hp_grad(self, value: Tensor) -> None:
-        """Set the gradient where `.grad` is None."""
+        """Set the gradient; DeepSpeed calls it only if `.grad` is None."""
         _, parameter = self._both()
         self._check(value)
         parameter.grad = value.detach().to(parameter.device, torch.float32, copy=True)
@@ -84,7 +84,7 @@ class _Values:
         value = optimizer.state_of(parameter).get(key)
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             raise UserError(
-                f"the optimizer has no state {key!r} of {self._name}: states are there after the first step"
+                f"the optimizer has no state {key!r} for {self._name}: states exist after the first step"
             )
         return value
 
@@ -92,16 +92,18 @@ class _Values:
         _, parameter = self._both()
         if value.shape != parameter.shape:
             raise UserError(
-                f"{self._name} has shape {tuple(parameter.shape)}, not {tuple(value.shape)}: pass a value of "
-                "the whole parameter"
+                f"{self._name} has shape {tuple(parameter.shape)}, not {tuple(value.shape)}: pass a value "
+                "for the full parameter"
             )
 
     def _both(self) -> tuple[MegatronOptimizer, torch.nn.Parameter]:
         optimizer, parameter = self._optimizer(), self._parameter()
         if optimizer is None or parameter is None:
-            raise UserError(f"the engine of {self._name} is gone: its fp32 values went with it")
+            raise UserError(
+                f"the engine of {self._name} no longer exists, so its fp32 values are gone: keep the engine"
+            )
         return optimizer, parameter
 
 
 def _nothing() -> None:
-    """What a pickled reference leads to."""
+    """Stands for the weak reference in a copy or pickle."""
