@@ -40,7 +40,7 @@ CASES: dict[str, Case] = {
     "tensor parallel 2": {"deepspeed": {"tensor_parallel": {"autotp_size": 2}}, "model": LLAMA},
     "pipeline 2": {"deepspeed": {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}},
     "speculation": {
-        "block": {"recipe": "speculative-int8", "speculation": {"every": 2, "ladder": ["int8", "bf16"]}}
+        "block": {"recipe": "speculative-int8", "speculation": {"every": 2, "candidates": ["int8", "bf16"]}}
     },
     "fp16, max_value": {"block": {"precision": "fp16", "grad_scaler": {"type": "max_value"}}},
 }

@@ -48,11 +48,11 @@ def test_quantize_compares_with_a_copy_and_with_plain_torch():
 
 def test_speculation_compares_looks_with_a_layer_of_no_controller():
     printed = run("speculation.py", "--rounds", "2", "--shape", "64x32x48", "--verify-size", "8")
-    for name in ("no controller", "between looks", "look", "verified look"):
+    for name in ("no controller", "between checks", "check", "verified check"):
         lines = [line for line in printed.splitlines() if line.strip().startswith(f"{name}  ")]
         assert len(lines) == 1, name
         assert "× no controller" in lines[0]
-    assert "a look every 10 steps, one of 3 verified" in printed
+    assert "a check every 10 steps, one of 3 verified" in printed
     chain = run("speculation.py", "--rounds", "1", "--shape", "64x32x48", "--layers", "3", "--cpu-time")
     assert "64 tokens × 32→48, bf16, 3 layers\n" in chain
 
@@ -223,7 +223,9 @@ def test_quality_pairs_recipes_with_bf16_by_seed_and_goes_on_where_it_was(tmp_pa
     assert float(line.split()[1]) == pytest.approx(statistics.mean(losses["nvfp4"]), abs=1e-4)
     other = quality(*few, "--steps", "5", "--recipe", "nvfp4", out=out)
     assert other.returncode == 1
-    assert other.stderr.strip().endswith("bf16-seed-5 holds a run with other settings: choose another --out")
+    assert other.stderr.strip().endswith(
+        "bf16-seed-5 contains a run with other settings: choose another --out"
+    )
 
 
 @pytest.mark.slow
@@ -283,7 +285,7 @@ def test_quality_names_a_folder_that_is_none_and_a_run_that_is_damaged(tmp_path)
     cache = {"MEGALOWBIT_CACHE": str(tmp_path / "cache")}
     done = quality(*few, out=tmp_path / "file", **cache)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    assert f"--out {tmp_path / 'file'} cannot be written to as a folder" in done.stderr
+    assert f"--out {tmp_path / 'file'} is not a writable folder" in done.stderr
     damaged = tmp_path / "out" / "bf16-seed-1"
     damaged.mkdir(parents=True)
     (damaged / "config.json").write_text("{")

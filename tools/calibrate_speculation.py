@@ -1,11 +1,11 @@
-r"""Which SNR threshold precision speculation should have: short runs at several, set against bf16.
+r"""Find an SNR threshold for precision speculation: compare short runs at several thresholds with bf16.
 
     python tools/calibrate_speculation.py --ds-config configs/gpt2_tiny_speculative.json \
         --threshold 5 --threshold 10 --threshold 15 --threshold 20 --seed 1 --seed 2 --seed 3
 
-Trains the configuration with launch/pretrain.py at each threshold and in bf16, each run a process of its own,
-prints what each costs in loss and gains in low-precision products, and suggests the lowest threshold whose
-gap is allowed. A calibration that was interrupted goes on where it was when it is started again.
+Trains the configuration at each threshold and in bf16, with a process of launch/pretrain.py for each run.
+Prints the loss and the share of low-precision products at each threshold, and suggests the lowest threshold
+with an allowed gap. To continue an interrupted calibration, run the same command again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SEEDS = (1, 2, 3)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments."""
+    """The command line."""
     parser = OneLineParser.of_program(__doc__)
     parser.add_argument(
         "--ds-config",
         type=Path,
         required=True,
         metavar="X.json",
-        help="configuration with a megalowbit.speculation section, whose recipe and ladder are calibrated",
+        help="configuration with a megalowbit.speculation section; its recipe and candidates are used",
     )
     parser.add_argument(
         "--threshold",
@@ -37,29 +37,29 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="DB",
-        help="least SNR of a product, for all precisions of the ladder; repeat the flag for several",
+        help="lowest acceptable SNR of a product, for all candidates; repeat the flag for several thresholds",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="of each run (default: as configured)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: as configured)")
     parser.add_argument(
         "--seed",
         type=int,
         action="append",
         metavar="S",
-        help="of weights and data; repeat the flag for several, which errors need "
+        help="seed of weights and data; repeat the flag for several, which error estimates need "
         f"(default: {', '.join(map(str, SEEDS))})",
     )
     parser.add_argument(
         "--last",
         type=int,
         metavar="N",
-        help="steps at the end whose mean loss is compared (default: a fifth of them)",
+        help="number of steps at the end whose mean loss is compared (default: a fifth of the steps)",
     )
     parser.add_argument(
         "--max-gap",
         type=float,
         default=0.3,
         metavar="PERCENT",
-        help="what the loss may be above bf16's (default: %(default)s)",
+        help="by how much the loss may exceed that of bf16 (default: %(default)s)",
     )
     _add_execution(parser)
     return parser
@@ -70,17 +70,17 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder of the runs, table.txt, table.json and calibration.png (default: "
-        "runs/NAME-calibration, by the configuration's name)",
+        help="folder for the runs, table.txt, table.json and calibration.png (default: "
+        "runs/NAME-calibration, NAME being that of the configuration)",
     )
     parser.add_argument(
         "--jobs",
         type=int,
         default=2,
         metavar="J",
-        help="runs at a time, one thread each (default: %(default)s)",
+        help="number of simultaneous runs, one thread each (default: %(default)s)",
     )
-    parser.add_argument("--no-picture", action="store_true", help="table only, without matplotlib")
+    parser.add_argument("--no-picture", action="store_true", help="only the table; needs no matplotlib")
 
 
 def main(arguments: list[str] | None = None) -> int:

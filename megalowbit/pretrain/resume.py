@@ -2,9 +2,9 @@
 
 A checkpoint brings back the optimizer with its learning rate, the scaler with its scale, the data with its
 order. Settings that the checkpoint decides would have no effect, and settings that change the model or its
-arithmetic would quietly make one run out of two; both are refused. So is any change of `speculation`, since
-every part of it has a say in what products run in, and the decisions in the checkpoint were made under the
-former ladder and thresholds. What decides only how long, how often or on how many processes may change, and
+arithmetic would quietly make one run out of two; both are refused. So is any change of `speculation`: every
+setting affects the precision of products, and the decisions in the checkpoint depend on the former candidates
+and thresholds. What decides only how long, how often or on how many processes may change, and
 of a component what its `may_change` lists.
 """
 
@@ -19,6 +19,7 @@ from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.errors import UserError, shown
 from megalowbit.optim.loss_scale.dynamic import DynamicSettings
 from megalowbit.pretrain.components.registry import COMPONENTS, OPTIONAL, STANDING
+from megalowbit.speculation.settings import with_current_keys
 
 MAY_CHANGE = (
     "train_batch_size",
@@ -65,7 +66,7 @@ DECISIVE = (
     "megalowbit.grad_scaler.type",
     "megalowbit.grad_scaler.mode",
     "megalowbit.lr_schedule.type",
-    "megalowbit.speculation.ladder",
+    "megalowbit.speculation.candidates",
 )
 # Of a HuggingFace configuration: where it came from, and what the loop sets itself.
 NOT_OF_THE_MODEL = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
@@ -88,6 +89,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             **{kind.key: kind.settings_class().model_dump(mode="json") for kind in STANDING},
         }
     }
+    saved = with_current_names(saved)
     before = {**_flat(unwritten), **_flat(saved), **_flat(_unwritten_scaler(saved))}
     now = {**_flat(unwritten), **_flat(current)}
     _check_components_are_kept(saved, current)
@@ -101,6 +103,15 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             raise UserError(f"{key} was {was} in the run to be resumed and is {now_is} now: {REMEDY}")
         changes.append(f"{key}: {old} → {new}")
     return changes
+
+
+def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved configuration, with keys of earlier versions renamed to their present names."""
+    block = config.get("megalowbit")
+    section = block.get("speculation") if isinstance(block, Mapping) else None
+    if not isinstance(block, Mapping) or not isinstance(section, Mapping):
+        return dict(config)
+    return {**config, "megalowbit": {**block, "speculation": with_current_keys(section)}}
 
 
 def _may_change(key: str) -> bool:

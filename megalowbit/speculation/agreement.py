@@ -1,7 +1,7 @@
-"""What ranks have to agree on before precisions are chosen: settings, and layers that have a choice.
+"""Checks, across ranks, that settings and layers allow choosing precisions.
 
-Whatever is wrong on one rank, be it only a setting that is no setting, is told by all of them in the one
-exchange that they wait in; a rank that stopped before it would leave the others waiting.
+All ranks meet in one exchange, in which each reports its error, if it has one. Then all ranks raise it. A
+rank that raised before the exchange would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from megalowbit.speculation.settings import SpeculationSettings
 def agreed(
     model: nn.Module, settings: SpeculationSettings | Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> tuple[SpeculationSettings, Exchange]:
-    """Settings and layers that all ranks of the group agree on; collective. A pipeline stage may have none.
+    """Validate settings and layers on all ranks of the group; collective. A pipeline stage may have no
+    layers.
 
     Returns:
-        The settings, validated, and what the ranks will pool their findings with.
+        The validated settings, and the `Exchange` in which ranks will combine their findings.
 
     Raises:
-        UserError: settings, a recipe or a layer do not allow it on some rank, or two ranks with the same
-            layers draw the same random numbers; raised on all.
+        UserError: a setting, recipe or layer of some rank is not supported, or two ranks with the same layers
+            draw the same random numbers; raised on all ranks.
     """
     valid, problem = None, None
     try:
         valid = _validated(settings)
         _check_layers(model, valid)
-    except UserError as error:  # the other ranks wait to hear it
+    except UserError as error:  # raised below, on all ranks
         problem = str(error)
     exchange = Exchange(
         [layer.layer_name for layer in bit_layers(model).values()],
@@ -47,17 +48,17 @@ def agreed(
         group,
         problem=problem,
     )
-    assert valid is not None  # the problem has been raised
+    assert valid is not None  # otherwise Exchange has raised the problem
     process_group.check_numbers_differ(_numbers(model), group)
     return valid, exchange
 
 
 def _numbers(model: nn.Module) -> tuple[object, ...] | None:
-    """What random numbers follow from; `None` where ranks that hold shards rightly draw the same."""
+    """The inputs of the random numbers; `None` for tensor-parallel shards, which draw the same by design."""
     stream = random_stream(model)
     if stream is None or any(getattr(each, "tensor_model_parallel", False) for each in model.parameters()):
         return None
-    return stream.seed, stream.rank, tuple(bit_layers(model))  # pipeline stages have other layers
+    return stream.seed, stream.rank, tuple(bit_layers(model))  # pipeline stages differ in their layers
 
 
 def _validated(settings: SpeculationSettings | Mapping[str, Any]) -> SpeculationSettings:
@@ -75,8 +76,8 @@ def _check_layers(model: nn.Module, settings: SpeculationSettings) -> None:
     for name, count in names.items():
         if not name or count > 1:
             raise UserError(
-                f"{count} BitLinear layers have the name {name!r}: let megalowbit.convert make them, or "
-                "set a layer_name of its own for each"
+                f"{count} BitLinear layers have the name {name!r}: create them with megalowbit.convert, or "
+                "set a different layer_name for each"
             )
     for layer in layers:
         _check_layer(layer, settings)
@@ -85,14 +86,13 @@ def _check_layers(model: nn.Module, settings: SpeculationSettings) -> None:
 def _check_layer(layer: BitLinear, settings: SpeculationSettings) -> None:
     if layer.chooser is not None:
         raise UserError(
-            f"layer {layer.layer_name!r} has a controller already: call detach() of that one, which is the "
-            "layer's chooser, first"
+            f"layer {layer.layer_name!r} already has a controller (layer.chooser): call its detach() first"
         )
     if layer.is_split:
         raise UserError(
-            f"layer {layer.layer_name!r} is split into parameters, whose products have no precision of their "
-            "own: leave parameter_split or speculation out"
+            f"layer {layer.layer_name!r} is split into parameters, which speculation does not support: leave "
+            "parameter_split or speculation out"
         )
     check_base(layer.recipe)
-    for candidate in settings.ladder:  # blocks of a candidate may not fit a shard of a tensor-parallel layer
+    for candidate in settings.candidates:  # a tensor-parallel shard may not hold whole blocks of a candidate
         layer.check_recipe(recipe_with(layer.recipe, [candidate] * len(PRODUCTS)))

@@ -1,21 +1,26 @@
-"""`PrecisionController`: each product of a model at the cheapest precision that is foreseen to be safe.
+"""`PrecisionController` runs each product of a model at the cheapest precision predicted to be safe.
 
-    controller = mlb.PrecisionController(model, {"ladder": ["int8", "fp8", "bf16"], "threshold_db": 15})
+    controller = mlb.PrecisionController(model, {"candidates": ["int8", "fp8", "bf16"], "threshold_db": 15})
     for batch in batches:
         controller.begin_step()
-        ...                              # forward and backward, as many as a step has; optimizer
-        report = controller.end_step()   # of a step that was looked at, otherwise None
+        ...                              # forward and backward of all micro-batches, then the optimizer
+        report = controller.end_step()   # None in steps without a precision check
 
-Every `every` steps is a look: of the first training use of each layer in the step, operands are described on
-the device, and the first looks and then every `verify_every`-th one also compare products with high-precision
-ones (`probe`). So does, for a layer in which a product has come to another quantised precision, the next
-look, for nothing has been measured there yet. `end_step` pools that over all ranks (`exchange`), reads it
-once, foretells what each precision would do (`noise`) and decides (`policy`). Decisions hold until the next
-look; in between a layer costs one search of a dictionary. A layer that does not run in a step that is looked
-at keeps its precision.
+There is a precision check every `every` steps:
 
-Recipes with splits, Hadamard transforms or a copy for each product are refused. A layer used several times in
-a step is judged by its first use. Each rank knows the decisions of all layers, also of other pipeline stages.
+1. The probes (`probe`) compute statistics of the operands on the device, for the first training use of each
+   layer in the step. In a *verified* check they also compare products with high precision. Verified are the
+   first `verify_every` checks, then every `verify_every`-th one, and, for a layer with a product that moved
+   to another quantised precision, the next one.
+2. `end_step` combines the results of all ranks (`exchange`) and reads them once.
+3. It predicts the SNR of each product at each candidate (`noise`) and decides (`policy`).
+
+A decision is in force until the next check. Between checks a layer pays for one dictionary look-up. A layer
+that does not run in a step with a check keeps its precision.
+
+Recipes with splits, Hadamard transforms or separate copies for each product are rejected. For a layer used
+several times in a step, only the first use counts. Every rank has the decisions of all layers, including
+those of other pipeline stages.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from megalowbit.speculation.agreement import agreed
 from megalowbit.speculation.counters import PrecisionCounters
 from megalowbit.speculation.exchange import Findings, Verification
 from megalowbit.speculation.noise.product import predict_snr_db
-from megalowbit.speculation.policy import GemmState, Policy, finite_or_none
+from megalowbit.speculation.policy import RESTART, GemmState, Policy, finite_or_none
 from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, quantizers_of, recipe_with
 from megalowbit.speculation.probe import PrecisionCheck, ProductProbe, RankFindings
 from megalowbit.speculation.report import Change, GemmRow, SpeculationReport, SpeculationTotals
@@ -52,19 +57,21 @@ IDENTITY = "fp32"
 
 
 class PrecisionController:
-    """Chooses precisions of a model's products between optimizer steps; the layers' `Chooser`.
+    """Chooses the precision of a model's products between optimizer steps; implements `Chooser` for layers.
 
     Args:
-        model: converted with a recipe that `precisions.check_base` accepts; a pipeline stage may have none.
-        settings: of speculation, or a mapping of them.
-        group: ranks that decide together; `None`: all. Making a controller is collective over it.
+        model: converted with a recipe that `precisions.check_base` accepts. A pipeline stage may have no
+            layers.
+        settings: `SpeculationSettings`, or a mapping with the same keys.
+        group: the ranks that decide together; `None`: all. Creating a controller is collective over the
+            group.
 
     Attributes:
-        settings: validated.
-        step: optimizer steps finished.
+        settings: the validated settings.
+        step: number of finished optimizer steps.
 
     Raises:
-        UserError: settings, a recipe or a layer do not allow it; on all ranks alike.
+        UserError: a setting, recipe or layer is not supported; raised on all ranks.
     """
 
     def __init__(
@@ -79,28 +86,28 @@ class PrecisionController:
         self.settings, self._exchange = agreed(model, settings, group)
         self._policy = Policy(self.settings)
         self.step = 0
-        self._looks = 0
-        self._look_at: int | None = None  # a step to be looked at whatever `every` says
-        # at a precision which they have not been measured at since they came
+        self._checks = 0
+        self._check_at: int | None = None  # a step to check in addition to every `every`-th
+        # products that have not been measured since they moved to their precision
         self._unproven: set[Gemm] = set()
         self._states = {(name, product): self._policy.start() for name in self.layers for product in PRODUCTS}
         self._has_run: set[Gemm] = set()
         self._counters = PrecisionCounters()
-        self._recipes: dict[str, tuple[Recipe, Recipe]] = {}  # layer → its own recipe, what it runs with
+        self._recipes: dict[str, tuple[Recipe, Recipe]] = {}  # layer → (its own recipe, the one it runs with)
         self._is_in_step = False
-        self._look: PrecisionCheck | None = None
-        self._looked: set[str] = set()
+        self._check: PrecisionCheck | None = None
+        self._checked: set[str] = set()
         self._is_attached = True
         if self._layers:
             set_chooser(model, self)
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers of all ranks."""
+        """Names of the layers on all ranks."""
         return self._exchange.layers
 
     def precision(self, layer: str, product: str) -> str:
-        """What a product of a layer runs at now.
+        """The precision that a product of a layer runs at now.
 
         Raises:
             UserError: there is no such layer or product.
@@ -121,84 +128,84 @@ class PrecisionController:
         return known[1]
 
     def probe(self, layer: str, use: Use) -> Probe | None:
-        """See `matmul.slots.Chooser.probe`: looks at the first training use of each layer in a step."""
-        if self._look is None or layer in self._looked or use.is_replay or not use.is_training:
+        """See `matmul.slots.Chooser.probe`; a probe for the first training use of each layer in a check."""
+        if self._check is None or layer in self._checked or use.is_replay or not use.is_training:
             return None
-        self._looked.add(layer)
+        self._checked.add(layer)
         is_unproven = any((layer, product) in self._unproven for product in PRODUCTS)
         if is_unproven and self.settings.verify_every:
-            return ProductProbe(replace(self._look, verify_size=self.settings.verify_size), layer)
-        return ProductProbe(self._look, layer)
+            return ProductProbe(replace(self._check, verify_size=self.settings.verify_size), layer)
+        return ProductProbe(self._check, layer)
 
-    def look_next(self) -> None:
-        """Look at the coming step, whatever `every` says; in a step, the one after it. All ranks alike.
+    def check_next(self) -> None:
+        """Check the next step as well; called within a step, the step after it. Call it on all ranks.
 
-        For whoever knows that products have changed, as by a late switch of layers to full precision.
+        Use it after layers have changed, for example after a late switch to high precision.
         """
-        self._look_at = self.step + self._is_in_step
+        self._check_at = self.step + self._is_in_step
 
     def begin_step(self) -> None:
-        """Call before the first forward of an optimizer step; once more where the step is begun anew.
+        """Call before the first forward of an optimizer step, and again when the step is retried.
 
         Raises:
             UserError: the controller was detached.
         """
         if not self._is_attached:
-            raise UserError("this PrecisionController was detached from its model: make another one")
+            raise UserError("this PrecisionController was detached from its model: create a new one")
         self._is_in_step = True
-        self._looked.clear()
-        self._look = None
-        if self.step % self.settings.every == 0 or self.step == self._look_at:
+        self._checked.clear()
+        self._check = None
+        if self.step % self.settings.every == 0 or self.step == self._check_at:
             verify_every = self.settings.verify_every
-            # alignment changes fastest at the beginning
-            is_verified = verify_every > 0 and (self._looks < verify_every or self._looks % verify_every == 0)
-            self._look = PrecisionCheck(
+            # alignment changes fastest at the start of training
+            is_verified = verify_every > 0 and (
+                self._checks < verify_every or self._checks % verify_every == 0
+            )
+            self._check = PrecisionCheck(
                 step=self.step,
                 estimator=self.settings.estimator,
                 signal=self.settings.signal,
                 verify_size=self.settings.verify_size if is_verified else 0,
-                sheet=RankFindings(),
+                findings=RankFindings(),
             )
 
     def end_step(self) -> SpeculationReport | None:
-        """Call after the last backward of a step; collective in steps that are looked at.
+        """Call after the last backward of a step; collective in steps with a check.
 
         Returns:
-            What was found and decided; `None` in steps without a look.
+            Results and decisions; `None` in steps without a check.
 
         Raises:
-            UserError: no step was begun.
+            UserError: `begin_step` was not called.
         """
         if not self._is_in_step:
-            raise UserError(
-                "end_step ends a step that was not begun: call begin_step before its first forward"
-            )
-        look, self._look, self._is_in_step = self._look, None, False
+            raise UserError("end_step was called outside a step: call begin_step before the first forward")
+        check, self._check, self._is_in_step = self._check, None, False
         report = None
-        if look is None:
+        if check is None:
             self._counters.count_step(Counter(self._states[gemm].precision for gemm in self._has_run))
         else:
-            report = self._decide(look, self._pool(look))
-            self._looks += 1
+            report = self._decide(check, self._pool(check))
+            self._checks += 1
         self.step += 1
         return report
 
     def totals(self) -> SpeculationTotals:
-        """All steps so far; the same on all ranks."""
-        return self._counters.totals(self.settings.ladder)
+        """Totals over all steps so far; the same on all ranks."""
+        return self._counters.totals(self.settings.candidates)
 
     def detach(self) -> None:
-        """Let the layers run with their own recipes again; the controller is at its end."""
+        """Give the layers their own recipes back. The controller cannot be used afterwards."""
         if self._layers and self._is_attached:
             set_chooser(self._model, None)
         self._is_attached = False
 
     def state_dict(self) -> dict[str, Any]:
-        """All decisions rest on, as plain JSON values; the same on all ranks, to be loaded by any number."""
+        """The whole state as plain JSON values; the same on all ranks, loadable on any number of them."""
         return {
             "step": self.step,
-            "looks": self._looks,
-            "look_at": self._look_at,
+            "looks": self._checks,
+            "look_at": self._check_at,
             "layers": {
                 layer: {product: self._states[layer, product].to_dict() for product in PRODUCTS}
                 for layer in self.layers
@@ -209,10 +216,10 @@ class PrecisionController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue between two steps where `state_dict` was taken.
+        """Restore a state; call it between two steps.
 
         Raises:
-            UserError: it is of other layers, of another ladder, or was not written by `state_dict`.
+            UserError: the state has other layers or other candidates, or was not written by `state_dict`.
         """
         try:
             layers = state["layers"]
@@ -227,18 +234,18 @@ class PrecisionController:
                 for name in ("has_run", "unproven")
             )
             counters = PrecisionCounters.from_dict(state["totals"])
-            step, looks = _count(state, "step"), _count(state, "looks")
-            look_at = None if state["look_at"] is None else _count(state, "look_at")
+            step, checks = _count(state, "step"), _count(state, "looks")
+            check_at = None if state["look_at"] is None else _count(state, "look_at")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"the saved state of speculation is not readable ({error!r}): "
-                "load one written by PrecisionController.state_dict, or start decisions anew"
+                f"the saved state of speculation is not readable ({error!r}): load one written by "
+                f"PrecisionController.state_dict, or {RESTART}"
             ) from error
-        self.step, self._looks, self._states = step, looks, states
-        self._look_at, self._counters = look_at, counters
+        self.step, self._checks, self._states = step, checks, states
+        self._check_at, self._counters = check_at, counters
         self._has_run, self._unproven = has_run & states.keys(), unproven & states.keys()
         self._recipes.clear()
-        self._is_in_step, self._look = False, None
+        self._is_in_step, self._check = False, None
 
     def _check_names(self, saved: Mapping[str, Any]) -> None:
         missing = [name for name in self.layers if name not in saved]
@@ -248,70 +255,73 @@ class PrecisionController:
         found = f"it lacks {shown(missing[0])}" if missing else f"it has {shown(foreign[0])}"
         more = len(missing) + len(foreign) - 1
         raise UserError(
-            f"the saved state of speculation is of other layers: {found}"
+            f"the saved state of speculation belongs to other layers: {found}"
             + (f" and {more} more differ" if more else "")
-            + "; load the state of this model, or start decisions anew"
+            + f"; load the state of this model, or {RESTART}"
         )
 
-    def _pool(self, look: PrecisionCheck) -> Findings:
+    def _pool(self, check: PrecisionCheck) -> Findings:
         unquantized = {
-            (name, product): _sides_left_alone(layer.recipe, product)
+            (name, product): _unquantized_sides(layer.recipe, product)
             for name, layer in self._layers.items()
             for product in PRODUCTS
         }
-        seen = next(iter(look.sheet.statistics.values()), None)
+        seen = next(iter(check.findings.statistics.values()), None)
         device = torch.device("cpu") if seen is None else seen.device
         decisions = [state.precision for state in self._states.values()]
-        return self._exchange.pool(look.sheet, unquantized, decisions, device)
+        return self._exchange.pool(check.findings, unquantized, decisions, device)
 
-    def _decide(self, look: PrecisionCheck, findings: Findings) -> SpeculationReport:
+    def _decide(self, check: PrecisionCheck, findings: Findings) -> SpeculationReport:
         rows, changes = [], []
         for gemm in self._states:
             if gemm not in findings.ran:
                 continue
             self._has_run.add(gemm)
-            row, change = self._judge(gemm, look.step, findings)
+            row, change = self._decide_product(gemm, check.step, findings)
             rows.append(row)
             changes += [] if change is None else [change]
         self._recipes.clear()
         counts = Counter(row.precision for row in rows)
-        hits, misses = (sum(row.is_hit is verdict for row in rows) for verdict in (True, False))
+        hits = sum(row.is_hit is True for row in rows)
+        misses = sum(row.is_hit is False for row in rows)
         self._counters.count_step(counts)
-        self._counters.count_look(hits, misses, changes)
+        self._counters.count_check(hits, misses, changes)
         shares = {
-            candidate: counts[candidate] / len(rows) if rows else 0.0 for candidate in self.settings.ladder
+            candidate: counts[candidate] / len(rows) if rows else 0.0
+            for candidate in self.settings.candidates
         }
         return SpeculationReport(
-            step=look.step, rows=tuple(rows), changes=tuple(changes), shares=shares, hits=hits, misses=misses
+            step=check.step, rows=tuple(rows), changes=tuple(changes), shares=shares, hits=hits, misses=misses
         )
 
-    def _judge(self, gemm: Gemm, step: int, findings: Findings) -> tuple[GemmRow, Change | None]:
-        """What a product did in the step, and what it is to do; its state moves on."""
+    def _decide_product(self, gemm: Gemm, step: int, findings: Findings) -> tuple[GemmRow, Change | None]:
+        """Update the state of one product; returns its row of the report, and its change if it has one."""
         layer, product = gemm
-        before, ladder = self._states[gemm], self.settings.ladder
+        before, candidates = self._states[gemm], self.settings.candidates
         operands = [findings.statistics.get((layer, role)) for role in OPERANDS[product]]
-        left_alone = findings.unquantized[gemm]
-        used = ladder[-1] if all(left_alone) else before.precision  # a late switch is in force at once
+        unquantized = findings.unquantized[gemm]
+        # after a late switch the product already runs in high precision, whatever was decided before
+        used = candidates[-1] if all(unquantized) else before.precision
         left, right = operands
         if left is None or right is None:  # empty operands
             return GemmRow(layer=layer, product=product, precision=used, reason=before.reason), None
-        predicted = self._predicted(product, left, right, left_alone)
+        predicted = self._predicted(product, left, right, unquantized)
         state, is_hit, measured = before, None, math.nan
         verification = findings.verified.get(gemm)
         if verification is not None:
             self._unproven.discard(gemm)
-            if used != ladder[-1]:
+            if used != candidates[-1]:
                 measured = verification.measured_db
-            state, is_hit = self._learnt(state, step, predicted[ladder.index(used)], verification, used)
+            state, is_hit = self._updated(state, step, predicted[candidates.index(used)], verification, used)
         state = self._policy.decide(state, step, predicted)
         self._states[gemm] = state
-        if state.precision not in (before.precision, ladder[-1]):
+        if state.precision not in (before.precision, candidates[-1]):
             self._unproven.add(gemm)
         row = GemmRow(
             layer=layer,
             product=product,
             precision=used,
-            predicted_db=finite_or_none(self._policy.corrected(before, predicted)[ladder.index(used)]),
+            predicted_db=finite_or_none(self._policy.corrected(before, predicted)[candidates.index(used)]),
             measured_db=finite_or_none(measured),
             is_hit=is_hit,
             reason=before.reason,
@@ -320,27 +330,27 @@ class PrecisionController:
         )
         if state.precision == used:
             return row, None
-        foretold = self._policy.corrected(state, predicted)[ladder.index(state.precision)]
+        next_db = self._policy.corrected(state, predicted)[candidates.index(state.precision)]
         return row, Change(
             layer=layer,
             product=product,
             before=used,
             after=state.precision,
             reason=state.reason,
-            predicted_db=finite_or_none(foretold),
+            predicted_db=finite_or_none(next_db),
         )
 
-    def _learnt(
+    def _updated(
         self, state: GemmState, step: int, predicted: float, verification: Verification, used: str
     ) -> tuple[GemmState, bool | None]:
-        """State after a measurement at the precision `used`, and whether it was a hit."""
+        """The state after a measurement at the precision `used`, and whether it was a hit."""
         is_hit = None
-        if used != self.settings.ladder[-1]:
+        if used != self.settings.candidates[-1]:
             measured = verification.measured_db
             state, is_hit = self._policy.verify(state, step, measured)
             residual = measured - predicted - verification.alignment_db
             state = self._policy.correct(state, used, residual)
-        state = self._policy.fade(state, used)
+        state = self._policy.decay(state, used)
         return self._policy.align(state, verification.alignment_db), is_hit
 
     def _predicted(
@@ -348,14 +358,14 @@ class PrecisionController:
         product: str,
         left: OperandStatistics,
         right: OperandStatistics,
-        left_alone: tuple[bool, bool],
+        unquantized: tuple[bool, bool],
     ) -> list[float]:
-        """Ratio in dB of each candidate, uncorrected; inf where nothing is quantised."""
+        """Uncorrected SNR in dB of each candidate; inf if the candidate quantises neither operand."""
         found = []
-        for candidate in self.settings.ladder[:-1]:
+        for candidate in self.settings.candidates[:-1]:
             names = [
-                IDENTITY if is_left_alone else name
-                for name, is_left_alone in zip(quantizers_of(candidate, product), left_alone, strict=True)
+                IDENTITY if is_unquantized else name
+                for name, is_unquantized in zip(quantizers_of(candidate, product), unquantized, strict=True)
             ]
             found.append(
                 predict_snr_db(
@@ -368,14 +378,14 @@ class PrecisionController:
         return [*found, math.inf]
 
 
-def _sides_left_alone(recipe: Recipe, product: str) -> tuple[bool, bool]:
-    """Whether a layer's own recipe leaves the left and right operand of a product as they are."""
+def _unquantized_sides(recipe: Recipe, product: str) -> tuple[bool, bool]:
+    """Whether a layer's own recipe leaves the left and right operand of a product unquantised."""
     left, right = operand_quantizers(recipe, product)
     return quantizer(left).is_identity, quantizer(right).is_identity
 
 
 def _count(state: Mapping[str, Any], name: str) -> int:
-    """A saved number of steps or looks."""
+    """A saved number of steps or checks."""
     count = state[name]
     if type(count) is not int or count < 0:
         raise ValueError(f"{name} = {count!r}")

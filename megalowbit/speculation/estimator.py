@@ -1,21 +1,21 @@
-"""From a tensor to its statistics, on its device: magnitude and power of all of it, the rest of a sample.
+"""Computes the statistics of a tensor on its device.
 
-All elements are read for the largest magnitude and the sum of squares in float64, which neither overflows nor
-vanishes where the tensor does not; on a CPU in one pass (`quantize.tensor_statistics`). Center and spread are
-read off a sample drawn with Philox, the same on every device, without touching torch's generators:
+The largest magnitude and the sum of squares come from all elements. They are computed in float64, which does
+not overflow or underflow, and on a CPU in one pass (`quantize.tensor_statistics`). The center and the spread
+come from a sample. It is drawn with Philox, is the same on every device, and leaves torch's generators alone:
 
 | type       | center            | sigma                                                                   |
 |------------|-------------------|-------------------------------------------------------------------------|
-| `quantile` | median            | the distance from it that 68.27 % of the sample keep                    |
-| `mad`      | median            | 1.4826 · the distance from it that half of the sample keep              |
-| `negative` | mean              | standard deviation; of the `negative_k` samples with the least variance |
+| `quantile` | median            | 68.27 % quantile of the distance from the median                        |
+| `mad`      | median            | 1.4826 · median distance from the median                                |
+| `negative` | mean              | standard deviation; both of the sample with the smallest variance       |
 
-`negative` is the idea this package began with; it reads low by choosing the least, and with m elements a
-sample and a share ε of outliers it fails once m·ε is large: then no sample is free of them. Few outliers are
-hardly in such a sample, so they are counted, and the bulk's power is taken, in up to `COUNTED` elements: runs
-spread evenly over the tensor, which meet all channels alike.
+`negative` draws `negative_k` samples. It is biased low because it takes the minimum. With m elements a sample
+and a share ε of outliers it fails once m·ε is large, because then every sample contains outliers. Rare
+outliers would hardly occur in a small sample. They are counted, and the bulk's power is computed, on up to
+`COUNTED` elements, in runs spread evenly over the tensor, which cover all channels equally.
 
-Not covered: where the outliers are; a bulk of which more than 68 % are one number has a sigma of 0.
+Not covered: the position of outliers. If more than 68 % of the bulk is one number, its sigma is 0.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megalowbit.quantize.tensor_statistics import in_memory_order, tensor_moment
 from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS, OUTLIER_SIGMAS
 
-WITHIN_SIGMA = 0.6826894921370859  # of a Gaussian, within one standard deviation
+WITHIN_SIGMA = 0.6826894921370859  # share of a Gaussian within one standard deviation
 MAD_FACTOR = 1.482602218505602  # standard deviation of a Gaussian over its median absolute deviation
-ODD = 0x9E3779B97F4A7C15  # a step moves the runs by as good as a random distance
-RUN = 4096  # neighbouring elements that are counted together
-COUNTED = 2**18  # elements among which outliers are counted: a share of 1e-4 is found to ±20 %
+ODD = 0x9E3779B97F4A7C15  # moves the runs by a pseudo-random distance each step
+RUN = 4096  # elements of a contiguous run
+COUNTED = 2**18  # elements in which outliers are counted: a share of 1e-4 is estimated to ±20 %
 
 
 @torch.no_grad()
@@ -44,11 +44,11 @@ def estimate(x: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
     Args:
         x: floating, any shape and strides.
         settings: how center and sigma are estimated, and from how many elements.
-        key: of the sample.
+        key: random key of the sample.
 
     Returns:
-        float64 (7,), a row of `COLUMNS`, on x's device; nothing waits for the device. NaN throughout, but
-        for the count, where x has an infinity or a NaN; zeros where x is empty.
+        float64 (7,), a row of `COLUMNS`, on x's device; the host does not wait for the device. If x contains
+        an infinity or a NaN, all but the count are NaN. If x is empty, all are zero.
     """
     matrix = in_memory_order(x.detach())
     count = matrix.numel()
@@ -69,19 +69,19 @@ def estimate(x: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
 
 
 def _sample(matrix: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
-    """float64 (samples, elements): drawn with replacement, or all elements once."""
+    """float64 (samples, elements): drawn with replacement, or each element once."""
     if settings.sample >= matrix.numel():
         return matrix.flatten().to(torch.float64).unsqueeze(0)
     num_samples = settings.negative_k if settings.type == "negative" else 1
     size = num_samples * settings.sample
     words = random_words(-(-size // 4), key, matrix.device).view(-1)[:size]
-    # In float64, where a product with any count is the same on every device.
+    # in float64, in which this product is the same on every device
     places = (words.to(torch.float64) * (matrix.numel() / 2**32)).to(torch.int64)
     return _elements(matrix, places).to(torch.float64).view(num_samples, settings.sample)
 
 
 def _elements(matrix: Tensor, places: Tensor) -> Tensor:
-    """Elements by their place in the order of the rows, which may lie apart in memory."""
+    """Elements by their row-major index; rows need not be contiguous in memory."""
     if len(matrix) == 1:
         return matrix[0][places]
     rows = torch.div(places, matrix.shape[1], rounding_mode="floor")
@@ -89,7 +89,7 @@ def _elements(matrix: Tensor, places: Tensor) -> Tensor:
 
 
 def _median_and_distance(sample: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The median, and the distance from it that `share` of the sample keep."""
+    """The median, and the distance from it within which `share` of the sample is."""
     ordered = sample.flatten().sort().values
     middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
     distances = (ordered - middle).abs().sort().values
@@ -119,7 +119,7 @@ _SPREADS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 
 def _bulk(sample: Tensor, center: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean square of what lies within `OUTLIER_SIGMAS`, and the share of what lies beyond."""
+    """Mean square of the elements within `OUTLIER_SIGMAS`, and the share of those beyond."""
     wide = sample.to(torch.float64)
     is_outlier = (wide - center).abs_() > OUTLIER_SIGMAS * sigma
     num_outliers = is_outlier.sum()
@@ -129,14 +129,14 @@ def _bulk(sample: Tensor, center: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor
 
 
 def _run(matrix: Tensor, place: int) -> Tensor:
-    """The same, of neighbours: only their rows are copied."""
+    """`RUN` neighbouring elements from a row-major index on; copies only the rows they are in."""
     cols = matrix.shape[1]
     top, bottom = place // cols, -(-(place + RUN) // cols)
     return matrix[top:bottom].flatten()[place - top * cols :][:RUN]
 
 
 def _runs(matrix: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
-    """Up to `COUNTED` elements: all, or runs of `RUN` at equal distances, which start where the key says."""
+    """Up to `COUNTED` elements: all, or equally spaced runs of `RUN`, whose offset depends on the key."""
     count = matrix.numel()
     if count <= max(COUNTED, settings.sample):
         return matrix.flatten()

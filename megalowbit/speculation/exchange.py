@@ -1,13 +1,14 @@
-"""What all ranks have seen in a step that was looked at, pooled alike on each of them, and read once.
+"""Combines the findings of all ranks in a check; the host reads the result once.
 
-Ranks agree once on the layers there are, for pipeline stages hold different ones, and on settings. At a look
-each lays out its findings alike, zeros where it has none, and two small all-reduces pool them: MAX of the
-largest magnitudes, SUM of the rest, weighted by the number of elements. Center and spread become those of the
-mixture of the ranks' bulks; operands that several ranks hold alike count several times, which moves no mean.
-One NaN or infinity anywhere makes an operand's sums not finite on all ranks.
+Ranks agree once on the settings and on the list of layers, since pipeline stages hold different ones. In a
+check, all ranks arrange their findings in the same order, with zeros for missing ones. Two small all-reduces
+combine them: MAX for the largest magnitudes, SUM for the rest, weighted by the number of elements. Center and
+sigma become those of the mixture of the ranks' bulks. Operands that several ranks hold identically count
+several times, which does not change any mean. A NaN or infinity on one rank makes an operand's sums not
+finite on all.
 
-Each packet carries a fingerprint of the decisions in force: were ranks ever to disagree (different machines
-round logarithms differently), the next look says so instead of letting products drift apart.
+The exchange includes a fingerprint of the decisions in force. If ranks ever disagree, for example because
+their machines round logarithms differently, the next check raises an error.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from megalowbit.speculation.statistics import COLUMNS, OperandStatistics
 
 MOMENTS = ("count", "center", "square", "power", "bulk_power", "outlier_share")  # all but the first × count
 SIDES = 2  # left and right operand of a product
-HIGHEST_DB = 100.0  # of a measurement: beyond it the reference itself is not exact
-_FINGERPRINT_BITS = 48  # a float64 holds them
+HIGHEST_DB = 100.0  # highest measured SNR; beyond it the float64 reference is not exact enough
+_FINGERPRINT_BITS = 48  # exact in a float64
 
 
 class Verification(NamedTuple):
@@ -43,7 +44,7 @@ class Verification(NamedTuple):
 
     @property
     def measured_db(self) -> float:
-        """Signal over noise, `HIGHEST_DB` at most; NaN without a signal, or where a number is not finite."""
+        """Signal over noise, at most `HIGHEST_DB`; NaN without a signal, or if a number is not finite."""
         if not (math.isfinite(self.noise) and 0 < self.signal < math.inf):
             return math.nan
         if self.noise == 0:
@@ -52,7 +53,7 @@ class Verification(NamedTuple):
 
     @property
     def alignment_db(self) -> float:
-        """Signal over that of independent operands with the same power; NaN where either is not a number."""
+        """Signal over that of independent operands of the same power; NaN if one is 0 or not finite."""
         if not (0 < self.signal < math.inf and 0 < self.expected < math.inf):
             return math.nan
         return 10 * (math.log10(self.signal) - math.log10(self.expected))
@@ -60,13 +61,13 @@ class Verification(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What all ranks have seen; the same on each.
+    """The combined findings of all ranks; identical on each.
 
     Attributes:
-        statistics: (layer, role) → of operands seen anywhere in the step.
-        verified: (layer, product) → of products verified anywhere.
-        ran: (layer, product) that anybody computed in the step.
-        unquantized: (layer, product) → whether recipes leave its left and right operand as they are.
+        statistics: (layer, role) → statistics of each operand that some rank used in the step.
+        verified: (layer, product) → verification of each product that some rank verified.
+        ran: each (layer, product) that some rank computed in the step.
+        unquantized: (layer, product) → whether recipes leave its left and right operand unquantised.
     """
 
     statistics: Mapping[tuple[str, str], OperandStatistics]
@@ -76,12 +77,12 @@ class Findings:
 
 
 class Exchange:
-    """Pools findings over ranks; making one is collective, as is `pool`.
+    """Combines findings over ranks; creating an instance is collective, and so is `pool`.
 
     Args:
         layers: names of this rank's layers; may be empty.
-        settings: what all ranks must have alike, plain values by name.
-        group: ranks that decide together; `None`: all.
+        settings: plain values by name, which must be equal on all ranks.
+        group: the ranks that decide together; `None`: all.
         problem: why this rank cannot take part; raised on all ranks.
 
     Attributes:
@@ -100,50 +101,50 @@ class Exchange:
         problem: str | None = None,
     ) -> None:
         self._group = group
-        mine = (list(layers), dict(settings), problem)
-        everyone = [mine] * process_group.world_size(group)
-        if len(everyone) > 1:
-            dist.all_gather_object(everyone, mine, group=group)
-        for _, _, told in everyone:
-            if told is not None:
-                raise _on_all_ranks(told)
-        for rank, (_, theirs, _) in enumerate(everyone):
-            _check_alike(everyone[0][1], theirs, rank)
-        self.layers = tuple(dict.fromkeys(name for names, _, _ in everyone for name in names))
+        local = (list(layers), dict(settings), problem)
+        gathered = [local] * process_group.world_size(group)
+        if len(gathered) > 1:
+            dist.all_gather_object(gathered, local, group=group)
+        for _, _, problem_of_rank in gathered:
+            if problem_of_rank is not None:
+                raise _on_all_ranks(problem_of_rank)
+        for rank, (_, settings_of_rank, _) in enumerate(gathered):
+            _check_same_settings(gathered[0][1], settings_of_rank, rank)
+        self.layers = tuple(dict.fromkeys(name for names, _, _ in gathered for name in names))
         self._operands = [(layer, role) for layer in self.layers for role in ROLES]
         self._products = [(layer, product) for layer in self.layers for product in PRODUCTS]
         if not self.layers:
             raise _on_all_ranks(
-                "the model has no BitLinear layer whose precision could be chosen: "
+                "the model has no BitLinear layer to choose a precision for: "
                 "call megalowbit.convert(model, recipe) first, or leave speculation out"
             )
 
     def pool(
         self,
-        sheet: RankFindings,
+        found: RankFindings,
         unquantized: Mapping[tuple[str, str], tuple[bool, bool]],
         decisions: Iterable[str],
         device: torch.device,
     ) -> Findings:
-        """Sum a look's findings over all ranks: two small all-reduces and one host read; collective.
+        """Combine a check's findings over all ranks: two small all-reduces and one host read; collective.
 
         Args:
-            sheet: of this rank.
-            unquantized: as in `Findings`, of this rank's layers.
-            decisions: in force during the step, in one order on all ranks.
-            device: where this rank's layers are.
+            found: this rank's findings.
+            unquantized: as in `Findings`, for this rank's layers.
+            decisions: the precisions in force during the step, in the same order on all ranks.
+            device: the device of this rank's layers.
 
         Raises:
-            RuntimeError: ranks have decided differently before.
+            RuntimeError: ranks made different decisions in an earlier check.
         """
         device = process_group.exchange_device(self._group, device)
-        statistics = _rows(self._operands, sheet.statistics, len(COLUMNS), device)
+        statistics = _rows(self._operands, found.statistics, len(COLUMNS), device)
         of = dict(zip(COLUMNS, statistics.unbind(1), strict=True))
-        energies = _rows(self._products, sheet.energies, len(ENERGIES), device)
+        energies = _rows(self._products, found.energies, len(ENERGIES), device)
         sums = torch.cat([_moments(of), energies.flatten()])
-        # NaN, which a library's MAX may drop, is told by the sums
+        # the MAX of some libraries drops NaN; the sums keep it
         magnitudes = of["absmax"].nan_to_num(nan=0.0)
-        maxima = torch.cat([magnitudes, self._flags(sheet, unquantized, decisions).to(device)])
+        maxima = torch.cat([magnitudes, self._flags(found, unquantized, decisions).to(device)])
         if process_group.world_size(self._group) > 1:
             dist.all_reduce(sums, group=self._group)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._group)
@@ -152,14 +153,18 @@ class Exchange:
 
     def _flags(
         self,
-        sheet: RankFindings,
+        found: RankFindings,
         unquantized: Mapping[tuple[str, str], tuple[bool, bool]],
         decisions: Iterable[str],
     ) -> Tensor:
-        """What needs no device, to be maximised: what ran, sides left alone, the fingerprint both ways."""
+        """Flags for the MAX reduction: which products ran, unquantised sides, ± the fingerprint.
+
+        With both signs, MAX gives the largest and the smallest fingerprint: all ranks agree if they are
+        equal.
+        """
         flags: list[float] = []
         for key in self._products:
-            ran, is_verified = key in sheet.energies, sheet.energies.get(key) is not None
+            ran, is_verified = key in found.energies, found.energies.get(key) is not None
             flags += [ran, is_verified, *unquantized.get(key, (False, False))]
         digest = hashlib.blake2b("\n".join(decisions).encode(), digest_size=_FINGERPRINT_BITS // 8).digest()
         fingerprint = float(int.from_bytes(digest, "little"))
@@ -168,8 +173,8 @@ class Exchange:
     def _findings(self, sums: list[float], maxima: list[float]) -> Findings:
         if maxima[-2] != -maxima[-1]:
             raise RuntimeError(
-                "ranks have chosen different precisions for the same products: decisions must be functions "
-                "of what all ranks share; run all ranks on machines of one kind"
+                "ranks have chosen different precisions for the same products, probably because machines "
+                "round differently: run all ranks on machines of one kind"
             )
         operands, products = self._operands, self._products
         width, split = len(MOMENTS), len(MOMENTS) * len(operands)
@@ -196,9 +201,9 @@ class Exchange:
 
 
 def pooled(moments: Sequence[float], absmax: float) -> OperandStatistics:
-    """Statistics of operands together, from their summed `MOMENTS`, the first of which is not zero.
+    """Statistics of several operands together, from their summed `MOMENTS`; the count is not zero.
 
-    All but the count are NaN where a number is not finite.
+    If a number is not finite, all but the count are NaN.
     """
     count = moments[0]
     if not all(map(math.isfinite, (*moments, absmax))):
@@ -222,14 +227,14 @@ def _rows(
     columns: int,
     device: torch.device,
 ) -> Tensor:
-    """What was found for each key, float64 (keys, columns); zeros where nothing was."""
+    """The findings of each key, float64 (keys, columns); zeros for keys without findings."""
     nothing = torch.zeros(columns, dtype=torch.float64, device=device)
     rows = [found.get(key) for key in keys]
     return torch.stack([nothing if row is None else row.to(device) for row in rows])
 
 
 def _moments(of: Mapping[str, Tensor]) -> Tensor:
-    """(operands · moments,) float64 to be summed, operand by operand."""
+    """float64 (operands · moments,), operand by operand: the inputs of the SUM reduction."""
     weighted = [
         of["center"],
         of["sigma"].square() + of["center"].square(),
@@ -240,12 +245,12 @@ def _moments(of: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([of["count"], *(of["count"] * each for each in weighted)], dim=1).flatten()
 
 
-def _check_alike(first: Mapping[str, object], theirs: Mapping[str, object], rank: int) -> None:
-    """Refuse settings of a rank that are not those of rank 0."""
-    for name in first.keys() | theirs.keys():
-        if first.get(name) != theirs.get(name):
+def _check_same_settings(first: Mapping[str, object], others: Mapping[str, object], rank: int) -> None:
+    """Raise if the settings of a rank differ from those of rank 0."""
+    for name in first.keys() | others.keys():
+        if first.get(name) != others.get(name):
             raise _on_all_ranks(
-                f"speculation.{name} is {shown(theirs.get(name))} on rank {rank} and "
+                f"speculation.{name} is {shown(others.get(name))} on rank {rank} and "
                 f"{shown(first.get(name))} on rank 0: give all ranks the same settings"
             )
 

@@ -1,25 +1,27 @@
 """Which precision a product runs at: pure functions of predicted and measured signal-to-noise ratios.
 
-A candidate of the ladder is *safe* while the prediction, and the one that a line through the last looks
-foretells for `lookahead` steps later, both reach its threshold; so must the line through the last two looks
-alone where a fall has begun: by more than `hysteresis_db`, and than the prediction moved between looks
-before. A product leaves an unsafe candidate at once, for the cheapest safe one. It goes to a cheaper
-candidate only after that one has stood `hysteresis_db` above its threshold, trend included, for `patience`
-looks in a row (a product never looked at before: for one), so that a prediction that swings about a threshold
-leaves once and stays away. A measured ratio below the threshold is a miss: the product goes to the last
-candidate, which quantises nothing, until `cooldown` steps have passed; looks in that time count for patience.
-What is decided after step s holds from step s + 1 on.
+Rules:
 
-Predictions are corrected by what was measured: by the *alignment*, how much larger the product's signal is
-than that of independent operands, and by a *correction* of each candidate that the product has run at, what
-that leaves between predicted and measured. Both are running means of a few measurements. They are added to
-the present prediction and to its trend alike, so that what is learnt is never taken for a trend. A candidate
-that a product is kept from by its correction is not measured any more; so the correction fades, and after
-some hundred looks the candidate is tried again.
+- A candidate is *safe* if its predicted SNR reaches its threshold, both now and `lookahead` steps later on a
+  line fitted to the last checks. If the last prediction fell by more than `hysteresis_db`, and by more than
+  any change between the checks before it, the line through the last two checks must reach it as well.
+- A product leaves an unsafe candidate at once and moves to the cheapest safe one.
+- A product moves to a cheaper candidate only if that one was `hysteresis_db` above its threshold, trend
+  included, at `patience` consecutive checks (its first check: at that one alone). A prediction that
+  oscillates around a threshold therefore leaves once and stays away.
+- A measured SNR below the threshold is a miss. The product runs at the last candidate, which quantises
+  nothing, until `cooldown` steps have passed; checks in that time count for `patience`.
+- A decision made after step s is in force from step s + 1.
 
-A prediction that is NaN is unsafe. One of +inf says that a candidate would quantise nothing of the product;
-it is then at the last one, so that nobody counts it as low precision. Not covered: who predicts, measures and
-agrees among ranks; whoever is given the same numbers decides the same.
+Measurements correct the predictions. The *alignment* is how much larger the product's signal is than that of
+independent operands. A *correction* per candidate is the difference between measured and predicted SNR that
+remains. Both are running means of a few measurements, and both are added to the current prediction and to its
+trend, so learning never shows up as a trend. A candidate that is avoided because of its correction is not
+measured any more. Therefore corrections decay, and after some hundred checks the candidate is tried again.
+
+A NaN prediction is unsafe. A prediction of +inf means that the candidate would quantise neither operand; the
+product is then assigned the last candidate, so it does not count as low precision. Not here: prediction,
+measurement and agreement between ranks. The same inputs always give the same decision.
 """
 
 from __future__ import annotations
@@ -36,26 +38,26 @@ from megalowbit.errors import UserError, shown
 from megalowbit.speculation.settings import SpeculationSettings
 
 Reason = Literal["start", "safe", "predicted", "trend", "missed", "waiting", "not finite", "unquantised"]
-FADING = 1 / 128  # of a correction, at each verified look at which the product runs at another candidate
+DECAY = 1 / 128  # of a correction, at each verified check while the product runs at another candidate
 DAMAGED = "the saved state of a product is damaged"
-NEW_SHARE = 0.5  # of a new measurement in a running mean
+RESTART = "start again without the saved decisions"
+NEW_SHARE = 0.5  # weight of a new measurement in a running mean
 
 
-def _begins_with_a_step(look: list[float | None]) -> list[float | None]:
-    step = look[0] if look else None
+def _begins_with_a_step(check: list[float | None]) -> list[float | None]:
+    step = check[0] if check else None
     if step is None or step < 0 or step != int(step):
-        raise ValueError("a look begins with its step")
-    return look
+        raise ValueError("a check begins with its step")
+    return check
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What was predicted at one look.
+    """The predictions of one check.
 
     Attributes:
         step: the optimizer step.
-        predicted: dB for each candidate but the last, neither aligned nor corrected; `None` where it was not
-            finite.
+        predicted: dB for each candidate but the last, without alignment and correction; `None` if not finite.
     """
 
     step: int
@@ -64,26 +66,32 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmState:
-    """All that is remembered of one product between looks.
+    """The state of one product between checks.
 
     Attributes:
-        ladder: the candidates that `history` and `streak` speak of.
+        candidates: the candidates that `history` and `streak` refer to; saved under the key `ladder`.
         precision: the candidate from the next step on.
-        history: the last `trend_window` looks, oldest first.
-        streak: for each candidate but the last, looks in a row at which it could have been entered.
-        blocked_until: the step after which a candidate may be entered again after a miss.
-        hits: verifications whose measured ratio reached the threshold.
-        misses: verifications whose measured ratio did not.
+        history: the last `trend_window` checks, oldest first.
+        streak: for each candidate but the last, the number of consecutive checks at which a product could
+            have moved to it.
+        blocked_until: after a miss, the step after which quantised candidates are allowed again.
+        hits: verifications whose measured SNR reached the threshold.
+        misses: verifications whose measured SNR did not.
         alignment_db: running mean of measured alignments; `None`: never measured.
-        corrections: for each candidate but the last, running mean in dB of what was measured there less what
-            was predicted, alignment included; `None`: never measured there.
-        reason: why `precision` is what it is. "start": nothing decided yet; "safe": the cheapest candidate
-            that may be entered; "predicted", "trend": a cheaper one is, or will be, below its threshold;
-            "missed": was measured below it; "waiting": is not far or not long enough above it; "not finite":
-            has no prediction; "unquantised": would quantise nothing.
+        corrections: for each candidate but the last, running mean in dB of measured minus predicted SNR,
+            with the alignment in the prediction; `None`: never measured at that candidate.
+        reason: why the product runs at `precision`.
+
+            - "start": nothing was decided yet
+            - "safe": the cheapest candidate that the product may move to
+            - "predicted", "trend": a cheaper candidate is, or will be, below its threshold
+            - "missed": a cheaper candidate was measured below its threshold
+            - "waiting": a cheaper candidate is not far enough, or not long enough, above its threshold
+            - "not finite": a cheaper candidate has no prediction
+            - "unquantised": a cheaper candidate would quantise nothing
     """
 
-    ladder: tuple[str, ...]
+    candidates: tuple[str, ...]
     precision: str
     history: tuple[Prediction, ...] = ()
     streak: tuple[int, ...] = ()
@@ -95,25 +103,26 @@ class GemmState:
     reason: Reason = "start"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` gives back an equal state."""
+        """Plain JSON values; `from_dict` restores an equal state."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        history = [[look.step, *look.predicted] for look in self.history]
+        values = {"ladder" if name == "candidates" else name: value for name, value in values.items()}
+        history = [[check.step, *check.predicted] for check in self.history]
         lists = {name: list(values[name]) for name in ("ladder", "streak", "corrections")}
         return {**values, **lists, "history": history}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> GemmState:
-        """Build a state from what `to_dict` gave, through JSON or not.
+        """Build a state from the output of `to_dict`.
 
         Raises:
-            UserError: a key is missing or foreign, or the values do not fit the ladder among them.
+            UserError: a key is missing or unknown, or the values do not match the candidates among them.
         """
-        known = {field.name for field in fields(GemmState)}
+        known = _Saved.model_fields.keys()
         if values.keys() != known:
             wrong = ", ".join(sorted(known ^ values.keys()))
             raise UserError(
-                f"the saved state of a product lacks or does not know {wrong}: it was written by another "
-                "version; start decisions anew"
+                f"the saved state of a product has missing or unknown keys ({wrong}): it was written by "
+                f"another version; {RESTART}"
             )
         try:
             saved = _Saved.model_validate(dict(values))
@@ -121,21 +130,22 @@ class GemmState:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise UserError(
-                f"{DAMAGED}: {where} = {shown(first['input'])}, {first['msg']}; start decisions anew"
+                f"{DAMAGED}: {where} = {shown(first['input'])}, {first['msg']}; {RESTART}"
             ) from None
-        lists = {name: tuple(getattr(saved, name)) for name in ("ladder", "streak", "corrections")}
+        lists = {name: tuple(getattr(saved, name)) for name in ("streak", "corrections")}
         history = tuple(Prediction(step=step, predicted=tuple(dbs)) for step, *dbs in values["history"])
-        state = GemmState(**{**saved.model_dump(), **lists, "history": history})
-        lengths = {len(state.streak), len(state.corrections), *(len(look.predicted) for look in history)}
-        if state.precision not in state.ladder or lengths != {len(state.ladder) - 1}:
+        scalars = saved.model_dump(exclude={"ladder", "history", *lists})
+        state = GemmState(candidates=tuple(saved.ladder), history=history, **scalars, **lists)
+        lengths = {len(state.streak), len(state.corrections), *(len(check.predicted) for check in history)}
+        if state.precision not in state.candidates or lengths != {len(state.candidates) - 1}:
             raise UserError(
-                f"{DAMAGED}: it does not fit its ladder {shown(state.ladder)}; start decisions anew"
+                f"{DAMAGED}: it does not match its candidates {shown(state.candidates)}; {RESTART}"
             )
         return state
 
 
 class _Saved(BaseModel):
-    """What `GemmState.to_dict` writes, type by type."""
+    """The keys and types that `GemmState.to_dict` writes."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -152,118 +162,119 @@ class _Saved(BaseModel):
 
 
 class Policy:
-    """Decides for one product after another; holds settings alone."""
+    """The decision rules under given settings; each product's state is passed in and returned."""
 
     def __init__(self, settings: SpeculationSettings):
         self.settings = settings
-        self.ladder = settings.ladder
-        self._thresholds = tuple(settings.threshold(candidate) for candidate in self.ladder[:-1])
+        self.candidates = settings.candidates
+        self._thresholds = tuple(settings.threshold(candidate) for candidate in self.candidates[:-1])
 
     def start(self) -> GemmState:
-        """The state of a product before its first look: at the last candidate."""
+        """The state of a product before its first check: at the last candidate."""
         candidates = len(self._thresholds)
         return GemmState(
-            ladder=self.ladder,
-            precision=self.ladder[-1],
+            candidates=self.candidates,
+            precision=self.candidates[-1],
             streak=(0,) * candidates,
             corrections=(None,) * candidates,
         )
 
     def restore(self, values: Mapping[str, Any]) -> GemmState:
-        """A state saved with this policy's ladder.
+        """A state saved with this policy's candidates.
 
         Raises:
-            UserError: it belongs to another ladder, or `GemmState.from_dict` refuses it.
+            UserError: it was saved with other candidates, or `GemmState.from_dict` rejects it.
         """
         state = GemmState.from_dict(values)
-        if state.ladder != self.ladder:
+        if state.candidates != self.candidates:
             raise UserError(
-                f"the saved state belongs to the ladder {', '.join(state.ladder)}, not to "
-                f"{', '.join(self.ladder)}: set speculation.ladder to the former, or start decisions anew"
+                f"the saved state has the candidates {', '.join(state.candidates)}, not "
+                f"{', '.join(self.candidates)}: set speculation.candidates to those, or {RESTART}"
             )
         return state
 
     def corrected(self, state: GemmState, predicted: Sequence[float]) -> tuple[float, ...]:
-        """Predictions with the product's alignment and each candidate's correction, as decisions take them.
+        """Predictions plus the product's alignment and each candidate's correction, as decisions use them.
 
-        In dB, one for each candidate of the ladder, the last one included.
+        In dB, one for each candidate, the last one included.
 
         Raises:
-            ValueError: there is not one for each candidate.
+            ValueError: the number of predictions is not that of the candidates.
         """
-        if len(predicted) != len(self.ladder):
-            raise ValueError(f"predictions must be one for each of {self.ladder}, not {len(predicted)}")
+        if len(predicted) != len(self.candidates):
+            raise ValueError(f"expected one prediction for each of {self.candidates}, got {len(predicted)}")
         return tuple(float(db) + self._offset(state, candidate) for candidate, db in enumerate(predicted))
 
     def align(self, state: GemmState, alignment_db: float) -> GemmState:
-        """Take a measured signal over that of independent operands into its running mean, if it is finite."""
+        """Update the running mean of the alignment; a measurement that is not finite is ignored."""
         return replace(state, alignment_db=_averaged(state.alignment_db, alignment_db))
 
     def correct(self, state: GemmState, precision: str, residual_db: float) -> GemmState:
-        """Take what a measurement says of a candidate's predictions into their correction, if it is finite.
+        """Update the correction of a candidate; a residual that is not finite is ignored.
 
-        The residual is measured less predicted, with the alignment that was measured in the same step; the
-        candidate is any but the last.
+        The residual is the measured SNR minus the predicted SNR, with the alignment measured in the same
+        step. The candidate is any but the last.
         """
         corrections = list(state.corrections)
-        candidate = self.ladder.index(precision)
+        candidate = self.candidates.index(precision)
         corrections[candidate] = _averaged(corrections[candidate], residual_db)
         return replace(state, corrections=tuple(corrections))
 
-    def fade(self, state: GemmState, precision: str) -> GemmState:
-        """Trust corrections a little less, but that of `precision`, which it ran at and is measured."""
+    def decay(self, state: GemmState, precision: str) -> GemmState:
+        """Reduce all corrections a little, except that of `precision`, which was just measured."""
         corrections = tuple(
-            known if known is None or candidate == precision else known * (1 - FADING)
-            for candidate, known in zip(self.ladder[:-1], state.corrections, strict=True)
+            known if known is None or candidate == precision else known * (1 - DECAY)
+            for candidate, known in zip(self.candidates[:-1], state.corrections, strict=True)
         )
         return replace(state, corrections=corrections)
 
     def decide(self, state: GemmState, step: int, predicted: Sequence[float]) -> GemmState:
-        """Choose the candidate for the steps after this one; `verify` of the same step comes first.
+        """Choose the candidate for the steps after this one. Call `verify` for the same step first.
 
-        Predictions are in dB for each candidate of the ladder, without alignment and correction; inf for the
-        last one.
+        Predictions are in dB, one for each candidate, without alignment and correction; inf for the last one.
 
         Raises:
-            ValueError: there is not one prediction for each candidate.
+            ValueError: the number of predictions is not that of the candidates.
         """
         now = self.corrected(state, predicted)[:-1]
-        look = Prediction(step=step, predicted=tuple(map(finite_or_none, predicted[:-1])))
-        history = (*state.history, look)[-self.settings.trend_window :]
+        newest = Prediction(step=step, predicted=tuple(map(finite_or_none, predicted[:-1])))
+        history = (*state.history, newest)[-self.settings.trend_window :]
         worst = [self._worst(state, history, candidate, db) for candidate, db in enumerate(now)]
         margin = self.settings.hysteresis_db
         streak = tuple(
-            before + 1 if db >= bar + margin else 0
-            for before, db, bar in zip(state.streak, worst, self._thresholds, strict=True)
+            before + 1 if db >= threshold + margin else 0
+            for before, db, threshold in zip(state.streak, worst, self._thresholds, strict=True)
         )
         patience = self.settings.patience if state.history else 1
-        current = self.ladder.index(state.precision)
-        # a cheaper candidate has to have earned it; the present and dearer ones need to be safe, no more
-        is_open = [
-            streak[candidate] >= patience if candidate < current else worst[candidate] >= bar
-            for candidate, bar in enumerate(self._thresholds)
+        current = self.candidates.index(state.precision)
+        # a cheaper candidate needs hysteresis and patience; the present one and costlier ones must be safe
+        is_allowed = [
+            streak[candidate] >= patience if candidate < current else worst[candidate] >= threshold
+            for candidate, threshold in enumerate(self._thresholds)
         ]
         if step < state.blocked_until:
-            is_open = []
-        chosen = is_open.index(True) if True in is_open else len(worst)
+            is_allowed = []
+        chosen = is_allowed.index(True) if True in is_allowed else len(worst)
         reason = self._reason(state, chosen, step, now, worst)
-        return replace(state, precision=self.ladder[chosen], history=history, streak=streak, reason=reason)
+        return replace(
+            state, precision=self.candidates[chosen], history=history, streak=streak, reason=reason
+        )
 
     def verify(self, state: GemmState, step: int, measured_db: float) -> tuple[GemmState, bool | None]:
-        """Compare a measured ratio, inf without noise, with the threshold of the candidate the step ran at.
+        """Compare a measured SNR (inf without noise) with the threshold of the candidate the step ran at.
 
         Returns:
-            The state, and whether it was a hit; `None` where the step ran at the last candidate, or the ratio
-            is NaN (no signal, or values that were not finite), which says nothing about the candidate.
+            The new state, and whether it was a hit. `None` if the step ran at the last candidate, or if the
+            SNR is NaN (no signal, or values that were not finite).
         """
-        candidate = self.ladder.index(state.precision)
+        candidate = self.candidates.index(state.precision)
         if candidate == len(self._thresholds) or math.isnan(measured_db):
             return state, None
         if measured_db >= self._thresholds[candidate]:
             return replace(state, hits=state.hits + 1), True
         return replace(
             state,
-            precision=self.ladder[-1],
+            precision=self.candidates[-1],
             misses=state.misses + 1,
             blocked_until=step + self.settings.cooldown,
             streak=(0,) * len(self._thresholds),
@@ -276,33 +287,33 @@ class Policy:
         return (state.alignment_db or 0.0) + (state.corrections[candidate] or 0.0)
 
     def _worst(self, state: GemmState, history: Sequence[Prediction], candidate: int, now: float) -> float:
-        """The lower one of a candidate's predictions now and later; NaN where there is none."""
+        """The lowest of a candidate's predictions, now and `lookahead` steps later; NaN if there is none."""
         if not math.isfinite(now):
             return math.nan
         if not self.settings.lookahead:
             return now
-        known = [(look.step, look.predicted[candidate]) for look in history]
+        known = [(check.step, check.predicted[candidate]) for check in history]
         points = [(step, db) for step, db in known if db is not None]
         until = history[-1].step + self.settings.lookahead
         later = [line_at(points, until)]
         if _has_begun_to_fall([db for _, db in points], self.settings.hysteresis_db):
-            later.append(line_at(points[-2:], until))  # the line of all is slow to see it
+            later.append(line_at(points[-2:], until))  # the line through all points reacts too slowly
         return min([now, *(db + self._offset(state, candidate) for db in later if db is not None)])
 
     def _reason(
         self, state: GemmState, chosen: int, step: int, now: Sequence[float], worst: Sequence[float]
     ) -> Reason:
-        current, last = self.ladder.index(state.precision), len(now)
+        current, last = self.candidates.index(state.precision), len(now)
         if not last:
-            return state.reason  # a ladder of one candidate
+            return state.reason  # bf16 is the only candidate
         if step < state.blocked_until:
             return "missed"
         if chosen < current:
             return "safe"
-        # the candidate that it leaves, or else the cheapest of those it is kept from
+        # the candidate the product leaves or stays at; from the last one, the cheapest that it cannot move to
         candidate = current if current < last else 0
-        is_told = current < last or state.reason in ("predicted", "trend")
-        if chosen == current and is_told and math.isfinite(now[candidate]):
+        is_explained = current < last or state.reason in ("predicted", "trend")
+        if chosen == current and is_explained and math.isfinite(now[candidate]):
             return state.reason
         if now[candidate] == math.inf:
             return "unquantised"
@@ -314,25 +325,25 @@ class Policy:
 
 
 def finite_or_none(value: float) -> float | None:
-    """A number that files can hold, or `None`."""
+    """The value, or `None` if it is not finite and JSON cannot represent it."""
     return float(value) if math.isfinite(value) else None
 
 
 def _averaged(mean: float | None, new: float) -> float | None:
-    """A running mean after one more measurement; one that is not finite says nothing."""
+    """A running mean after one more measurement, which is ignored if it is not finite."""
     if not math.isfinite(new):
         return mean
     return new if mean is None else mean + NEW_SHARE * (new - mean)
 
 
 def _has_begun_to_fall(values: Sequence[float], least: float) -> bool:
-    """Whether the last step down is more than `least`, and more than any step up or down before it."""
+    """Whether the last change is a drop by more than `least`, and larger than any change before it."""
     steps = [after - before for before, after in itertools.pairwise(values)]
     return bool(steps) and -steps[-1] > max([least, *map(abs, steps[:-1])])
 
 
 def line_at(points: Iterable[tuple[float, float]], x: float) -> float | None:
-    """Value at x of the least-squares line through points (x, y); `None` where they determine none."""
+    """Value at x of the least-squares line through points (x, y); `None` if they do not determine a line."""
     pairs = list(points)
     if len(pairs) < 2:
         return None

@@ -1,15 +1,15 @@
-"""The candidates of a ladder: which quantisers a product's operands get at each precision.
+"""The candidate precisions: which quantizers a product's operands get at each of them.
 
     output = input · weightᵀ      grad_input = grad_output · weight      grad_weight = grad_outputᵀ · input
 
 A choice names one precision for each product; `recipe_with` turns it into the recipe a layer runs with.
-Output gradients are rounded stochastically at every candidate: errors of rounding to nearest would add up in
-grad_weight as its signal does, unforeseen by any noise model. A tensor that two products want alike is
-quantised once. What the base recipe leaves in high precision stays so at every candidate, as a late switch
-wants it.
+Output gradients are rounded stochastically at every candidate. With rounding to nearest, their errors would
+add up coherently in grad_weight, as its signal does, and no noise model would predict that. A tensor that two
+products take in the same precision is quantised once. Operands that the base recipe leaves in high precision
+stay there at every candidate, which also keeps a late switch in force.
 
-Not covered: layouts with a copy of its own for each product, splits, Hadamard transforms and GEMMs in FP8 or
-FP4. They tie the products of a layer to each other; `check_base` refuses them.
+Not supported: layouts with a separate copy for each product, splits, Hadamard transforms, and GEMMs in FP8 or
+FP4. They make the products of a layer depend on each other; `check_base` rejects them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ GRADIENT_FIELD = "q_backward_outputgrad"
 
 
 class Precision(NamedTuple):
-    """One candidate: names of the quantisers for inputs and weights, and for output gradients."""
+    """One candidate: the quantizer of inputs and weights, and that of output gradients."""
 
     operand: str
     gradient: str
 
 
-# All candidates there are, cheapest first. Scales: one a tensor; `nvfp4` has one for 16 elements besides,
-# `mixed` one for 128, whose sign says whether they are INT8 or E5M2.
+# All candidates, cheapest first. Each has one scale per tensor, except that `nvfp4` also has one per 16
+# elements, and `mixed` has one per 128 elements, whose sign says whether they are INT8 or E5M2.
 PRECISIONS = MappingProxyType(
     {
         "int4": Precision("int4", "int4:sr"),
@@ -56,7 +56,7 @@ PRECISIONS = MappingProxyType(
 
 @functools.lru_cache(maxsize=64)
 def quantizers_of(precision: str, product: str) -> tuple[str, str]:
-    """Quantiser names of a product's left and right operand, in the order of `OPERANDS`.
+    """Quantizer names of a product's left and right operand, in the order of `OPERANDS`.
 
     Raises:
         UserError: there is no such precision or product.
@@ -72,15 +72,15 @@ def recipe_with(base: Recipe, choice: Sequence[str]) -> Recipe:
     """The base recipe with its products at the chosen precisions.
 
     Args:
-        base: what a layer would run without speculation; `check_base` accepts it.
+        base: the recipe of a layer without speculation; `check_base` accepts it.
         choice: names of precisions, in the order of `PRODUCTS`.
 
     Returns:
-        A recipe called after base and choice: "speculative-int8, int8/int8/bf16". Equal arguments give the
+        A recipe named after base and choice: "speculative-int8, int8/int8/bf16". Equal arguments return the
         same object.
 
     Raises:
-        UserError: a precision is unknown, or there is not one for each product.
+        UserError: a precision is unknown, or their number is not that of the products.
     """
     return _recipe_with(base, tuple(choice))
 
@@ -88,7 +88,7 @@ def recipe_with(base: Recipe, choice: Sequence[str]) -> Recipe:
 @functools.lru_cache(maxsize=1024)
 def _recipe_with(base: Recipe, choice: tuple[str, ...]) -> Recipe:
     if len(choice) != len(PRODUCTS):
-        raise UserError(f"a choice names a precision for each of {', '.join(PRODUCTS)}, not {shown(choice)}")
+        raise UserError(f"expected a precision for each of {', '.join(PRODUCTS)}, got {shown(choice)}")
     output, grad_input, grad_weight = map(_precision, choice)
     wanted = {
         "q_forward_input": output.operand,
@@ -100,7 +100,7 @@ def _recipe_with(base: Recipe, choice: tuple[str, ...]) -> Recipe:
     changes: dict[str, Any] = {
         field: name for field, name in wanted.items() if not _is_identity(getattr(base, field))
     }
-    # the base may leave the gradient alone in one of its two products only
+    # the base recipe may leave the output gradient unquantised in one of its two products only
     for_weight = base.outputgrad_for_weight
     if not _is_identity(for_weight):
         for_weight = grad_weight.gradient
@@ -110,11 +110,11 @@ def _recipe_with(base: Recipe, choice: tuple[str, ...]) -> Recipe:
 
 
 def check_base(recipe: Recipe) -> None:
-    """Refuse a recipe whose products cannot each have a precision of their own.
+    """Reject a recipe for which products cannot have different precisions.
 
     Raises:
-        UserError: it quantises nothing, splits operands or weights, has copies for each product, a Hadamard
-            transform or GEMMs in other than bf16, or repeats another repository's arithmetic.
+        UserError: the recipe quantises nothing, splits operands or weights, has separate copies for each
+            product, a Hadamard transform or a GEMM that is not bf16, or uses `seed_compat`.
     """
     begin = f"speculation cannot choose precisions for recipe {recipe.name!r}:"
     if not recipe.quantizes:
@@ -123,25 +123,24 @@ def check_base(recipe: Recipe) -> None:
         )
     for field in SPLIT_FIELDS:
         if getattr(recipe, field) is not None:
-            raise UserError(f"{begin} {field} splits what a product would get; set {field} to null")
+            raise UserError(f"{begin} {field} splits an operand; set {field} to null")
     if recipe.hadamard:
         raise UserError(
-            f"{begin} hadamard transforms what a product would get; set hadamard to false and layout to "
-            '"single_copy"'
+            f'{begin} hadamard transforms operands; set hadamard to false and layout to "single_copy"'
         )
     if recipe.layout != "single_copy":
         raise UserError(
-            f"{begin} layout {recipe.layout!r} needs blocks along the axis summed over, which most "
-            'precisions have not; set layout to "single_copy"'
+            f"{begin} layout {recipe.layout!r} needs blocks along the summed axis, which most precisions do "
+            'not have; set layout to "single_copy"'
         )
     if recipe.gemm != "bf16":
-        raise UserError(f'{begin} gemm {recipe.gemm!r} multiplies one format only; set gemm to "bf16"')
+        raise UserError(f'{begin} gemm {recipe.gemm!r} supports one format only; set gemm to "bf16"')
     for field in (*OPERAND_FIELDS, OWN_GRADIENT):
         name = getattr(recipe, field)
         if name is not None and "seed_compat" in name.split(":"):
             raise UserError(
-                f"{begin} {field} = {name!r} repeats another repository's arithmetic, which no rung has; "
-                'name another quantizer, or set recipe to "speculative-int8"'
+                f"{begin} {field} = {name!r} uses the arithmetic of another repository, which no candidate "
+                'does; choose another quantizer, or set recipe to "speculative-int8"'
             )
 
 

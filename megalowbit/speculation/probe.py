@@ -1,15 +1,18 @@
-"""What is taken from one use of a layer: statistics of its operands, and how far its products are off.
+"""Measures one use of a layer: statistics of its operands, and the noise of its products.
 
-A `ProductProbe` is what a layer shows its operands to in a step that is looked at. It keeps a few numbers of
-each on the device, in a `RankFindings`, and waits for nothing. Where products are verified too, it takes
-sampled rows and columns of the operands and compares their product in float64, from the operands as they
-were, with what the layer made of them: signal "all" with the product as it came out, signal "bulk" with that
-of the quantised operands, elements beyond 6 σ set to zero in both. Samples of input and weight are kept until
-backward; whole tensors never are.
+In a check, a layer passes its operands and products to a `ProductProbe`. The probe stores a few numbers of
+each on the device, in a `RankFindings`; the host does not wait. In a verified check it also samples rows and
+columns of the unquantised operands and multiplies them in float64, as the reference. It compares the
+reference with
 
-All draws are addressed by layer, role and step: they touch no generator of torch's, and data-parallel ranks
-take the same places of their own data. Not covered: operands with a copy for each product, or with a low-rank
-part; `precisions.check_base` refuses recipes that have them.
+- signal "all": the product as the layer computed it;
+- signal "bulk": the product of the quantised operands, with elements beyond 6 σ set to zero on both sides.
+
+Samples of input and weight are kept until backward; full tensors never are.
+
+Random draws depend on layer, role and step. They do not use torch's generators, and data-parallel ranks draw
+the same positions of their own data. Not supported: operands with a separate copy for each product or with a
+low-rank part; `precisions.check_base` rejects recipes that have them.
 """
 
 from __future__ import annotations
@@ -31,19 +34,19 @@ from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS, OUTLIER_SIGMAS
 
 ROLES = ("input", "weight", "grad_output")
-ENERGIES = ("signal", "noise", "expected")  # of the compared entries
+ENERGIES = ("signal", "noise", "expected")  # sums of squares over the compared entries
 _AXES = {"input": ("tokens", "inputs"), "weight": ("outputs", "inputs"), "grad_output": ("tokens", "outputs")}
-# along which axis of its left and right operand a product has its rows and columns
+# axis of the left operand that gives the product's rows, and axis of the right operand that gives its columns
 _SIDES = {"output": (0, 0), "grad_input": (0, 1), "grad_weight": (1, 1)}
 
 
 @dataclass
 class RankFindings:
-    """What a step's probes have found on this rank; all tensors stay on their device.
+    """Findings of a step's probes on this rank; all tensors stay on their device.
 
     Attributes:
         statistics: (layer, role) → float64 in the order of `COLUMNS`.
-        energies: (layer, product) → float64 in the order of `ENERGIES`; `None`: it ran, and was not verified.
+        energies: (layer, product) → float64 in the order of `ENERGIES`; `None`: it ran but was not verified.
     """
 
     statistics: dict[tuple[str, str], Tensor] = field(default_factory=dict)
@@ -52,46 +55,46 @@ class RankFindings:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionCheck:
-    """How a step is looked at.
+    """The parameters of one check.
 
     Attributes:
-        step: the optimizer step, part of all addresses of random numbers.
-        estimator: how operands are described.
-        signal: "bulk" or "all", of verifications.
-        verify_size: rows and columns compared; 0: no product is.
-        sheet: where findings go.
+        step: the optimizer step; part of every random key.
+        estimator: how operand statistics are estimated.
+        signal: "bulk" or "all", for verification.
+        verify_size: number of rows and columns to compare; 0: no verification.
+        findings: where the probes store their findings.
     """
 
     step: int
     estimator: EstimatorSettings
     signal: Literal["bulk", "all"]
     verify_size: int
-    sheet: RankFindings
+    findings: RankFindings
 
 
 class Sample(NamedTuple):
-    """Some rows or columns of an operand as the layer got it: (sampled, inner), in its dtype."""
+    """Some rows or columns of an unquantised operand: (sampled, inner), in its dtype."""
 
     values: Tensor
     statistics: Tensor
 
 
 class ProductProbe:
-    """The layers' `Probe` of one use."""
+    """Implements the layers' `Probe` for one use."""
 
-    def __init__(self, look: PrecisionCheck, layer: str) -> None:
-        self._look = look
+    def __init__(self, check: PrecisionCheck, layer: str) -> None:
+        self._check = check
         self._layer = layer
         self._places: dict[str, Tensor] = {}  # axis → indices
-        self._samples: dict[tuple[str, int], Sample] = {}  # (role, axis) → what a product will be compared of
+        self._samples: dict[tuple[str, int], Sample] = {}  # (role, axis) → sample for the comparison
 
     @torch.no_grad()
-    def look(self, role: str, operand: Tensor) -> Tensor | None:
-        """See `layers.matmul.slots.Probe.look`."""
+    def observe_operand(self, role: str, operand: Tensor) -> Tensor | None:
+        """See `layers.matmul.slots.Probe.observe_operand`."""
         x = operand.detach()
-        found = estimate(x, self._look.estimator, _key(self._layer, role, self._look.step))
-        self._look.sheet.statistics[self._layer, role] = found
-        if self._look.verify_size:
+        found = estimate(x, self._check.estimator, _key(self._layer, role, self._check.step))
+        self._check.findings.statistics[self._layer, role] = found
+        if self._check.verify_size:
             matrix = x.reshape(matrix_shape(x.shape))
             for axis in {axis for wanted, axis in _samples_of() if wanted == role}:
                 places = self._places_of(_AXES[role][axis], matrix.shape[axis], x.device)
@@ -99,18 +102,18 @@ class ProductProbe:
         return found[COLUMNS.index("absmax")].to(torch.float32)
 
     @torch.no_grad()
-    def product(
+    def observe_product(
         self, product: str, left: MatmulOperand, right: MatmulOperand, result: Tensor, bias: Tensor | None
     ) -> None:
-        """See `layers.matmul.slots.Probe.product`."""
-        self._look.sheet.energies[self._layer, product] = None
+        """See `layers.matmul.slots.Probe.observe_product`."""
+        self._check.findings.energies[self._layer, product] = None
         roles, axes = OPERANDS[product], _SIDES[product]
         places = [self._places.get(_AXES[role][axis]) for role, axis in zip(roles, axes, strict=True)]
         sides = [self._samples.pop((role, axis), None) for role, axis in zip(roles, axes, strict=True)]
         if sides[0] is None or sides[1] is None or places[0] is None or places[1] is None:
             return  # not verified
         rows, cols = places[0], places[1]
-        if self._look.signal == "all":
+        if self._check.signal == "all":
             matrix = result.detach().reshape(matrix_shape(result.shape))
             made = matrix.index_select(0, rows).index_select(1, cols).double()
             if bias is not None:
@@ -119,20 +122,20 @@ class ProductProbe:
         else:
             quantized = _taken(_values(left), axes[0], rows), _taken(_values(right), axes[1], cols)
             found = _energies_of_bulk(sides[0], sides[1], *quantized)
-        self._look.sheet.energies[self._layer, product] = found
+        self._check.findings.energies[self._layer, product] = found
 
     def _places_of(self, axis: str, length: int, device: torch.device) -> Tensor:
         places = self._places.get(axis)
         if places is None:
-            key = _key(self._layer, axis, self._look.step)
-            places = self._places[axis] = sampled_places(length, self._look.verify_size, key, device)
+            key = _key(self._layer, axis, self._check.step)
+            places = self._places[axis] = sampled_places(length, self._check.verify_size, key, device)
         return places
 
 
 def sampled_places(length: int, size: int, key: RandomKey, device: torch.device) -> Tensor:
-    """Ascending places along an axis, one drawn from each of `size` equal stretches: int64 (size,).
+    """Ascending indices along an axis, one drawn from each of `size` equal sections: int64 (size,).
 
-    All of it, int64 (length,), where it is no longer than `size`.
+    All indices, int64 (length,), if the axis is no longer than `size`.
     """
     places = torch.arange(min(length, size), dtype=torch.int64, device=device)
     if length <= size:
@@ -143,18 +146,18 @@ def sampled_places(length: int, size: int, key: RandomKey, device: torch.device)
 
 
 def _samples_of() -> list[tuple[str, int]]:
-    """(role, axis) of all samples that products are compared of."""
+    """(role, axis) of all samples that verification needs."""
     return [side for product in PRODUCTS for side in zip(OPERANDS[product], _SIDES[product], strict=True)]
 
 
 def _taken(matrix: Tensor, axis: int, places: Tensor) -> Tensor:
-    """Rows or columns at `places`, as rows."""
+    """The rows (axis 0) or columns (axis 1) at `places`, as rows."""
     taken = matrix.index_select(axis, places)
     return taken.t() if axis else taken
 
 
 def _values(factor: MatmulOperand) -> Tensor:
-    """The operand's matrix as it was multiplied, its scale included."""
+    """The operand's matrix as it was multiplied, including its scale."""
     assert not factor.is_transposed  # no copy for each product
     assert factor.low_rank is None
     tensor = factor.tensor
@@ -166,13 +169,13 @@ def _values(factor: MatmulOperand) -> Tensor:
 
 
 def _energies_of_all(left: Sample, right: Sample, made: Tensor) -> Tensor:
-    """Energies of a product's entries, of which `made` (rows, cols) is what the layer computed, no bias."""
+    """Energies of sampled entries of a product; `made` (rows, cols) is the computed one, without bias."""
     exact = left.values.double() @ right.values.double().t()
     return _energies(exact, made, left, right, lambda of: of["power"])
 
 
 def _energies_of_bulk(left: Sample, right: Sample, made_left: Tensor, made_right: Tensor) -> Tensor:
-    """The same where elements beyond 6 σ are zero, in operands as they were and as they were multiplied."""
+    """The same with elements beyond 6 σ set to zero, in the unquantised and in the multiplied operands."""
     is_left, is_right = _is_bulk(left), _is_bulk(right)
     exact, made = (
         torch.where(is_left, rows.double(), 0.0) @ torch.where(is_right, cols.double(), 0.0).t()
@@ -189,7 +192,7 @@ def _is_bulk(sample: Sample) -> Tensor:
 def _energies(
     exact: Tensor, made: Tensor, left: Sample, right: Sample, power: Callable[[dict[str, Tensor]], Tensor]
 ) -> Tensor:
-    """float64 in the order of `ENERGIES`; what is expected is the signal of operands that are independent."""
+    """float64 in the order of `ENERGIES`; "expected" is the signal of independent operands."""
     inner = left.values.shape[1]
     expected = exact.numel() * inner * power(_columns(left)) * power(_columns(right))
     return torch.stack([exact.square().sum(), (made - exact).square().sum(), expected])

@@ -1,8 +1,8 @@
-"""What a look at a model's products found and decided, as plain values.
+"""Results of precision checks as plain values.
 
-A look happens on some optimizer steps only; a `SpeculationReport` tells of one, `SpeculationTotals` of all
-steps so far. Nothing here holds a tensor: both are written to files and compared between ranks.
-Signal-to-noise ratios are in decibels, ratios of magnitudes (`left_ratio`, `right_ratio`) plain numbers.
+A `SpeculationReport` holds the results and decisions of one check, `SpeculationTotals` those of all steps so
+far. Neither holds tensors, because both are written to files and compared between ranks. Signal-to-noise
+ratios are in dB; `left_ratio` and `right_ratio` are plain ratios of magnitudes.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class GemmRow:
-    """One product of one layer in a step that was looked at, at the precision it ran at in that step.
+    """One product of one layer in a step with a check.
 
     Attributes:
         layer: the layer's name.
         product: "output", "grad_input" or "grad_weight".
-        precision: what it ran at in this step; a `Change` says what follows.
-        predicted_db: signal-to-noise ratio foretold for `precision` from this step's statistics, the
-            alignment and the correction known before the step; `None` at bf16, and where statistics were not
-            finite.
-        measured_db: the ratio found by verification; `None` where nothing was verified, at bf16, and where
-            there was no signal, or no finite number to measure.
-        is_hit: whether the measured ratio reached the threshold of `precision`; `None` where nothing was
-            verified, at bf16, and where there was no signal.
-        reason: why it ran at `precision`.
-        left_ratio: largest magnitude over sigma of the bulk, of the left operand; `None` without a sigma.
-        right_ratio: likewise of the right operand.
+        precision: what it ran at in this step; a `Change` has the next precision.
+        predicted_db: SNR predicted for `precision` from this step's statistics, with the alignment and the
+            correction known before the step. `None` at bf16, and if statistics were not finite.
+        measured_db: SNR measured by verification. `None` at bf16, if nothing was verified, and if there was
+            no signal or no finite number.
+        is_hit: whether the measured SNR reached the threshold of `precision`. `None` at bf16, if nothing was
+            verified, and if there was no signal.
+        reason: why it ran at `precision`; see `policy.GemmState`.
+        left_ratio: largest magnitude of the left operand over the σ of its bulk; `None` without a σ.
+        right_ratio: the same for the right operand.
     """
 
     layer: str
@@ -44,15 +43,15 @@ class GemmRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A product that runs at another precision from the next step on.
+    """A product that changes its precision after this step.
 
     Attributes:
         layer: the layer's name.
         product: "output", "grad_input" or "grad_weight".
         before: precision of this step.
         after: precision from the next step on.
-        reason: why.
-        predicted_db: signal-to-noise ratio foretold for `after`; `None` as in `GemmRow`.
+        reason: why; see `policy.GemmState`.
+        predicted_db: SNR predicted for `after`; `None` as in `GemmRow`.
     """
 
     layer: str
@@ -65,15 +64,15 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationReport:
-    """What one look found; the same on all ranks.
+    """Results and decisions of one check; identical on all ranks.
 
     Attributes:
-        step: the optimizer step looked at, counted from 0.
+        step: the optimizer step of the check, counted from 0.
         rows: every product that ran in this step, layers in the model's order.
-        changes: products that run at another precision from the next step on.
-        shares: precision → share of the products that ran at it in this step; the whole ladder.
-        hits: verified products of this look that reached their threshold.
-        misses: verified products of this look that did not.
+        changes: products that change their precision after this step.
+        shares: candidate → share of the products that ran at it in this step; includes all candidates.
+        hits: verified products of this check that reached their threshold.
+        misses: verified products of this check that did not.
     """
 
     step: int
@@ -86,11 +85,11 @@ class SpeculationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationTotals:
-    """All steps so far, each product of each step counted once.
+    """Totals over all steps so far; each product counts once a step.
 
     Attributes:
-        shares: precision → mean share of products that ran at it.
-        share_8bit: mean share of products that ran at 8 bits or fewer.
+        shares: precision → mean share of the products that ran at it.
+        share_8bit: mean share of the products that ran at 8 bits or fewer.
         hits: verified products that reached their threshold.
         misses: verified products that did not.
         changes: changes of precision.
@@ -106,6 +105,6 @@ class SpeculationTotals:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of verified products that reached their threshold; `None` where none was verified."""
+        """Share of verified products that reached their threshold; `None` if none was verified."""
         verified = self.hits + self.misses
         return self.hits / verified if verified else None

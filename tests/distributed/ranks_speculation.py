@@ -14,8 +14,9 @@ from megalowbit.speculation.controller import PrecisionController
 
 STEPS, WIDE, ROWS = 7, 48, 64
 SETTINGS = {
-    "ladder": ["int8", "fp8", "bf16"], "threshold_db": {"int8": 32, "fp8": 20}, "every": 2, "lookahead": 4,
-    "verify_every": 2, "verify_size": 16, "estimator": {"sample": 1 << 20}, "use_alignment": False,
+    "candidates": ["int8", "fp8", "bf16"], "threshold_db": {"int8": 32, "fp8": 20}, "every": 2,
+    "lookahead": 4, "verify_every": 2, "verify_size": 16, "estimator": {"sample": 1 << 20},
+    "use_alignment": False,
 }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def line_of(action):
 def refusals(rank, own_group):
     wrong, right = model(**EQUAL), model(seed=SEED, rank=rank)
     ddp_of_wrong, ddp_of_right = map(torch.nn.parallel.DistributedDataParallel, (wrong, right))
-    settings = {"ladder": ["fp8", "bf16"]}
+    settings = {"candidates": ["fp8", "bf16"]}
     sharded = model(**EQUAL)
     sharded[0].weight.tensor_model_parallel = True
     return {

@@ -44,11 +44,11 @@ class Choosing:
     def probe(self, layer, use):
         return self
 
-    def look(self, role, operand):
+    def observe_operand(self, role, operand):
         self.events.append([role, operand.numel()])
         return operand.float().abs().amax()
 
-    def product(self, product, left, right, result, bias):
+    def observe_product(self, product, left, right, result, bias):
         """How far the result is from this rank's own product, in float64."""
         left, right = (value(factor.tensor) for factor in (left, right))
         if product == "output":

@@ -97,7 +97,13 @@ def fp16(*, steps=6, recipe="nvfp4", **scaler):
 WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 HIGH = {"initial_scale": 2.0**20}  # of which gradients overflow
 QUICK = {"type": "dynamic", **HIGH, "growth_interval": 2, "hysteresis": 1}
-SPECULATION = {"ladder": ["int8", "fp8", "bf16"], "every": 1, "lookahead": 2, "patience": 1, "cooldown": 2}
+SPECULATION = {
+    "candidates": ["int8", "fp8", "bf16"],
+    "every": 1,
+    "lookahead": 2,
+    "patience": 1,
+    "cooldown": 2,
+}
 SPLIT = {"rank": 4, "warmup_steps": 1, "merge_steps": 2, "merged_lr": 1e-3}
 TP2 = {"tensor_parallel": {"autotp_size": 2}}
 PP2 = {"pipeline": {"stages": 2}}

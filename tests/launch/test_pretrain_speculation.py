@@ -72,7 +72,7 @@ def test_two_processes_decide_together_and_one_of_them_writes(killed, resumed):
     hits = sum(row["is_hit"] for row in verified)
     assert last["speculation/hit_rate"] == pytest.approx(hits / len(verified))
     assert summary(folder)["hits"] == hits
-    assert resumed.count("ladder    int8, fp8, bf16 at 20 dB; a look every 2 steps, 1 of 2 verified") == 1
+    assert resumed.count("speculate int8, fp8, bf16 at 20 dB; check every 2 steps, 1 of 2 verified") == 1
     assert output.count("step 1: and ") == 1
 
 

@@ -28,7 +28,7 @@ class Looking:
     def __init__(self, answer=lambda largest: None):
         self.answer, self.events, self.shown = answer, [], {}
 
-    def look(self, role, operand):
+    def observe_operand(self, role, operand):
         assert not operand.requires_grad
         assert not torch.is_autocast_enabled("cpu")
         self.events.append(role)
@@ -36,7 +36,7 @@ class Looking:
         magnitudes = operand.float().abs()
         return self.answer(magnitudes.amax() if operand.numel() else torch.zeros(()))
 
-    def product(self, product, left, right, result, bias):
+    def observe_product(self, product, left, right, result, bias):
         assert not result.requires_grad
         assert not torch.is_autocast_enabled("cpu")
         self.events.append(product)

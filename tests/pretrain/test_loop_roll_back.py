@@ -22,7 +22,7 @@ from megalowbit.telemetry.sinks.console import Console
 VARYING = {"tokens_per_second", "rollbacks"}
 AT_ONCE = 'megalowbit.loss_guard={"nonfinite": "rollback", "patience": 1}'
 EVERY = ("megalowbit.run.steps=9", "megalowbit.checkpoint.every=4", "megalowbit.checkpoint.keep=null")
-SPECULATION = 'megalowbit.speculation={"ladder": ["int8", "fp8", "bf16"], "threshold_db": 15, "every": 3}'
+SPECULATION = 'megalowbit.speculation={"candidates": ["int8", "fp8", "bf16"], "threshold_db": 15, "every": 3}'
 MERGED = '"parameter_split": {"rank": 4, "warmup_steps": 5, "merge_steps": 2, "merged_lr": 1e-3}'
 SPLIT = '"split_weight": {"rank": 2, "refresh_every": 2}, "split_input": {"rank": 3}'
 

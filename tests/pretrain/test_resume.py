@@ -128,10 +128,10 @@ def test_speculation_may_not_be_added_or_left_out(is_reversed):
     ("settings", "message"),
     [
         (
-            {"ladder": ["int4", "bf16"]},
-            r"speculation\.ladder was \['int8', 'fp8', 'bf16'\] .* is \['int4', 'bf16'\]",
+            {"candidates": ["int4", "bf16"]},
+            r"speculation\.candidates was \['int8', 'fp8', 'bf16'\] .* is \['int4', 'bf16'\]",
         ),
-        ({"ladder": ["int8", "bf16"], "every": 5}, r"speculation\.ladder was "),
+        ({"candidates": ["int8", "bf16"], "every": 5}, r"speculation\.candidates was "),
         (
             {"threshold_db": 20.0},
             r"speculation\.threshold_db was 15\.0 .* is 20\.0 now: resume with the former",
@@ -147,6 +147,17 @@ def test_decisions_may_not_go_on_under_another_ladder_or_threshold(settings, mes
     assert changed_settings(with_speculation(), with_speculation()) == []
     with pytest.raises(UserError, match=f"^megalowbit\\.{message}"):
         changed_settings(with_speculation(), with_speculation(**settings))
+
+
+def test_a_run_that_wrote_ladder_has_not_changed():
+    before, now = (with_speculation(candidates=["int4", "bf16"]) for _ in range(2))
+    section = before["megalowbit"]["speculation"]
+    section["ladder"] = section.pop("candidates")
+    assert changed_settings(before, now) == []
+    section["ladder"] = ["int8", "bf16"]
+    message = r"candidates was \['int8', 'bf16'\] .* is \['int4', 'bf16'\] now"
+    with pytest.raises(UserError, match=message):
+        changed_settings(before, now)
 
 
 def with_scaler(**scaler):

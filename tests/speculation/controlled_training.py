@@ -10,7 +10,7 @@ from torch import nn
 import megalowbit as mlb
 from megalowbit.speculation.precisions import PRODUCTS
 
-PLAIN = {"ladder": ["int8", "bf16"], "threshold_db": 15, "every": 10, "lookahead": 20, "verify_every": 0}
+PLAIN = {"candidates": ["int8", "bf16"], "threshold_db": 15, "every": 10, "lookahead": 20, "verify_every": 0}
 WIDE = 64
 
 
@@ -125,6 +125,6 @@ def train_gpt2(model, optimizer, controller, steps):
 
 
 GPT2_SETTINGS = {
-    "ladder": ["int4", "int8", "fp8", "bf16"], "threshold_db": {"int4": 17, "int8": 31, "fp8": 22},
+    "candidates": ["int4", "int8", "fp8", "bf16"], "threshold_db": {"int4": 17, "int8": 31, "fp8": 22},
     "every": 2, "lookahead": 4, "verify_every": 2, "cooldown": 6, "patience": 2, "verify_size": 16,
 }  # fmt: skip

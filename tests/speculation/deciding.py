@@ -13,7 +13,7 @@ THRESHOLD = 15.0
 def policy(**changes):
     """Two candidates, a threshold of 15 dB; whatever a test is not about is switched off."""
     quiet = {
-        "ladder": ["int8", "bf16"],
+        "candidates": ["int8", "bf16"],
         "threshold_db": THRESHOLD,
         "lookahead": 0,
         "hysteresis_db": 0.0,

@@ -21,9 +21,9 @@ def test_settings_come_back_validated_with_the_layers_in_order():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"laddr": ["bf16"]}, r"speculation\.laddr.*did you mean 'speculation\.ladder'"),
+        ({"candidats": ["bf16"]}, r"speculation\.candidats.*did you mean 'speculation\.candidates'"),
         ({"every": 0}, r"speculation\.every = 0"),
-        ({"ladder": ["int7", "bf16"]}, "int7"),
+        ({"candidates": ["int7", "bf16"]}, "int7"),
         ({"estimator": {"type": "median"}}, r"speculation\.estimator\.type"),
     ],
 )

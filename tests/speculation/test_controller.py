@@ -162,7 +162,7 @@ def test_a_look_can_be_asked_for():
     model = converted()
     controller = mlb.PrecisionController(model, PLAIN)
     train(model, controller, range(3))
-    controller.look_next()
+    controller.check_next()
     state = json.loads(json.dumps(controller.state_dict()))
     controller.detach()
     controller = mlb.PrecisionController(model, PLAIN)
@@ -170,7 +170,7 @@ def test_a_look_can_be_asked_for():
     reports, _, _ = train(model, controller, range(3, 12))
     assert [step for step, report in enumerate(reports, 3) if report is not None] == [3, 10]
     controller.begin_step()
-    controller.look_next()  # in a step: the next one, this one has begun without
+    controller.check_next()  # in a step: the next one, this one has begun without
     assert controller.end_step() is None
     controller.begin_step()
     controller.begin_step()  # anew
@@ -187,7 +187,7 @@ def test_totals_follow_a_late_switch_at_once_where_a_look_is_asked_for(asks):
     train(model, controller, range(4))
     mlb.switch_precision(model, "all")
     if asks:
-        controller.look_next()
+        controller.check_next()
     train(model, controller, range(4, 20))
     # bf16 in step 0 and from step 4 on; unasked, the next look is at step 10, which tells for itself
     assert controller.totals().share_8bit == pytest.approx((3 if asks else 9) / 20)
@@ -200,7 +200,7 @@ def test_what_a_rung_was_found_to_do_corrects_its_predictions():
     def gaps(**changes):
         model = converted()
         settings = {
-            "ladder": ["int4", "bf16"], "threshold_db": 0, "hysteresis_db": 0, "every": 1, "lookahead": 0,
+            "candidates": ["int4", "bf16"], "threshold_db": 0, "hysteresis_db": 0, "every": 1, "lookahead": 0,
             "verify_every": 1, "verify_size": 1024, "estimator": {"sample": 1 << 20},
         }  # fmt: skip
         controller = mlb.PrecisionController(model, {**settings, **changes})
@@ -294,7 +294,7 @@ def test_a_step_must_be_begun():
 
 def test_corrections_of_rungs_that_are_not_in_use_fade_with_verified_looks():
     model = converted()
-    settings = {**PLAIN, "ladder": ["int8", "fp8", "bf16"], "every": 1, "lookahead": 0, "verify_every": 2}
+    settings = {**PLAIN, "candidates": ["int8", "fp8", "bf16"], "every": 1, "lookahead": 0, "verify_every": 2}
     controller = mlb.PrecisionController(model, settings)
     state = controller.state_dict()
     state["layers"]["up"]["output"]["corrections"] = [None, -6.0]

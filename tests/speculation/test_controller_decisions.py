@@ -191,9 +191,9 @@ def test_a_late_switch_is_seen_at_the_next_look():
 
 def test_each_rung_has_a_threshold_of_its_own():
     model = converted()
-    ladder = {"ladder": ["int4", "int8", "fp8", "bf16"], "every": 1, "lookahead": 0}
+    settings = {"candidates": ["int4", "int8", "fp8", "bf16"], "every": 1, "lookahead": 0}
     thresholds = {"int4": 20.0, "int8": 50.0, "fp8": 15.0}
-    controller = mlb.PrecisionController(model, {**ladder, "threshold_db": thresholds})
+    controller = mlb.PrecisionController(model, {**settings, "threshold_db": thresholds})
     train(model, controller, range(2))
     found = {controller.precision(layer, "output") for layer in controller.layers}
     assert found == {"fp8"}

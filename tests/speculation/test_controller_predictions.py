@@ -145,7 +145,9 @@ LEAST_NEAR = {
 @pytest.mark.parametrize("candidate", ["int8", "mixed", "fp8", "nvfp4", "int4"])
 def test_predictions_at_each_rung(corpus, candidate):
     """All products held there: INT4 would not stay at any threshold that a configuration may have."""
-    settings = SpeculationSettings(ladder=(candidate, "bf16")).model_copy(update={"threshold_db": -1000.0})
+    settings = SpeculationSettings(candidates=(candidate, "bf16")).model_copy(
+        update={"threshold_db": -1000.0}
+    )
     _, rows = trained(corpus, settings, TRAINED + 10 * EVERY + 1)
     for product in PRODUCTS:
         found = gaps(rows, product, candidate)
@@ -165,7 +167,7 @@ def errors(weights, corpus, candidate, *, uses_alignment, signal="bulk"):
     model = make()
     model.load_state_dict(weights)
     settings = {
-        "ladder": [candidate, "bf16"], "threshold_db": 0, "hysteresis_db": 0, "every": 1, "lookahead": 0,
+        "candidates": [candidate, "bf16"], "threshold_db": 0, "hysteresis_db": 0, "every": 1, "lookahead": 0,
         "verify_every": 1, "verify_size": WHOLE, "signal": signal, "use_alignment": uses_alignment,
     }  # fmt: skip
     controller = mlb.PrecisionController(model, settings)

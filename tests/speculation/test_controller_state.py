@@ -54,7 +54,7 @@ def test_a_ladder_of_bf16_alone_is_bit_equal_to_no_controller(estimator):
     _, _, expected = train(plain, Nobody(), range(8))
     numbers = torch.get_rng_state()
     model = with_dropout()
-    settings = {"ladder": ["bf16"], "every": 1, "lookahead": 0, "verify_every": 1}
+    settings = {"candidates": ["bf16"], "every": 1, "lookahead": 0, "verify_every": 1}
     controller = mlb.PrecisionController(model, {**settings, "estimator": {"type": estimator, "sample": 64}})
     reports, _, losses = train(model, controller, range(8))
     assert losses == expected
@@ -74,7 +74,7 @@ def test_looks_change_no_bit_at_any_rung(candidate):
     _, _, more = train(plain, Nobody(), range(1, 6))
     model = with_dropout()
     settings = {
-        "ladder": [candidate, "bf16"],
+        "candidates": [candidate, "bf16"],
         "threshold_db": 0,
         "hysteresis_db": 0,
         "every": 1,
@@ -203,14 +203,14 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line(change, message):
 def test_a_model_has_one_controller_at_a_time():
     model = converted()
     first = mlb.PrecisionController(model, PLAIN)
-    with pytest.raises(UserError, match="has a controller already: call detach"):
+    with pytest.raises(UserError, match=r"already has a controller \(layer\.chooser\): call its detach"):
         mlb.PrecisionController(model, PLAIN)
     first.detach()
     second = mlb.PrecisionController(model, PLAIN)
     first.detach()  # no longer its business
     train(model, second, range(2))
     assert second.precision("up", "output") == "int8"
-    with pytest.raises(UserError, match="was detached from its model: make another"):
+    with pytest.raises(UserError, match="was detached from its model: create a new"):
         first.begin_step()
 
 
@@ -222,8 +222,18 @@ def test_a_precision_of_what_there_is_not_is_refused():
         controller.precision("up", "outputs")
 
 
+def test_a_controller_takes_the_former_key_and_its_state_keeps_it():
+    controller = mlb.PrecisionController(converted(), {"ladder": ["int8", "bf16"]})
+    assert controller.settings.candidates == ("int8", "bf16")
+    state = controller.state_dict()
+    assert state["layers"]["up"]["output"]["ladder"] == ["int8", "bf16"]
+    again = mlb.PrecisionController(converted(), {"candidates": ["int8", "bf16"]})
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+
+
 def test_a_state_of_another_ladder_is_refused():
     state = mlb.PrecisionController(converted(), PLAIN).state_dict()
-    other = mlb.PrecisionController(converted(), {**PLAIN, "ladder": ["fp8", "bf16"]})
+    other = mlb.PrecisionController(converted(), {**PLAIN, "candidates": ["fp8", "bf16"]})
     with pytest.raises(UserError, match=r"int8, bf16.*fp8, bf16"):
         other.load_state_dict(state)

@@ -21,8 +21,8 @@ def filled():
     counters.count_step(Counter(bf16=4))
     counters.count_step(Counter(int8=3, bf16=1))
     counters.count_step(Counter(int8=2, fp8=1, bf16=1))
-    counters.count_look(2, 1, [change("missed"), change("predicted")])
-    counters.count_look(1, 0, (change("safe") for _ in range(3)))
+    counters.count_check(2, 1, [change("missed"), change("predicted")])
+    counters.count_check(1, 0, (change("safe") for _ in range(3)))
     return counters
 
 
@@ -52,7 +52,7 @@ def test_it_goes_on_from_json_as_if_never_interrupted():
     whole = filled()
     for each in (counters, whole):
         each.count_step(Counter(int8=4))
-        each.count_look(0, 1, [change("missed")])
+        each.count_check(0, 1, [change("missed")])
     assert counters.totals(LADDER) == whole.totals(LADDER)
     assert counters.totals(LADDER).rollbacks == 2
 

@@ -106,7 +106,7 @@ def test_a_look_is_one_read_and_other_steps_are_none(candidate, signal, estimato
     """Verified too. NVFP4 is not here: layers ask whether its maxima are finite, though on CPUs alone."""
     model = converted()
     settings = {
-        **PLAIN, "ladder": [candidate, "bf16"], "every": 2, "lookahead": 4, "verify_every": 1,
+        **PLAIN, "candidates": [candidate, "bf16"], "every": 2, "lookahead": 4, "verify_every": 1,
         "threshold_db": 0, "signal": signal, "estimator": {"type": estimator},
     }  # fmt: skip
     controller = mlb.PrecisionController(model, settings)

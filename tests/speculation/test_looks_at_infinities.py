@@ -18,7 +18,7 @@ def spoiled_step(precision, operand, value, dtype, *, every):
     mlb.convert(model, "fp8", seed=5)
     model.to(dtype)
     settings = {
-        "ladder": [precision, "bf16"],
+        "candidates": [precision, "bf16"],
         "threshold_db": 0,
         "every": every,
         "lookahead": 0,

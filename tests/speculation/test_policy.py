@@ -11,14 +11,14 @@ def test_nothing_is_quantised_before_the_first_look():
 
 
 def test_the_cheapest_safe_rung_is_taken_at_the_first_look():
-    three = policy(ladder=["int4", "int8", "bf16"], threshold_db={"int4": 10, "int8": 15}, patience=3)
+    three = policy(candidates=["int4", "int8", "bf16"], threshold_db={"int4": 10, "int8": 15}, patience=3)
     assert candidates(three, [(10.0, 99.0)]) == ["int4"]  # reaching a threshold is enough
     assert candidates(three, [(math.nextafter(10, 0), 15.0)]) == ["int8"]
     assert candidates(three, [(9.0, 14.0)]) == ["bf16"]
 
 
 def test_an_unsafe_rung_is_left_at_once_for_the_cheapest_safe_one():
-    three = policy(ladder=["int4", "int8", "bf16"], hysteresis_db=2.0, patience=4)
+    three = policy(candidates=["int4", "int8", "bf16"], hysteresis_db=2.0, patience=4)
     assert candidates(three, [(20.0, 30.0), (14.0, 15.0)]) == ["int4", "int8"]  # no margin is asked for
     assert candidates(three, [(20.0, 30.0), (14.0, 14.0)]) == ["int4", "bf16"]
     assert candidates(three, [(14.0, 30.0), (14.0, 14.0)]) == ["int8", "bf16"]
@@ -32,7 +32,7 @@ def test_a_cheaper_rung_needs_its_margin_for_patience_looks_in_a_row(patience):
 
 
 def test_each_rung_earns_its_own_patience():
-    three = policy(ladder=["int4", "int8", "bf16"], patience=2)
+    three = policy(candidates=["int4", "int8", "bf16"], patience=2)
     assert candidates(three, [(1.0, 1.0), (1.0, 20.0), (20.0, 20.0), (20.0, 20.0)]) == [
         "bf16",
         "bf16",
@@ -43,7 +43,7 @@ def test_each_rung_earns_its_own_patience():
 
 def test_a_cheaper_rung_that_has_earned_it_is_preferred_to_a_dearer_one():
     """A dearer candidate may well be the noisier one: E5M2 beside INT8 on data without outliers."""
-    three = policy(ladder=["int8", "fp8", "bf16"], patience=2)
+    three = policy(candidates=["int8", "fp8", "bf16"], patience=2)
     assert candidates(three, [(10.0, 20.0), (20.0, 20.0), (20.0, 10.0)]) == ["fp8", "fp8", "int8"]
 
 
@@ -109,14 +109,14 @@ def test_the_alignment_is_a_running_mean_of_half_weight():
 
 
 def test_a_correction_moves_its_own_rung_alone_and_comes_on_top_of_the_alignment():
-    three = policy(ladder=["int8", "fp8", "bf16"], lookahead=10)
+    three = policy(candidates=["int8", "fp8", "bf16"], lookahead=10)
     state = three.correct(three.align(three.start(), 2.0), "int8", -5.0)
     assert three.corrected(state, [20.0, 20.0, INF]) == (17.0, 22.0, INF)
     assert state.precision == "bf16"
     assert three.decide(state, 0, [18.0, 13.0, INF]).precision == "int8"
     assert three.decide(state, 0, [17.9, 13.0, INF]).precision == "fp8"
     assert three.decide(three.correct(state, "fp8", -0.25), 0, [17.9, 13.0, INF]).precision == "bf16"
-    off = policy(ladder=["int8", "fp8", "bf16"], use_alignment=False)
+    off = policy(candidates=["int8", "fp8", "bf16"], use_alignment=False)
     assert off.corrected(state, [20.0, 20.0, INF]) == (20.0, 20.0, INF)
 
 
@@ -136,7 +136,7 @@ def test_a_correction_that_was_learnt_is_no_trend():
 
 
 def test_a_correction_is_a_running_mean_of_half_weight_for_each_rung():
-    three = policy(ladder=["int8", "fp8", "bf16"])
+    three = policy(candidates=["int8", "fp8", "bf16"])
     state = three.start()
     assert state.corrections == (None, None)
     for candidate, measured, means in (
@@ -153,12 +153,12 @@ def test_a_correction_is_a_running_mean_of_half_weight_for_each_rung():
 
 
 def test_a_correction_fades_while_its_rung_is_not_measured():
-    three = policy(ladder=["int8", "fp8", "bf16"])
+    three = policy(candidates=["int8", "fp8", "bf16"])
     state = three.correct(three.correct(three.start(), "int8", -8.0), "fp8", 4.0)
-    assert three.fade(three.start(), "bf16") == three.start()
-    assert three.fade(state, "fp8").corrections == (-8.0 * 127 / 128, 4.0)
-    assert three.fade(state, "bf16").corrections == (-8.0 * 127 / 128, 4.0 * 127 / 128)
-    assert three.fade(state, "int8").precision == state.precision
+    assert three.decay(three.start(), "bf16") == three.start()
+    assert three.decay(state, "fp8").corrections == (-8.0 * 127 / 128, 4.0)
+    assert three.decay(state, "bf16").corrections == (-8.0 * 127 / 128, 4.0 * 127 / 128)
+    assert three.decay(state, "int8").precision == state.precision
 
 
 def test_a_rung_that_was_found_too_noisy_is_tried_again_some_day():
@@ -169,7 +169,7 @@ def test_a_rung_that_was_found_too_noisy_is_tried_again_some_day():
     for step in range(10, 3000, 10):
         state = wary.decide(state, step, [25.0, INF])
         entered += [step] if state.precision == "int8" else []
-        state = wary.fade(state, state.precision)
+        state = wary.decay(state, state.precision)
     assert entered[0] == 10 + 10 * math.ceil(math.log(9 / 12) / math.log(127 / 128))
     assert entered == list(range(entered[0], 3000, 10))
 
@@ -181,7 +181,7 @@ def test_one_prediction_for_each_rung_is_asked_for():
 
 
 def test_a_ladder_of_one_rung_decides_nothing():
-    alone = policy(ladder=["bf16"])
+    alone = policy(candidates=["bf16"])
     state = alone.decide(alone.start(), 0, [INF])
     assert (state.precision, state.reason) == ("bf16", "start")
     assert alone.verify(state, 0, 3.0) == (state, None)
@@ -237,7 +237,7 @@ def test_hits_and_misses_are_counted_where_something_was_quantised():
 
 
 def test_each_rung_is_held_to_its_own_threshold():
-    two = policy(ladder=["int4", "int8", "bf16"], threshold_db={"int4": 8, "int8": 20})
+    two = policy(candidates=["int4", "int8", "bf16"], threshold_db={"int4": 8, "int8": 20})
     int4, int8 = run(two, [(9.0, 30.0)])[-1], run(two, [(7.0, 30.0)])[-1]
     assert two.verify(int4, 0, 9.0)[1] is True
     assert two.verify(int8, 0, 9.0)[1] is False

@@ -110,7 +110,9 @@ numbers = st.floats(-80, 80) | st.sampled_from([NAN, INF, -INF])
     rest=st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4),
 )
 def test_a_state_goes_on_from_json_as_if_it_had_never_left(looks, rest):
-    three = policy(ladder=["int8", "fp8", "bf16"], lookahead=20, hysteresis_db=1.0, patience=2, cooldown=25)
+    three = policy(
+        candidates=["int8", "fp8", "bf16"], lookahead=20, hysteresis_db=1.0, patience=2, cooldown=25
+    )
     state, step = three.start(), 0
     for left, right, measured, alignment, residual in looks:
         state, _ = three.verify(state, step, measured)
@@ -123,26 +125,26 @@ def test_a_state_goes_on_from_json_as_if_it_had_never_left(looks, rest):
 
 
 def test_a_state_of_another_ladder_is_refused_naming_both():
-    saved = run(policy(ladder=["int8", "fp8", "bf16"]), [(20.0, 20.0)])[-1].to_dict()
+    saved = run(policy(candidates=["int8", "fp8", "bf16"]), [(20.0, 20.0)])[-1].to_dict()
     with pytest.raises(
-        UserError, match=r"ladder int8, fp8, bf16, not to int4, bf16: set speculation\.ladder to"
+        UserError, match=r"candidates int8, fp8, bf16, not int4, bf16: set speculation\.candidates to"
     ):
-        policy(ladder=["int4", "bf16"]).restore(saved)
+        policy(candidates=["int4", "bf16"]).restore(saved)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda saved: saved.pop("misses"), "lacks or does not know misses: .* start decisions anew"),
-        (lambda saved: saved.update(mood=3), "lacks or does not know mood"),
+        (lambda saved: saved.pop("misses"), r"missing or unknown keys \(misses\): .* start again without"),
+        (lambda saved: saved.update(mood=3), r"missing or unknown keys \(mood\)"),
         (
             lambda saved: saved.update(precision="int4"),
-            r"damaged: it does not fit its ladder \('int8', 'bf16'\)",
+            r"damaged: it does not match its candidates \('int8', 'bf16'\)",
         ),
-        (lambda saved: saved.update(streak=[1, 2]), "damaged: it does not fit its ladder"),
-        (lambda saved: saved.update(corrections=[]), "damaged: it does not fit its ladder"),
+        (lambda saved: saved.update(streak=[1, 2]), "damaged: it does not match its candidates"),
+        (lambda saved: saved.update(corrections=[]), "damaged: it does not match its candidates"),
         (lambda saved: saved.update(corrections=2.0), r"damaged: corrections = 2\.0"),
-        (lambda saved: saved.update(history=[[0, 1.0, 2.0]]), "damaged: it does not fit its ladder"),
+        (lambda saved: saved.update(history=[[0, 1.0, 2.0]]), "damaged: it does not match its candidates"),
         (lambda saved: saved.update(history=[3]), r"damaged: history\.0 = 3"),
         (lambda saved: saved.update(history=[[]]), "damaged: .* begins with its step"),
         (lambda saved: saved.update(history=[[None, 1.0]]), "damaged: .* begins with its step"),

@@ -23,8 +23,8 @@ class Oracle:
 
     def __init__(self, settings):
         self.settings = settings
-        self.last = len(settings.ladder) - 1
-        self.bars = [Fraction(settings.threshold(candidate)) for candidate in settings.ladder[:-1]]
+        self.last = len(settings.candidates) - 1
+        self.bars = [Fraction(settings.threshold(candidate)) for candidate in settings.candidates[:-1]]
         self.looks = []  # (step, predictions, candidates that could have been entered)
         self.measured = []  # alignments
         self.residuals = [[] for _ in self.bars]  # for each candidate; None: it faded
@@ -134,7 +134,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def begin(self, lookahead, window, hysteresis, patience, cooldown, use_alignment):
         self.policy = Policy(
             SpeculationSettings(
-                ladder=["int4", "int8", "fp8", "bf16"],
+                candidates=["int4", "int8", "fp8", "bf16"],
                 threshold_db={"int4": 9.0123457, "int8": 14.9876541, "fp8": 18.0314159},
                 lookahead=lookahead,
                 trend_window=window,
@@ -183,7 +183,7 @@ class PolicyMachine(RuleBasedStateMachine):
         residual=st.integers(-8, 8).map(lambda quarter: quarter / 4) | st.sampled_from([NAN, INF, -INF]),
     )
     def correct(self, candidate, residual):
-        self.state = self.policy.correct(self.state, self.policy.ladder[candidate], residual)
+        self.state = self.policy.correct(self.state, self.policy.candidates[candidate], residual)
         if math.isfinite(residual):
             self.oracle.residuals[candidate].append(Fraction(residual))
         self.has_decided = False
@@ -191,7 +191,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(candidate=st.integers(0, 3), times=st.sampled_from([1, 1, 50]))
     def fade(self, candidate, times):
         for _ in range(times):
-            self.state = self.policy.fade(self.state, self.policy.ladder[candidate])
+            self.state = self.policy.decay(self.state, self.policy.candidates[candidate])
         for other, known in enumerate(self.oracle.residuals):
             known += [None] * (times if other != candidate else 0)
         self.has_decided = False
@@ -203,13 +203,13 @@ class PolicyMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_oracle(self):
         if hasattr(self, "oracle"):
-            assert self.state.precision == self.policy.ladder[self.oracle.candidate]
+            assert self.state.precision == self.policy.candidates[self.oracle.candidate]
             assert (self.state.hits, self.state.misses) == (self.oracle.hits, len(self.oracle.misses))
 
     @invariant()
     def is_never_where_it_is_not_safe(self):
         if getattr(self, "has_decided", False):
-            candidate = self.policy.ladder.index(self.state.precision)
+            candidate = self.policy.candidates.index(self.state.precision)
             assert candidate == self.oracle.last or self.oracle.is_safe(candidate)
 
     @invariant()

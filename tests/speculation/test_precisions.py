@@ -166,7 +166,7 @@ def test_bases_of_one_format_are_accepted():
         ),
         (
             lambda: recipe("metis-nvfp4"),
-            "split_input splits what a product would get; set split_input to null",
+            "split_input splits an operand; set split_input to null",
         ),
         (lambda: replace(recipe("nvfp4"), split_weight=OperandSplit(rank=4)), "set split_weight to null"),
         (
@@ -179,14 +179,14 @@ def test_bases_of_one_format_are_accepted():
         ),
         (lambda: recipe("nvidia-nvfp4"), 'set hadamard to false and layout to "single_copy"'),
         (lambda: replace(recipe("nvfp4"), layout="per_gemm"), "layout 'per_gemm' needs .*; set layout to"),
-        (lambda: replace(recipe("mxfp4"), gemm="fp8"), "gemm 'fp8' multiplies one format only; set gemm to"),
+        (lambda: replace(recipe("mxfp4"), gemm="fp8"), "gemm 'fp8' supports one format only; set gemm to"),
         (
             lambda: replace(recipe("metis-seed"), split_grad_output=None),
-            "q_forward_input = 'fp4e2m1b:seed_compat' repeats another repository's .* name another",
+            "q_forward_input = 'fp4e2m1b:seed_compat' uses the arithmetic of another .* choose another",
         ),
         (
             lambda: replace(recipe("fp8"), q_backward_outputgrad_for_weight="fp4e2m1b:seed_compat"),
-            "q_backward_outputgrad_for_weight = 'fp4e2m1b:seed_compat' repeats",
+            "q_backward_outputgrad_for_weight = 'fp4e2m1b:seed_compat' uses the arithmetic",
         ),
     ],
 )

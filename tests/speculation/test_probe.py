@@ -20,7 +20,7 @@ KEY = RandomKey(5, 7)
 
 def look(*, size=1 << 20, signal="all", step=3, estimator=ALL):
     return PrecisionCheck(
-        step=step, estimator=estimator, signal=signal, verify_size=size, sheet=RankFindings()
+        step=step, estimator=estimator, signal=signal, verify_size=size, findings=RankFindings()
     )
 
 
@@ -54,7 +54,7 @@ def run(probe, x, name, *, bias=None, product_dtype=torch.bfloat16, is_packed=Fa
     """Show a probe everything in a layer's order; the quantised operands and results in float64."""
     factors, results = {}, {}
     for role in ("input", "weight", "grad_output"):
-        maximum = probe.look(role, x[role])
+        maximum = probe.observe_operand(role, x[role])
         assert maximum.dtype == torch.float32
         assert maximum == x[role].abs().max()
         factor = MatmulOperand(quantizer(name).quantize(x[role], operand_dtype=torch.bfloat16))
@@ -67,7 +67,7 @@ def run(probe, x, name, *, bias=None, product_dtype=torch.bfloat16, is_packed=Fa
         result = (result if own_bias is None else result + own_bias.double()).to(product_dtype)
         results[product] = result.double()
         left, right = (factors[role] for role in OPERANDS[product])
-        probe.product(product, left, right, result, own_bias)
+        probe.observe_product(product, left, right, result, own_bias)
     return {role: each.double() for role, each in values.items()}, results
 
 
@@ -83,10 +83,10 @@ def test_statistics_of_each_operand_are_those_of_its_elements(shape):
     probe = ProductProbe(asked, "h.0")
     assert isinstance(probe, Probe)
     for role, each in given.items():
-        probe.look(role, each)
-    assert set(asked.sheet.statistics) == {("h.0", role) for role in x}
+        probe.observe_operand(role, each)
+    assert set(asked.findings.statistics) == {("h.0", role) for role in x}
     for role, each in x.items():
-        found = dict(zip(COLUMNS, asked.sheet.statistics["h.0", role].tolist(), strict=True))
+        found = dict(zip(COLUMNS, asked.findings.statistics["h.0", role].tolist(), strict=True))
         values = each.double().numpy()
         assert found["count"] == values.size
         assert found["absmax"] == np.abs(values).max()
@@ -112,7 +112,7 @@ def test_energies_of_whole_products(name, has_bias):
             (made - exact).square().sum(),
             exact.numel() * left.shape[1] * power,
         ]
-        found = asked.sheet.energies["a", product]
+        found = asked.findings.energies["a", product]
         assert found.dtype == torch.float64
         assert len(found) == len(ENERGIES)
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-9, atol=0)
@@ -132,7 +132,7 @@ def test_energies_of_the_bulk_leave_outliers_out_of_both_sides(name, is_packed):
         made_left, made_right = matrices(product, made_of)
         exact, made = left @ right.t(), made_left @ made_right.t()
         power = left.square().mean() * right.square().mean()
-        found = asked.sheet.energies["a", product]
+        found = asked.findings.energies["a", product]
         signal, noise = exact.square().sum(), (made - exact).square().sum()
         torch.testing.assert_close(found[:2], torch.stack([signal, noise]), rtol=1e-6, atol=1e-20)
         assert found[2] == pytest.approx(exact.numel() * left.shape[1] * power.item(), rel=1e-9)
@@ -144,7 +144,7 @@ def test_a_sample_tells_what_the_whole_would(signal):
     for asked in (whole, part):
         run(ProductProbe(asked, "a"), x, "int8")
     for product in PRODUCTS:
-        found, expected = (asked.sheet.energies["a", product] for asked in (part, whole))
+        found, expected = (asked.findings.energies["a", product] for asked in (part, whole))
         assert found[0] < 0.2 * expected[0]
         assert db(found) == pytest.approx(db(expected), abs=0.6)
         # of independent operands the signal is the expected one
@@ -154,8 +154,8 @@ def test_a_sample_tells_what_the_whole_would(signal):
 def test_without_verification_products_are_told_and_not_compared():
     asked = look(size=0)
     run(ProductProbe(asked, "a"), operands(), "int8")
-    assert asked.sheet.energies == {("a", product): None for product in PRODUCTS}
-    assert len(asked.sheet.statistics) == 3
+    assert asked.findings.energies == {("a", product): None for product in PRODUCTS}
+    assert len(asked.findings.statistics) == 3
 
 
 def test_only_samples_are_kept_until_backward():
@@ -163,10 +163,10 @@ def test_only_samples_are_kept_until_backward():
     probe = ProductProbe(asked, "a")
     factors = {}
     for role in ("input", "weight"):
-        probe.look(role, x[role])
+        probe.observe_operand(role, x[role])
         factors[role] = MatmulOperand(quantizer("int8").quantize(x[role]))
     result = x["input"].float() @ x["weight"].float().t()
-    probe.product("output", factors["input"], factors["weight"], result, None)
+    probe.observe_product("output", factors["input"], factors["weight"], result, None)
     kept = sum(sample.values.untyped_storage().nbytes() for sample in probe._samples.values())
     assert kept == 2 * 8 * (TOKENS + OUTPUTS)
     before = {key: sample.values.clone() for key, sample in probe._samples.items()}
@@ -178,10 +178,10 @@ def test_only_samples_are_kept_until_backward():
 def test_a_product_whose_operand_was_not_shown_is_not_compared():
     x, asked = operands(), look()
     probe = ProductProbe(asked, "a")
-    probe.look("grad_output", x["grad_output"])
+    probe.observe_operand("grad_output", x["grad_output"])
     factor = MatmulOperand(quantizer("int8").quantize(x["grad_output"]))
-    probe.product("grad_weight", factor, factor, x["grad_output"], None)
-    assert asked.sheet.energies == {("a", "grad_weight"): None}
+    probe.observe_product("grad_weight", factor, factor, x["grad_output"], None)
+    assert asked.findings.energies == {("a", "grad_weight"): None}
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -190,12 +190,12 @@ def test_what_is_not_finite_ends_as_numbers_that_are_not(bad):
     x["input"][3, 5] = bad
     probe = ProductProbe(asked, "a")
     for role in ("input", "weight"):
-        probe.look(role, x[role])
+        probe.observe_operand(role, x[role])
     factors = [MatmulOperand(quantizer("int8").quantize(x[role])) for role in ("input", "weight")]
-    probe.product("output", *factors, torch.zeros(TOKENS, OUTPUTS), None)
-    assert not asked.sheet.statistics["a", "input"][1:].isfinite().any()
-    assert asked.sheet.statistics["a", "weight"].isfinite().all()
-    assert not asked.sheet.energies["a", "output"].isfinite().all()
+    probe.observe_product("output", *factors, torch.zeros(TOKENS, OUTPUTS), None)
+    assert not asked.findings.statistics["a", "input"][1:].isfinite().any()
+    assert asked.findings.statistics["a", "weight"].isfinite().all()
+    assert not asked.findings.energies["a", "output"].isfinite().all()
 
 
 def test_empty_operands_are_no_error():
@@ -203,13 +203,15 @@ def test_empty_operands_are_no_error():
     x["input"], x["grad_output"] = x["input"][:0], x["grad_output"][:0]
     probe = ProductProbe(asked, "a")
     for role in x:
-        probe.look(role, x[role])
+        probe.observe_operand(role, x[role])
     factors = {role: MatmulOperand(quantizer("int8").quantize(each)) for role, each in x.items()}
-    probe.product("output", factors["input"], factors["weight"], torch.zeros(0, OUTPUTS), None)
-    probe.product("grad_weight", factors["grad_output"], factors["input"], torch.zeros(OUTPUTS, INPUTS), None)
-    assert asked.sheet.statistics["a", "input"].tolist() == [0.0] * len(COLUMNS)
+    probe.observe_product("output", factors["input"], factors["weight"], torch.zeros(0, OUTPUTS), None)
+    probe.observe_product(
+        "grad_weight", factors["grad_output"], factors["input"], torch.zeros(OUTPUTS, INPUTS), None
+    )
+    assert asked.findings.statistics["a", "input"].tolist() == [0.0] * len(COLUMNS)
     for product in ("output", "grad_weight"):
-        assert asked.sheet.energies["a", product].tolist() == [0.0] * len(ENERGIES)
+        assert asked.findings.energies["a", product].tolist() == [0.0] * len(ENERGIES)
 
 
 def test_torchs_generator_is_left_alone_and_the_same_step_draws_the_same():
@@ -218,7 +220,7 @@ def test_torchs_generator_is_left_alone_and_the_same_step_draws_the_same():
     for step, layer in ((3, "a"), (3, "a"), (4, "a"), (3, "b")):
         asked = look(size=16, step=step, estimator=EstimatorSettings(sample=64))
         run(ProductProbe(asked, layer), x, "int8")
-        found.append([each.tolist() for each in asked.sheet.energies.values()])
+        found.append([each.tolist() for each in asked.findings.energies.values()])
     assert torch.equal(torch.get_rng_state(), state)
     assert found[0] == found[1]
     assert found[0] != found[2]

@@ -36,12 +36,12 @@ def test_it_prints_the_table_and_draws_the_picture(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere holds no run (no config.json)"),
+        (["nowhere"], "nowhere is not a run folder (no config.json)"),
         ([], "the following arguments are required: RUN_DIR; see --help"),
-        (["nowhere", "--picture", "some.jpg"], "some.jpg is no PNG: name a file that ends in .png"),
+        (["nowhere", "--picture", "some.jpg"], "some.jpg is not a PNG: give a name that ends in .png"),
         (
             ["nowhere", "--picture", "/no/such/x.png"],
-            "--picture /no/such/x.png: there is no folder /no/such: make it, or name another file",
+            "--picture /no/such/x.png: folder /no/such does not exist: create it, or choose another file",
         ),
     ],
 )
@@ -52,7 +52,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
 
 def test_a_picture_makes_no_folders(tmp_path):
     run = write_run(tmp_path / "run", list(made_up_rows(["h.0.fc"], looks=3)))
-    check_refusal(report(run, "--picture", tmp_path / "a" / "b.png"), f"there is no folder {tmp_path / 'a'}")
+    check_refusal(
+        report(run, "--picture", tmp_path / "a" / "b.png"), f"folder {tmp_path / 'a'} does not exist"
+    )
     assert not (tmp_path / "a").exists()
 
 

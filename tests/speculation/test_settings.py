@@ -23,7 +23,7 @@ def refusal(values):
 
 def test_defaults_are_valid_when_written_out():
     settings = SpeculationSettings()
-    assert settings.ladder == ("int8", "fp8", "bf16")
+    assert settings.candidates == ("int8", "fp8", "bf16")
     assert (settings.threshold("int8"), settings.threshold("fp8")) == (15.0, 15.0)
     assert settings.threshold("bf16") == -math.inf
     assert SpeculationSettings.model_validate(settings.model_dump()) == settings
@@ -32,7 +32,7 @@ def test_defaults_are_valid_when_written_out():
 @pytest.mark.parametrize("threshold_db", [12, 0, 17.5, {"int8": 12, "mixed": 9.5}])
 def test_settings_survive_json(threshold_db):
     written = SpeculationSettings(
-        ladder=["int8", "mixed", "bf16"],
+        candidates=["int8", "mixed", "bf16"],
         threshold_db=threshold_db,
         estimator={"type": "negative", "sample": 256, "negative_k": 3},
     )
@@ -42,12 +42,26 @@ def test_settings_survive_json(threshold_db):
 
 def test_each_rung_may_have_a_threshold_of_its_own():
     settings = SpeculationSettings(threshold_db={"fp8": 8, "int8": 12.5})
-    assert [settings.threshold(candidate) for candidate in settings.ladder] == [12.5, 8.0, -math.inf]
+    assert [settings.threshold(candidate) for candidate in settings.candidates] == [12.5, 8.0, -math.inf]
+
+
+def test_the_former_key_ladder_is_accepted_and_written_back_as_candidates():
+    former = SpeculationSettings(ladder=["int4", "bf16"], threshold_db={"int4": 9})
+    assert former == SpeculationSettings(candidates=["int4", "bf16"], threshold_db={"int4": 9})
+    assert "ladder" not in former.model_dump()
+    assert "unknown precision 'int9'" in refusal({"ladder": ["int9", "bf16"]})
+
+
+def test_both_names_of_the_candidates_are_one_mistake():
+    text = refusal({"ladder": ["int4", "bf16"], "candidates": ["int8", "bf16"]})
+    assert text.startswith("megalowbit.speculation = ")
+    assert text.endswith('"ladder" is the former name of "candidates": remove "ladder"')
+    assert "\n" not in text
 
 
 def test_a_ladder_of_bf16_alone_chooses_nothing_and_is_allowed():
-    assert SpeculationSettings(ladder=["bf16"]).ladder == ("bf16",)
-    assert SpeculationSettings(ladder=["bf16"], threshold_db={}).threshold_db == {}
+    assert SpeculationSettings(candidates=["bf16"]).candidates == ("bf16",)
+    assert SpeculationSettings(candidates=["bf16"], threshold_db={}).threshold_db == {}
 
 
 @given(candidates=st.lists(st.sampled_from(list(BITS)), max_size=7))
@@ -58,9 +72,9 @@ def test_a_ladder_is_valid_if_it_climbs_to_bf16_without_a_rung_twice(candidates)
         len(set(candidates)) == len(candidates) and bits == sorted(bits) and candidates[-1:] == ["bf16"]
     )
     if is_valid:
-        assert SpeculationSettings(ladder=candidates).ladder == tuple(candidates)
+        assert SpeculationSettings(candidates=candidates).candidates == tuple(candidates)
     else:
-        refusal({"ladder": candidates})
+        refusal({"candidates": candidates})
 
 
 @pytest.mark.parametrize(
@@ -72,16 +86,16 @@ def test_a_ladder_is_valid_if_it_climbs_to_bf16_without_a_rung_twice(candidates)
         (["int8", "fp8"], 'the last precision must be "bf16", such as'),
         (["bf16", "int8"], 'the last precision must be "bf16"'),
         ([], 'the last precision must be "bf16"'),
-        (["int8", "int8", "bf16"], "'int8' stands there twice, write it once"),
-        (["int8", "bf16", "bf16"], "'bf16' stands there twice"),
-        (["int8", "nvfp4", "bf16"], "'nvfp4' has fewer bits than 'int8' before it: write the cheapest first"),
+        (["int8", "int8", "bf16"], "'int8' is listed twice: list it once"),
+        (["int8", "bf16", "bf16"], "'bf16' is listed twice"),
+        (["int8", "nvfp4", "bf16"], "'nvfp4' has fewer bits than 'int8' before it: list the cheapest first"),
         ("int8", r'= .* expected a list of precisions, cheapest first, such as \["int8", "fp8", "bf16"\]'),
         (None, "expected a list of precisions"),
     ],
 )
 def test_a_wrong_ladder_is_refused(ladder, message):
-    text = refusal({"ladder": ladder})
-    assert text.startswith("megalowbit.speculation.ladder = ")
+    text = refusal({"candidates": ladder})
+    assert text.startswith("megalowbit.speculation.candidates = ")
     assert re.search(message, text)
 
 
@@ -92,14 +106,14 @@ def test_a_wrong_ladder_is_refused(ladder, message):
         (math.nan, "expected a finite number of dB"),
         (math.inf, "expected a finite number of dB"),
         (10**400, "expected a finite number of dB"),
-        (True, 'expected a number of dB, or one for each rung such as {"int8": 15}'),
+        (True, 'expected a number of dB, or one for each candidate such as {"int8": 15}'),
         ("15", "expected a number of dB"),
         (None, "expected a number of dB"),
         ([15, 15], "expected a number of dB"),
         ({"int8": 15}, "no threshold for fp8: add it, or write one number for all"),
         ({}, "no threshold for int8, fp8"),
-        ({"int8": 15, "fp8": 15, "int4": 5}, "unknown rung of the ladder 'int4': did you mean 'int8'"),
-        ({"int8": 15, "fp9": 15}, "unknown rung of the ladder 'fp9': did you mean 'fp8'"),
+        ({"int8": 15, "fp8": 15, "int4": 5}, "unknown candidate 'int4': did you mean 'int8'"),
+        ({"int8": 15, "fp9": 15}, "unknown candidate 'fp9': did you mean 'fp8'"),
         ({"int8": 15, "fp8": 15, "bf16": 50}, '"bf16" is not quantised and has no threshold: leave it out'),
         ({"int8": 15, "fp8": -2}, "fp8: expected a finite number of dB"),
         ({"int8": "15", "fp8": 2}, "int8: expected a number of dB"),
@@ -112,19 +126,21 @@ def test_a_wrong_threshold_is_refused(threshold_db, message):
 
 
 def test_what_is_wrong_with_the_ladder_is_told_before_thresholds_for_it():
-    assert "unknown precision 'int9'" in refusal({"ladder": ["int9", "bf16"], "threshold_db": {"int9": 3}})
+    assert "unknown precision 'int9'" in refusal(
+        {"candidates": ["int9", "bf16"], "threshold_db": {"int9": 3}}
+    )
 
 
 @pytest.mark.parametrize("candidate", ["nvfp4", "mixed", "fp8"])
 def test_the_model_of_zeros_is_refused_for_grids_that_are_not_even(candidate):
-    text = refusal({"ladder": [candidate, "bf16"], "model": "zeros"})
+    text = refusal({"candidates": [candidate, "bf16"], "model": "zeros"})
     assert "megalowbit.speculation.model = 'zeros' is not valid" in text
-    assert f'which {candidate} has not: leave it out of the ladder, or write "calibrated"' in text
+    assert f'not {candidate}: remove that from the candidates, or write "calibrated"' in text
 
 
 def test_the_model_of_zeros_goes_with_even_grids():
-    assert SpeculationSettings(ladder=["int4", "int8", "bf16"], model="zeros").model == "zeros"
-    assert "which fp8 has not" in refusal({"model": "zeros"})  # the default ladder has it
+    assert SpeculationSettings(candidates=["int4", "int8", "bf16"], model="zeros").model == "zeros"
+    assert "not fp8" in refusal({"model": "zeros"})  # one of the default candidates
 
 
 @pytest.mark.parametrize(

@@ -113,18 +113,18 @@ class MatmulContext:
             return
         for role, operand in operands.items():
             with no_autocast(operand.device.type):
-                largest = self.probe.look(role, operand.detach())
+                largest = self.probe.observe_operand(role, operand.detach())
             if largest is not None:
                 self.probed_maxima[role] = largest
 
     def show_product(
         self, product: str, left: MatmulOperand, right: MatmulOperand, result: Tensor, bias: Tensor | None
     ) -> None:
-        """Show the probe a product; see `Probe.product`."""
+        """Show the probe a product; see `Probe.observe_product`."""
         if self.probe is None or (self.is_replay and product == "output"):
             return
         with no_autocast(result.device.type):
-            self.probe.product(product, left, right, result, None if bias is None else bias.detach())
+            self.probe.observe_product(product, left, right, result, None if bias is None else bias.detach())
 
     def split(self, x: Tensor, role: str) -> SplitOperand:
         """Split an operand, in the shape the layer got it in, as the recipe says."""

@@ -45,7 +45,7 @@ class Observer(Protocol):
 class Probe(Protocol):
     """Looks at the operands and products of one use of a layer, in training mode only."""
 
-    def look(self, role: str, operand: Tensor) -> Tensor | None:
+    def observe_operand(self, role: str, operand: Tensor) -> Tensor | None:
         """Take an operand as the layer got it, before it is quantised.
 
         Args:
@@ -58,7 +58,7 @@ class Probe(Protocol):
             spares the quantiser its search; NaN or an infinity where the operand has one. `None`: not found.
         """
 
-    def product(
+    def observe_product(
         self, product: str, left: MatmulOperand, right: MatmulOperand, result: Tensor, bias: Tensor | None
     ) -> None:
         """Take a product that has just been computed from the operands looked at.

@@ -1,12 +1,13 @@
-"""Precision speculation in a run: what is refused, printed, recorded and summed up of it.
+"""Precision speculation in a run: validation, console lines, records and summary.
 
-The controller decides; this component asks it before and after each optimizer step and writes down what a
-look has found. A look is known on all ranks alike, the main one writes it: `speculation.jsonl` has a line for
-every product and look, the records of a step have facts where there was a look, and the console names a few
-changes of each, misses first. Steps are counted as everywhere in a run: the first is 1.
+The `PrecisionController` decides; this component calls it before and after each optimizer step and records
+the results of each precision check. Results are identical on all ranks, and the main process writes them:
+`speculation.jsonl` has a line for each product of each check, `metrics.jsonl` has additional facts in steps
+with a check, and the console shows a few changes of each check, misses first. Steps are counted from 1, as
+everywhere in a run.
 
-Not covered: other settings than the run began with, see `resume`; precisions of a loop of one's own, which
-makes its own `PrecisionController`.
+Not here: settings that differ from those the run started with (see `resume`), and custom training loops,
+which create their own `PrecisionController`.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ if TYPE_CHECKING:
     from megalowbit.speculation.controller import PrecisionController
     from megalowbit.telemetry.sinks.jsonl import JsonlFile
 
-MOST_CHANGES_NAMED = 3  # of a look; at the first one of a run all products change
+MOST_CHANGES_NAMED = 3  # per check; in the first one of a run all products change
 LINE_WIDTH = 100
 
 
 class Speculation(Component):
-    """Asks a controller for the precision of each product, step by step.
+    """Runs a `PrecisionController` in the training loop.
 
     Args:
-        controller: of the run's layers.
-        switch: when layers stop quantising; None: never.
+        controller: the controller of the run's layers.
+        switch: the late switch, after which layers run in high precision; None: none.
 
     Attributes:
         controller: as given.
-        look: what the last step has found; None where it did not look.
+        report: results of the last step's check; None if it had none.
     """
 
     key = "speculation"
@@ -53,13 +54,13 @@ class Speculation(Component):
 
     def __init__(self, controller: PrecisionController, switch: LateSwitch | None = None) -> None:
         self.controller = controller
-        self.look: SpeculationReport | None = None
+        self.report: SpeculationReport | None = None
         self._switch = switch
         self._file: JsonlFile | None = None  # on the main process
 
     @classmethod
     def check_recipe(cls, settings: SpeculationSettings, recipe: Recipe) -> None:
-        """Refuse a recipe whose products cannot each have a precision of their own."""
+        """Reject a recipe for which products cannot have different precisions."""
         from megalowbit.speculation.precisions import check_base
 
         check_base(recipe)
@@ -72,32 +73,32 @@ class Speculation(Component):
         return cls(controller, find(parts.earlier, LateSwitch))
 
     def opening(self) -> str:
-        return f"ladder    {describe_speculation(self.controller.settings)}"
+        return f"speculate {describe_speculation(self.controller.settings)}"
 
     def before_step(self, step: int) -> str | None:
-        """Look at the step after a late switch: totals would count what was decided before."""
+        """Check the step after a late switch, because decisions and totals must follow it at once."""
         if self._switch is None or step != self._switch.step:
             return None
-        self.controller.look_next()
+        self.controller.check_next()
         return line_after_switch(self._switch.recipe)
 
     def begin_try(self) -> None:
         self.controller.begin_step()
 
     def end_step(self) -> None:
-        self.look = self.controller.end_step()
+        self.report = self.controller.end_step()
 
     def facts(self, known: Facts) -> Facts:
-        return {} if self.look is None else look_facts(self.look, self.controller.totals())
+        return {} if self.report is None else check_facts(self.report, self.controller.totals())
 
     def after_step(self, step: int, facts: Facts) -> Iterable[str]:
-        """Write down what the step has found, and name a few changes."""
-        if self.look is None:
+        """Record the results of the step's check; returns console lines for a few changes."""
+        if self.report is None:
             return ()
         if self._file is not None:
-            for line in look_records(self.look):
+            for line in check_records(self.report):
                 self._file.append(line)
-        return change_lines(self.look)
+        return change_lines(self.report)
 
     def summary(self) -> Summary:
         totals = self.controller.totals()
@@ -109,8 +110,8 @@ class Speculation(Component):
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, source: Path) -> None:
         if state is None:
             raise UserError(
-                f"{source} was saved without speculation, and what its products ran in is not known: leave "
-                "megalowbit.speculation out, or start from it with megalowbit.model.checkpoint"
+                f"{source} was saved without speculation, so it does not record which precision each product "
+                "used: leave megalowbit.speculation out, or start from it with megalowbit.model.checkpoint"
             )
         self.controller.load_state_dict(state)
 
@@ -125,8 +126,8 @@ class Speculation(Component):
         self._file = None
 
 
-def look_records(report: SpeculationReport) -> Iterator[dict[str, Any]]:
-    """Lines of `speculation.jsonl`: the fields of `GemmRow`; `next_precision` is that of the next step on."""
+def check_records(report: SpeculationReport) -> Iterator[dict[str, Any]]:
+    """Lines of `speculation.jsonl`: the step, the fields of `GemmRow`, and the precision after the step."""
     after = {(change.layer, change.product): change.after for change in report.changes}
     for row in report.rows:
         following = after.get((row.layer, row.product), row.precision)
@@ -134,25 +135,27 @@ def look_records(report: SpeculationReport) -> Iterator[dict[str, Any]]:
 
 
 def step_of(report: SpeculationReport) -> int:
-    """The step that was looked at, as a run counts: the first is 1."""
+    """The step of the check, counted from 1."""
     return report.step + 1
 
 
 def describe_speculation(settings: SpeculationSettings) -> str:
-    """Ladder, thresholds and rhythm on one line: `int8, bf16 at 15 dB; a look every 10 steps, …`."""
+    """Candidates, thresholds and intervals on one line: `int8, bf16 at 15 dB; check every 10 steps, …`."""
     if isinstance(settings.threshold_db, dict):
-        bars = settings.threshold_db
-        rungs = ", ".join(f"{rung} ≥ {bars[rung]:g} dB" if rung in bars else rung for rung in settings.ladder)
+        limits = settings.threshold_db
+        candidates = ", ".join(
+            f"{name} ≥ {limits[name]:g} dB" if name in limits else name for name in settings.candidates
+        )
     else:
-        rungs = f"{', '.join(settings.ladder)} at {settings.threshold_db:g} dB"
+        candidates = f"{', '.join(settings.candidates)} at {settings.threshold_db:g} dB"
     often = "every step" if settings.every == 1 else f"every {settings.every} steps"
     verified = {0: "none", 1: "all"}.get(settings.verify_every, f"1 of {settings.verify_every}")
-    return f"{rungs}; a look {often}, {verified} verified"
+    return f"{candidates}; check {often}, {verified} verified"
 
 
 def change_lines(report: SpeculationReport) -> list[str]:
-    """What to print of the changes after a look: misses first, then what got dearer; at most four lines."""
-    # rolled back, gone to a dearer precision, gone to a cheaper one
+    """Console lines for a check's changes: misses first, then moves to higher precision; four at most."""
+    # misses, then moves to a higher precision, then moves to a cheaper one
     urgency = {"missed": 0, "safe": 2}
     changes = sorted(report.changes, key=lambda change: urgency.get(change.reason, 1))
     measured = {(row.layer, row.product): row.measured_db for row in report.rows}
@@ -167,12 +170,12 @@ def change_lines(report: SpeculationReport) -> list[str]:
     return lines
 
 
-def look_facts(report: SpeculationReport, totals: SpeculationTotals) -> Facts:
-    """For the records of a step that was looked at.
+def check_facts(report: SpeculationReport, totals: SpeculationTotals) -> Facts:
+    """Facts for the records of a step with a check.
 
     Returns:
-        `speculation/share_…` of products by the precision they ran at in this step, and, over the run so far:
-        `hit_rate` (`None` where nothing was verified yet), `misses` and `changes`.
+        `speculation/share_…`: share of the products at each precision in this step. `hit_rate` (`None` if
+        nothing was verified yet), `misses` and `changes` are over the run so far.
     """
     return {
         **{f"speculation/share_{precision}": share for precision, share in report.shares.items()},
@@ -184,7 +187,7 @@ def look_facts(report: SpeculationReport, totals: SpeculationTotals) -> Facts:
 
 
 def speculation_summary(totals: SpeculationTotals) -> dict[str, Any]:
-    """For the summary of a run: mean shares over all steps and products, and the outcome of verifications."""
+    """The `speculation` entry of `summary.json`: mean shares over all steps, and the verification results."""
     return {
         "share_8bit_or_less": totals.share_8bit,
         "shares": dict(totals.shares),
@@ -197,7 +200,7 @@ def speculation_summary(totals: SpeculationTotals) -> dict[str, Any]:
 
 
 def summary_row(totals: SpeculationTotals) -> tuple[str, str, str, str]:
-    """For the screen: what ran at 8 bits or fewer, and how often a verified product held its threshold."""
+    """The summary's console row: the share at 8 bits or fewer, and how many verifications were hits."""
     verified = totals.hits + totals.misses
     return (
         "low bits",
@@ -208,7 +211,7 @@ def summary_row(totals: SpeculationTotals) -> tuple[str, str, str, str]:
 
 
 def line_after_switch(recipe: Recipe) -> str:
-    """What a late switch leaves to choose; `recipe` is that with which the layers go on."""
+    """Console line after a late switch: the products that can still be chosen; `recipe` is the new one."""
     from megalowbit.layers.recipe import operand_quantizers
     from megalowbit.quantize.names import quantizer
     from megalowbit.speculation.precisions import PRODUCTS
@@ -220,16 +223,16 @@ def line_after_switch(recipe: Recipe) -> str:
     ]
     if not left:
         return "speculation has no product left to choose a precision for"
-    return f"speculation goes on for {' and '.join(left)}"
+    return f"speculation continues for {' and '.join(left)}"
 
 
 def _change_line(step: int, change: Change, measured_db: float | None) -> str:
-    foreseen = "" if change.predicted_db is None else f" at {change.predicted_db:.1f} dB"
+    predicted = "" if change.predicted_db is None else f" at {change.predicted_db:.1f} dB"
     begin = f"step {step}: "
     reason: str = change.reason
     if reason == "missed" and measured_db is not None:
         reason += f": {measured_db:.1f} dB measured"
-    end = f" {change.product} {change.before} → {change.after}{foreseen} ({reason})"
+    end = f" {change.product} {change.before} → {change.after}{predicted} ({reason})"
     room = LINE_WIDTH - len(begin) - len(end)
     layer = change.layer if len(change.layer) <= room else ".." + change.layer[2 - room :]
     return begin + layer + end

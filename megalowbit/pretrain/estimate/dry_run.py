@@ -33,7 +33,7 @@ from megalowbit.speculation.settings import SpeculationSettings
 
 SIZED_TO_FIT = ", the fewest that fit this configuration: give --processes for another number"
 
-MOST_OF_A_LADDER = "\n  at most: saved for backward with the precisions of the ladder that keep the most"
+MOST_OF_ALL_CANDIDATES = "\n  at most: saved for backward with the candidate precisions that save the most"
 
 
 def describe(config: PretrainConfig) -> str:
@@ -96,7 +96,7 @@ def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     speculation, switch = settings.of(SpeculationSettings), settings.of(LateSwitchSettings)
     memory = estimate_run(config, recipe)
     sections = {
-        "memory of one process (estimate)": str(memory) + (MOST_OF_A_LADDER if speculation else ""),
+        "memory of one process (estimate)": str(memory) + (MOST_OF_ALL_CANDIDATES if speculation else ""),
     }
     if speculation is not None:
         sections["speculation"] = describe_speculation(speculation)

@@ -221,14 +221,14 @@ def largest_forms(settings: SpeculationSettings, recipe: Recipe) -> LargestForms
     An input is largest where `grad_weight` takes it as it is, unless it is kept anyway: then codes come on
     top. So do those of a weight, which `grad_input` may take.
     """
-    widest = max((rung for rung in settings.ladder if rung != HIGHEST), key=_code_bytes, default=HIGHEST)
+    widest = max((name for name in settings.candidates if name != HIGHEST), key=_code_bytes, default=HIGHEST)
     return LargestForms(
         own=recipe_with(recipe, (HIGHEST, widest, HIGHEST)),
         beside=recipe_with(recipe, (HIGHEST, widest, widest)),
     )
 
 
-def _code_bytes(rung: str) -> int:
-    """Of codes and scales of a weight, to compare rungs by."""
-    _, operand = quantizers_of(rung, "output")
+def _code_bytes(precision: str) -> int:
+    """Size of the codes and scales of a weight, to compare precisions."""
+    _, operand = quantizers_of(precision, "output")
     return quantizer(operand).quantize(torch.zeros(128, 128)).nbytes

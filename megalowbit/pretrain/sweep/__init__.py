@@ -1,1 +1,1 @@
-"""Several runs of one configuration beside each other, and what their losses say."""
+"""Several runs of one configuration, and the comparison of their losses."""

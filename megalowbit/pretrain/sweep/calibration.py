@@ -1,11 +1,12 @@
-"""Which threshold speculation should have: short runs at several, each set against bf16.
+"""Finds a threshold for precision speculation: compares short runs at several thresholds with bf16.
 
-Every threshold, and bf16 as the reference, is trained with the same configuration, once for each seed
-(`sweep.py`). The gap of a threshold is that of its mean loss over the last steps, in % of the reference's,
-paired by seed; what the threshold gains is the share of products × steps at 8 bits or fewer. Suggested is the
-lowest threshold whose gap is allowed, since lower thresholds let more products run at fewer bits.
-A short run says what the start of training tolerates: gaps may open later, and a gap smaller than its error
-is no gap. Not covered: one threshold for each precision (all of the ladder get the same), long runs.
+The configuration is trained at every threshold, and in bf16 as the reference, once for each seed
+(`sweep.runs`). The cost of a threshold is its gap: the difference of the mean loss over the last steps, in %
+of the reference's, paired by seed. Its gain is the share of products × steps at 8 bits or fewer. The tool
+suggests the lowest threshold with an allowed gap, because lower thresholds run more products at fewer bits.
+
+A short run shows what the start of training tolerates; gaps may open later. A gap smaller than its error is
+not significant. Not supported: a different threshold for each precision, long runs.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from megalowbit.speculation.reports.picture import draw_calibration, require_mat
 from megalowbit.speculation.settings import SpeculationSettings
 
 REFERENCE = "bf16"
-LAST_PART = 5  # the loss is that of the last fifth of the steps, unless told otherwise
+LAST_PART = 5  # by default, the loss is averaged over the last fifth of the steps
 KEY = "megalowbit.speculation"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationPlan:
-    """What is to be run and compared.
+    """The runs of a calibration and how they are compared.
 
     Attributes:
         config: DeepSpeed configuration with a `megalowbit.speculation` section.
-        thresholds: SNR in dB; sorted, each once.
-        seeds: of weights and data; two or more for an error.
-        steps: of each run; `None`: as configured.
-        last: steps at the end whose mean loss is compared; `None`: a fifth of them.
+        thresholds: SNR in dB; sorted, without duplicates.
+        seeds: seeds of weights and data; an error estimate needs two or more.
+        steps: steps of each run; `None`: as configured.
+        last: number of steps at the end whose mean loss is compared; `None`: a fifth of the steps.
         out: folder of the runs and results.
-        jobs: runs at a time, of one thread each.
-        max_gap: in %, what the loss may be above bf16's.
-        program: launch/pretrain.py.
+        jobs: number of simultaneous runs, with one thread each.
+        max_gap: by how many % the loss may exceed that of bf16.
+        program: path of launch/pretrain.py.
     """
 
     config: Path
@@ -63,16 +64,16 @@ class CalibrationPlan:
         numbers = {"--steps": self.steps, "--last": self.last, "--jobs": self.jobs}
         for name, value in numbers.items():
             if value is not None and value < 1:
-                raise UserError(f"{name} {value} must be at least 1: give another number")
+                raise UserError(f"{name} {value} must be at least 1: choose another number")
         if not (math.isfinite(self.max_gap) and self.max_gap > 0):
             raise UserError(f"--max-gap {self.max_gap} is not a gap in %: give a number above 0, such as 0.3")
-        object.__setattr__(self, "thresholds", _told_apart(self.thresholds))
+        object.__setattr__(self, "thresholds", _checked_thresholds(self.thresholds))
         object.__setattr__(self, "seeds", tuple(dict.fromkeys(self.seeds)))
 
     def runs(self) -> list[Run]:
-        """All of them, seed by seed, the reference first."""
-        own = {REFERENCE: [f"megalowbit.recipe={REFERENCE}", f"{KEY}=null"]}
-        own |= {label(threshold): [f"{KEY}.threshold_db={threshold}"] for threshold in self.thresholds}
+        """All runs, seed by seed, the reference first."""
+        overrides_of = {REFERENCE: [f"megalowbit.recipe={REFERENCE}", f"{KEY}=null"]}
+        overrides_of |= {label(value): [f"{KEY}.threshold_db={value}"] for value in self.thresholds}
         steps = [] if self.steps is None else [f"megalowbit.run.steps={self.steps}"]
         return [
             Run(
@@ -84,22 +85,22 @@ class CalibrationPlan:
                 program=self.program,
             )
             for seed in self.seeds
-            for name, overrides in own.items()
+            for name, overrides in overrides_of.items()
         ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdOutcome:
-    """What one threshold led to.
+    """The results at one threshold.
 
     Attributes:
         threshold_db: the threshold.
-        losses: by seed; NaN where the run diverged.
-        gap: to the reference, in % of its loss; NaN where a run diverged.
-        shares: of products × steps by precision, mean over the seeds; empty where a run diverged.
-        share_8bit: at 8 bits or fewer, likewise; NaN where a run diverged.
+        losses: seed → loss; NaN if the run diverged.
+        gap: gap to the reference, in % of its loss; NaN if a run diverged.
+        shares: precision → share of products × steps, mean over the seeds; empty if a run diverged.
+        share_8bit: share of products × steps at 8 bits or fewer, mean over the seeds; NaN if a run diverged.
         hits: verified products that reached the threshold, over all seeds.
-        misses: those that did not.
+        misses: verified products that did not, over all seeds.
     """
 
     threshold_db: float
@@ -112,32 +113,32 @@ class ThresholdOutcome:
 
     @property
     def is_diverged(self) -> bool:
-        """Whether a run of it diverged."""
+        """Whether a run at this threshold diverged."""
         return math.isnan(self.gap.mean)
 
     @property
     def hit_rate(self) -> float:
-        """Share of verified products that reached the threshold; NaN where none was verified."""
+        """Share of verified products that reached the threshold; NaN if none was verified."""
         verified = self.hits + self.misses
         return self.hits / verified if verified else math.nan
 
     def gap_text(self) -> str:
-        """`+0.12 % ± 0.05 %`; of one seed the error is not known."""
+        """`+0.12 % ± 0.05 %`; with one seed, the error is `?`."""
         error = "?" if math.isnan(self.gap.error) else f"{self.gap.error:.2f} %"
         return f"{self.gap.mean:+.2f} % ± {error}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The outcome of all thresholds.
+    """The results at all thresholds.
 
     Attributes:
         config: name of the configuration.
-        steps: of each run.
-        last: steps at the end whose mean loss is compared.
-        max_gap: in %, what is allowed.
-        reference: losses of bf16 by seed.
-        outcomes: by threshold, ascending.
+        steps: number of steps of each run.
+        last: number of steps at the end whose mean loss is compared.
+        max_gap: the largest allowed gap, in %.
+        reference: seed → loss of bf16.
+        outcomes: results by threshold, ascending.
     """
 
     config: str
@@ -149,19 +150,19 @@ class Calibration:
 
     @property
     def suggestion(self) -> ThresholdOutcome | None:
-        """The lowest threshold whose gap is allowed; `None`: there is none."""
+        """The lowest threshold with an allowed gap, or `None`."""
         return next((each for each in self.outcomes if each.gap.mean <= self.max_gap), None)
 
     def table(self) -> str:
-        """Thresholds, losses, gaps, shares and hits as text, and what is suggested."""
-        ladder = next((list(each.shares) for each in self.outcomes if each.shares), [])
-        seeds, peer = _many(len(self.reference), "seed"), statistics.mean(self.reference.values())
+        """A text table of thresholds, losses, gaps, shares and hits, and the suggestion."""
+        candidates = next((list(each.shares) for each in self.outcomes if each.shares), [])
+        seeds, reference = _many(len(self.reference), "seed"), statistics.mean(self.reference.values())
         lines = [
             f"mean loss of the last {self.last} of {self.steps} steps, {self.config}, {seeds}",
             "threshold      loss   gap to bf16 (± error)   ≤ 8 bits"
-            + "".join(name.rjust(10) for name in ladder)
+            + "".join(name.rjust(10) for name in candidates)
             + "hits".rjust(18),
-            f"{REFERENCE:>9}{peer:10.4f}",
+            f"{REFERENCE:>9}{reference:10.4f}",
         ]
         for each in self.outcomes:
             start = f"{each.threshold_db:>6g} dB"
@@ -185,33 +186,33 @@ class Calibration:
             return [
                 f"no threshold keeps the gap within {self.max_gap:g} %: the smallest is {least.gap_text()}, "
                 f"at {least.threshold_db:g} dB",
-                "try higher thresholds, or a ladder without the cheapest precision",
+                "try higher thresholds, or candidates without the cheapest precision",
             ]
         lines = [
             f"suggested: {KEY}.threshold_db = {best.threshold_db:g}, with {100 * best.share_8bit:.1f} % at 8 "
-            f"bits or fewer and a gap of {best.gap_text()}, {self.max_gap:g} % allowed"
+            f"bits or fewer and a gap of {best.gap_text()} (allowed: {self.max_gap:g} %)"
         ]
         if math.isnan(best.gap.error):
-            lines.append("one seed: how far chance moves that gap is not known; take three or more")
+            lines.append("the error of the gap is unknown with one seed: use three or more")
         elif best.gap.mean + 2 * best.gap.error > self.max_gap:
             lines.append(
-                f"within twice its error that gap may be above {self.max_gap:g} %: take more seeds or steps"
+                f"within twice its error, that gap may exceed {self.max_gap:g} %: use more seeds or steps"
             )
         higher = [each for each in self.outcomes if each.threshold_db > best.threshold_db]
         if any(each.gap.mean > self.max_gap for each in higher):
             lines.append(
-                "a higher threshold has a larger gap, so gaps of this size are noise: take more seeds"
+                "a higher threshold has a larger gap, so gaps of this size are noise: use more seeds"
             )
         diverged = [f"{each.threshold_db:g} dB" for each in higher if each.is_diverged]
         if diverged:
             lines.append(
-                f"{' and '.join(diverged)} diverged and {best.threshold_db:g} dB did not: see what happened "
-                "there, or take more seeds"
+                f"{' and '.join(diverged)} diverged but {best.threshold_db:g} dB did not: inspect those "
+                "runs, or use more seeds"
             )
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; what is not known is `None`."""
+        """Plain JSON values; unknown values are `None`."""
         return {
             "config": self.config,
             "steps": self.steps,
@@ -237,10 +238,10 @@ class Calibration:
 
 
 def calibrate(plan: CalibrationPlan, *, has_picture: bool = True) -> Calibration:
-    """Do the runs that are not done yet, print a table, write table.txt, table.json and calibration.png.
+    """Finish all runs, print a table, and write table.txt, table.json and calibration.png.
 
     Raises:
-        UserError: the configuration does not allow it, told before the first run; or a run failed.
+        UserError: the configuration is not suitable (raised before the first run), or a run failed.
     """
     if has_picture:
         require_matplotlib()
@@ -273,35 +274,35 @@ def calibrate(plan: CalibrationPlan, *, has_picture: bool = True) -> Calibration
 
 
 def label(threshold: float) -> str:
-    """What runs at a threshold are called: 7.5 → `7.5-dB`."""
+    """The name of runs at a threshold: 7.5 → `7.5-dB`."""
     return f"{threshold:.12g}-dB"
 
 
-def _told_apart(thresholds: Sequence[float]) -> tuple[float, ...]:
-    """Thresholds, ascending, each once; refused where two have one name in the table or one folder."""
+def _checked_thresholds(thresholds: Sequence[float]) -> tuple[float, ...]:
+    """Thresholds, ascending and without duplicates; two with the same name or folder are rejected."""
     for value in thresholds:
         if not (is_finite_number(value) and value >= 0):
-            raise UserError(f"--threshold {value} is not an SNR in dB: give a number from 0 on, such as 15")
+            raise UserError(f"--threshold {value} is not an SNR in dB: give a number ≥ 0, such as 15")
     found = sorted(set(thresholds))
     for one, two in itertools.combinations(found, 2):
         if f"{one:g}" == f"{two:g}" or folder_name(label(one), 0) == folder_name(label(two), 0):
             raise UserError(
-                f"--threshold {one!r} and --threshold {two!r} would have one name, {one:g} dB: leave one out"
+                f"--threshold {one!r} and --threshold {two!r} have the same name, {one:g} dB: leave one out"
             )
     return tuple(found)
 
 
 def _check(plan: CalibrationPlan, runs: Sequence[Run]) -> tuple[int, int]:
-    """Find what can be found before the first run; returns the steps of a run and those compared."""
+    """Validate the configuration of all runs; returns the steps of a run and the number of compared steps."""
     base = load_checked_config(plan.config, [], world_size=1)
     if base.settings.of(SpeculationSettings) is None:
         raise UserError(
-            f"{plan.config} has no megalowbit.speculation section, whose ladder the runs would have: add one"
+            f"{plan.config} has no megalowbit.speculation section, which a calibration needs: add one"
         )
-    resolved = [run.resolved() for run in runs]  # all, for a mistake may be one threshold's or one seed's
+    resolved = [run.resolved() for run in runs]  # all, because a mistake may concern one threshold or seed
     steps = resolved[0].settings.run.steps
     last = max(1, steps // LAST_PART) if plan.last is None else min(plan.last, steps)
-    count_samples(base.settings.data)  # fills the cache once, before several processes would
+    count_samples(base.settings.data)  # fills the cache before several processes would do it at once
     return steps, last
 
 
@@ -313,7 +314,7 @@ def _evaluate(plan: CalibrationPlan, runs: Sequence[Run], *, steps: int, last: i
     for seed, loss in reference.items():
         if not loss > 0:
             raise UserError(
-                f"{REFERENCE}, seed {seed}, ended at a loss of {loss}: mend the configuration first"
+                f"{REFERENCE}, seed {seed}, ended at a loss of {loss}: fix the configuration first"
             )
     outcomes = [
         _outcome(threshold, by_label[label(threshold)], reference, last) for threshold in plan.thresholds
@@ -335,12 +336,12 @@ def _outcome(
     percent = {seed: 100 * loss / reference[seed] for seed, loss in losses.items()}
     gap = Gap.between(percent, dict.fromkeys(percent, 100.0))
     totals = [] if math.isnan(gap.mean) else [_totals(run) for run in runs]
-    ladder = totals[0]["shares"] if totals else {}
+    candidates = totals[0]["shares"] if totals else {}
     return ThresholdOutcome(
         threshold_db=threshold,
         losses=losses,
         gap=gap,
-        shares={name: statistics.mean(each["shares"][name] for each in totals) for name in ladder},
+        shares={name: statistics.mean(each["shares"][name] for each in totals) for name in candidates},
         share_8bit=statistics.mean(each["share_8bit_or_less"] for each in totals) if totals else math.nan,
         hits=sum(each["hits"] for each in totals),
         misses=sum(each["misses"] for each in totals),
@@ -348,18 +349,18 @@ def _outcome(
 
 
 def _totals(run: Run) -> dict[str, Any]:
-    """What a run's summary says of speculation."""
+    """The speculation section of a run's summary."""
     summary = run.folder / "summary.json"
     section = run.read_object(summary).get("speculation")
     if not isinstance(section, dict):
         raise UserError(f"{summary} has no speculation section ({shown(section)}): choose another --out")
     settings = run.resolved().settings.of(SpeculationSettings)
     shares = section.get("shares")
-    if settings is None or not isinstance(shares, dict) or set(shares) != set(settings.ladder):
-        run.refuse(summary, "speculation.shares are not those of the ladder")
+    if settings is None or not isinstance(shares, dict) or set(shares) != set(settings.candidates):
+        run.refuse(summary, "speculation.shares do not match the candidates")
     numbers = [*shares.values(), *(section.get(key) for key in ("share_8bit_or_less", "hits", "misses"))]
     if not all(is_finite_number(each) and each >= 0 for each in numbers):
-        run.refuse(summary, "speculation holds what is no share or count")
+        run.refuse(summary, "speculation contains an invalid share or count")
     return section
 
 

@@ -1,11 +1,12 @@
-"""Runs of one configuration beside each other, each a process of its own, and what their losses say.
+"""Several runs of one configuration, each in a separate process, and the comparison of their losses.
 
-A `Run` is launch/pretrain.py on one thread, as users start it, with some values overridden and a folder of
-its own. A sweep that was interrupted goes on where it was when it is started again with the same folders.
-Runs of one seed have the same initial weights and the same batches, so a `Gap` is taken within a seed and
-its error is that of the gaps over the seeds. A run that diverges is a result; one that fails ends the sweep.
-What is read of a run is checked, since a folder that was cut short or edited would be averaged unnoticed.
-Not covered: runs of several processes, other machines.
+A `Run` is a process of launch/pretrain.py with one thread, some overridden values and its run folder. An
+interrupted sweep continues if it is started again with the same folders. Runs with the same seed have the
+same initial weights and batches, so a `Gap` is computed within a seed, and its error comes from the gaps of
+all seeds. A run that diverges is a result; a run that fails ends the sweep. The files of a run are validated,
+because a truncated or edited file would otherwise enter an average unnoticed.
+
+Not supported: runs with several processes, or on other machines.
 """
 
 from __future__ import annotations
@@ -32,25 +33,26 @@ from megalowbit.errors import UserError
 from megalowbit.json_text import is_finite_number, parse_json, read_text
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.pretrain.resume import with_current_names
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# what a sweep does not look at takes time and room
 LARGEST_RECORDS = 2**32  # bytes
+# overrides that turn off outputs a sweep does not need
 LEAN = ("megalowbit.checkpoint.export_hf=false", "megalowbit.telemetry.tensorboard=false")
-Losses = list[float | None]  # by step; None where it was not finite
+Losses = list[float | None]  # by step; None if it was not finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run, done or to be done.
+    """One training run of a sweep, finished or not.
 
     Attributes:
-        label: what the sweep calls it, beside its seed.
-        seed: of weights and data.
-        folder: where it writes; the log of its process lies beside it.
+        label: its name in the sweep, without the seed.
+        seed: seed of weights and data.
+        folder: the run folder; the log of the process is stored next to it.
         config: DeepSpeed configuration.
-        overrides: as `--set` takes them; the seed is one of them.
-        program: launch/pretrain.py.
+        overrides: arguments of `--set`, including the seed.
+        program: path of launch/pretrain.py.
     """
 
     label: str
@@ -61,21 +63,21 @@ class Run:
     program: Path
 
     def resolved(self) -> PretrainConfig:
-        """The configuration it runs with."""
+        """The resolved configuration."""
         return load_checked_config(self.config, list(self.overrides), world_size=1)
 
     def is_complete(self) -> bool:
-        """Whether its folder holds all its steps, or diverged.
+        """Whether the run has finished all its steps, or was stopped because it diverged.
 
         Raises:
-            UserError: the folder holds another run, or a damaged one.
+            UserError: the folder contains a run with other settings, or a damaged one.
         """
         saved, summary = self.folder / "config.json", self.folder / "summary.json"
         if not saved.exists():
             return False
         wanted = json.loads(json.dumps(self.resolved().to_dict()))
-        if self.read_object(saved) != wanted:
-            raise UserError(f"{self.folder} holds a run with other settings: choose another --out")
+        if with_current_names(self.read_object(saved)) != wanted:
+            raise UserError(f"{self.folder} contains a run with other settings: choose another --out")
         steps = wanted["megalowbit"]["run"]["steps"]
         if not summary.exists() or self.read_object(summary).get("steps") != steps:
             return self.was_stopped()
@@ -84,10 +86,10 @@ class Run:
         return True
 
     def execute(self) -> float:
-        """Train it; returns the seconds it took, start included.
+        """Run the process; returns the elapsed seconds, including the start.
 
         Raises:
-            UserError: the process failed; a run that diverged has not.
+            UserError: the process failed. A run that diverged has not failed.
         """
         started = time.perf_counter()
         arguments = ["--ds-config", str(self.config), "--run-dir", str(self.folder), "--resume", "auto"]
@@ -108,36 +110,36 @@ class Run:
         if done.returncode and not self.was_stopped():
             lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
             reason = lines[-1].removeprefix("error: ")
-            raise UserError(f"{self.label}, seed {self.seed}, failed: {reason} (all of it in {log})")
+            raise UserError(f"{self.label}, seed {self.seed}, failed: {reason} (full log: {log})")
         return time.perf_counter() - started
 
     @property
     def metrics(self) -> Path:
-        """A line for each step."""
+        """The file with a line for each step."""
         return self.folder / "metrics.jsonl"
 
     def rows(self) -> list[dict[str, Any]]:
-        """The lines of its metrics.jsonl so far.
+        """The complete lines of metrics.jsonl.
 
         Raises:
-            UserError: one is damaged.
+            UserError: a line is damaged.
         """
         text = self._read_text(self.metrics) if self.metrics.exists() else ""
-        lines = text.split("\n")[:-1]  # what follows the last line end may be torn
+        lines = text.split("\n")[:-1]  # text after the last line end may be incomplete
         return [self._row(line, number) for number, line in enumerate(lines, start=1)]
 
     def read_object(self, path: Path) -> dict[str, Any]:
-        """The object in one of its files.
+        """The JSON object in one of the run's files.
 
         Raises:
-            UserError: it is damaged.
+            UserError: the file is damaged.
         """
         return self._parsed(self._read_text(path), path)
 
     def refuse(self, path: Path, reason: str) -> NoReturn:
         """Raise the error for a damaged file of the run."""
         raise UserError(
-            f"{path} is damaged ({reason}): remove that run's folder, {self.folder}, to do it again"
+            f"{path} is damaged ({reason}): remove that run's folder, {self.folder}, to repeat the run"
         ) from None
 
     def _read_text(self, path: Path) -> str:
@@ -170,7 +172,7 @@ class Run:
         return row
 
     def steps_without_update(self) -> int:
-        """How many steps at the end of the record were skipped, or had a loss that is not finite."""
+        """Number of consecutive steps at the end that were skipped or had a loss that is not finite."""
         rows = self.rows()
         skips = [0, *(row["skipped_steps"] for row in rows)]
         is_lost = [
@@ -180,20 +182,20 @@ class Run:
         return len(list(itertools.takewhile(bool, reversed(is_lost))))
 
     def was_stopped(self) -> bool:
-        """Whether the loop gave it up, because too many steps in a row were skipped."""
+        """Whether the loop stopped the run because too many consecutive steps were skipped."""
         return self.steps_without_update() >= self.resolved().settings.run.max_consecutive_skips
 
     def diverged_at(self) -> int | None:
-        """The first of the steps at the end that led nowhere; `None`: training went well to the end."""
+        """The step from which on nothing was learnt; `None` if the run did not diverge."""
         rows, lost = self.rows(), self.steps_without_update()
         return rows[-lost]["step"] if self.was_stopped() or (lost and rows[-1]["loss"] is None) else None
 
     def losses(self) -> Losses:
-        """The loss of each step so far."""
+        """The loss of each finished step."""
         return [row["loss"] for row in self.rows()]
 
     def final_loss(self, last: int) -> float:
-        """Mean of the finite ones among the last losses; NaN if the run diverged."""
+        """Mean of the finite losses among the last `last` steps; NaN if the run diverged."""
         finite = [loss for loss in self.losses()[-last:] if loss is not None]
         if self.diverged_at() is not None:
             return math.nan
@@ -204,9 +206,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Gap:
-    """Differences from a peer, paired by seed: mean, standard deviation, standard error of the mean.
+    """Differences from a reference, paired by seed: mean, standard deviation and standard error of the mean.
 
-    Deviation and error are NaN where there is one seed.
+    With one seed, deviation and error are NaN.
     """
 
     mean: float
@@ -215,7 +217,7 @@ class Gap:
 
     @classmethod
     def between(cls, losses: Mapping[int, float], peers: Mapping[int, float]) -> Gap:
-        """The gaps `losses[seed] - peers[seed]`; both have the same seeds; NaN where one loss is."""
+        """The gaps `losses[seed] - peers[seed]`; both have the same seeds. NaN if a loss is NaN."""
         gaps = [losses[seed] - peers[seed] for seed in losses]
         if any(map(math.isnan, gaps)):  # Python 3.11's stdev fails on them
             return cls(math.nan, math.nan, math.nan)
@@ -224,7 +226,7 @@ class Gap:
 
     @property
     def mark(self) -> str:
-        """A sign for gaps that their error may have made."""
+        """`≈` after a gap below twice its error, `?` if the error is unknown."""
         if math.isnan(self.error):
             return "  ?"
         return "" if abs(self.mean) >= 2 * self.error else "  ≈"
@@ -236,15 +238,15 @@ class Gap:
 
 
 def folder_name(label: str, seed: int) -> str:
-    """What the folder of a run is called: `"own, hadamard"`, 3 → `own-hadamard-seed-3`."""
+    """The name of a run's folder: `"own, hadamard"`, 3 → `own-hadamard-seed-3`."""
     return f"{re.sub(r'[^A-Za-z0-9.-]+', '-', label)}-seed-{seed}"
 
 
 def make_folder(out: Path) -> None:
-    """Make the folder of a sweep, if it is not there yet.
+    """Create the folder of a sweep if it does not exist.
 
     Raises:
-        UserError: it cannot be one, or nothing can be written there.
+        UserError: the folder cannot be created or written to.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -252,16 +254,16 @@ def make_folder(out: Path) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"--out {out} cannot be written to as a folder ({error.strerror or error}): choose another --out"
+            f"--out {out} is not a writable folder ({error.strerror or error}): choose another --out"
         ) from None
 
 
 def execute(runs: Sequence[Run], *, jobs: int) -> None:
-    """Do the runs, some at a time, and print a line after each.
+    """Run them, `jobs` at a time, and print a line after each.
 
     Raises:
-        UserError: a configuration is refused, before any run; or a run failed, which ends the sweep; one
-            that diverges does not.
+        UserError: a configuration is invalid (raised before the first run), or a run failed, which ends the
+            sweep. A run that diverges does not end it.
     """
     for run in runs:
         run.resolved()
@@ -273,13 +275,13 @@ def execute(runs: Sequence[Run], *, jobs: int) -> None:
                 lost = run.diverged_at()
                 end = f"{seconds:.0f} s" + (f", diverged at step {lost}" if lost else "")
                 line = f"  [{number}/{len(runs)}] {run.label}, seed {run.seed}: {end}"
-                print(line, flush=True)  # minutes lie between them, and a pipe would hold them back
+                print(line, flush=True)  # there are minutes between lines, and a pipe would buffer them
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
+    """A free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,9 +1,10 @@
-"""Errors under block scales: of a block of nothing but the bulk, and of the largest element of a block.
+"""Errors under block scales: of blocks without outliers, and of the largest element of a block.
 
-The largest of n numbers from a Gaussian has the distribution (P(|x| ≤ a))ⁿ; a block is averaged over it, with
-a itself on the grid and the other n - 1 elements within ±a. Scales in E4M3 or E8M0 move the grid by the
-rounding of the scale, whose effect depends on where the block stands in an octave: E8M0 on sigma's own place,
-E4M3 on the place in the tensor's range, over which is averaged, as blocks are spread over it.
+The largest magnitude a of n Gaussian numbers has the distribution (P(|x| ≤ a))ⁿ. The error of a block is
+averaged over that distribution, with a itself on the grid and the other n - 1 elements within ±a. Rounding a
+scale to E4M3 or E8M0 shifts the grid, and the effect depends on the position within an octave. For E8M0 that
+is the position of sigma. For E4M3 it is the position in the tensor's range; blocks are spread over it, so the
+error is averaged.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import numpy as np
 from megalowbit.speculation.noise.grid import CENTER_STEPS, LAST_CENTER, SMALLEST, Grid, levels
 from megalowbit.speculation.noise.rounding import FAR, rounding_error
 
-MAXIMA = 24  # values of a block's largest magnitude, equally likely
-PHASES = 16  # parts of an octave
+MAXIMA = 24  # equally likely values of a block's largest magnitude
+PHASES = 16  # positions within an octave
 E4M3_MAX = 448.0
-MANTISSA_STEPS = 8  # of E4M3: numbers from one power of two to the next
-E8M0_MANTISSA = 1.5  # of the largest number of E2M1, which alone has such scales
-EVEN_SCALES = ("fp32", "signed_fp32")  # scales that are not rounded, as far as this can tell
+MANTISSA_STEPS = 8  # E4M3 numbers per octave
+E8M0_MANTISSA = 1.5  # mantissa of E2M1's largest number; only E2M1 has E8M0 scales
+EVEN_SCALES = ("fp32", "signed_fp32")  # scales whose rounding is negligible
 
 
 class Blocks(NamedTuple):
-    """How a tensor is cut into blocks and scaled.
+    """How a tensor is divided into blocks and scaled.
 
     Attributes:
-        grid: of the elements; of mixed blocks INT8.
-        size: elements that share a scale.
+        grid: grid of the elements; that of INT8 for mixed blocks.
+        size: number of elements that share a scale.
         scale: kind of the scales, see `formats.block_format`.
-        rounding: of the scales: "nearest", "up" or "down".
+        rounding: rounding of the scales: "nearest", "up" or "down".
     """
 
     grid: Grid
@@ -45,10 +46,11 @@ def clean_error(blocks: Blocks, sigma: float, center: float, absmax: float) -> f
     """Mean squared error of a bulk N(center, sigma²) in blocks without outliers.
 
     Args:
-        blocks: how they are scaled.
-        sigma: of the bulk, ≥ 0.
-        center: of the bulk, not 0 where sigma is.
-        absmax: largest magnitude of the tensor, > 0; matters far from zero, where block maxima are alike.
+        blocks: size and scales of the blocks.
+        sigma: standard deviation of the bulk, ≥ 0.
+        center: mean of the bulk; not 0 if sigma is 0.
+        absmax: largest magnitude of the tensor, > 0; matters if the center is large, because then all blocks
+            have nearly the same maximum.
     """
     if sigma == 0 or abs(center) > LAST_CENTER * sigma:
         return _far_error(blocks, sigma, abs(center), absmax)
@@ -61,7 +63,7 @@ def clean_error(blocks: Blocks, sigma: float, center: float, absmax: float) -> f
 
 
 def _far_error(blocks: Blocks, sigma: float, center: float, absmax: float) -> float:
-    """The same without tables, with the place of the blocks' own scales in an octave."""
+    """The same without tables, using the actual position of the block scales within an octave."""
     unit = sigma or center
     phase = math.log2(unit if blocks.scale == "e8m0" else E4M3_MAX * unit / absmax) % 1
     if sigma == 0:
@@ -77,7 +79,7 @@ def _at_phase(row: tuple[float, ...], phase: float) -> float:
 
 @functools.lru_cache(maxsize=32)
 def largest_error(blocks: Blocks) -> float:
-    """Mean squared error of a block's largest element over its square, from the rounding of its scale."""
+    """Relative mean squared error of a block's largest element, caused by the rounding of its scale."""
     if blocks.scale in EVEN_SCALES:
         return 0.0
     tops = [_top(blocks, 1.0, i / PHASES) for i in range(PHASES)]
@@ -85,7 +87,7 @@ def largest_error(blocks: Blocks) -> float:
 
 
 def widening(blocks: Blocks) -> float:
-    """How far, in the geometric mean, a scale's rounding stretches the grid beyond the block's maximum."""
+    """By what factor, in the geometric mean, rounding the scale extends the grid beyond the block maximum."""
     if blocks.scale != "e8m0":
         return 1.0
     return math.sqrt(2) if blocks.rounding == "up" else E8M0_MANTISSA / math.sqrt(2)
@@ -93,7 +95,7 @@ def widening(blocks: Blocks) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _clean_row(blocks: Blocks, row: int) -> tuple[float, ...]:
-    """log₂ of the error of N(c, 1) by the place of sigma in an octave, or one number where it is alike."""
+    """log₂ of the error of N(c, 1) for each position of sigma in an octave; one number if it is the same."""
     center = row / CENTER_STEPS
     maxima = _block_maxima(blocks.size, center)
     phases = [0.0] if blocks.scale in EVEN_SCALES else [i / PHASES for i in range(PHASES)]
@@ -129,12 +131,12 @@ def _point_error(grid: Grid, value: float, top: float) -> float:
 
 
 def _top(blocks: Blocks, largest: float, phase: float) -> float:
-    """What the format's largest number stands for in a block whose largest magnitude is `largest`.
+    """The value that the format's largest number represents in a block whose largest magnitude is `largest`.
 
     Args:
-        blocks: how scales are rounded.
-        largest: in units in which sigma is 1.
-        phase: log₂ of that unit, or of its place under the tensor's scale; its fraction matters.
+        blocks: kind and rounding of the scales.
+        largest: largest magnitude, in units of sigma.
+        phase: log₂ of that unit, for E4M3 relative to the tensor's scale; only its fraction matters.
     """
     if blocks.scale in EVEN_SCALES:
         return largest
@@ -144,7 +146,7 @@ def _top(blocks: Blocks, largest: float, phase: float) -> float:
         steps = mantissa * 2 * MANTISSA_STEPS
         steps = math.ceil(steps) if blocks.rounding == "up" else round(steps)
         return math.ldexp(steps / (2 * MANTISSA_STEPS), exponent) / unit
-    # What a power of two scales: the format's largest number is 1.5 · 2² (E2M1), so tops are 1.5 · 2^k.
+    # The scale is a power of two and E2M1's largest number is 1.5 · 2², so the result is 1.5 · 2^k.
     power = math.log2(largest / E8M0_MANTISSA) + phase
     if blocks.rounding == "up":
         return E8M0_MANTISSA * 2.0 ** (math.ceil(power) - phase)

@@ -1,11 +1,11 @@
-"""Errors of rounding to a format's grid under a given scale, from tables that hold for every tensor.
+"""Errors of rounding to a format's grid under a given scale, from tables that are valid for every tensor.
 
-A grid that is stretched to a largest magnitude M rounds N(center, sigma²) with an error that, in units of
-sigma, depends on M/sigma and center/sigma alone. `rounding_error` gives it exactly but takes 0.1 ms; here it
-is tabulated once for each grid, `RATIO_STEPS` an octave and `CENTER_STEPS` a sigma, and interpolated in its
-logarithm. Centers beyond `LAST_CENTER` sigmas are rare and take the exact way.
+If a grid is scaled to a largest magnitude M, the error of rounding N(center, sigma²), in units of sigma,
+depends only on M/sigma and center/sigma. `rounding_error` computes it exactly but takes 0.1 ms. Here it is
+tabulated once for each grid, with `RATIO_STEPS` points per octave and `CENTER_STEPS` per sigma, and its
+logarithm is interpolated. Centers beyond `LAST_CENTER` sigmas are rare and computed exactly.
 
-Magnitudes beyond the bulk are taken as spread evenly between two numbers: `even_error`.
+Magnitudes beyond the bulk are modelled as evenly distributed between two numbers: `even_error`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megalowbit.formats.element import ELEMENTS
 from megalowbit.speculation.noise.rounding import Floats, rounding_error
 
 RATIO_STEPS = 4
-RATIO_OCTAVES = 18  # where INT8 has long lost the bulk
+RATIO_OCTAVES = 18  # there INT8 has long rounded the whole bulk to zero
 CENTER_STEPS = 2
 LAST_CENTER = 4.0
 EVEN_POINTS = 8192
-SMALLEST = 1e-300  # a table holds logarithms
+SMALLEST = 1e-300  # lower bound of errors, because tables hold logarithms
 
 
 class Grid(NamedTuple):
-    """The numbers of an element format, and how they are rounded to.
+    """An element format and a rounding mode.
 
     Attributes:
-        element: name of the format, a key of `formats.element.ELEMENTS`; mixed blocks have that of INT8.
-        is_stochastic: or to nearest.
+        element: name of the format, a key of `formats.element.ELEMENTS`; that of INT8 for mixed blocks.
+        is_stochastic: stochastic rounding; otherwise to nearest.
     """
 
     element: str
@@ -41,22 +41,22 @@ class Grid(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def magnitudes(element: str) -> Floats:
-    """The format's non-negative numbers over its largest: rising from 0 to 1."""
+    """The format's non-negative numbers divided by its largest: ascending from 0 to 1."""
     numbers = np.array(ELEMENTS[element].grid, dtype=np.float64)
     return numbers / numbers[-1]
 
 
 @functools.lru_cache(maxsize=32)
 def levels(element: str) -> Floats:
-    """All its numbers over its largest: rising from -1 to 1."""
+    """All numbers of the format divided by its largest: ascending from -1 to 1."""
     positive = magnitudes(element)
     return np.concatenate([-positive[:0:-1], positive])
 
 
 def gaussian_error(grid: Grid, absmax: float, sigma: float, center: float) -> float:
-    """Mean squared error of a bulk N(center, sigma²) within ±absmax, which the grid is stretched to.
+    """Mean squared error of a bulk N(center, sigma²) within ±absmax.
 
-    `absmax`, what the format's largest number stands for, is above 0; sigma may be 0.
+    The grid is scaled so that the format's largest number represents `absmax` > 0; sigma may be 0.
     """
     if sigma == 0 or abs(center) > LAST_CENTER * sigma:
         return exact_error(grid, absmax, sigma, center)
@@ -69,12 +69,12 @@ def gaussian_error(grid: Grid, absmax: float, sigma: float, center: float) -> fl
 
 
 def exact_error(grid: Grid, absmax: float, sigma: float, center: float) -> float:
-    """The same without tables."""
+    """The same as `gaussian_error`, without tables."""
     bounds = (-absmax, absmax)
     error = rounding_error(
         levels(grid.element) * absmax, sigma, center, is_stochastic=grid.is_stochastic, bounds=bounds
     )
-    if math.isnan(error):  # a center beyond absmax: the estimate of one of them is off
+    if math.isnan(error):  # the center is beyond absmax: one of the two estimates is wrong
         return rounding_error(levels(grid.element) * absmax, sigma, center, is_stochastic=grid.is_stochastic)
     return error
 
@@ -86,7 +86,7 @@ def _between(row: tuple[float, ...], place: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _row(grid: Grid, row: int) -> tuple[float, ...]:
-    """log₂ of the error of N(row / `CENTER_STEPS`, 1) for ratios 2^(i / `RATIO_STEPS`)."""
+    """log₂ of the error of N(row / `CENTER_STEPS`, 1) for M/sigma = 2^(i / `RATIO_STEPS`)."""
     center = row / CENTER_STEPS
     ratios = [2 ** (i / RATIO_STEPS) for i in range(RATIO_OCTAVES * RATIO_STEPS + 1)]
     errors = [exact_error(grid, max(ratio, center), 1.0, center) for ratio in ratios]
@@ -94,9 +94,9 @@ def _row(grid: Grid, row: int) -> tuple[float, ...]:
 
 
 def even_error(grid: Grid, absmax: float, least: float) -> float:
-    """Mean squared error of magnitudes spread evenly in [least, absmax]; 0 at absmax itself.
+    """Mean squared error of magnitudes evenly distributed in [least, absmax]; 0 at absmax itself.
 
-    `absmax`, what the format's largest number stands for, is above 0.
+    The grid is scaled so that the format's largest number represents `absmax` > 0.
     """
     place = min(int(least / absmax * EVEN_POINTS), EVEN_POINTS - 1)
     return float(_even_errors(grid)[place]) * absmax * absmax
@@ -104,7 +104,7 @@ def even_error(grid: Grid, absmax: float, least: float) -> float:
 
 @functools.lru_cache(maxsize=32)
 def _even_errors(grid: Grid) -> Floats:
-    """By the least magnitude, in `EVEN_POINTS` parts of the largest."""
+    """`even_error` at absmax = 1, indexed by `least` in `EVEN_POINTS` steps from 0 to 1."""
     numbers = magnitudes(grid.element)
     points = (np.arange(EVEN_POINTS) + 0.5) / EVEN_POINTS
     above = np.searchsorted(numbers, points)

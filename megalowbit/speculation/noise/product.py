@@ -1,20 +1,25 @@
-"""From statistics of two operands to the signal-to-noise ratio of their product, before it is quantised.
+"""Predicts the signal-to-noise ratio of a quantised product from statistics of its two operands.
 
-Errors of the operands that have nothing to do with each other or with the values add up in a product: with n
-the mean squared error over the mean square of each, SNR = -10·log₁₀(n₁ + n₂ + n₁n₂) dB. What an operand errs
-is the exact rounding error of its bulk, a Gaussian, on the grid that its largest magnitude stretches; under
-block scales also of the blocks that hold an outlier, and of the outliers themselves.
+If the errors of the operands are independent of each other and of the values, they add up in the product.
+With n the mean squared error over the mean square of each operand, SNR = -10·log₁₀(n₁ + n₂ + n₁n₂) dB. The
+error of an operand is the exact rounding error of its bulk, a Gaussian, on the grid scaled to its largest
+magnitude. Under block scales, blocks with an outlier, and the outliers themselves, are added.
 
-Two models: "calibrated", this one; "zeros" counts amplitude lost by values that become zero, for even grids
-only, and reads 5 dB low. Two signals: "bulk" is the product without elements beyond 6 sigma, whose energy
-hides what becomes of the others; "all" is the whole product.
+There are two models: "calibrated" is described above. "zeros" counts only the amplitude of values that become
+zero; it is for evenly spaced grids, and its SNR is 5 dB too low. There are two signals: "bulk" is the product
+without elements beyond 6 sigma, whose energy would hide the noise of the others; "all" is the whole product.
 
-Limits. Operands are taken to have nothing to do with each other: where both have a mean the signal is larger.
-Coarse rounding to nearest shrinks values, its error is no noise any more: below an SNR of 0 dB (INT4 from
-M/sigma = 16 on, INT8 from 290) predictions are low, by up to 5 dB. Where outliers are is not known: blocks
-are taken to be hit at random, which reads low where a few rows or channels hold them all. "all" is an
-expectation: once outliers bring most of the power, a product's ratio depends on whether they meet.
-docs/speculation.md has what was measured.
+Limits:
+
+- Operands are assumed independent. If both have a mean, the signal is larger than predicted.
+- Coarse rounding to nearest shrinks values, and that error is not independent noise. Below an SNR of 0 dB
+  (INT4 from M/sigma = 16, INT8 from 290) predictions are up to 5 dB low.
+- Outliers are assumed to be at random positions. If a few rows or channels contain all of them, predictions
+  for block formats are low.
+- "all" is an expected value. If outliers carry most of the power, the SNR of a single product depends on
+  whether they meet in a sum.
+
+docs/speculation-noise.md compares predictions with measurements.
 """
 
 from __future__ import annotations
@@ -33,22 +38,22 @@ from megalowbit.speculation.noise.grid import Grid, even_error, gaussian_error
 from megalowbit.speculation.noise.rounding import zero_probability
 from megalowbit.speculation.statistics import OUTLIER_SIGMAS, OperandStatistics
 
-MAX_DB = 60.0  # what a quantised product can be foretold: beyond, other errors of a bf16 run are larger
-BF16_ERROR = 2.0**-18  # (2⁻⁹)², of an operand left in bf16, relative
-E4M3_RANGE = 2.0**15  # M/sigma from which a block of the bulk gets less than E4M3's normal scales
+MAX_DB = 60.0  # highest prediction; beyond it, other errors of a bf16 run are larger
+BF16_ERROR = 2.0**-18  # (2⁻⁹)², relative squared error of an operand left in bf16
+E4M3_RANGE = 2.0**15  # above this M/sigma, blocks of the bulk have subnormal E4M3 scales
 INT8_LEVELS = 127
-EVEN_SQUARE = 7 / 12  # mean square of numbers spread evenly in [½, 1]
+EVEN_SQUARE = 7 / 12  # mean square of numbers evenly distributed in [½, 1]
 
 Model = Literal["calibrated", "zeros"]
 Signal = Literal["bulk", "all"]
 
 
 class Noise(NamedTuple):
-    """Mean squared errors of one operand, in the square of its unit.
+    """Mean squared errors of one operand.
 
     Attributes:
-        bulk: per element within 6 sigma.
-        all: per element.
+        bulk: over the elements within 6 sigma.
+        all: over all elements.
     """
 
     bulk: float
@@ -56,12 +61,12 @@ class Noise(NamedTuple):
 
 
 class _Outliers(NamedTuple):
-    """What lies beyond the bulk, but for the largest element, which every scale reaches.
+    """The elements beyond the bulk, without the largest one, which has no error under its own scale.
 
     Attributes:
-        share: of all elements.
+        share: their share of all elements.
         power: their part of the mean square of all elements.
-        typical: root of their mean square; the largest magnitude where there is no other.
+        typical: their root mean square; the tensor's largest magnitude if there are none.
     """
 
     share: float
@@ -70,7 +75,7 @@ class _Outliers(NamedTuple):
 
 
 def zeros_snr_db(p_left: float, p_right: float) -> float:
-    """SNR of a product by the probabilities that elements become zero: -20·log₁₀(p₁ + p₂ - p₁p₂) dB."""
+    """SNR of a product from the probabilities that elements become zero: -20·log₁₀(p₁ + p₂ - p₁p₂) dB."""
     lost = p_left + p_right - p_left * p_right
     return -20 * math.log10(lost) if lost > 0 else math.inf
 
@@ -82,20 +87,20 @@ def predict_snr_db(
     model: Model = "calibrated",
     signal: Signal = "bulk",
 ) -> float:
-    """SNR that a product is going to have, in dB.
+    """Predicted SNR of a product, in dB.
 
     Args:
-        left: a quantiser's name and the statistics of the operand it is going to get.
-        right: likewise.
-        model: see above.
-        signal: see above; the model "zeros" knows no difference.
+        left: name of the left operand's quantizer, and the operand's statistics.
+        right: the same for the right operand.
+        model: see the module's docstring.
+        signal: see the module's docstring; has no effect on the model "zeros".
 
     Returns:
-        At most `MAX_DB`; inf where both operands stay unquantised; NaN where statistics are not finite, or
-        there is no signal.
+        At most `MAX_DB`; inf if neither operand is quantised; NaN if statistics are not finite or there is no
+        signal.
 
     Raises:
-        UserError: there is no such quantiser, or no model of its noise.
+        UserError: there is no such quantizer, or no model of its noise.
     """
     if _format(left[0]) is None and _format(right[0]) is None:
         return math.inf
@@ -124,26 +129,26 @@ def _lost(name: str, statistics: OperandStatistics) -> float:
         return 0.0
     if isinstance(format, Blocks) or not format.element.startswith("int"):
         raise UserError(
-            f"the noise model 'zeros' knows even grids under one scale, not quantizer {name!r}: "
+            f"the noise model 'zeros' supports evenly spaced grids with one scale, not quantizer {name!r}: "
             'write "calibrated", or use int4 or int8'
         )
     step = 2 * statistics.absmax / (2 ** ELEMENTS[format.element].bits - 1)
     return zero_probability(step, statistics.sigma, statistics.center)
 
 
-@functools.lru_cache(maxsize=2048)  # a look asks twice for each, once a product
+@functools.lru_cache(maxsize=2048)  # a check needs each operand twice, once per product
 def operand_noise(quantizer_name: str, statistics: OperandStatistics) -> Noise:
-    """Mean squared errors that quantising an operand, whose statistics are finite, leaves.
+    """Mean squared errors of quantising an operand, whose statistics are finite.
 
     Raises:
-        UserError: there is no such quantiser, or no model of its noise.
+        UserError: there is no such quantizer, or no model of its noise.
     """
     format = _format(quantizer_name)
     if format is None:
         return Noise(BF16_ERROR * statistics.bulk_power, BF16_ERROR * statistics.power)
     if statistics.absmax == 0:
         return Noise(0.0, 0.0)
-    # The spread that explains the bulk's power: what lies between a Gaussian's tails and 6 sigma counts.
+    # sigma is taken from the bulk's power, to include elements between a Gaussian's tails and 6 sigma
     center = math.copysign(min(abs(statistics.center), math.sqrt(statistics.bulk_power)), statistics.center)
     sigma = math.sqrt(max(statistics.bulk_power - center * center, 0.0))
     outliers = _outliers(statistics)
@@ -168,10 +173,11 @@ def _outliers(statistics: OperandStatistics) -> _Outliers:
 
 
 def _outlier_error(grid: Grid, absmax: float, outliers: _Outliers) -> float:
-    """What outliers err, per element of the tensor.
+    """Squared error of the outliers, per element of the tensor.
 
-    Their magnitudes are taken as evenly in [b, M], where the mean square (b² + bM + M²)/3 is theirs; as those
-    of a Gaussian where theirs is less than of any such b.
+    Their magnitudes are modelled as evenly distributed in [b, M], with b such that the mean square
+    (b² + bM + M²)/3 is theirs. If their mean square is too small for any b ≥ 0, they are modelled as a
+    Gaussian.
     """
     square = outliers.typical**2
     if square <= absmax**2 / 3:
@@ -183,25 +189,25 @@ def _outlier_error(grid: Grid, absmax: float, outliers: _Outliers) -> float:
 def _block_noise(
     blocks: Blocks, statistics: OperandStatistics, sigma: float, center: float, outliers: _Outliers
 ) -> tuple[float, float]:
-    """Of the bulk per element of it, and of outliers per element of the tensor."""
+    """Squared error of the bulk, per element of the bulk, and of outliers, per element of the tensor."""
     clean = clean_error(blocks, sigma, center, statistics.absmax) if statistics.bulk_power > 0 else 0.0
     share, size = statistics.outlier_share, blocks.size
     if share <= 0:
         return clean, 0.0
-    grid = _grid_beside(blocks, outliers.typical, sigma, center)
-    hit = 1 - (1 - share) ** (size - 1)  # elements of the bulk that share a block with an outlier
+    grid = _grid_with_outlier(blocks, outliers.typical, sigma, center)
+    hit = 1 - (1 - share) ** (size - 1)  # share of the bulk's elements in a block with an outlier
     top = outliers.typical * widening(blocks)
     bulk = (1 - hit) * clean + hit * gaussian_error(grid, top, sigma, center)
-    is_first = (1 - (1 - share) ** size) / (size * share)  # outliers that are the largest of their block
+    largest_share = (1 - (1 - share) ** size) / (size * share)  # of outliers: the largest of their block
     if outliers.typical**2 > statistics.absmax**2 / 3:
-        beside = _outlier_error(grid, statistics.absmax, outliers)
-    else:  # beside one of their own octave
-        beside = outliers.power * even_error(grid, 1.0, 0.5) / EVEN_SQUARE
-    return bulk, is_first * outliers.power * largest_error(blocks) + (1 - is_first) * beside
+        others = _outlier_error(grid, statistics.absmax, outliers)
+    else:  # assume that the largest of the block is in the same octave
+        others = outliers.power * even_error(grid, 1.0, 0.5) / EVEN_SQUARE
+    return bulk, largest_share * outliers.power * largest_error(blocks) + (1 - largest_share) * others
 
 
-def _grid_beside(blocks: Blocks, largest: float, sigma: float, center: float) -> Grid:
-    """The grid of a block of the bulk whose largest magnitude is an outlier."""
+def _grid_with_outlier(blocks: Blocks, largest: float, sigma: float, center: float) -> Grid:
+    """The grid of a block whose largest magnitude is an outlier, and whose other elements are of the bulk."""
     if blocks.scale != "signed_fp32":
         return blocks.grid
     mean = abs(center)
@@ -215,7 +221,7 @@ def _grid_beside(blocks: Blocks, largest: float, sigma: float, center: float) ->
 
 @functools.lru_cache(maxsize=256)
 def _format(name: str) -> Grid | Blocks | None:
-    """What of a quantiser decides its errors: a grid under one scale, or blocks; `None`: identity."""
+    """The properties of a quantizer that determine its errors: a grid or blocks; `None`: identity."""
     owner = quantizer(name)
     if owner.is_identity:
         return None

@@ -1,11 +1,12 @@
-"""What rounding a Gaussian to a grid costs, in closed form and float64.
+"""Mean squared error of rounding a Gaussian to a grid, in closed form and float64.
 
-Between two thresholds the error is a parabola, and a Gaussian's moments over an interval follow from Φ and
-its density at both ends: a sum over the grid is exact. Rounding to nearest errs by (x - level)², stochastic
-rounding between neighbours a and b by (b - x)(x - a) on average; both err beyond the grid's ends by the
-distance to the end. Nothing here knows of formats or tensors.
+Between two rounding thresholds the squared error is a parabola in x. The moments of a Gaussian over an
+interval follow from Φ and the density at its ends, so a sum over the grid is exact. The squared error is (x -
+level)² for rounding to nearest, and (b - x)(x - a) on average for stochastic rounding between neighbours a
+and b. Beyond the grid's ends, both saturate: the error is the distance to the end. This module is independent
+of formats and tensors.
 
-Not covered: the 256 steps of a stochastic rounding that draws one byte, whose error is within .01 % of this.
+Not covered: stochastic rounding with one random byte has 256 steps; its error is within .01 % of this.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-FAR = 9.0  # standard deviations; beyond, Φ is 0 or 1 to the last bit of float64
+FAR = 9.0  # standard deviations; beyond that, Φ is 0 or 1 to the last bit of float64
 
 Floats = NDArray[np.float64]
 
 
 def zero_probability(step: float, sigma: float, center: float = 0.0) -> float:
-    """Probability that a number from N(center, sigma²) is rounded to 0 on an even grid.
+    """Probability that a number from N(center, sigma²) is rounded to 0 on an evenly spaced grid.
 
-    Φ((step/2 - center)/sigma) - Φ((-step/2 - center)/sigma), for a center of 0 erf(step/(2·√2·sigma)).
-    A sigma of 0 is the point `center`; `step` is the distance of neighbours on the grid.
+    Φ((step/2 - center)/sigma) - Φ((-step/2 - center)/sigma); with center 0, erf(step/(2·√2·sigma)).
+    `step` is the distance between neighbours on the grid. With sigma 0, all numbers are `center`.
     """
     half = step / 2
     if sigma == 0:
@@ -34,7 +35,7 @@ def zero_probability(step: float, sigma: float, center: float = 0.0) -> float:
     if center == 0:
         return math.erf(half / scale)
     near, far = (half - abs(center)) / scale, (half + abs(center)) / scale
-    if near < 0:  # both ends in one tail, where erfc keeps the digits
+    if near < 0:  # both ends are in one tail, where erf would lose digits
         return (math.erfc(-near) - math.erfc(far)) / 2
     return (math.erf(near) + math.erf(far)) / 2
 
@@ -50,15 +51,15 @@ def rounding_error(
     """Mean squared error of rounding N(center, sigma²) to a grid.
 
     Args:
-        levels: the grid's numbers, rising, at least one, signs included.
-        sigma: standard deviation, ≥ 0; 0 is the point `center`.
+        levels: the grid's numbers, ascending and signed; at least one.
+        sigma: standard deviation, ≥ 0; with 0, all numbers are `center`.
         center: mean.
-        is_stochastic: or to nearest.
-        bounds: only what lies between them, and the mean over that: a scale from the largest magnitude has
-            nothing beyond the grid.
+        is_stochastic: stochastic rounding; otherwise to nearest.
+        bounds: average over numbers in these bounds only. A scale from the largest magnitude leaves nothing
+            beyond the grid.
 
     Returns:
-        The error; NaN where the bounds leave a probability of 0.
+        The error; NaN if the probability of the bounds is 0.
     """
     grid = np.asarray(levels, dtype=np.float64)
     edges, vertex, sign, offset = _parabolas(grid, is_stochastic)
@@ -80,7 +81,7 @@ def rounding_error(
 
 
 def _parabolas(grid: Floats, is_stochastic: bool) -> tuple[Floats, Floats, Floats, Floats]:
-    """Edges of the pieces (one more than pieces), and error = sign·(x - vertex)² + offset in each."""
+    """Intervals and their parabolas: error = sign·(x - vertex)² + offset; one more edge than intervals."""
     middles = (grid[1:] + grid[:-1]) / 2
     infinite = np.array([-np.inf]), np.array([np.inf])
     if not is_stochastic:

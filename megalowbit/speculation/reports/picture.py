@@ -1,9 +1,9 @@
-"""Pictures of precision speculation: what a run chose and how well it foresaw, and what a threshold costs.
+"""Pictures of precision speculation: choices and predictions of a run, and the calibration of thresholds.
 
-The only file that imports matplotlib, an optional package (`plots`), and only when something is drawn.
-Figures are drawn without pyplot, which keeps state for the whole process. Colours are Okabe and Ito's, which
-colour-blind readers tell apart too; bf16 is grey, for nothing is gained there. Long runs and large models are
-drawn from the changes of precision, so a picture has as many cells as there were decisions, up to a limit.
+This is the only file that imports matplotlib, an optional package (extra `plots`), and it does so only when
+it draws. It avoids pyplot, which keeps global state. The colours are those of Okabe and Ito, which
+colour-blind readers can distinguish; bf16 is grey because it saves nothing. The pictures are drawn from the
+changes of precision, so their size is limited for long runs and large models.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ COLOURS = {
 MISS = "#000000"
 INK = "#404040"
 DOTS_PER_INCH = 150
-MOST_COLUMNS = 1500  # of the heat map: more than a screen has for it
+MOST_COLUMNS = 1500  # of the heat map; more than a screen resolves
 MOST_LABELLED_PRODUCTS = 30
 MOST_LABELLED_LAYERS = 60
 
 
 def require_matplotlib() -> None:
-    """Find out whether pictures can be drawn, before the work that they are to show.
+    """Raise before the work starts if pictures cannot be drawn.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -56,15 +56,16 @@ def require_matplotlib() -> None:
 
 
 def draw_history(history: History, path: Path) -> None:
-    """Draw what a run chose and how well it foresaw.
+    """Draw the precisions of a run and the accuracy of its predictions.
 
-    Precision by product and step; predicted against measured SNR, at once and over time; shares over time.
-    The picture is a PNG, whose file is replaced if it is there; the history has at least one look.
+    Panels: precision by product and step; measured against predicted SNR; their difference over time; shares
+    of the precisions over time. Writes a PNG and replaces an existing file. The history has at least one
+    check.
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
     """
-    rows = len(history.looks)
+    rows = len(history.checks)
     tall = min(14.0, max(1.6, 0.14 * rows))
     figure = _figure(14, tall + 5.6)
     grid = figure.add_gridspec(2, 3, height_ratios=[tall, 4.2])
@@ -73,7 +74,7 @@ def draw_history(history: History, path: Path) -> None:
     _draw_gaps_over_time(figure.add_subplot(grid[1, 1]), history)
     _draw_shares(figure.add_subplot(grid[1, 2]), history)
     patches = _matplotlib("patches")
-    handles = [patches.Patch(color=COLOURS[name], label=name) for name in history.settings.ladder]
+    handles = [patches.Patch(color=COLOURS[name], label=name) for name in history.settings.candidates]
     if _misses(history):
         lines = _matplotlib("lines")
         handles.append(lines.Line2D([], [], color=MISS, marker="x", linestyle="", label="miss"))
@@ -91,16 +92,16 @@ def draw_calibration(
     max_gap: float,
     suggestion: float | None,
 ) -> None:
-    """Draw what thresholds cost and gain: gap of the loss above, shares of precisions below.
+    """Draw the cost and gain of thresholds: the gap in loss at the top, the shares of precisions below.
 
     Args:
-        path: a PNG, replaced if it is there.
+        path: a PNG; an existing file is replaced.
         thresholds: in dB, ascending.
-        gaps: of the loss to bf16 in %, one for each threshold; NaN where a run diverged.
-        errors: standard errors of the gaps; NaN where there is one seed.
-        shares: by precision, one mapping for each threshold; empty where a run diverged.
-        max_gap: in %, what is allowed.
-        suggestion: one of the thresholds, or none.
+        gaps: gap in loss to bf16 in %, one for each threshold; NaN if a run diverged.
+        errors: standard errors of the gaps; NaN with one seed.
+        shares: precision → share, one mapping for each threshold; empty if a run diverged.
+        max_gap: largest allowed gap in %.
+        suggestion: the suggested threshold, or `None`.
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
@@ -122,7 +123,7 @@ def draw_calibration(
 
 
 def _draw_gaps(axes: Axes, gaps: Sequence[float], errors: Sequence[float], max_gap: float) -> None:
-    """Gaps with their errors over the places of their thresholds, and what is allowed."""
+    """Gaps with error bars, one position for each threshold, and the allowed region."""
     places = range(len(gaps))
     bars = [0.0 if math.isnan(error) else error for error in errors]
     axes.errorbar(places, gaps, yerr=bars, color=COLOURS["int8"], marker="o", capsize=4, linewidth=1.6)
@@ -132,29 +133,30 @@ def _draw_gaps(axes: Axes, gaps: Sequence[float], errors: Sequence[float], max_g
     low, high = axes.get_ylim()
     axes.axhspan(low, max_gap, color=COLOURS["mixed"], alpha=0.10, linewidth=0)
     axes.set_ylim(low, high)
-    beside, above = axes.get_yaxis_transform(), axes.get_xaxis_transform()
+    # x in the figure, y in the data; and the other way round
+    fixed_x, fixed_y = axes.get_yaxis_transform(), axes.get_xaxis_transform()
     note = f"allowed: {max_gap:g} %"
-    axes.text(0.99, max_gap, note, transform=beside, color=INK, fontsize=8, ha="right", va="bottom")
+    axes.text(0.99, max_gap, note, transform=fixed_x, color=INK, fontsize=8, ha="right", va="bottom")
     for place, gap in zip(places, gaps, strict=True):
         if math.isnan(gap):
-            axes.text(place, 0.98, "diverged", transform=above, color=INK, ha="center", va="top")
-    axes.set_ylabel("gap of the loss to bf16 (%)")
+            axes.text(place, 0.98, "diverged", transform=fixed_y, color=INK, ha="center", va="top")
+    axes.set_ylabel("gap in loss to bf16 (%)")
     axes.set_title("Bars: standard error over the seeds" if any(bars) else "One seed", loc="left")
 
 
 def _draw_precisions(axes: Axes, history: History) -> None:
-    """The heat map: a row for each product, a column for each stretch of steps without a change."""
+    """The heat map: a row for each product, a column for each interval of steps without a change."""
     edges = _edges(history)
-    ladder = list(history.settings.ladder)
-    cells = [[ladder.index(name) for name in _at(history, gemm, edges)] for gemm in history.looks]
-    colours = _matplotlib("colors").ListedColormap([COLOURS[name] for name in ladder])
+    candidates = list(history.settings.candidates)
+    cells = [[candidates.index(name) for name in _at(history, gemm, edges)] for gemm in history.checks]
+    colours = _matplotlib("colors").ListedColormap([COLOURS[name] for name in candidates])
     axes.pcolormesh(
         edges,
         [row - 0.5 for row in range(len(cells) + 1)],
         cells,
         cmap=colours,
         vmin=-0.5,
-        vmax=len(ladder) - 0.5,
+        vmax=len(candidates) - 0.5,
         rasterized=True,
     )
     misses = _misses(history)
@@ -166,8 +168,8 @@ def _draw_precisions(axes: Axes, history: History) -> None:
 
 
 def _label_rows(axes: Axes, history: History) -> None:
-    """Names as small as needed: every product, every layer, or every block of layers."""
-    gemms, names = list(history.looks), short_names(history.layers)
+    """Label every product, every layer or every block of layers, depending on the space."""
+    gemms, names = list(history.checks), short_names(history.layers)
     products = ", ".join(dict.fromkeys(gemm.product for gemm in gemms))
     layers = _starts([gemm.layer for gemm in gemms])
     title = "Precision of each product"
@@ -175,7 +177,7 @@ def _label_rows(axes: Axes, history: History) -> None:
         axes.axhline(row - 0.5, color="white", linewidth=0.8 if len(layers) <= MOST_LABELLED_LAYERS else 0.2)
     if len(gemms) <= MOST_LABELLED_PRODUCTS:
         labels = [f"{names[gemm.layer]}  {gemm.product}" for gemm in gemms]
-        axes.set_yticks(range(len(gemms)), labels, parse_math=False)  # names may have a $
+        axes.set_yticks(range(len(gemms)), labels, parse_math=False)  # names may contain a $
     elif len(layers) <= MOST_LABELLED_LAYERS:
         axes.set_yticks(
             _middles(layers, len(gemms)), [names[gemms[row].layer] for row in layers], parse_math=False
@@ -194,7 +196,7 @@ def _label_rows(axes: Axes, history: History) -> None:
 
 
 def _starts(labels: Sequence[str]) -> list[int]:
-    """Rows whose label is another than that of the row before."""
+    """Rows whose label differs from that of the row before."""
     return [row for row, label in enumerate(labels) if row == 0 or labels[row - 1] != label]
 
 
@@ -203,15 +205,15 @@ def _middles(starts: Sequence[int], rows: int) -> list[float]:
 
 
 def _draw_predictions(axes: Axes, history: History) -> None:
-    """Predicted against measured SNR, a point for each verified product, in the colour it ran at."""
-    checks = history.compared
+    """Measured against predicted SNR: a point for each verified product, in the colour of its precision."""
+    verified = history.compared
     axes.set(xlabel="predicted SNR (dB)", ylabel="measured SNR (dB)")
-    if not checks:
+    if not verified:
         axes.set_title("Nothing was verified", loc="left")
         axes.set(xticks=[], yticks=[])
         return
-    values = [value for check in checks for value in (check.predicted_db, check.measured_db)]
-    thresholds = {name: history.settings.threshold(name) for name in history.settings.ladder[:-1]}
+    values = [value for each in verified for value in (each.predicted_db, each.measured_db)]
+    thresholds = {name: history.settings.threshold(name) for name in history.settings.candidates[:-1]}
     low, high = min([*values, *thresholds.values()]) - 2, max([*values, *thresholds.values()]) + 2
     axes.fill_between(
         [low, high],
@@ -222,40 +224,40 @@ def _draw_predictions(axes: Axes, history: History) -> None:
         linewidth=0,
     )
     axes.plot([low, high], [low, high], color=INK, linewidth=0.8)
-    alpha = min(0.6, max(0.1, 300 / len(checks)))
-    for name in history.settings.ladder[:-1]:
-        _scatter(axes, [check for check in checks if check.precision == name], COLOURS[name], alpha)
+    alpha = min(0.6, max(0.1, 300 / len(verified)))
+    for name in history.settings.candidates[:-1]:
+        _scatter(axes, [each for each in verified if each.precision == name], COLOURS[name], alpha)
     _mark_thresholds(axes, thresholds, high)
     axes.set(xlim=(low, high), ylim=(low, high))
-    near = sum(abs(check.gap_db) <= NEAR_DB for check in checks) / len(checks)
-    axes.set_title(f"{100 * near:.0f} % of {len(checks):,} predictions within ±{NEAR_DB:g} dB", loc="left")
+    near = sum(abs(each.gap_db) <= NEAR_DB for each in verified) / len(verified)
+    axes.set_title(f"{100 * near:.0f} % of {len(verified):,} predictions within ±{NEAR_DB:g} dB", loc="left")
 
 
 def _draw_gaps_over_time(axes: Axes, history: History) -> None:
     """Measured minus predicted SNR step by step: points by precision, and the median of each step."""
-    checks = history.compared
+    verified = history.compared
     axes.set(xlim=(0, history.steps), xlabel="optimizer step", ylabel="measured - predicted (dB)")
     axes.axhspan(-NEAR_DB, NEAR_DB, color=INK, alpha=0.12, linewidth=0)
     axes.axhline(0, color=INK, linewidth=0.8)
-    alpha = min(0.6, max(0.1, 300 / max(1, len(checks))))
-    for name in history.settings.ladder[:-1]:
-        some = [check for check in checks if check.precision == name]
-        steps, gaps = [check.step for check in some], [check.gap_db for check in some]
+    alpha = min(0.6, max(0.1, 300 / max(1, len(verified))))
+    for name in history.settings.candidates[:-1]:
+        some = [each for each in verified if each.precision == name]
+        steps, gaps = [each.step for each in some], [each.gap_db for each in some]
         axes.plot(steps, gaps, "o", color=COLOURS[name], markersize=3, alpha=alpha, markeredgewidth=0)
     by_step: dict[int, list[float]] = {}
-    for check in checks:
-        by_step.setdefault(check.step, []).append(check.gap_db)
+    for each in verified:
+        by_step.setdefault(each.step, []).append(each.gap_db)
     steps = sorted(by_step)
     axes.plot(steps, [median(by_step[step]) for step in steps], color=MISS, linewidth=1.4)
     axes.set_title("Median of each step, and every verified product" if steps else "", loc="left")
 
 
-def _scatter(axes: Axes, checks: Sequence[Verified], colour: str, alpha: float) -> None:
+def _scatter(axes: Axes, verified: Sequence[Verified], colour: str, alpha: float) -> None:
     for is_hit, marker in ((True, "o"), (False, "x")):
-        some = [check for check in checks if check.is_hit is is_hit]
+        some = [each for each in verified if each.is_hit is is_hit]
         axes.plot(
-            [check.predicted_db for check in some],
-            [check.measured_db for check in some],
+            [each.predicted_db for each in some],
+            [each.measured_db for each in some],
             marker,
             color=colour if is_hit else MISS,
             markersize=4 if is_hit else 6,
@@ -266,7 +268,7 @@ def _scatter(axes: Axes, checks: Sequence[Verified], colour: str, alpha: float) 
 
 
 def _mark_thresholds(axes: Axes, thresholds: Mapping[str, float], right: float) -> None:
-    """Dashed lines below which a measured ratio is a miss, one for each value that precisions have."""
+    """Dashed lines at the thresholds, below which a measured SNR is a miss; one for each distinct value."""
     for value in sorted(set(thresholds.values())):
         names = [name for name, own in thresholds.items() if own == value]
         colour = COLOURS[names[0]] if len(names) == 1 else INK
@@ -276,15 +278,19 @@ def _mark_thresholds(axes: Axes, thresholds: Mapping[str, float], right: float) 
 
 
 def _draw_shares(axes: Axes, history: History) -> None:
-    """Shares of products over time, dearest precision at the top."""
+    """Shares of products over time, highest precision at the top."""
     edges = _edges(history)
-    columns = list(zip(*(_at(history, gemm, edges) for gemm in history.looks), strict=True))
+    columns = list(zip(*(_at(history, gemm, edges) for gemm in history.checks), strict=True))
     shares = [
         [100 * column.count(name) / len(column) for column in [*columns, columns[-1]]]
-        for name in history.settings.ladder
+        for name in history.settings.candidates
     ]
     axes.stackplot(
-        edges, shares, colors=[COLOURS[name] for name in history.settings.ladder], step="post", linewidth=0
+        edges,
+        shares,
+        colors=[COLOURS[name] for name in history.settings.candidates],
+        step="post",
+        linewidth=0,
     )
     axes.set(xlim=(0, history.steps), ylim=(0, 100), xlabel="optimizer step", ylabel="share of products (%)")
     few = share_of_few_bits(history.shares())
@@ -292,7 +298,7 @@ def _draw_shares(axes: Axes, history: History) -> None:
 
 
 def _edges(history: History) -> list[int]:
-    """Steps between which nothing changes, `0 … steps`; evenly thinned where there are too many to draw."""
+    """Steps from 0 to `steps` at which a precision changes; evenly spaced if there are too many to draw."""
     changes = {span.start for spans in history.spans.values() for span in spans}
     edges = sorted(changes | {0, history.steps})
     if len(edges) - 1 > MOST_COLUMNS:
@@ -301,28 +307,28 @@ def _edges(history: History) -> list[int]:
 
 
 def _at(history: History, gemm: Gemm, edges: Sequence[int]) -> list[str]:
-    """Precision of a product in the step after each edge but the last."""
+    """The precision of a product in the step after each edge but the last."""
     spans = list(history.spans[gemm])
     found = []
     for edge in edges[:-1]:
-        while spans[0].end <= edge and len(spans) > 1:  # a layer that is not used any more stays as it was
+        while spans[0].end <= edge and len(spans) > 1:  # an unused layer keeps its last precision
             del spans[0]
         found.append(spans[0].precision)
     return found
 
 
 def _misses(history: History) -> list[tuple[float, int]]:
-    """Step and row of each miss; in the middle of the step."""
+    """Position in time and row of each miss; in the middle of the step."""
     return [
         (check.step - 0.5, row)
-        for row, gemm in enumerate(history.looks)
+        for row, gemm in enumerate(history.checks)
         for check in history.verified[gemm]
         if not check.is_hit
     ]
 
 
 def _figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """An empty figure; width and height in inches."""
     figure: Figure = _matplotlib("figure").Figure(figsize=(width, height), layout="constrained")
     return figure
 
@@ -335,7 +341,7 @@ def _save(figure: Figure, path: Path) -> None:
     try:
         path.write_bytes(picture.getvalue())
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror or error}): name another file") from None
+        raise UserError(f"cannot write {path} ({error.strerror or error}): choose another file") from None
 
 
 def _matplotlib(module: str) -> Any:
@@ -343,5 +349,5 @@ def _matplotlib(module: str) -> Any:
         return import_module(f"matplotlib.{module}")
     except ImportError as error:
         raise UserError(
-            f"pictures need matplotlib ({error}): pip install 'megalowbit[plots]', or leave the picture out"
+            f"pictures need matplotlib ({error}): pip install 'megalowbit[plots]', or omit the picture"
         ) from None

@@ -43,7 +43,7 @@ def test_the_block_that_does_not_fit_is_named_with_its_quantiser_in_one_line():
     assert str(caught.value) == (
         "layer x: a shard of 192 features does not hold whole blocks of 128 of 'int8e5m2b': "
         "lower tensor_parallel.autotp_size, keep the layer in high precision, or take formats of one scale a "
-        "tensor (recipe fp8; in speculation also a ladder without mixed)"
+        "tensor (recipe fp8; with speculation, also candidates without mixed)"
     )
 
 

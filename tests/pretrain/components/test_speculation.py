@@ -13,9 +13,9 @@ from megalowbit.pretrain.checks import check_config
 from megalowbit.pretrain.components.speculation import (
     Speculation,
     change_lines,
+    check_facts,
     describe_speculation,
     line_after_switch,
-    look_facts,
     speculation_summary,
     summary_row,
 )
@@ -90,18 +90,20 @@ def test_lines_of_changes_are_at_most_100_characters_and_keep_the_end_of_a_long_
 
 def test_the_ladder_is_described_on_one_line():
     settings = SpeculationSettings(
-        ladder=["int4", "int8", "bf16"], threshold_db={"int4": 12.5, "int8": 20}, every=1, verify_every=1
+        candidates=["int4", "int8", "bf16"], threshold_db={"int4": 12.5, "int8": 20}, every=1, verify_every=1
     )
     assert describe_speculation(settings) == (
-        "int4 ≥ 12.5 dB, int8 ≥ 20 dB, bf16; a look every step, all verified"
+        "int4 ≥ 12.5 dB, int8 ≥ 20 dB, bf16; check every step, all verified"
     )
     assert describe_speculation(SpeculationSettings()) == (
-        "int8, fp8, bf16 at 15 dB; a look every 10 steps, 1 of 3 verified"
+        "int8, fp8, bf16 at 15 dB; check every 10 steps, 1 of 3 verified"
     )
     assert describe_speculation(SpeculationSettings(verify_every=0)).endswith("none verified")
-    ladder = ["int4", "nvfp4", "int8", "mixed", "fp8", "bf16"]
-    longest = SpeculationSettings(ladder=ladder, threshold_db=12.25, every=1000, lookahead=0, verify_every=10)
-    assert len("ladder    " + describe_speculation(longest)) <= 100
+    candidates = ["int4", "nvfp4", "int8", "mixed", "fp8", "bf16"]
+    longest = SpeculationSettings(
+        candidates=candidates, threshold_db=12.25, every=1000, lookahead=0, verify_every=10
+    )
+    assert len("speculate " + describe_speculation(longest)) <= 100
 
 
 def test_facts_of_a_look_and_the_summary_are_those_of_report_and_totals():
@@ -114,7 +116,7 @@ def test_facts_of_a_look_and_the_summary_are_those_of_report_and_totals():
         changes=7,
         rollbacks=3,
     )
-    assert look_facts(report(shares=shares), totals) == {
+    assert check_facts(report(shares=shares), totals) == {
         "speculation/share_int4": 0.25,
         "speculation/share_mixed": 0.5,
         "speculation/share_bf16": 0.25,
@@ -136,14 +138,14 @@ def test_facts_of_a_look_and_the_summary_are_those_of_report_and_totals():
     assert summary_row(totals) == row
     unverified = SpeculationTotals(shares={"bf16": 1.0}, share_8bit=0.0)
     assert summary_row(unverified)[3] == "nothing"
-    assert look_facts(report(shares={"bf16": 1.0}), unverified)["speculation/hit_rate"] is None
+    assert check_facts(report(shares={"bf16": 1.0}), unverified)["speculation/hit_rate"] is None
 
 
 def write_looks(folder, resume_step, *looks):
     component = Speculation(controller=None)
     component.open_records(folder, resume_step)
     for look in looks:
-        component.look = look
+        component.report = look
         component.after_step(look.step + 1, {})
     component.close_records()
 
@@ -177,10 +179,10 @@ def test_the_file_of_looks_says_what_ran_and_what_follows(tmp_path):
     ("block", "message"),
     [
         ("bf16", "recipe 'bf16': it quantises nothing; set recipe to"),
-        ({"base": "nvfp4", "split_weight": {"rank": 4}}, "split_weight splits what a product would get; set"),
+        ({"base": "nvfp4", "split_weight": {"rank": 4}}, "split_weight splits an operand; set"),
         ({"base": "nvfp4", "layout": "per_gemm"}, "layout 'per_gemm' needs"),
         ({"base": "nvfp4", "layout": "per_gemm", "hadamard": True}, "hadamard transforms"),
-        ({"base": "mxfp4", "gemm": "fp8"}, "gemm 'fp8' multiplies one format only"),
+        ({"base": "mxfp4", "gemm": "fp8"}, "gemm 'fp8' supports one format only"),
     ],
 )
 def test_a_recipe_that_leaves_nothing_to_choose_is_refused_in_one_line(resolve, block, message):
@@ -195,18 +197,22 @@ def test_a_recipe_that_leaves_nothing_to_choose_is_refused_in_one_line(resolve, 
 
 def test_after_a_switch_it_is_said_which_products_are_still_chosen_for():
     forward = switched(recipe("nvfp4"), "forward")
-    assert line_after_switch(forward) == "speculation goes on for grad_input and grad_weight"
+    assert line_after_switch(forward) == "speculation continues for grad_input and grad_weight"
     assert line_after_switch(switched(recipe("nvfp4"), "all")).startswith("speculation has no product left")
     assert (
-        line_after_switch(recipe("nvfp4")) == "speculation goes on for output and grad_input and grad_weight"
+        line_after_switch(recipe("nvfp4"))
+        == "speculation continues for output and grad_input and grad_weight"
     )
 
 
-@pytest.mark.parametrize("key", ["ladder", "laddr", "threshold_db", "estimator"])
+@pytest.mark.parametrize("key", ["candidates", "candidats", "threshold_db", "estimator"])
 def test_mistakes_in_the_section_are_answered_without_torch(resolve, key):
     values = {
-        "ladder": ('["int8", "fp9", "bf16"]', r"speculation\.ladder = .*did you mean 'fp8'"),
-        "laddr": ('["int8", "bf16"]', r"speculation\.laddr': did you mean 'megalowbit\.speculation\.ladder'"),
+        "candidates": ('["int8", "fp9", "bf16"]', r"speculation\.candidates = .*did you mean 'fp8'"),
+        "candidats": (
+            '["int8", "bf16"]',
+            r"speculation\.candidats': did you mean 'megalowbit\.speculation\.candidates'",
+        ),
         "threshold_db": ('{"int8": 15}', r"speculation\.threshold_db = .*no threshold for fp8: add it"),
         "estimator": ('{"typ": "mad"}', r"did you mean 'megalowbit\.speculation\.estimator\.type'"),
     }
@@ -218,7 +224,7 @@ def test_mistakes_in_the_section_are_answered_without_torch(resolve, key):
 def test_the_dry_run_describes_the_ladder_and_refuses_what_the_run_would(resolve):
     parts = dict(part.split("\n", 1) for part in describe(resolve(ON)).removeprefix("== ").split("\n\n== "))
     assert parts["speculation"] == describe_speculation(SpeculationSettings())
-    assert json.loads(parts["configuration"])["megalowbit"]["speculation"]["ladder"] == [
+    assert json.loads(parts["configuration"])["megalowbit"]["speculation"]["candidates"] == [
         "int8",
         "fp8",
         "bf16",

@@ -95,7 +95,7 @@ def test_a_run_records_what_it_decides_and_sums_it_up(resolve, tmp_path, capsys)
     assert summary["changes"] == changes == rows[4]["speculation/changes"]
     assert summary["hit_rate"] == rows[4]["speculation/hit_rate"]
     printed = capsys.readouterr().out.splitlines()
-    assert "ladder    int8, fp8, bf16 at 20 dB; a look every 2 steps, all verified" in printed
+    assert "speculate int8, fp8, bf16 at 20 dB; check every 2 steps, all verified" in printed
     told = [line for line in printed if line.startswith("step 1: ")]
     assert len(told) == 4
     assert told[-1].startswith("step 1: and ")
@@ -109,7 +109,7 @@ def test_a_run_without_it_has_no_trace_of_it(resolve, tmp_path, capsys):
     assert not [key for row in rows for key in row if "speculation" in key]
     assert "speculation" not in json.loads((tmp_path / "run" / "summary.json").read_text())
     printed = capsys.readouterr().out
-    assert "ladder  " not in printed
+    assert "speculate " not in printed
     assert "low bits" not in printed
 
 
@@ -118,7 +118,7 @@ def test_a_run_without_it_has_no_trace_of_it(resolve, tmp_path, capsys):
     [("bf16", 0), ("fp32", 1e-6)],  # Conv1D's weights lie transposed, which fp32 sums in another order
 )
 def test_a_ladder_of_one_rung_is_the_unquantised_run(resolve, tmp_path, precision, tolerance):
-    block = {**BLOCK, "ladder": ["bf16"]}
+    block = {**BLOCK, "candidates": ["bf16"]}
     kind = f"megalowbit.precision={precision}"
     rows = run(resolve(f"megalowbit.speculation={json.dumps(block)}", RECIPE, kind), tmp_path / "run")
     plain = run(resolve("megalowbit.recipe=bf16", kind), tmp_path / "plain")
@@ -149,8 +149,8 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(resolve, tmp_path, stop):
     ("overrides", "message"),
     [
         (
-            (RECIPE, ON, 'megalowbit.speculation.ladder=["int8", "bf16"]'),
-            r"speculation\.ladder was \['int8', 'fp8', 'bf16'\] .* is \['int8', 'bf16'\] now: resume with",
+            (RECIPE, ON, 'megalowbit.speculation.candidates=["int8", "bf16"]'),
+            r"candidates was \['int8', 'fp8', 'bf16'\] .* is \['int8', 'bf16'\] now: resume with",
         ),
         ((RECIPE, ON, "megalowbit.speculation.threshold_db=21"), r"threshold_db was 20\.0 .* is 21\.0 now"),
         ((RECIPE,), r"megalowbit\.speculation was on in the run to be resumed and is off now"),
@@ -179,7 +179,7 @@ def test_a_checkpoint_without_decisions_is_refused(build_job):
     ("recipe", "message"),
     [
         ("bf16", "'bf16': it quantises nothing; set recipe to"),
-        ('{"base": "nvfp4", "split_input": {"rank": 2}}', "split_input splits what a product would get"),
+        ('{"base": "nvfp4", "split_input": {"rank": 2}}', "split_input splits an operand"),
         ('{"base": "nvfp4", "layout": "per_gemm", "hadamard": true}', "hadamard transforms"),
     ],
 )
@@ -202,7 +202,7 @@ def test_after_a_late_switch_precisions_are_chosen_for_what_still_quantises(reso
     assert (
         printed[line + 1]
         == {
-            "forward": "speculation goes on for grad_input and grad_weight",
+            "forward": "speculation continues for grad_input and grad_weight",
             "all": "speculation has no product left to choose a precision for",
         }[scope]
     )
@@ -249,7 +249,7 @@ def overflow_once(job, at_step):
 
 def train_steps(job, count):
     """What became of the steps, and what was found in them."""
-    found = [(train_step(job), job.find(Speculation).look) for _ in range(count)]
+    found = [(train_step(job), job.find(Speculation).report) for _ in range(count)]
     return [step for step, _ in found], [look for _, look in found]
 
 

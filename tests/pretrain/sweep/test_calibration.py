@@ -17,7 +17,7 @@ STEPS = 11  # three looks
 NEVER = 1000.0  # dB: no product can be this good, so all of them stay at bf16
 BLOCK = {
     "recipe": "speculative-int8",
-    "speculation": {"ladder": ["int8", "bf16"], "every": 5, "lookahead": 5, "verify_every": 1},
+    "speculation": {"candidates": ["int8", "bf16"], "every": 5, "lookahead": 5, "verify_every": 1},
 }
 
 
@@ -88,7 +88,9 @@ def test_a_calibration_compares_thresholds_with_bf16_and_goes_on_where_it_was(tm
     again = capsys.readouterr().out
     assert "[1/" not in again
     assert table in again
-    with pytest.raises(UserError, match="bf16-seed-1 holds a run with other settings: choose another --out"):
+    with pytest.raises(
+        UserError, match="bf16-seed-1 contains a run with other settings: choose another --out"
+    ):
         calibrate(plan(tmp_path, **{**same, "steps": STEPS + 1}))
 
 
@@ -137,7 +139,7 @@ def test_the_lowest_threshold_whose_gap_is_allowed_is_suggested():
     )
     assert lines[8:] == [
         "suggested: megalowbit.speculation.threshold_db = 15, with 80.0 % at 8 bits or fewer and a gap of "
-        f"+0.11 % ± {error:.2f} %, 0.3 % allowed"
+        f"+0.11 % ± {error:.2f} % (allowed: 0.3 %)"
     ]
 
 
@@ -148,25 +150,25 @@ def test_the_lowest_threshold_whose_gap_is_allowed_is_suggested():
             [outcome(5, [0.8, 0.9]), outcome(10, [0.4, 0.5])],
             [
                 "no threshold keeps the gap within 0.3 %: the smallest is +0.45 % ± 0.05 %, at 10 dB",
-                "try higher thresholds, or a ladder without the cheapest precision",
+                "try higher thresholds, or candidates without the cheapest precision",
             ],
         ),
         ([outcome(5, [math.nan])], ["no threshold keeps the gap within 0.3 %: all runs diverged"]),
-        ([outcome(5, [0.1])], ["one seed: how far chance moves that gap is not known; take three or more"]),
+        ([outcome(5, [0.1])], ["the error of the gap is unknown with one seed: use three or more"]),
         (
             [outcome(5, [0.0, 0.4])],
-            ["within twice its error that gap may be above 0.3 %: take more seeds or steps"],
+            ["within twice its error that gap may exceed 0.3 %: use more seeds or steps"],
         ),
         (
             [outcome(5, [0.1, 0.1]), outcome(10, [0.5, 0.6])],
-            ["a higher threshold has a larger gap, so gaps of this size are noise: take more seeds"],
+            ["a higher threshold has a larger gap, so gaps of this size are noise: use more seeds"],
         ),
         (
             [outcome(5, [0.1, 0.1]), outcome(10, [0.1, 0.1]), outcome(15, [0.1, math.nan])],
             [
                 "suggested: megalowbit.speculation.threshold_db = 5, with 90.0 % at 8 bits or fewer and a "
-                "gap of +0.10 % ± 0.00 %, 0.3 % allowed",
-                "15 dB diverged and 5 dB did not: see what happened there, or take more seeds",
+                "gap of +0.10 % ± 0.00 % (allowed: 0.3 %)",
+                "15 dB diverged but 5 dB did not: inspect those runs, or use more seeds",
             ],
         ),
         (
@@ -177,8 +179,8 @@ def test_the_lowest_threshold_whose_gap_is_allowed_is_suggested():
                 outcome(20, [math.nan, math.nan]),
             ],
             [
-                "a higher threshold has a larger gap, so gaps of this size are noise: take more seeds",
-                "15 dB and 20 dB diverged and 5 dB did not: see what happened there, or take more seeds",
+                "a higher threshold has a larger gap, so gaps of this size are noise: use more seeds",
+                "15 dB and 20 dB diverged but 5 dB did not: inspect those runs, or use more seeds",
             ],
         ),
     ],
@@ -202,7 +204,7 @@ def test_thresholds_are_sorted_and_run_once_each_beside_bf16(tmp_path):
     assert (resolved[0].recipe, resolved[0].settings.speculation) == ("bf16", None)
     assert resolved[1].recipe == "speculative-int8"
     assert resolved[1].settings.speculation.threshold_db == 7.5
-    assert resolved[1].settings.speculation.ladder == ("int8", "bf16")
+    assert resolved[1].settings.speculation.candidates == ("int8", "bf16")
     assert {config.settings.run.steps for config in resolved} == {STEPS}
 
 
@@ -216,17 +218,17 @@ def test_thresholds_are_sorted_and_run_once_each_beside_bf16(tmp_path):
         ({"max_gap": math.inf}, "--max-gap inf is not a gap in %"),
         (
             {"thresholds": (-1.0,)},
-            "--threshold -1.0 is not an SNR in dB: give a number from 0 on, such as 15",
+            "--threshold -1.0 is not an SNR in dB: give a number ≥ 0, such as 15",
         ),
         ({"thresholds": (15.0, math.nan)}, "--threshold nan is not an SNR in dB"),
         ({"thresholds": (math.inf, 15.0)}, "--threshold inf is not an SNR in dB"),
         (
             {"thresholds": (10.00000000000001, 7.0, 10.0)},
-            "--threshold 10.0 and --threshold 10.00000000000001 would have one name, 10 dB: leave one out",
+            "--threshold 10.0 and --threshold 10.00000000000001 have the same name, 10 dB: leave one out",
         ),
         (
             {"thresholds": (1e-20, 1e20)},  # "1e+20" and "1e-20" are one folder
-            "--threshold 1e-20 and --threshold 1e+20 would have one name",
+            "--threshold 1e-20 and --threshold 1e+20 have the same name",
         ),
         ({"seeds": (-1,)}, "megalowbit.run.seed"),
         ({"block": {"recipe": "speculative-int8"}}, "has no megalowbit.speculation section"),
@@ -261,13 +263,13 @@ def test_a_reference_that_diverges_is_told(tmp_path):
         (None, "has no speculation section (None): choose another --out"),
         (
             {"shares": {"fp8": 1.0}},
-            "is damaged (speculation.shares are not those of the ladder): remove that",
+            "is damaged (speculation.shares do not match the candidates): remove that",
         ),
-        ({"shares": [1, 2]}, "is damaged (speculation.shares are not those of the ladder): remove that"),
-        ({"hits": "many"}, "is damaged (speculation holds what is no share or count): remove that run's"),
+        ({"shares": [1, 2]}, "is damaged (speculation.shares do not match the candidates): remove that"),
+        ({"hits": "many"}, "is damaged (speculation contains an invalid share or count): remove that run's"),
         (
             {"shares": {"int8": 10**400, "bf16": 0}},
-            "is damaged (speculation holds what is no share or count)",
+            "is damaged (speculation contains an invalid share or count)",
         ),
         ({}, None),
     ],
@@ -293,9 +295,7 @@ def test_a_damaged_summary_is_named(tmp_path, section, message):
 
 def test_out_must_be_a_folder(tmp_path):
     (tmp_path / "out").write_text("x")
-    with pytest.raises(
-        UserError, match=r"--out .*out cannot be written to as a folder .*: choose another --out"
-    ):
+    with pytest.raises(UserError, match=r"--out .*out is not a writable folder .*: choose another --out"):
         calibrate(plan(tmp_path), has_picture=False)
 
 

@@ -86,7 +86,7 @@ def test_a_run_that_fails_ends_the_sweep_with_its_last_line(make_run):
     with pytest.raises(UserError) as caught:
         execute([bad, *later], jobs=1)
     log = bad.folder.parent / "bad-1-off-seed-3.log"
-    assert str(caught.value) == f"bad, 1 % off, seed 3, failed: no such corpus (all of it in {log})"
+    assert str(caught.value) == f"bad, 1 % off, seed 3, failed: no such corpus (full log: {log})"
     assert log.read_text() == "x\nerror: no such corpus\n"
     assert not marker.exists() or len(marker.read_text()) < len(later)
 
@@ -101,7 +101,7 @@ def test_a_folder_is_complete_with_all_its_steps_and_refused_with_other_settings
     assert run.is_complete()
     assert run.final_loss(2) == 1.25
     other = Run(**{**vars(run), "overrides": (*run.overrides, "megalowbit.recipe=bf16")})
-    with pytest.raises(UserError, match="seed-3 holds a run with other settings: choose another --out"):
+    with pytest.raises(UserError, match="seed-3 contains a run with other settings: choose another --out"):
         other.is_complete()
 
 
@@ -153,7 +153,8 @@ def test_a_damaged_file_is_named_with_the_folder_to_remove(make_run, name, conte
     with pytest.raises(UserError) as caught:
         run.is_complete()
     assert str(caught.value) == (
-        f"{run.folder / name} is damaged ({reason}): remove that run's folder, {run.folder}, to do it again"
+        f"{run.folder / name} is damaged ({reason}): "
+        f"remove that run's folder, {run.folder}, to repeat the run"
     )
 
 
@@ -169,6 +170,6 @@ def test_a_folder_is_made_or_refused_in_one_line(tmp_path):
     assert list((tmp_path / "a" / "b").iterdir()) == []
     (tmp_path / "file").write_text("x")
     for out in (Path("/proc/foo"), Path("/proc"), tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match=f"^--out {out} cannot be written to as a folder .*: choose"):
+        with pytest.raises(UserError, match=f"^--out {out} is not a writable folder .*: choose"):
             make_folder(out)
     assert (tmp_path / "file").read_text() == "x"

@@ -46,7 +46,7 @@ def test_shares_and_spans_are_those_of_the_steps_one_by_one(tmp_path, steps):
 
 def test_products_stand_in_their_order_whatever_the_order_of_the_lines(tmp_path):
     rows = [row(1, layer, product, "bf16") for layer in (B, A) for product in ("grad_weight", "output")]
-    gemms = list(read_history(write_run(tmp_path, rows)).looks)
+    gemms = list(read_history(write_run(tmp_path, rows)).checks)
     assert gemms == [(B, "output"), (B, "grad_weight"), (A, "output"), (A, "grad_weight")]
 
 
@@ -72,7 +72,7 @@ def test_verified_products_have_what_was_foretold_for_the_same_step(tmp_path):
     assert line.split()[-8:] == ["2", "1", "of", "2", "-5.0", "dB,", "step", "21"]
     (line,) = [line for line in lines if line.startswith("all ")]
     assert line.split()[-7:-4] == ["2", "of", "3"]
-    assert lines[-1].endswith("; 0.0 % of 2 predictions within 1 dB of what was measured")
+    assert lines[-1].endswith("; 0.0 % of 2 predictions within 1 dB of the measured SNR")
 
 
 def test_the_table_has_a_line_for_each_product_and_one_for_all(tmp_path):
@@ -155,17 +155,17 @@ def test_what_is_missing_is_told_in_one_line(tmp_path):
             read_history(folder)
         return str(caught.value)
 
-    assert "holds no run (no config.json)" in message(tmp_path / "nowhere")
+    assert "is not a run folder (no config.json)" in message(tmp_path / "nowhere")
     folder = write_run(tmp_path / "run", None)
-    assert message(folder).endswith("the run has not come to its first look yet")
+    assert message(folder).endswith("wait for the run's first precision check")
     (folder / "speculation.jsonl").write_text("")
     assert "is empty" in message(folder)
     (folder / "speculation.jsonl").write_bytes(b"\xff\n")
     assert "cannot be read" in message(folder)
     (folder / "config.json").write_text('{"megalowbit": {"recipe": "nvfp4"}}')
-    assert "did not speculate" in message(folder)
-    (folder / "config.json").write_text('{"megalowbit": {"speculation": {"ladder": ["int8"]}}}')
-    assert "megalowbit.speculation.ladder" in message(folder)
+    assert "did not use speculation" in message(folder)
+    (folder / "config.json").write_text('{"megalowbit": {"speculation": {"candidates": ["int8"]}}}')
+    assert "megalowbit.speculation.candidates" in message(folder)
     write_run(folder, [row(1, A, "output", "bf16")], steps="many")
     assert "steps = 'many' is not a number of steps" in message(folder)
     write_run(folder, [row(1, A, "output", "bf16")], steps=10**30)

@@ -129,7 +129,7 @@ def test_precisions_with_one_threshold_share_a_line(drawn):
     verified = {"predicted_db": 30.0, "measured_db": 30.0, "is_hit": True}
     rows = [row(1, "a", "output", "int8", **verified)]
     _, axes, *_ = drawn(
-        rows, ladder=["int4", "int8", "fp8", "bf16"], threshold_db={"int4": 10, "int8": 20, "fp8": 20}
+        rows, candidates=["int4", "int8", "fp8", "bf16"], threshold_db={"int4": 10, "int8": 20, "fp8": 20}
     )
     assert [text.get_text().strip() for text in axes.texts] == ["int4 10 dB", "int8, fp8 20 dB"]
     _, axes, *_ = drawn(rows)
@@ -202,7 +202,7 @@ def test_calibration_is_drawn_with_diverged_and_single_runs(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
     history = read_history(write_run(tmp_path / "run", gemm_rows("a", ("int8", "fp8", "bf16"), [1])))
-    with pytest.raises(UserError, match=r"cannot write .*nowhere.*: name another file"):
+    with pytest.raises(UserError, match=r"cannot write .*nowhere.*: choose another file"):
         draw_history(history, tmp_path / "nowhere" / "drawn.png")
 
 
