@@ -4,7 +4,7 @@ import sys
 
 import torch
 from deepspeed.pipe import PipelineModule
-from tiny_models import FURTHER_KINDS, KINDS, tiny_model
+from tiny_models import FURTHER_KINDS, tiny_model
 from tiny_training import report
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
