@@ -13,7 +13,15 @@ from megalowbit.errors import UserError
 NO_BACKWARD = r"^engine.step\(\) before any backward: call engine.backward"
 
 every_stage = pytest.mark.parametrize("stage", STAGES)
-every_precision = pytest.mark.parametrize("precision", DTYPES)
+# in `make test` each stage in one precision, and each precision at two stages or more
+every_stage_and_precision = pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        pytest.param(stage, precision, marks=() if (place + other) % 3 == 0 else pytest.mark.slow)
+        for place, stage in enumerate(STAGES)
+        for other, precision in enumerate(DTYPES)
+    ],
+)
 
 
 CLEARING = {
@@ -25,8 +33,7 @@ CLEARING = {
 }
 
 
-@every_precision
-@every_stage
+@every_stage_and_precision
 def test_cleared_gradients_leave_nothing_behind(stage, precision):
     engine, twin = make(stage, precision), make(stage, precision)
     for seed, clear in enumerate(CLEARING.values()):
@@ -41,8 +48,7 @@ def test_cleared_gradients_leave_nothing_behind(stage, precision):
         assert engine.was_step_applied()
 
 
-@every_precision
-@every_stage
+@every_stage_and_precision
 def test_gradients_cleared_between_micro_batches_leave_nothing_behind(stage, precision):
     engine, twin = make(stage, precision, micro_batches=2), make(stage, precision, micro_batches=2)
     for seed, clear in enumerate(CLEARING.values()):
@@ -113,8 +119,7 @@ def some_gradients(engine):
     return [torch.full(shape, 2.0**-place) for place, shape in enumerate(shapes)]
 
 
-@every_precision
-@every_stage
+@every_stage_and_precision
 @pytest.mark.parametrize("is_after_backward", [True, False])
 def test_gradients_set_by_hand_are_applied(stage, precision, is_after_backward):
     engine, twin = make(stage, precision), make("0", precision)
@@ -198,8 +203,7 @@ def test_a_part_of_a_model_of_stage_0_is_pickled_without_its_engine():
     assert engine.was_step_applied()
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_precision
 def test_two_backwards_before_a_step_add_up(stage, precision):
     engine, plain = make(stage, precision, clip=0.0), make("0", precision, clip=0.0)
     reference = copy.deepcopy(plain.module).double()
