@@ -6,23 +6,11 @@ import pickle
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-from staged_engines import DTYPES, STAGES, S, backward, make, masters, same
+from staged_engines import DTYPES, S, backward, every_stage, every_stage_and_precision, make, masters, same
 
 from megalowbit.errors import UserError
 
 NO_BACKWARD = r"^engine.step\(\) before any backward: call engine.backward"
-
-every_stage = pytest.mark.parametrize("stage", STAGES)
-# in `make test` each stage in one precision, and each precision at two stages or more
-every_stage_and_precision = pytest.mark.parametrize(
-    ("stage", "precision"),
-    [
-        pytest.param(stage, precision, marks=() if (place + other) % 3 == 0 else pytest.mark.slow)
-        for place, stage in enumerate(STAGES)
-        for other, precision in enumerate(DTYPES)
-    ],
-)
-
 
 CLEARING = {
     "engine": lambda engine: engine.zero_grad(),
