@@ -4,6 +4,7 @@ A program of this folder writes what it saw to `$RESULTS/rank<r>.json`, and the 
 groups and engines takes its time, so one launch should check several things.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -91,6 +92,30 @@ def launch_ranks(tmp_path_factory):
     yield launch
     for ranks in launched:
         ranks.kill()
+
+
+@pytest.fixture(scope="module")
+def launch_once(launch_ranks):
+    """`launch_once(program, *arguments, world_size=2, timeout=600) -> list`: one launch a module.
+
+    The list has what each rank wrote.
+    """
+
+    @functools.cache
+    def launch(program: str, *arguments: object, world_size: int = 2, timeout: float = 600) -> list:
+        return launch_ranks(program, *arguments, world_size=world_size).wait(timeout=timeout)
+
+    return launch
+
+
+@pytest.fixture
+def part(request):
+    """The part of a program's cases that a test needs: `"rest"` if it is marked slow, else `"quick"`.
+
+    A program that takes this argument runs few representative cases in `make test`, and the others in
+    `make test-all`.
+    """
+    return "rest" if request.node.get_closest_marker("slow") else "quick"
 
 
 @pytest.fixture(scope="session")

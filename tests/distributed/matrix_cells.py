@@ -26,6 +26,20 @@ BAD_PARAMETER = "model.layers.1.mlp.up_proj.weight"  # a shard, under tensor par
 CELLS = list(itertools.product(STAGES, PRECISIONS, ACCUMULATIONS, LAYERS))
 # of the others in `tiny_models`
 FAMILY_CELLS = [(kind, (stage, "fp32", 1, "low-bit")) for kind in FURTHER_KINDS for stage in STAGES]
+# the optimizer on the CPU, and at stage 3 the parameters too
+OFFLOADED_CELLS = [(stage, "bf16", accumulation, "plain") for stage in (1, 2, 3) for accumulation in (1, 2)]
+# tensor-parallel size and cell; any two values of two settings meet in one of them
+QUICK_CELLS = [
+    (
+        1 + (stage + stage // 2 + precision // 2) % 2,
+        (stage, PRECISIONS[precision], 1 + (stage + precision) % 2, layers),
+    )
+    for stage in STAGES
+    for precision in range(3)
+    for layers in [LAYERS[(stage // 2 + precision) % 2]]
+]
+QUICK_FAMILY_CELLS = [(2, cell) for cell in FAMILY_CELLS[:: len(STAGES) + 1]]
+QUICK_OFFLOADED_CELLS = [(1, OFFLOADED_CELLS[-1]), (2, OFFLOADED_CELLS[2])]
 
 
 def key_of(stage, precision, accumulation, layers):

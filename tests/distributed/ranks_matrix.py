@@ -1,4 +1,7 @@
-"""Two ranks go through all cells; argument: tensor-parallel size. See test_matrix.py."""
+"""Two ranks train cells of the matrix; see test_matrix.py.
+
+Arguments: the tensor-parallel size, and `quick` for the representative cells or `rest` for the others.
+"""
 
 import sys
 
@@ -6,11 +9,14 @@ import torch
 import torch.distributed as dist
 from held_bytes import held_bytes
 from matrix_cells import (
-    ACCUMULATIONS,
     BAD_PARAMETER,
     BAD_STEP,
     CELLS,
     FAMILY_CELLS,
+    OFFLOADED_CELLS,
+    QUICK_CELLS,
+    QUICK_FAMILY_CELLS,
+    QUICK_OFFLOADED_CELLS,
     STEPS,
     batch_of,
     config_of,
@@ -21,7 +27,7 @@ from tiny_training import make, rank_and_size, report
 
 from megalowbit.engine.parameters.full_weights import full_state_dict
 
-tensor_size = int(sys.argv[1])
+tensor_size, part = int(sys.argv[1]), sys.argv[2]
 rank, world_size = rank_and_size()
 data_rank, data_size = rank // tensor_size, world_size // tensor_size
 
@@ -59,18 +65,27 @@ def train(settings, bad_rank, kind="llama"):
     return seen
 
 
+def is_wanted(cell, quick_cells):
+    return ((tensor_size, cell) in quick_cells) == (part == "quick")
+
+
 found = {}
 for index, cell in enumerate(CELLS):
+    if not is_wanted(cell, QUICK_CELLS):
+        continue
     # over stages and precisions each kind of cell has the bad gradient on either rank
     bad_rank = (index + index // 4) % 2
     found[key_of(*cell)] = train(config_of(*cell, tensor_size=tensor_size), bad_rank)
-for accumulation in ACCUMULATIONS:  # the optimizer on the CPU, and at stage 3 the parameters too
-    for stage in (1, 2, 3):
-        offload = ["offload_optimizer", *(["offload_param"] if stage == 3 else [])]
-        cell = (stage, "bf16", accumulation, "plain")
-        found[f"offload, {key_of(*cell)}"] = train(
-            config_of(*cell, tensor_size=tensor_size, offload=offload), bad_rank=(stage + accumulation) % 2
-        )
+for cell in OFFLOADED_CELLS:
+    if not is_wanted(cell, QUICK_OFFLOADED_CELLS):
+        continue
+    stage, _, accumulation, _ = cell
+    offload = ["offload_optimizer", *(["offload_param"] if stage == 3 else [])]
+    found[f"offload, {key_of(*cell)}"] = train(
+        config_of(*cell, tensor_size=tensor_size, offload=offload), bad_rank=(stage + accumulation) % 2
+    )
 for kind, cell in FAMILY_CELLS:
+    if not is_wanted((kind, cell), QUICK_FAMILY_CELLS):
+        continue
     found[f"{kind}, {key_of(*cell)}"] = train(config_of(*cell, tensor_size=tensor_size), cell[0] % 2, kind)
 report(found)

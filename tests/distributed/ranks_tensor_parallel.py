@@ -1,5 +1,7 @@
 """Two (or four) ranks train small models whole, then cut; see test_tensor_parallel.py.
 
+Arguments: the tensor-parallel size, `quick` or `rest`, and names of cases if not all of that part.
+
 All models are trained whole first: DeepSpeed keeps the groups of a tensor-parallel engine for the process.
 """
 
@@ -8,7 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tensor_parallel_cases import CASES, CHOSEN, STEPS, STOCHASTIC, batch, config_of, make_model
+from tensor_parallel_cases import CASES, CHOSEN, QUICK, STEPS, STOCHASTIC, batch, config_of, make_model
 from tiny_training import make, rank_and_size, report
 
 import megalowbit as mlb
@@ -26,8 +28,8 @@ from megalowbit.layers.matmul.quantizations import Quantization
 from megalowbit.layers.recipe import recipe
 
 rank, world_size = rank_and_size()
-names = sys.argv[2:] or list(CASES)
-size = int(sys.argv[1])
+size, part = int(sys.argv[1]), sys.argv[2]
+names = sys.argv[3:] or [name for name in CASES if (name in QUICK) == (part == "quick")]
 
 
 class Choosing:
@@ -200,15 +202,19 @@ def numbers_drawn():
 
 
 def variants():
+    if part == "quick":
+        return {
+            "plain": variant(),
+            "cached, reentrant": variant(is_cached=True, checkpointing="reentrant"),
+            "dropout, other seeds": variant(dropout=0.2, steps=20),
+        }
     return {
         "plain": variant(),
         "cached": variant(is_cached=True),
         "non-reentrant": variant(checkpointing="non-reentrant"),
         "reentrant": variant(checkpointing="reentrant"),
-        "cached, reentrant": variant(is_cached=True, checkpointing="reentrant"),
         "compiled": variant(backend="aot_eager"),
         "dropout": variant(dropout=0.2, steps=20, seed=0),
-        "dropout, other seeds": variant(dropout=0.2, steps=20),
     }
 
 
@@ -306,7 +312,7 @@ result = {"whole": {}, "cut": {}}
 for name in names:
     engine, result["whole"][name] = train(CASES[name], 1)
     engine.destroy()
-if size == world_size:
+if size == world_size and part == "quick":
     engine, *_ = make(make_model(CASES["gpt2"]), config_of(CASES["gpt2"], 1), optimizer=make_sgd)
     result["client, whole"] = sgd_losses(engine)
     engine.destroy()
@@ -315,14 +321,15 @@ for name in names:
     if name == "gpt2 tied":
         result["copies"] = copies_and_restored(engine)
     engine.destroy()
-if "llama" in names and size == world_size:
-    for stage in (0, 1, 2, 3):
+if size == world_size:
+    for stage in (0, 3) if part == "quick" else (1, 2):
         engine, result[f"spoiled {stage}"] = train({**CASES["llama"], "stage": stage}, size, spoiled_step=1)
         engine.destroy()
-    result["refusals"] = refusals()
     result["variants"] = variants()
+if size == world_size and part == "quick":
+    result["refusals"] = refusals()
     result["client"] = clients_optimizer()
     result["drawn"] = numbers_drawn()
-if size < world_size:
+if size < world_size and part == "quick":
     result["kept codes"] = kept_codes()
 report(result)

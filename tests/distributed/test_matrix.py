@@ -1,5 +1,7 @@
 """Every ZeRO stage × precision × accumulation × tensor-parallel size trains as one process does.
 
+`make test` trains cells in which any two values of two settings meet, `make test-all` the others.
+
 The reference is a plain loop over the same micro-batches: half-precision weights, gradients summed in fp32,
 one norm, torch's AdamW on fp32 masters; the scale is halved and the step left out where a gradient is
 infinite.
@@ -12,7 +14,6 @@ from functools import cache
 import pytest
 import torch
 from matrix_cells import (
-    ACCUMULATIONS,
     BAD_STEP,
     BETAS,
     CELLS,
@@ -20,11 +21,13 @@ from matrix_cells import (
     EPSILON,
     FAMILY_CELLS,
     INITIAL_SCALE,
-    LAYERS,
     LEARNING_RATE,
     LOW_BIT,
+    OFFLOADED_CELLS,
     PRECISIONS,
-    STAGES,
+    QUICK_CELLS,
+    QUICK_FAMILY_CELLS,
+    QUICK_OFFLOADED_CELLS,
     STEPS,
     WEIGHT_DECAY,
     batch_of,
@@ -94,10 +97,28 @@ def reference(precision, accumulation, layers, data_size, kind="llama"):
     return {**seen, "weights": {name: p.detach().double() for name, p in model.named_parameters()}}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tensor 1", "tensor 2"])
-def ran(request, launch_ranks):
-    """Tensor-parallel size, and what both ranks saw of all cells."""
-    return request.param, launch_ranks("ranks_matrix.py", request.param).wait(timeout=400)
+@pytest.fixture
+def ran(launch_once, part):
+    """`ran(tensor_size)`: what both ranks saw, by cell."""
+    return lambda tensor_size: launch_once("ranks_matrix.py", tensor_size, part)
+
+
+def cases(cells, quick_cells):
+    """Tensor-parallel size and cell; those that are not quick are marked slow."""
+    return [
+        pytest.param(
+            tensor_size,
+            cell,
+            marks=() if (tensor_size, cell) in quick_cells else pytest.mark.slow,
+            id=f"tensor {tensor_size}, {name_of(cell)}",
+        )
+        for tensor_size in (1, 2)
+        for cell in cells
+    ]
+
+
+def name_of(cell):
+    return key_of(*cell) if len(cell) == 4 else f"{cell[0]}, {key_of(*cell[1])}"
 
 
 def check(seen, expected, tolerances):
@@ -117,49 +138,36 @@ def check(seen, expected, tolerances):
         assert difference.abs().mean() < STEPS * LEARNING_RATE * loss_tolerance * 20 + 1e-8, name
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_cell_trains_as_one_process_does_and_skips_on_all_ranks_together(
-    ran, stage, precision, accumulation, layers
-):
-    tensor_size, seen = ran
-    cell = key_of(stage, precision, accumulation, layers)
+@pytest.mark.parametrize(("tensor_size", "cell"), cases(CELLS, QUICK_CELLS))
+def test_a_cell_trains_as_one_process_does_and_skips_on_all_ranks_together(ran, tensor_size, cell):
+    _, precision, accumulation, layers = cell
     expected = reference(precision, accumulation, layers, 2 // tensor_size)
     is_sharded_low_bit = tensor_size > 1 and layers == "low-bit"
     tolerances = (SHARDED_LOW_BIT if is_sharded_low_bit else TOLERANCES)[precision]
-    check([rank[cell] for rank in seen], expected, tolerances)
+    check([rank[key_of(*cell)] for rank in ran(tensor_size)], expected, tolerances)
 
 
-@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_with_cpu_offload_too(ran, stage, accumulation):
-    tensor_size, seen = ran
-    cell = f"offload, {key_of(stage, 'bf16', accumulation, 'plain')}"
-    expected = reference("bf16", accumulation, "plain", 2 // tensor_size)
-    check([rank[cell] for rank in seen], expected, TOLERANCES["bf16"])
+@pytest.mark.parametrize(("tensor_size", "cell"), cases(OFFLOADED_CELLS, QUICK_OFFLOADED_CELLS))
+def test_with_cpu_offload_too(ran, tensor_size, cell):
+    expected = reference(*cell[1:], 2 // tensor_size)
+    check([rank[f"offload, {key_of(*cell)}"] for rank in ran(tensor_size)], expected, TOLERANCES["bf16"])
 
 
-@pytest.mark.parametrize(("kind", "cell"), FAMILY_CELLS)
-def test_other_families_too(ran, kind, cell):
-    tensor_size, seen = ran
-    expected = reference(*cell[1:], 2 // tensor_size, kind)
-    check([rank[f"{kind}, {key_of(*cell)}"] for rank in seen], expected, TOLERANCES[cell[1]])
+@pytest.mark.parametrize(("tensor_size", "cell"), cases(FAMILY_CELLS, QUICK_FAMILY_CELLS))
+def test_other_families_too(ran, tensor_size, cell):
+    kind, (_, *settings) = cell
+    expected = reference(*settings, 2 // tensor_size, kind)
+    check([rank[name_of(cell)] for rank in ran(tensor_size)], expected, TOLERANCES[settings[0]])
 
 
-ESTIMATED = [
-    ("llama", (stage, precision, 1, layers))
-    for stage in STAGES
-    for precision in PRECISIONS
-    for layers in LAYERS
-]
+ESTIMATED = [cell for cell in CELLS if cell[2] == 1]
 
 
-@pytest.mark.parametrize(("kind", "cell"), [*ESTIMATED, *FAMILY_CELLS])
-def test_a_dry_run_estimates_what_ranks_really_hold(ran, kind, cell, tmp_path):
-    tensor_size, seen = ran
-    stage, precision, _, layers = cell
+@pytest.mark.parametrize(
+    ("tensor_size", "cell"), [*cases(ESTIMATED, QUICK_CELLS), *cases(FAMILY_CELLS, QUICK_FAMILY_CELLS)]
+)
+def test_a_dry_run_estimates_what_ranks_really_hold(ran, tensor_size, cell, tmp_path):
+    kind, (stage, precision, _, layers) = cell if len(cell) == 2 else ("llama", cell)
     (tmp_path / "config.json").write_text(json.dumps(make_model(kind).config.to_dict()))
     estimated = estimate_memory(
         ModelSettings(config=tmp_path / "config.json"),
@@ -172,15 +180,9 @@ def test_a_dry_run_estimates_what_ranks_really_hold(ran, kind, cell, tmp_path):
         sharing=ZeroSharing(stage=stage, data_size=2 // tensor_size),
         partition=ModelPartition(tensor_size=tensor_size),
     )
-    for rank in seen:
-        key = key_of(*cell) if kind == "llama" else f"{kind}, {key_of(*cell)}"
-        for name, held in rank[key]["bytes"].items():
+    for rank in ran(tensor_size):
+        for name, held in rank[name_of(cell)]["bytes"].items():
             assert getattr(estimated, name) == pytest.approx(held, rel=2e-3), name  # flat buffers are padded
-
-
-def test_every_cell_has_run(ran):
-    for rank in ran[1]:
-        assert {key_of(*cell) for cell in CELLS} < rank.keys()
 
 
 def test_training_moves_the_loss_and_clipping_acts():

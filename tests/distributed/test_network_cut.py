@@ -24,10 +24,13 @@ mount --bind "$RESULTS/resolv.conf" /etc/resolv.conf
 exec "$@"
 """
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))),
-    reason="makes network namespaces, which needs root, ip, unshare and nsenter",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))),
+        reason="makes network namespaces, which needs root, ip, unshare and nsenter",
+    ),
+]
 
 
 def ip(*words):

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick_cases import marked
 from tiny_models import KINDS
 
 from megalowbit.layers.conversion.convert import convert
 
 HERE = Path(__file__).parent
+QUICK_KINDS = {"gpt2", "llama"}
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +29,20 @@ def program():
 
 
 @pytest.fixture(scope="module")
-def seen(launch_ranks, tmp_path_factory):
-    """What both ranks of ranks_pipeline.py reported; launched once."""
-    return launch_ranks("ranks_pipeline.py", "two", tmp_path_factory.mktemp("run")).wait(timeout=240)
+def folders(tmp_path_factory):
+    return [tmp_path_factory.mktemp("run") for _ in range(2)]
 
 
-@pytest.fixture(scope="module")
-def of_four(launch_ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    return launch_ranks("ranks_pipeline.py", "four", folder, world_size=4).wait(timeout=240)
+@pytest.fixture
+def seen(launch_once, folders, part):
+    """What both ranks of ranks_pipeline.py reported."""
+    return launch_once("ranks_pipeline.py", {"quick": "two", "rest": "rest of two"}[part], folders[0])
+
+
+@pytest.fixture
+def of_four(launch_once, folders, part):
+    name = {"quick": "four", "rest": "rest of four"}[part]
+    return launch_once("ranks_pipeline.py", name, folders[1], world_size=4)
 
 
 def one_process(program, kind, *, data_size=1, is_padded=False, recipe=None, steps=3, micro_batches=None):
@@ -69,9 +76,9 @@ def check(found, expected, tolerance):
         assert step["norm"] == pytest.approx(norm, rel=tolerance)
 
 
-@pytest.mark.parametrize(("kind", "is_padded"), [(kind, kind != "gpt2") for kind in KINDS])
-def test_two_stages_train_as_one_process(seen, program, kind, is_padded):
-    expected, weights = one_process(program, kind, is_padded=is_padded)
+@pytest.mark.parametrize("kind", marked(KINDS, QUICK_KINDS))
+def test_two_stages_train_as_one_process(seen, program, kind):
+    expected, weights = one_process(program, kind, is_padded=kind != "gpt2")
     for rank in seen:
         check(rank[kind], expected, 2e-6)  # fp32; sums in another order
         for name, values in rank[kind]["weights"].items():
@@ -81,25 +88,28 @@ def test_two_stages_train_as_one_process(seen, program, kind, is_padded):
             )
 
 
-def test_each_parameter_is_on_one_stage_under_its_own_name(seen, program):
-    for kind in KINDS:
-        model = program.hf_model(kind)
-        names = [rank[kind]["names"] for rank in seen]
-        assert not names[0].keys() & names[1].keys()
-        assert names[0].keys() | names[1].keys() == {
-            name for name, _ in model.named_parameters(remove_duplicate=False)
-        }
-        different = {local: name for each in names for local, name in each.items() if local != name}
-        assert different == ({"lm_head.weight": "transformer.wte.weight"} if kind == "gpt2" else {})
+@pytest.mark.parametrize("kind", marked(KINDS, QUICK_KINDS))
+def test_each_parameter_is_on_one_stage_under_its_own_name(seen, program, kind):
+    model = program.hf_model(kind)
+    names = [rank[kind]["names"] for rank in seen]
+    assert not names[0].keys() & names[1].keys()
+    assert names[0].keys() | names[1].keys() == {
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    different = {local: name for each in names for local, name in each.items() if local != name}
+    assert different == ({"lm_head.weight": "transformer.wte.weight"} if kind == "gpt2" else {})
 
 
-@pytest.mark.parametrize("case", ["gpt2", "fp16", "lowbit", "dropout"])
+@pytest.mark.parametrize("case", marked(["gpt2", "fp16", "lowbit", "dropout"], {"gpt2", "fp16", "lowbit"}))
 def test_copies_of_a_tied_weight_stay_bit_identical(seen, case):
     first, last = (rank[case]["weights"] for rank in seen)
     assert first["transformer.wte.weight"] == last["lm_head.weight"]
 
 
-@pytest.mark.parametrize(("case", "kind", "tolerance"), [("fp16", "gpt2", 5e-3), ("bf16", "llama", 3e-2)])
+@pytest.mark.parametrize(
+    ("case", "kind", "tolerance"),
+    [("fp16", "gpt2", 5e-3), pytest.param("bf16", "llama", 3e-2, marks=pytest.mark.slow)],
+)
 def test_half_precision_stays_near_fp32(seen, program, case, kind, tolerance):
     expected, _ = one_process(program, kind)
     for rank in seen:
@@ -126,6 +136,7 @@ def test_norms_stay_fp32_in_every_stage(seen, program):
             assert dtype == ("torch.float32" if "ln_" in name else "torch.bfloat16"), name
 
 
+@pytest.mark.slow
 def test_autocast_acts_in_every_stage(seen, program):
     expected, _ = one_process(program, "gpt2")
     for rank in seen:
@@ -144,20 +155,22 @@ def test_low_bit_stages_draw_the_numbers_of_one_process(seen, program):
 
 
 @pytest.mark.parametrize(
-    ("plain", "recomputed"), [("lowbit", "recomputed"), ("dropout", "dropout_recomputed")]
+    ("plain", "recomputed"),
+    [("lowbit", "recomputed"), pytest.param("dropout", "dropout_recomputed", marks=pytest.mark.slow)],
 )
 def test_recomputed_activations_are_those_of_their_own_micro_batch(seen, plain, recomputed):
     for rank in seen:
         assert rank[recomputed] == rank[plain]
 
 
+@pytest.mark.slow
 def test_one_micro_batch_is_enough(seen, program):
     expected, _ = one_process(program, "gpt2", micro_batches=1)
     for rank in seen:
         check(rank["one_micro_batch"], expected, 2e-6)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", marked(["fp16", "bf16"], {"fp16"}))
 def test_overflow_in_one_stage_skips_the_step_in_all(seen, precision):
     for rank in seen:
         steps = rank["overflow"][precision]["steps"]
@@ -209,7 +222,12 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(seen):
 
 @pytest.mark.parametrize(
     ("case", "tolerance"),
-    [("zero_fp32", 2e-6), ("zero_fp16", 5e-3), ("zero_bf16", 3e-2), ("zero_offloaded", 3e-2)],
+    [
+        ("zero_fp32", 2e-6),
+        pytest.param("zero_fp16", 5e-3, marks=pytest.mark.slow),
+        pytest.param("zero_bf16", 3e-2, marks=pytest.mark.slow),
+        pytest.param("zero_offloaded", 3e-2, marks=pytest.mark.slow),
+    ],
 )
 def test_stages_with_shared_optimizer_states_train_as_one_process(of_four, program, case, tolerance):
     expected, weights = one_process(program, "gpt2", data_size=2)
@@ -226,13 +244,14 @@ def test_stages_with_shared_optimizer_states_train_as_one_process(of_four, progr
     assert found[0]["transformer.wte.weight"] == found[2]["lm_head.weight"]
 
 
+@pytest.mark.slow
 def test_low_bit_stages_with_shared_optimizer_states(of_four):
     for rank in of_four:
         expected = [(step["loss"], step["norm"]) for step in rank["llama"]["steps"]]
         check(rank["zero_llama"], expected, 1e-5)
 
 
-@pytest.mark.parametrize("stage", ["0", "1"])
+@pytest.mark.parametrize("stage", marked(["0", "1"], {"1"}))
 def test_overflow_beside_data_parallel_ranks_is_located(of_four, stage):
     for rank in of_four:
         steps = rank["overflow"][stage]["steps"]
@@ -307,7 +326,7 @@ def test_a_block_that_says_the_same_is_taken(seen):
     assert [rank["refusals"]["same block"] for rank in seen] == [None, None]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", marked(KINDS, QUICK_KINDS))
 def test_packed_documents_are_kept_apart_in_all_stages(seen, program, kind):
     model, total = program.hf_model(kind), 0.0
     for each in range(program.MICRO_BATCHES):
@@ -374,6 +393,7 @@ def test_a_stage_without_parts_is_refused(of_four):
         assert "3 parts" in rank["empty"]
 
 
+@pytest.mark.slow
 def test_stages_beside_data_parallel_ranks_train_as_one_process(of_four, program):
     expected, _ = one_process(program, "gpt2", data_size=2)
     for rank in of_four:

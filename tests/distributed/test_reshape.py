@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick_cases import marked
 from transformers import AutoModelForCausalLM
 
 from megalowbit.checkpoints.contents import CheckpointContents
@@ -42,57 +43,69 @@ CUT = [*CASES.STAGES, *CASES.TENSOR]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("stages")
+def folders(tmp_path_factory):
+    return {part: tmp_path_factory.mktemp(part) for part in ("quick", "rest")}
 
 
-@pytest.fixture(scope="module")
-def saved(launch_ranks, folder):
-    return launch_ranks("ranks_reshape.py", folder, "save").wait(timeout=120)
+@pytest.fixture
+def folder(folders, part):
+    return folders[part]
 
 
-@pytest.fixture(scope="module")
-def on_one(launch_ranks, folder, saved):
-    return launch_ranks("ranks_reshape.py", folder, "resume", world_size=1).wait(timeout=240)
+@pytest.fixture
+def saved(launch_once, folder, part):
+    return launch_once("ranks_reshape.py", folder, "save", part)
 
 
-@pytest.fixture(scope="module")
-def on_two(launch_ranks, folder, on_one):
+@pytest.fixture
+def on_one(launch_once, folder, part, saved):
+    return launch_once("ranks_reshape.py", folder, "resume", part, world_size=1)
+
+
+@pytest.fixture
+def on_two(launch_once, folder, part, on_one):
     """Resumes what two ranks have saved, and what one has saved then."""
-    return launch_ranks("ranks_reshape.py", folder, "resume").wait(timeout=240)
+    return launch_once("ranks_reshape.py", folder, "resume", part)
 
 
-@pytest.fixture(scope="module")
-def on_three(launch_ranks, folder, saved):
-    return launch_ranks("ranks_reshape.py", folder, "resume", world_size=3).wait(timeout=240)
+@pytest.fixture
+def on_three(launch_once, folder, part, saved):
+    return launch_once("ranks_reshape.py", folder, "resume", part, world_size=3)
 
 
-@pytest.fixture(params=["on_one", "on_two", pytest.param("on_three", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[
+        "on_one",
+        "on_two",
+        pytest.param("on_one", marks=pytest.mark.slow, id="on_one, other pairs"),
+        pytest.param("on_two", marks=pytest.mark.slow, id="on_two, other pairs"),
+        pytest.param("on_three", marks=pytest.mark.slow),
+    ]
+)
 def resumed(request):
+    """What each rank saw, by pair of stages: the one that saved, the one that continues."""
     return [
-        {key: case for key, case in rank.items() if key != "cases"}
+        {tuple(map(int, key.split())): case for key, case in rank.items() if key != "cases"}
         for rank in request.getfixturevalue(request.param)
     ]
 
 
-def pairs():
-    return [(before, after) for before in STAGES for after in STAGES]
-
-
 def test_masters_and_moments_come_back_bit_for_bit(resumed):
     for rank in resumed:
-        assert {key: case["differing"] for key, case in rank.items()} == {f"{a} {b}": [] for a, b in pairs()}
+        assert {before for before, _ in rank} == {after for _, after in rank} == set(STAGES)
+        assert [pair for pair, case in rank.items() if case["differing"]] == []
 
 
 def test_counters_and_client_state_come_back(resumed):
     for rank in resumed:
-        assert [case["counters"] for case in rank.values()] == [[3, 0, 18]] * 16
-        assert [case["state"] for case in rank.values()] == [{"note": before} for before, _ in pairs()]
+        for (before, _), case in rank.items():
+            assert case["counters"] == [3, 0, 18]
+            assert case["state"] == {"note": before}
 
 
 def test_losses_scales_and_learning_rates_are_those_of_the_run_that_went_on(resumed, saved):
-    for before, after in pairs():
-        case, whole = resumed[0][f"{before} {after}"]["after"], saved[0][str(before)]["after"]
+    for before, after in resumed[0]:
+        case, whole = resumed[0][before, after]["after"], saved[0][str(before)]["after"]
         for (loss, *rest), (expected, *expected_rest) in zip(case, whole, strict=True):
             assert rest == expected_rest, (before, after)
             assert loss == pytest.approx(expected, abs=TOLERANCE), (before, after)
@@ -167,13 +180,13 @@ def test_what_one_rank_alone_passes_wrongly_leaves_none_waiting(saved):
         assert rank["methods"]["left"] == []
 
 
-@pytest.mark.parametrize("name", CASES.CASES)
+@pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
 def test_each_case_comes_back_bit_for_bit_on_one_rank_and_on_two(on_one, on_two, name):
     for rank in [*on_one, *on_two]:
         assert rank["cases"][name]["differing"] == []
 
 
-@pytest.mark.parametrize("name", CASES.CASES)
+@pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
 def test_a_case_resumed_on_its_own_grid_is_bitwise_the_run_that_went_on(saved, on_two, name):
     for before, after in zip(saved, on_two, strict=True):
         assert after["cases"][name]["after"] == before["cases"][name]["after"]
@@ -190,7 +203,7 @@ def tolerance_of(name):
     return CUT_TOLERANCES[precision] if is_another_grid_exact(name) else LOW_BIT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", CASES.CASES)
+@pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
 def test_a_case_goes_on_alike_on_one_rank(saved, on_one, name):
     (found,), whole = on_one, saved[0]["cases"][name]
     for (loss, *rest), (expected, *expected_rest) in zip(
@@ -202,7 +215,7 @@ def test_a_case_goes_on_alike_on_one_rank(saved, on_one, name):
     assert abs(whole["after"][-1][0] - whole["before"][0][0]) > 2 * tolerance_of(name)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.AGAIN))
+@pytest.mark.parametrize("name", marked(sorted(CASES.AGAIN), CASES.QUICK))
 def test_a_case_that_one_rank_has_saved_goes_on_on_two(on_one, on_two, name):
     for rank in on_two:
         assert rank["cases"][name]["again"]["differing"] == []
@@ -213,15 +226,24 @@ def test_a_case_that_one_rank_has_saved_goes_on_on_two(on_one, on_two, name):
         assert loss == pytest.approx(expected, abs=tolerance_of(name))
 
 
-def test_a_rank_gets_its_own_state_where_the_model_is_cut_as_before(on_one, on_two):
-    def has_own(ranks, name, key=None):
-        cases = [rank["cases"][name] for rank in ranks]
-        return [(case[key] if key else case)["has_own_state"] for case in cases]
+def has_own(ranks, name, key=None):
+    """Whether each rank got the state that it alone had saved."""
+    found = [rank["cases"][name] for rank in ranks]
+    return [(case[key] if key else case)["has_own_state"] for case in found]
 
-    for stage in (1, 2, 3):
-        assert has_own(on_one, f"metis {stage}") == [True]
-        assert has_own(on_two, f"metis {stage}") == [True, True]
-        assert has_own(on_two, f"nvfp4 {stage}") == [False, False]  # has none to save
+
+@pytest.mark.parametrize("name", marked(["metis 1", "metis 2", "metis 3"], CASES.QUICK))
+def test_a_rank_gets_its_own_splits_back(on_one, on_two, name):
+    assert has_own(on_one, name) == [True]
+    assert has_own(on_two, name) == [True, True]
+
+
+@pytest.mark.parametrize("name", marked(["nvfp4 1", "nvfp4 2", "nvfp4 3"], CASES.QUICK))
+def test_a_recipe_without_splits_has_no_state_of_a_rank_to_save(on_two, name):
+    assert has_own(on_two, name) == [False, False]
+
+
+def test_a_rank_gets_its_own_state_where_the_model_is_cut_as_before(on_one, on_two):
     assert has_own(on_two, "metis 2", "again") == [True, False]  # the second rank was not there
     assert has_own(on_two, "stages llama") == [True, True]
     # directions of one stage's layers are not those of another cut
@@ -229,7 +251,7 @@ def test_a_rank_gets_its_own_state_where_the_model_is_cut_as_before(on_one, on_t
     assert has_own(on_two, "stages llama", "again") == [False, False]
 
 
-@pytest.mark.parametrize("name", CASES.CASES)
+@pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
 def test_the_reader_joins_what_ranks_hold(saved, folder, name):
     contents = CheckpointContents(folder / name / "step-00000002")
     live = torch.load(folder / name / "live2.pt")
@@ -246,7 +268,7 @@ def test_the_reader_joins_what_ranks_hold(saved, folder, name):
         torch.load(path, weights_only=True)  # executes nothing, or fails
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", marked(CUT, CASES.QUICK))
 def test_the_export_is_the_live_model(saved, folder, name, tmp_path):
     export_checkpoint(folder / name, tmp_path / "hf", dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)

@@ -83,6 +83,7 @@ def test_a_full_disk_or_a_defect_leaves_the_old_checkpoint_and_nothing_else(whol
     ]
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_continues_with_a_warning(resumed_by_three, whole):
     results, output = resumed_by_three
     assert results[0]["weights"] == results[1]["weights"] == results[2]["weights"]

@@ -1,6 +1,7 @@
 """Four ranks decide alike: by what they have seen together, whatever they hold of the model."""
 
 import pytest
+from quick_cases import marked
 
 PRODUCTS = ["output", "grad_input", "grad_weight"]
 LAYERS = [
@@ -12,11 +13,12 @@ ENGINES = [
     "data", "non-reentrant", "reentrant", "stage 3", "pipeline", "pipeline, recomputed", "tensor",
     "tensor, stage 2",
 ]  # fmt: skip
+QUICK = {"data", "stage 3", "pipeline", "tensor"}
 
 
-@pytest.fixture(scope="module")
-def seen(launch_ranks):
-    return launch_ranks("ranks_speculation.py", world_size=4).wait(timeout=300)
+@pytest.fixture
+def seen(launch_once, part):
+    return launch_once("ranks_speculation.py", part, world_size=4)
 
 
 def decisions(reports):
@@ -75,7 +77,7 @@ def test_what_one_rank_does_differently_all_hear_of(seen):
         assert not [text for text in found.values() if "\n" in text]
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", marked(ENGINES, QUICK))
 def test_all_ranks_of_an_engine_know_and_follow_all_decisions(seen, name):
     first = seen[0]["engines"][name]
     for rank in seen:
@@ -91,7 +93,7 @@ def test_all_ranks_of_an_engine_know_and_follow_all_decisions(seen, name):
     assert all(len(report["rows"]) == len(LAYERS) * 3 for report in first["reports"])
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", marked(ENGINES, QUICK))
 def test_engines_run_at_several_precisions_and_verify_them(seen, name):
     totals, reports = (seen[0]["engines"][name][key] for key in ("totals", "reports"))
     assert totals["shares"]["int8"] > 0.1
@@ -105,12 +107,13 @@ def test_engines_run_at_several_precisions_and_verify_them(seen, name):
     assert totals["misses"] == 0
 
 
-@pytest.mark.parametrize("name", ["pipeline", "pipeline, recomputed"])
+@pytest.mark.parametrize("name", marked(["pipeline", "pipeline, recomputed"], QUICK))
 def test_a_stage_holds_some_layers_and_knows_all(seen, name):
     local = [list(rank["engines"][name]["local"]) for rank in seen]
     assert local == [LAYERS[:4]] * 2 + [LAYERS[4:]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "same"), [("non-reentrant", "data"), ("reentrant", "data"), ("pipeline, recomputed", "pipeline")]
 )

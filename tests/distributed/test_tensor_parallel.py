@@ -1,7 +1,8 @@
 """Models cut over two tensor-parallel ranks train as whole ones do, with all kinds of recipes and stages."""
 
 import pytest
-from tensor_parallel_cases import CASES, SCALERS, STEPS, batch
+from quick_cases import marked
+from tensor_parallel_cases import CASES, QUICK, SCALERS, STEPS, batch
 from tiny_models import FURTHER_KINDS
 
 WORLD = 2
@@ -12,12 +13,12 @@ LOSS, NORM = dict.fromkeys(INEXACT, 5e-3), dict.fromkeys(INEXACT, 0.1)
 LOSS["gpt2 int8 or e5m2"], NORM["gpt2 int8 or e5m2"] = 5e-4, 2e-3
 
 
-@pytest.fixture(scope="module")
-def seen(launch_ranks):
-    return launch_ranks("ranks_tensor_parallel.py", WORLD).wait(timeout=200)
+@pytest.fixture
+def seen(launch_once, part):
+    return launch_once("ranks_tensor_parallel.py", WORLD, part)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, QUICK))
 def test_losses_are_those_of_a_whole_model(seen, name):
     for rank in seen:
         expected, found = rank["whole"][name]["losses"], rank["cut"][name]["losses"]
@@ -25,19 +26,19 @@ def test_losses_are_those_of_a_whole_model(seen, name):
         assert found == pytest.approx(expected, rel=LOSS.get(name, 1e-5))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, QUICK))
 def test_every_rank_sees_the_norm_of_the_whole_model(seen, name):
     first, second = (rank["cut"][name]["norms"] for rank in seen)
     assert first == second
     assert first == pytest.approx(seen[0]["whole"][name]["norms"], rel=NORM.get(name, 1e-5))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, QUICK))
 def test_copies_of_what_is_whole_stay_bit_equal(seen, name):
     assert all(rank["cut"][name]["do_copies_agree"] for rank in seen)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, QUICK))
 def test_weights_come_out_whole_and_as_transformers_has_them(seen, name):
     whole, cut = seen[0]["whole"][name], seen[0]["cut"][name]
     assert cut["exported"] == whole["exported"]
@@ -58,13 +59,13 @@ def test_what_deepspeed_is_asked_for_is_whole_and_a_shard_lies_as_the_whole_does
                 assert [row, column] == [wide[0], wide[1] // 2]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].get("regularizer")])
+@pytest.mark.parametrize("name", marked([name for name in CASES if CASES[name].get("regularizer")], QUICK))
 def test_the_regularizer_is_that_of_whole_weights(seen, name):
     for rank in seen:
         assert rank["cut"][name]["regularizer"] == pytest.approx(rank["whole"][name]["regularizer"], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", marked(range(4), {0, 3}))
 def test_an_infinity_on_the_second_rank_skips_the_step_on_both(seen, stage):
     for rank in seen:
         found = rank[f"spoiled {stage}"]
@@ -79,10 +80,16 @@ def test_fp16_takes_every_step(seen):
         assert rank["cut"]["llama fp16"]["is_applied"] == [True] * STEPS
 
 
-def test_layers_that_are_kept_are_cut_all_the_same(seen):
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("gpt2, kept by name", 3),
+        pytest.param("llama, first block kept", 7, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_that_are_kept_are_cut_all_the_same(seen, name, layers):
     for rank in seen:
-        assert rank["cut"]["llama, first block kept"]["layers"] == 7
-        assert rank["cut"]["gpt2, kept by name"]["layers"] == 3
+        assert rank["cut"][name]["layers"] == layers
 
 
 def test_a_precision_switch_changes_the_run(seen):
@@ -91,7 +98,7 @@ def test_a_precision_switch_changes_the_run(seen):
         assert switched[2:] != plain[2:]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].get("has_chooser")])
+@pytest.mark.parametrize("name", marked([name for name in CASES if CASES[name].get("has_chooser")], QUICK))
 def test_a_probe_is_shown_shards_and_this_ranks_own_products(seen, name):
     """The largest magnitude of a shard is not the operand's: losses show it where it is taken for that."""
     for rank in seen:
@@ -108,13 +115,16 @@ def test_a_probe_is_shown_shards_and_this_ranks_own_products(seen, name):
         assert max(whole["worst"], cut["worst"]) < 1e-6
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, QUICK))
 def test_elements_of_whole_weights_are_counted(seen, name):
     for rank in seen:
         assert rank["cut"][name]["numel"] == rank["whole"][name]["numel"]
 
 
-@pytest.mark.parametrize("name", ["cached", "non-reentrant", "reentrant", "cached, reentrant", "compiled"])
+@pytest.mark.parametrize(
+    "name",
+    marked(["cached", "non-reentrant", "reentrant", "cached, reentrant", "compiled"], {"cached, reentrant"}),
+)
 def test_another_way_of_running_has_the_same_losses(seen, name):
     """Stochastic rounding to other numbers anywhere would move them."""
     for rank in seen:
@@ -122,7 +132,7 @@ def test_another_way_of_running_has_the_same_losses(seen, name):
         assert rank["variants"][name]["do_copies_agree"]
 
 
-@pytest.mark.parametrize("name", ["dropout", "dropout, other seeds"])
+@pytest.mark.parametrize("name", marked(["dropout", "dropout, other seeds"], {"dropout, other seeds"}))
 def test_copies_stay_bit_equal_under_dropout(seen, name):
     """Ranks seeded differently before the start draw alike from then on."""
     for rank in seen:
@@ -205,7 +215,7 @@ def test_layer_scaling_takes_every_step_with_the_factors_of_a_whole_model(seen):
         assert max(found["factors"].values()) > 1
 
 
-@pytest.mark.parametrize("name", SCALERS)
+@pytest.mark.parametrize("name", marked(SCALERS, {"constant"}))
 def test_a_scale_strategy_sees_all_shards(seen, name):
     first, second = (rank["cut"][f"llama, scaler {name}"]["scales"] for rank in seen)
     assert first == second
@@ -213,15 +223,18 @@ def test_a_scale_strategy_sees_all_shards(seen, name):
     assert (len(set(first)) == 1) == (name == "constant")
 
 
-TOGETHER = ("llama", "gpt2 mxfp4", "gpt2 fp8", "llama tied, stage 3", *FURTHER_KINDS)
+TOGETHER = {
+    "quick": ("llama", "llama tied, stage 3"),
+    "rest": ("gpt2 mxfp4", "gpt2 fp8", *FURTHER_KINDS),
+}
 
 
-@pytest.fixture(scope="module")
-def four(launch_ranks):
-    return launch_ranks("ranks_tensor_parallel.py", 2, *TOGETHER, world_size=4).wait(timeout=200)
+@pytest.fixture
+def four(launch_once, part):
+    return launch_once("ranks_tensor_parallel.py", 2, part, *TOGETHER[part], world_size=4)
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", marked([*TOGETHER["quick"], *TOGETHER["rest"]], TOGETHER["quick"]))
 def test_tensor_and_data_parallel_together(four, name):
     """Stages 0 to 3."""
     assert len({tuple(rank["cut"][name]["norms"]) for rank in four}) == 1

@@ -4,6 +4,7 @@
 """
 
 import pytest
+from quick_cases import marked
 
 NO_BACKWARD = "engine.step() before any backward: call engine.backward(loss) first"
 HALVES = [f"{stage}, {precision}" for stage in "0123" for precision in ("fp16", "bf16")]
@@ -16,12 +17,15 @@ CELLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def seen(launch_ranks):
-    return launch_ranks("ranks_user_gradients.py").wait(timeout=300)
+QUICK = {"0, fp32", "0, fp16", "1, bf16", "2 offload, fp16", "3, fp32"}
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.fixture
+def seen(launch_once, part):
+    return launch_once("ranks_user_gradients.py", part)
+
+
+@pytest.mark.parametrize("cell", marked(CELLS, QUICK))
 def test_cleared_gradients_leave_nothing_behind(seen, cell):
     for rank in seen:
         for dirty, clean in (*rank[cell]["cleared"], rank[cell]["cleared_inside"]):
@@ -29,7 +33,7 @@ def test_cleared_gradients_leave_nothing_behind(seen, cell):
         assert rank[cell]["cleared"] == seen[0][cell]["cleared"]  # no rank has kept anything of its own
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", marked(CELLS, QUICK))
 def test_gradients_set_by_hand_are_applied_as_at_stage_0(seen, cell):
     norm, masters, moments = seen[0]["0, fp32"]["set_by_hand"]
     scale = 64.0 if "fp16" in cell else 1.0
@@ -42,7 +46,7 @@ def test_gradients_set_by_hand_are_applied_as_at_stage_0(seen, cell):
             assert one == pytest.approx(two, rel=1e-2, abs=1e-5)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", marked(CELLS, QUICK))
 def test_whole_gradients_are_the_scaled_average(seen, cell):
     tolerance = 1e-5 if "fp32" in cell else 5e-2
     for rank in seen:
@@ -52,7 +56,7 @@ def test_whole_gradients_are_the_scaled_average(seen, cell):
             assert one == pytest.approx(two, rel=tolerance, abs=tolerance * largest)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", marked(CELLS, QUICK))
 def test_a_step_without_gradients_is_refused_on_all_ranks(seen, cell):
     for rank in seen:
         told, masters = rank[cell]["refused"]

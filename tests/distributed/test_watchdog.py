@@ -6,8 +6,10 @@ steps and seconds.
 
 import json
 import re
+from functools import cache
 
 import pytest
+from quick_cases import marked
 
 TIMEOUT = 8.0
 LIMIT = 1.5 * TIMEOUT
@@ -45,6 +47,10 @@ CASES = {
     "finishing": case("0", "fail before the finish", [1]),
     "healthy": case("0", "nothing", []),
 }
+QUICK = {
+    "killed_zero_2", "sleeping", "main_killed", "failing", "refusing", "interrupted_stage", "terminated",
+    "saving", "finished", "healthy",
+}  # fmt: skip
 HERE, NAME = r"\(host [\w.-]+\)", "distributed/ranks_watchdog.py"
 ZERO_0 = r"all_reduce \(deepspeed/runtime/engine.py:\d+ allreduce_bucket\)"
 ZERO_2 = r"all_reduce \(deepspeed/runtime/zero/stage_1_and_2.py:\d+ \w+\)"
@@ -60,17 +66,29 @@ def hangs(function, seen, where):
 
 
 @pytest.fixture(scope="module")
-def runs(launch_ranks):
-    """How each rank ended: `runs(name) -> ({rank: (code, seconds since the fault, output)}, folder)`."""
+def launched(launch_ranks):
+    """`launched(part)`: the quick cases or the others, run at the same time, and how each rank ended."""
+    return cache(lambda part: launch(launch_ranks, part))
+
+
+def launch(launch_ranks, part):
+    cases = {name: case for name, case in CASES.items() if (name in QUICK) == (part == "quick")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(
             "TORCH_CPP_LOG_LEVEL", "ERROR"
         )  # as the command line does: no stacks of a store that ends
-        launched = launch_ranks("ranks_watchdog.py", json.dumps(CASES), world_size=1, launcher="slurm")
-    (ended,) = launched.wait(timeout=200)
+        launched = launch_ranks("ranks_watchdog.py", json.dumps(cases), world_size=1, launcher="slurm")
+    (ended,) = launched.wait(timeout=400)
+    return launched.folder, ended
+
+
+@pytest.fixture
+def runs(launched, part):
+    """How each rank ended: `runs(name) -> ({rank: (code, seconds since the fault, output)}, folder)`."""
+    results, ended = launched(part)
 
     def of(name):
-        folder = launched.folder / name
+        folder = results / name
         faults = [json.loads(path.read_text()) for path in folder.glob("fault*")]
         found = {}
         for rank in range(CASES[name]["size"]):
@@ -103,11 +121,11 @@ def check_end(found, survivors, codes=(TRANSIENT,)):
 @pytest.mark.parametrize(
     ("name", "survivors", "seen"),
     [
-        ("killed", [0, 2], ZERO_0),
+        pytest.param("killed", [0, 2], ZERO_0, marks=pytest.mark.slow),
         ("killed_zero_2", [0], ZERO_2),
-        ("stopped", [0], ZERO_0),
-        ("stopped_zero_2", [0], ZERO_2),
-        ("keeping", [0], ZERO_0),
+        pytest.param("stopped", [0], ZERO_0, marks=pytest.mark.slow),
+        pytest.param("stopped_zero_2", [0], ZERO_2, marks=pytest.mark.slow),
+        pytest.param("keeping", [0], ZERO_0, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_does_not_answer_is_named(runs, name, survivors, seen):
@@ -125,8 +143,9 @@ def test_a_killed_rank_is_named_long_before_the_timeout(runs):
     ("name", "function", "seen"),
     [
         ("sleeping", "<lambda>", ZERO_0),
-        ("locked", "hang_in_a_lock", ZERO_2),
-        ("sleeping_stage", "<lambda>", RECV),  # over gloo a transfer to one rank knows no timeout
+        pytest.param("locked", "hang_in_a_lock", ZERO_2, marks=pytest.mark.slow),
+        # over gloo a transfer to one rank knows no timeout
+        pytest.param("sleeping_stage", "<lambda>", RECV, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_hangs_is_named_with_its_place_and_ends_too(runs, name, function, seen):
@@ -139,6 +158,7 @@ def test_a_rank_that_hangs_is_named_with_its_place_and_ends_too(runs, name, func
     assert not (folder / "stack-rank0.txt").exists()  # it waited for the other
 
 
+@pytest.mark.slow
 def test_a_rank_whose_interpreter_is_kept_busy_is_ended_from_c(runs):
     code, seconds, output = runs("keeping")[0][1]
     assert code == 1
@@ -157,6 +177,7 @@ def test_the_main_process_is_named_though_the_notes_end_with_it(runs):
         ), line
 
 
+@pytest.mark.slow
 def test_a_main_process_that_is_stopped_is_told_from_one_that_has_ended(runs):
     line = check_end(runs("main_stopped")[0], [1])
     assert re.match(rf"{MAIN} does not answer, though its machine does \(no answer for [\d.]+ s\): ", line), (
@@ -167,7 +188,11 @@ def test_a_main_process_that_is_stopped_is_told_from_one_that_has_ended(runs):
 
 @pytest.mark.parametrize(
     ("name", "rank", "others"),
-    [("failing", 1, [0, 2]), ("main_failing", 0, [1]), ("failing_stage", 1, [0])],
+    [
+        ("failing", 1, [0, 2]),
+        pytest.param("main_failing", 0, [1], marks=pytest.mark.slow),
+        pytest.param("failing_stage", 1, [0], marks=pytest.mark.slow),
+    ],
 )
 def test_a_defect_keeps_its_traceback_and_the_others_name_it(runs, name, rank, others):
     found, _ = runs(name)
@@ -190,6 +215,7 @@ def test_a_users_mistake_on_one_rank_is_one_on_all(runs):
     assert errors(found, [1]) == [f"error on rank 1: {mistake}"]
 
 
+@pytest.mark.slow
 def test_a_mistake_of_the_main_rank_is_told_by_the_others_though_it_takes_long_to_leave(runs):
     found, _ = runs("main_refusing")
     line = check_end(found, [1], codes=(2,))
@@ -200,12 +226,13 @@ def test_a_mistake_of_the_main_rank_is_told_by_the_others_though_it_takes_long_t
     assert errors(found, [0]) == [f"error: {mistake}"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_early_is_named(runs):
     line = check_end(runs("leaving")[0], [0])
     assert re.match(rf"rank 1 {HERE} failed in step \d+: SystemExit: 0 ", line), line
 
 
-@pytest.mark.parametrize("name", ["interrupted", "interrupted_stage"])
+@pytest.mark.parametrize("name", marked(["interrupted", "interrupted_stage"], QUICK))
 def test_ctrl_c_on_one_rank_ends_all_without_a_word(runs, name):
     for code, seconds, output in runs(name)[0].values():
         assert code == 130, output
@@ -214,6 +241,7 @@ def test_ctrl_c_on_one_rank_ends_all_without_a_word(runs, name):
         assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_run_of_one_rank_that_hangs_ends_too(runs):
     found, folder = runs("alone")
     line = check_end(found, [0])
@@ -232,6 +260,7 @@ def test_sigterm_ends_a_step_that_does_not_end(runs):
     ), line
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_step_that_does_not_end_where_nobody_looks_for_anything_else(runs):
     line = check_end(runs("terminated_alone")[0], [0], codes=(143,))
     place = rf"rank 0 {HERE} was \d s in {NAME}:\d+ terminate since step \d+"
@@ -255,6 +284,7 @@ def test_a_rank_that_fails_when_all_is_done_fails_no_other(runs):
     assert found[1][0] == 1
 
 
+@pytest.mark.slow
 def test_a_run_is_not_finished_where_another_rank_has_failed_before(runs):
     line = check_end(runs("finishing")[0], [0])
     assert re.match(rf"rank 1 {HERE} failed in (step \d+|the end): ValueError: a defect ", line), line

@@ -1,5 +1,6 @@
 """Engines of one small model at every ZeRO stage and precision, and what their masters hold."""
 
+import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
@@ -7,7 +8,22 @@ from megalowbit.engine.initialize import initialize
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 STAGES = ["0", "1", "2", "3", "1 offload", "2 offload", "3 offload"]
+# what runs in `make test`; each precision, each class of DeepSpeed's, with and without offload
+QUICK = {"0": "fp16", "2": "bf16", "3": "fp32", "1 offload": "fp16"}
 S = 64.0  # the loss scale in fp16
+
+
+every_stage = pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=() if stage in QUICK else pytest.mark.slow) for stage in STAGES]
+)
+every_stage_and_precision = pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        pytest.param(stage, precision, marks=() if QUICK.get(stage) == precision else pytest.mark.slow)
+        for stage in STAGES
+        for precision in DTYPES
+    ],
+)
 
 
 def make(stage, precision="bf16", *, micro_batches=1, clip=0.1):

@@ -1,4 +1,4 @@
-"""Five hundred checkpoints damaged at random: each time one line, the one before, and nothing lost."""
+"""A hundred checkpoints damaged at random: each time one line, the one before, and nothing lost."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from megalowbit.durable_files import MANIFEST
 from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.initialize import initialize
 
-COUNT = 500
+COUNT = 100
 
 
 def flip(data, generator):

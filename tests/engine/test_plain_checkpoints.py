@@ -14,7 +14,7 @@ from megalowbit.hf.checkpoint import read_config
 from megalowbit.hf.settings import ModelSettings
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_the_line_about_a_plain_checkpoint_names_a_way_in_that_works(stage, tmp_path):
     start_process_group()
     settings = {

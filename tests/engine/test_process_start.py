@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from forks import run_script
 
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
@@ -26,7 +27,7 @@ def test_plain_python_starts_a_group_of_one_and_says_nothing():
         "      deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0", "1", "1", "gloo", "False"], "")
 
@@ -40,7 +41,13 @@ def test_a_group_that_someone_else_started_is_used():
     assert os.environ["RANK"] == "0"
 
 
-def test_a_port_that_is_taken_is_one_clear_line():
+def run(folder, code, env):
+    script = folder / "program.py"
+    script.write_text(code)
+    return run_script(script, env=env)
+
+
+def test_a_port_that_is_taken_is_one_clear_line(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -51,17 +58,14 @@ def test_a_port_that_is_taken_is_one_clear_line():
             "from megalowbit.errors import UserError\n"
             "try:\n    start()\nexcept UserError as error:\n    print(error)\n"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-            capture_output=True, text=True, timeout=60, check=False, cwd=ROOT,
-        )  # fmt: skip
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = run(tmp_path, code, {**os.environ, **ranks, **address})
     assert done.returncode == 0, done.stderr
     assert f"no connection to the main process at 127.0.0.1:{port}" in done.stdout
     assert "--master_port" in done.stdout
 
 
-def test_a_group_is_left_in_order():
+def test_a_group_is_left_in_order(tmp_path):
     code = (
         "from megalowbit.engine.process_start import start_process_group, stop_process_group\n"
         "import torch.distributed as dist\n"
@@ -70,9 +74,7 @@ def test_a_group_is_left_in_order():
         "stop_process_group()  # harmless without a group\n"
     )
     environ = {key: value for key, value in os.environ.items() if key not in RANK_NAMES}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, cwd=ROOT
-    )
+    done = run(tmp_path, code, environ)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 

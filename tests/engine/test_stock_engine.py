@@ -45,7 +45,7 @@ def step(engine):
     engine.step()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_the_engine_around_a_model_is_found(stage):
     model = net()
     engine = make(model, stage=stage, bf16={"enabled": True})

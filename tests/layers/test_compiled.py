@@ -123,7 +123,15 @@ def assert_same(one, other):
     assert one[1:] == other[1:]
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(
+            recipe, id=name, marks=() if name in ("nvfp4", "split", "kept factors") else pytest.mark.slow
+        )
+        for name, recipe in RECIPES.items()
+    ],
+)
 def test_a_compiled_block_computes_draws_and_counts_as_an_eager_one(recipe):
     eager, compiled = block(recipe), block(recipe)
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
@@ -218,7 +226,13 @@ def test_a_copied_layer_has_a_handle_of_its_own_and_a_dead_one_none():
 
 
 def test_sizes_may_change_from_step_to_step():
-    eager, compiled = block(RECIPES["transformed"]), block(RECIPES["transformed"])
+    def mlp():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        convert(model, RECIPES["transformed"], seed=3)
+        return model
+
+    eager, compiled = mlp(), mlp()
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (24, 37, 53):  # sizes of 0 and 1, groups of tokens too, are always compiled for themselves
         x = torch.randn(2, tokens, 32)
@@ -337,7 +351,7 @@ def test_a_compiled_model_notices_another_recipe():
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     assert_same(three_steps(compiled, run), three_steps(eager, eager))
     with torch._dynamo.config.patch(error_on_recompile=False):
-        for recipe in (RECIPES["transformed"], "bf16", "mxfp4"):
+        for recipe in (RECIPES["transformed"], "bf16"):
             change_recipe(eager, recipe)
             change_recipe(compiled, recipe)
             assert_same(three_steps(compiled, run), three_steps(eager, eager))

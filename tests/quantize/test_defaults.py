@@ -1,10 +1,9 @@
 """Default dtype and default device are the user's: no bit may depend on them, nor any table that is kept."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+from forks import run_script
 
 SCRIPT = """
 import contextlib, sys, zlib, ctypes
@@ -42,16 +41,22 @@ for name in names:
 """
 
 
-def answers(default, backend):
-    environment = {**os.environ, "MEGALOWBIT_BACKEND": backend}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, default]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """`answers(default, backend)`: what a process with this default prints."""
+    script = tmp_path_factory.mktemp("defaults") / "checksums.py"
+    script.write_text(SCRIPT)
+
+    def run(default, backend):
+        done = run_script(script, default, env={**os.environ, "MEGALOWBIT_BACKEND": backend})
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
 
 
 @pytest.mark.parametrize("backend", ["torch", ""])
-def test_no_bit_depends_on_default_dtype_or_device(backend):
+def test_no_bit_depends_on_default_dtype_or_device(answers, backend):
     expected = answers("float32", backend)
     assert expected.count("\n") > 25
     for default in ("float64", "bfloat16", "float16", "meta"):

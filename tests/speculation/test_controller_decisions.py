@@ -18,9 +18,17 @@ from torch import nn
 
 import megalowbit as mlb
 
+QUICK_GROWTH = [(0.05, 30), (0.1, 34), (0.2, 37)]
 
-@pytest.mark.parametrize("start", [30, 34, 37])
-@pytest.mark.parametrize("rate", [0.02, 0.05, 0.1, 0.15, 0.2])
+
+@pytest.mark.parametrize(
+    ("rate", "start"),
+    [
+        pytest.param(rate, start, marks=() if (rate, start) in QUICK_GROWTH else pytest.mark.slow)
+        for rate in (0.02, 0.05, 0.1, 0.15, 0.2)
+        for start in (30, 34, 37)
+    ],
+)
 def test_growing_outliers_are_left_before_the_ratio_falls_below_the_threshold(rate, start):
     """From 39 dB, 15 needed: at these rates a look tells of up to 16 dB less than the one before."""
     steps, model = range(round(45 + 2.9 / math.log10(1 + rate) / 2)), converted()
@@ -41,7 +49,7 @@ def test_growing_outliers_are_left_before_the_ratio_falls_below_the_threshold(ra
     assert controller.totals().misses == 0
 
 
-@pytest.mark.parametrize("rate", [0.25, 0.3])
+@pytest.mark.parametrize("rate", [pytest.param(0.25, marks=pytest.mark.slow), 0.3])
 def test_growth_too_fast_for_a_trend_is_left_at_the_look_after_it_shows(rate):
     for start in (31, 35, 39):
         model = converted()

@@ -23,6 +23,7 @@ from megalowbit.layers.conversion.convert import set_chooser
 from megalowbit.speculation.precisions import PRODUCTS
 from megalowbit.speculation.settings import SpeculationSettings
 
+pytestmark = pytest.mark.slow  # a model is trained; quick tests of the noise model have operands made up
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "gpt2_tiny.json"
 TOKENS, ROWS = 128, 4
 TRAINED, EVERY = 150, 10
@@ -141,7 +142,6 @@ LEAST_NEAR = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("candidate", ["int8", "mixed", "fp8", "nvfp4", "int4"])
 def test_predictions_at_each_rung(corpus, candidate):
     """All products held there: INT4 would not stay at any threshold that a configuration may have."""

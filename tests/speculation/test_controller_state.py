@@ -142,7 +142,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     assert second.totals() == controller.totals()
 
 
-@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("is_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_activation_checkpointing_changes_nothing(is_reentrant):
     def run(is_checkpointed):
         model = gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)

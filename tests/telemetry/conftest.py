@@ -1,14 +1,14 @@
 """A slow, plain quantisation by block to count by hand, and real processes that talk over gloo."""
 
+import functools
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import Forked
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCK = 16
@@ -54,25 +54,23 @@ def count_by_hand_fixture():
     return count_by_hand
 
 
-@pytest.fixture
-def run_two_ranks(tmp_path):
+@pytest.fixture(scope="module")
+def run_two_ranks(tmp_path_factory):
     """Run a scenario of `two_ranks_worker.py` in two processes; returns what each rank printed, as JSON."""
 
+    @functools.cache
     def run(scenario: str) -> list[object]:
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        folder = tmp_path_factory.mktemp("ranks")
+        environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[2])}
         ranks = [
-            subprocess.Popen(
-                [sys.executable, str(WORKER), scenario, str(rank), str(tmp_path / f"rendezvous-{scenario}")],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environ,
-                cwd=Path(__file__).parents[2],
+            Forked(
+                WORKER, scenario, rank, folder / "rendezvous", env=environ,
+                output=folder / f"output{rank}", errors=str(folder / f"errors{rank}"),
             )
             for rank in range(2)
-        ]
-        done = [rank.communicate(timeout=120) for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0], "".join(errors for _, errors in done)
-        return [json.loads(printed) for printed, _ in done]
+        ]  # fmt: skip
+        codes = [rank.wait() for rank in ranks]
+        assert codes == [0, 0], "".join(path.read_text() for path in folder.glob("errors*"))
+        return [json.loads((folder / f"output{rank}").read_text()) for rank in range(2)]
 
     return run

@@ -9,7 +9,7 @@ from small_engines import make_engine, step, trained
 from megalowbit.errors import UserError
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_what_is_saved_is_complete_and_continues_bitwise(tmp_path, stage):
     engine = trained(stage)
     assert engine.save_checkpoint(str(tmp_path), client_state={"epoch": 3})
@@ -110,7 +110,7 @@ def test_saving_in_the_middle_of_accumulation_is_refused_before_anything_is_writ
 
 
 @pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_weights_alone_stay_after_the_next_step_or_are_refused(tmp_path, stage, options):
     engine = trained(stage)
     engine.save_checkpoint(str(tmp_path), tag="t")

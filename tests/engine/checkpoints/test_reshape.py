@@ -112,7 +112,7 @@ def test_a_checkpoint_written_before_layouts_were_still_loads(saved, tmp_path):
     shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_every_parameter_and_buffer_is_written_down(stage):
     engine = make_engine(stage=stage)
     layout = describe_layout(engine)

@@ -49,7 +49,7 @@ def parameters_as_they_are(engine):
     return dict(engine.module.named_parameters(remove_duplicate=False))
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_an_engine_gives_its_weights_as_transformers_has_them(tmp_path, stage):
     engine = make_engine(stage, stage3_gather_16bit_weights_on_model_save=True)
     expected = gpt2().state_dict()

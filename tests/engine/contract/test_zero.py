@@ -18,7 +18,7 @@ from megalowbit.engine.initialize import initialize
 from megalowbit.engine.versions.internals import INTERNALS
 from megalowbit.engine.zero.optimizer import ZeroOptimizer, ZeroOptimizerStage3
 
-STAGES = (1, 2, 3)
+STAGES = (1, pytest.param(2, marks=pytest.mark.slow), 3)  # 1 and 2 are one class
 KINDS = {1: ZeroOptimizer, 2: ZeroOptimizer, 3: ZeroOptimizerStage3}
 
 

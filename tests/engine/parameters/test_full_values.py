@@ -13,16 +13,12 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from deepspeed.utils.tensor_fragment import safe_update_full_grad_vectorized
-from staged_engines import DTYPES, STAGES, S, backward, make, masters
+from staged_engines import S, backward, every_stage_and_precision, make, masters
 
 from megalowbit.errors import UserError
 
-every_stage = pytest.mark.parametrize("stage", STAGES)
-every_precision = pytest.mark.parametrize("precision", DTYPES)
 
-
-@every_precision
-@every_stage
+@every_stage_and_precision
 def test_deepspeeds_functions_read_and_write_whole_values(stage, precision):
     engine, twin = make(stage, precision), make("0", precision)
     for one in (engine, twin):

@@ -65,7 +65,7 @@ def test_nothing_is_changed_where_something_is_refused():
     assert not model.extra.is_contiguous()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_strided_parameters_train_like_contiguous_ones(stage):
     config = {
         "train_micro_batch_size_per_gpu": 2,

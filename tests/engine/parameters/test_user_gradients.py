@@ -6,15 +6,11 @@ import pickle
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-from staged_engines import DTYPES, STAGES, S, backward, make, masters, same
+from staged_engines import DTYPES, S, backward, every_stage, every_stage_and_precision, make, masters, same
 
 from megalowbit.errors import UserError
 
 NO_BACKWARD = r"^engine.step\(\) before any backward: call engine.backward"
-
-every_stage = pytest.mark.parametrize("stage", STAGES)
-every_precision = pytest.mark.parametrize("precision", DTYPES)
-
 
 CLEARING = {
     "engine": lambda engine: engine.zero_grad(),
@@ -25,8 +21,7 @@ CLEARING = {
 }
 
 
-@every_precision
-@every_stage
+@every_stage_and_precision
 def test_cleared_gradients_leave_nothing_behind(stage, precision):
     engine, twin = make(stage, precision), make(stage, precision)
     for seed, clear in enumerate(CLEARING.values()):
@@ -41,8 +36,7 @@ def test_cleared_gradients_leave_nothing_behind(stage, precision):
         assert engine.was_step_applied()
 
 
-@every_precision
-@every_stage
+@every_stage_and_precision
 def test_gradients_cleared_between_micro_batches_leave_nothing_behind(stage, precision):
     engine, twin = make(stage, precision, micro_batches=2), make(stage, precision, micro_batches=2)
     for seed, clear in enumerate(CLEARING.values()):
@@ -113,8 +107,7 @@ def some_gradients(engine):
     return [torch.full(shape, 2.0**-place) for place, shape in enumerate(shapes)]
 
 
-@every_precision
-@every_stage
+@every_stage_and_precision
 @pytest.mark.parametrize("is_after_backward", [True, False])
 def test_gradients_set_by_hand_are_applied(stage, precision, is_after_backward):
     engine, twin = make(stage, precision), make("0", precision)
@@ -198,8 +191,7 @@ def test_a_part_of_a_model_of_stage_0_is_pickled_without_its_engine():
     assert engine.was_step_applied()
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("stage", STAGES)
+@every_stage_and_precision
 def test_two_backwards_before_a_step_add_up(stage, precision):
     engine, plain = make(stage, precision, clip=0.0), make("0", precision, clip=0.0)
     reference = copy.deepcopy(plain.module).double()

@@ -24,7 +24,7 @@ def step(engine):
     return engine.step()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_surface_is_that_of_stage_0(stage):
     engine, of_stage_0 = start(stage), start(0)
     for one in (engine, of_stage_0):
@@ -113,7 +113,7 @@ def test_an_optimizer_of_another_kind_is_refused():
         replace_optimizer_class(torch.optim.SGD([torch.zeros(1)]))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_step_without_a_backward_is_refused_and_leaves_the_run_alone(stage):
     engine = start(stage)
     with pytest.raises(UserError, match=r"^engine.step\(\) before any backward: call engine.backward"):

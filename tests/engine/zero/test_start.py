@@ -22,7 +22,7 @@ def test_the_stage_of_a_configuration(block, stage):
     assert zero_stage({}) == 0
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_the_model_is_cast_and_masters_keep_their_bits(stage, precision, dtype):
     torch.manual_seed(0)

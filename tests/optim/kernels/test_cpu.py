@@ -344,7 +344,10 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("right", "wrong", "noticed"), FAULTS)
+@pytest.mark.parametrize(
+    ("right", "wrong", "noticed"),
+    [*FAULTS[:2], *(pytest.param(*fault, marks=pytest.mark.slow) for fault in FAULTS[2:])],
+)
 def test_a_library_that_computes_wrongly_is_not_used(right, wrong, noticed, monkeypatch, tmp_path, caplog):
     text = cpu_kernels.SOURCE.read_text()
     assert right in text
@@ -359,7 +362,9 @@ def test_a_library_that_computes_wrongly_is_not_used(right, wrong, noticed, monk
     assert reason in caplog.text
 
 
-@pytest.mark.parametrize("flags", [("-march=x86-64",), ("-march=haswell", "-fopenmp")])
+@pytest.mark.parametrize(
+    "flags", [("-march=x86-64",), pytest.param(("-march=haswell", "-fopenmp"), marks=pytest.mark.slow)]
+)
 def test_older_machines_get_the_same_bits(flags, monkeypatch, tmp_path):
     if torch.backends.cpu.get_cpu_capability() not in cpu_kernels.FUSED:
         pytest.skip("this machine has no AVX2")

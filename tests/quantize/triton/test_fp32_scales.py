@@ -11,20 +11,23 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 HERE = Path(__file__).parent.parent
 PROGRAM = str(HERE / "triton_8bit_comparison.py")
-EVERY_GROUP = pytest.mark.parametrize("group", ["blocks", "one_scale", "mixed", "numbers", "decoding"])
+GROUPS = ["blocks", "one_scale", "mixed", "numbers", "decoding"]
 
 
-@EVERY_GROUP
+@pytest.mark.parametrize(
+    "group", ["mixed", *(pytest.param(g, marks=pytest.mark.slow) for g in GROUPS if g != "mixed")]
+)
 def test_8_bit_formats_have_the_bits_of_the_reference_in_the_interpreter(group):
     compare_in_a_process("cpu", group, PROGRAM, TRITON_INTERPRET="1")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@EVERY_GROUP
+@pytest.mark.parametrize("group", GROUPS)
 def test_8_bit_formats_have_the_bits_of_the_reference_on_a_gpu(group):
     compare_in_a_process("cuda", group, PROGRAM)
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_gpu_with_every_operation_rounded_in_place(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "ignore", str(HERE / "triton_8bit_compiling.py")]

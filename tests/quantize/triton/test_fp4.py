@@ -7,7 +7,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 GROUPS = ["nearest", "stochastic", "tiled", "mxfp4", "four_over_six"]
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", ["tiled", *(pytest.param(g, marks=pytest.mark.slow) for g in GROUPS if g != "tiled")]
+)
 def test_encoding_gives_the_bits_of_the_reference_in_the_interpreter(group):
     compare_in_a_process("cpu", group, TRITON_INTERPRET="1")
 
