@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from slow_cases import slow_except
 
 from megalowbit import c_library
 from megalowbit.quantize import backends
@@ -139,10 +140,16 @@ def test_a_damaged_or_planted_library_is_built_again(load, tmp_path):
     assert not library.is_symlink()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["writable by all", "below one writable by all", "writable by a group", "below one of a group", "a file"],
-)
+KINDS = [
+    "writable by all",
+    "below one writable by all",
+    "writable by a group",
+    "below one of a group",
+    "a file",
+]
+
+
+@pytest.mark.parametrize("kind", slow_except(["writable by all", "below one of a group", "a file"], KINDS))
 def test_a_cache_folder_that_cannot_be_had_or_trusted_is_passed_over(load, monkeypatch, tmp_path, kind):
     folder = tmp_path / "shared"
     if kind == "a file":
@@ -161,6 +168,7 @@ def test_a_cache_folder_that_cannot_be_had_or_trusted_is_passed_over(load, monke
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_once_all_get_the_library_on_one_openmp(tmp_path):
     code = (
         "from megalowbit.quantize.cpu.fp4 import LIBRARY; "

@@ -70,6 +70,7 @@ def changing(folder):
     return read(folder / "samples of changing"), metrics(folder / "changing"), logs
 
 
+@pytest.mark.slow
 def test_every_sample_is_taken_once_and_where_it_belongs(changing, undisturbed):
     taken, expected = changing[0], undisturbed[0]
     assert [position for position, _ in taken] == list(range(BATCH * STEPS))
@@ -81,6 +82,7 @@ def test_every_sample_is_taken_once_and_where_it_belongs(changing, undisturbed):
     assert numbers[:NUM_SAMPLES] != numbers[NUM_SAMPLES : 2 * NUM_SAMPLES]
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_the_undisturbed_run(changing, undisturbed):
     rows, expected = changing[1], undisturbed[1]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -89,6 +91,7 @@ def test_the_losses_are_those_of_the_undisturbed_run(changing, undisturbed):
     assert expected[-1]["loss"] < 0.8 * expected[0]["loss"]
 
 
+@pytest.mark.slow
 def test_each_part_was_on_its_own_number_of_ranks_and_said_so(changing):
     logs = changing[2]
     for log, world_size in zip(logs, UNTIL, strict=True):

@@ -216,6 +216,7 @@ def test_llama3_8b_on_eight_processes_is_what_a_pencil_says():
     assert found.reduction_buffers == 500_000_000 * 4
 
 
+@pytest.mark.slow
 def test_llama3_8b_in_four_stages_is_sized_by_its_largest():
     changes = ("tensor_parallel.autotp_size=1", 'pipeline={"stages": 4, "partition": "uniform"}')
     found = llama3_8b(*changes, world_size=8)

@@ -45,6 +45,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_calibration_compares_thresholds_with_bf16_and_goes_on_where_it_was(tmp_path, capsys):
     arguments = ["--ds-config", write_config(tmp_path, block=BLOCK), "--threshold", NEVER, "--threshold", "3"]
     arguments += ["--steps", STEPS, "--seed", "1", "--last", "4", "--out", "out", "--max-gap", "90"]
