@@ -8,10 +8,10 @@ import math
 import signal
 
 import pytest
-from forked_ranks import Ranks
+from forked_ranks import Ranks, run_ranks
 from recorded_samples import FOLDER, LENGTH, read, write_corpus
 
-from launchers import metrics, run, write_config
+from launchers import metrics, write_config
 
 BATCH, STEPS, NUM_SAMPLES = 12, 16, 43
 UNTIL = {2: 4, 1: 9, 3: STEPS}  # number of ranks: step that is waited for before they are asked to stop
@@ -111,9 +111,8 @@ def test_a_batch_that_does_not_divide_is_one_line(folder):
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "1",
     }
-    done = run(
-        "python", "--ds-config", "tiny.json", "--run-dir", "changing", "--resume", "auto", cwd=folder, **place
-    )
+    arguments = ("--ds-config", "tiny.json", "--run-dir", "new", "--resume", "auto")
+    done = run_ranks(*arguments, cwd=folder, **place)
     assert done.code == 2, done.output
     (line,) = done.errors
     assert "train_batch_size" in line
