@@ -1,19 +1,15 @@
 """The benchmarks run, on sizes that take no time, and print the ratios they promise."""
 
 import json
-import os
 import random
 import re
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from forks import run_script
-
-import megalowbit as mlb
-from launchers import write_config
+from slow_cases import slow_except
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,6 +29,7 @@ def test_linear_compares_every_recipe_with_a_bf16_layer():
         assert float(memory.split()[-2]) < 0.3
 
 
+@pytest.mark.slow
 def test_linear_has_a_peer_for_recipes_that_split_the_output_gradient():
     block = '{"base": "nvfp4", "name": "split", "split_grad_output": {"rank": 4}}'
     printed = run("linear.py", "--rounds", "2", "--shape", "64x32x48", "--recipe", block)
@@ -46,6 +43,7 @@ def test_quantize_compares_with_a_copy_and_with_plain_torch():
         assert any(line.strip().startswith(name) and "GB/s" in line for line in printed.splitlines()), name
 
 
+@pytest.mark.slow
 def test_speculation_compares_looks_with_a_layer_of_no_controller():
     printed = run("speculation.py", "--rounds", "2", "--shape", "64x32x48", "--verify-size", "8")
     for name in ("no controller", "between checks", "check", "verified check"):
@@ -57,6 +55,7 @@ def test_speculation_compares_looks_with_a_layer_of_no_controller():
     assert "64 tokens × 32→48, bf16, 3 layers\n" in chain
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository to take a revision from")
 def test_grad_buffer_compares_with_another_revision():
     printed = run("grad_buffer.py", "--rounds", "2", "--width", "8", "--against", "HEAD")
@@ -65,6 +64,7 @@ def test_grad_buffer_compares_with_another_revision():
         assert [line.split()[0] for line in table] == ["HEAD", "here", "ratio"]
 
 
+@pytest.mark.slow
 def test_causality_prints_what_logits_depend_on(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -80,6 +80,7 @@ def test_causality_prints_what_logits_depend_on(tmp_path):
     assert found["mean"][1] > 0.1
 
 
+@pytest.mark.slow
 def test_low_rank_compares_every_method_with_torchs():
     printed = run("low_rank.py", "--rounds", "2", "--shape", "96x64", "--rank", "4")
     for name in ("qb, warm", "whole split, qb", "power, warm, one step", "random", "sampled, 2 %"):
@@ -102,6 +103,7 @@ def test_optimizer_compares_steps_with_torchs_deepspeeds_and_loops(tmp_path):
     assert all(len(values) == 2 for table in times.values() for values in table.values())
 
 
+@pytest.mark.slow
 def test_optimizer_passes_stand_beside_torchs():
     sizes = ("--layers", "1", "--hidden", "32", "--vocabulary", "96", "--threads", "1", "--rounds", "2")
     printed = run("optimizer.py", "--passes", *sizes)
@@ -117,6 +119,7 @@ def test_optimizer_passes_stand_beside_torchs():
         ), name
 
 
+@pytest.mark.slow
 def test_loss_scales_counts_overflows_and_octaves_of_every_strategy():
     results = json.loads(run("loss_scales.py", "--steps", "500", "--json"))
     constant, megatron = results["constant 2^16"], results["megatron"]
@@ -148,6 +151,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_collectives_are_counted_with_their_bytes(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", COUNTED, str(tmp_path / "store")], capture_output=True, text=True, cwd=ROOT
@@ -182,166 +186,12 @@ def test_watchdog_prints_what_a_mark_a_beat_and_a_failure_cost():
     assert re.search(r"^a note: 1\d\d bytes$", printed, flags=re.MULTILINE)
 
 
-def test_a_wrong_argument_is_one_line_of_usage_not_a_traceback():
-    for arguments in (["--shape", "512,256"], ["--rounds", "0"], ["--device", "tpu"], ["--recipe", "nvfp5"]):
-        done = run_script(ROOT / "benchmarks" / "linear.py", *arguments)
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
-        assert arguments[1] in done.stderr
+MISTAKES = [("--recipe", "nvfp5"), ("--shape", "512,256"), ("--rounds", "0"), ("--device", "tpu")]
 
 
-def quality(*arguments, out, **environment):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGALOWBIT_CACHE": str(out / "cache"), **environment}
-    return run_script(ROOT / "benchmarks" / "quality.py", "--out", out, *arguments, env=env)
-
-
-def test_quality_pairs_recipes_with_bf16_by_seed_and_goes_on_where_it_was(tmp_path):
-    config, out = write_config(tmp_path), tmp_path / "out"
-    few = ("--config", str(config), "--steps", "4", "--last", "2", "--seed", "5", "--no-picture")
-    done = quality(*few, "--recipe", "nvfp4", out=out)
-    assert done.returncode == 0, done.stderr
-    assert "[2/2]" in done.stdout
-    losses = {}
-    for label in ("bf16", "nvfp4"):
-        rows = (out / f"{label}-seed-5" / "metrics.jsonl").read_text().splitlines()
-        losses[label] = [json.loads(row)["loss"] for row in rows]
-        assert len(rows) == 4
-    # the same weights and batches: the first losses differ by rounding alone
-    assert losses["bf16"][0] != losses["nvfp4"][0] == pytest.approx(losses["bf16"][0], rel=0.02)
-    assert "mean loss of the last 2 steps\n" in done.stdout
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("nvfp4 ")]
-    loss, gap = map(float, line.split()[1:3])
-    assert loss == pytest.approx(statistics.mean(losses["nvfp4"][-2:]), abs=1e-4)
-    assert gap == pytest.approx(loss - statistics.mean(losses["bf16"][-2:]), abs=2e-4)
-    assert line.endswith("?")
-    again = quality(*few, "--recipe", "nvfp4", out=out)
-    assert "[1/" not in again.stdout
-    assert again.stdout.partition("mean loss")[2] == done.stdout.partition("mean loss")[2] != ""
-    whole = quality(*few, "--last", "9", "--recipe", "nvfp4", out=out)
-    assert "mean loss of the last 4 steps: all, the start included\n" in whole.stdout
-    (line,) = [line for line in whole.stdout.splitlines() if line.startswith("nvfp4 ")]
-    assert float(line.split()[1]) == pytest.approx(statistics.mean(losses["nvfp4"]), abs=1e-4)
-    other = quality(*few, "--steps", "5", "--recipe", "nvfp4", out=out)
-    assert other.returncode == 1
-    assert other.stderr.strip().endswith(
-        "bf16-seed-5 contains a run with other settings: choose another --out"
-    )
-
-
-@pytest.mark.slow
-def test_a_recipe_that_diverges_is_marked_and_does_not_end_the_sweep(tmp_path):
-    (tmp_path / "too_much.py").write_text("def gain(values):\n    return values * 0 + 3e38, 3e38\n")
-    config = write_config(tmp_path, block={"run": {"steps": 5, "max_consecutive_skips": 3}})
-    out = tmp_path / "out"
-    block = {"base": "nvfp4", "split_grad_output": {"rank": 2, "gains": "too_much:gain"}, "name": "wild"}
-    few = ("--config", str(config), "--last", "2", "--seed", "5", "--no-picture")
-    recipes = ("--recipe", json.dumps(block), "--recipe", "nvfp4")
-    path = f"{tmp_path}{os.pathsep}{ROOT}"
-    done = quality(*few, *recipes, out=out, PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr
-    assert "wild, seed 5: " in done.stdout
-    assert "s, diverged at step 1\n" in done.stdout
-    lines = done.stdout.partition("mean loss")[2].splitlines()
-    (line,) = [line for line in lines if line.startswith("wild ")]
-    assert line.split()[1] == "diverged"
-    assert len(line.split()) == 3  # and its speed, no gap
-    assert "  wild, seed 5, diverged at step 1" in lines
-    assert len((out / "wild-seed-5" / "metrics.jsonl").read_text().splitlines()) == 3
-    (line,) = [line for line in lines if line.startswith("nvfp4 ")]
-    assert float(line.split()[1]) < 6
-    again = quality(*few, *recipes, out=out, PYTHONPATH=path)
-    assert "[1/" not in again.stdout
-    assert again.stdout.partition("mean loss")[2] == done.stdout.partition("mean loss")[2]
-
-
-def test_quality_runs_every_named_recipe_unless_told_otherwise(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from quality import PEER, RECIPES
-
-    assert sorted([PEER, *RECIPES]) == sorted(mlb.recipes())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no such thing: pip install -c constraints.txt -e '.[bench]', or use --no-picture"),
-        (["--no-picture", "--recipe", "nvfp5"], "did you mean 'nvfp4'"),
-        (["--no-picture", "--config", "no.json"], "no.json"),
-    ],
-)
-def test_quality_finds_mistakes_before_the_first_run(tmp_path, arguments, message):
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('no such thing')")
-    done = quality(*arguments, out=tmp_path / "out", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+@pytest.mark.parametrize(("option", "value"), slow_except(MISTAKES[:1], MISTAKES))
+def test_a_wrong_argument_is_one_line_of_usage_not_a_traceback(option, value):
+    done = run_script(ROOT / "benchmarks" / "linear.py", option, value)
     assert done.returncode == 2
-    assert message in done.stderr
     assert "Traceback" not in done.stderr
-    assert not list(tmp_path.glob("out/*-seed-*"))
-
-
-def test_quality_names_a_folder_that_is_none_and_a_run_that_is_damaged(tmp_path):
-    config = write_config(tmp_path)
-    (tmp_path / "file").write_text("x")
-    few = ("--config", str(config), "--recipe", "nvfp4", "--no-picture")
-    cache = {"MEGALOWBIT_CACHE": str(tmp_path / "cache")}
-    done = quality(*few, out=tmp_path / "file", **cache)
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    assert f"--out {tmp_path / 'file'} is not a writable folder" in done.stderr
-    damaged = tmp_path / "out" / "bf16-seed-1"
-    damaged.mkdir(parents=True)
-    (damaged / "config.json").write_text("{")
-    done = quality(*few, out=tmp_path / "out", **cache)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert f"{damaged / 'config.json'} is damaged (it is not JSON): remove that run's folder" in done.stderr
-
-
-def test_quality_help_has_defaults_and_says_which_flags_repeat():
-    printed = " ".join(run("quality.py", "--help").split())
-    for default in ("all named ones; bf16 always runs", "1, 2, 3", "as configured", "100", "2"):
-        assert f"(default: {default})" in printed
-    assert "(default: configs/gpt2_tiny_quality.json)" in printed
-    assert printed.count("repeat the flag for several") == 2
-
-
-def test_curves_are_drawn_from_smoothed_losses(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from curves import draw, smoothed
-
-    values = smoothed([4.0, 2.0, 6.0, 1.0], 2)
-    assert values[1:].tolist() == [3.0, 4.0, 3.5]
-    losses = [5.0 - 0.1 * step for step in range(40)]
-    curves = {
-        "bf16": {1: losses, 2: losses},
-        "nvfp4": {1: [x + 0.1 for x in losses], 2: [None, *losses[1:]]},
-    }
-    draw(tmp_path / "quality.png", curves, "bf16")
-    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
-
-
-def drawn(monkeypatch, tmp_path, losses):
-    """Both panels of the picture, as they are when it is closed."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import curves
-
-    figures = []
-    monkeypatch.setattr(curves.plt, "close", figures.append)
-    curves.draw(
-        tmp_path / "quality.png", {"bf16": {1: losses}, "nvfp4": {1: [x + 0.1 for x in losses]}}, "bf16"
-    )
-    return figures[0].axes
-
-
-def test_a_cut_axis_is_said_and_short_runs_are_not_called_means(monkeypatch, tmp_path):
-    left, right = drawn(monkeypatch, tmp_path, [10.0, 9.0, 4.0, *[3.0] * 17])
-    assert left.get_title() == "Loss\ny axis cut: fits from step 3 on"
-    assert left.get_ylim()[1] < 9
-    assert right.get_title() == "Gap to bf16 (black), paired by seed"
-    assert left.get_xlabel() == right.get_xlabel() == "optimizer step (each step)"
-
-
-def test_an_axis_that_holds_all_values_is_not_called_cut(monkeypatch, tmp_path):
-    left, _ = drawn(monkeypatch, tmp_path, [3.0, 4.0] * 20)
-    assert left.get_title() == "Loss"
-    assert left.get_xlabel() == "optimizer step (each value: mean over the last 2)"
+    assert value in done.stderr

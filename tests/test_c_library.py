@@ -190,6 +190,7 @@ def test_a_cache_folder_that_cannot_be_had_or_trusted_is_passed_over(
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_once_all_get_the_library_on_one_openmp(tmp_path):
     code = (
         "from megalowbit.quantize.cpu.fp4 import LIBRARY; "

@@ -1,13 +1,11 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import pytest
+from forks import run_processes
 
 from megalowbit.data import cache
 from megalowbit.data.cache import cached_file, content_digest, run_on_each_node_first
@@ -155,7 +153,7 @@ def test_alone_the_work_is_just_done():
     assert run_on_each_node_first(lambda: 7, str) == 7
 
 
-# What each of two processes runs; `work` and `fingerprint` are the scenario's.
+# what each of two processes runs; a line of output for each scenario
 PROCESS = """
     import os, sys, datetime
     from pathlib import Path
@@ -163,11 +161,11 @@ PROCESS = """
     from megalowbit.data.cache import run_on_each_node_first
     from megalowbit.errors import UserError
 
-    folder, scenario, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
-                            timeout=datetime.timedelta(seconds=60))
+                            timeout=datetime.timedelta(seconds=200))
 
-    def work():
+    def work(scenario):
         if scenario == "order":
             if rank == 0:
                 (folder / "made").touch()
@@ -178,45 +176,36 @@ PROCESS = """
             raise KeyError("a bug")
         return rank if scenario == "difference" else 1
 
-    try:
-        print("result", run_on_each_node_first(work, str))
-    except Exception as error:
-        print(type(error).__name__, error)
+    for scenario in sys.argv[2:]:
+        try:
+            print("result", run_on_each_node_first(lambda: work(scenario), str))
+        except Exception as error:
+            print(type(error).__name__, error)
     dist.destroy_process_group()
 """
+SCENARIOS = {
+    "order": ["result True", "result True"],
+    "user_error_on_0": ["UserError no such corpus"] * 2,
+    "user_error_on_1": ["UserError no such corpus"] * 2,
+    "defect": ["KeyError 'a bug'", "RuntimeError rank 0 failed: KeyError('a bug')"],
+    "difference": ["UserError rank 1 reads other data than rank 0 (1 instead of 0)"] * 2,
+}
 
 
-@pytest.mark.parametrize(
-    ("scenario", "expected"),
-    [
-        ("order", ["result True", "result True"]),
-        ("user_error_on_0", ["UserError no such corpus"] * 2),
-        ("user_error_on_1", ["UserError no such corpus"] * 2),
-        ("defect", ["KeyError 'a bug'", "RuntimeError rank 0 failed: KeyError('a bug')"]),
-        ("difference", ["UserError rank 1 reads other data than rank 0 (1 instead of 0)"] * 2),
-    ],
-)
-def test_two_processes_work_in_turn_and_fail_together(tmp_path, scenario, expected):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROCESS), str(tmp_path), scenario],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=TIMEOUT) for process in processes]
-    for (output, errors), line in zip(outputs, expected, strict=True):
-        assert output.startswith(line), output + errors
+@pytest.fixture(scope="module")
+def lines_of_two_processes(tmp_path_factory):
+    """What each of two processes printed, by scenario."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "program.py").write_text(textwrap.dedent(PROCESS))
+    codes, outputs = run_processes(folder / "program.py", folder, *SCENARIOS, folder=folder)
+    assert codes == [0, 0], outputs
+    return dict(zip(SCENARIOS, zip(*map(str.splitlines, outputs), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_two_processes_work_in_turn_and_fail_together(lines_of_two_processes, scenario):
+    for line, expected in zip(lines_of_two_processes[scenario], SCENARIOS[scenario], strict=True):
+        assert line.startswith(expected)
 
 
 def test_the_manifest_is_plain_json(tmp_path):

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_except
 
 from megalowbit.data.hub import HubCorpus
 from megalowbit.errors import UserError
@@ -62,7 +63,9 @@ def test_what_the_data_set_does_not_have_is_said_in_one_line(dataset, values, me
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+@pytest.mark.parametrize(
+    "variable", slow_except(["HF_HUB_OFFLINE"], ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+)
 def test_without_a_network_the_name_and_the_remedy_are_said_at_once(tmp_path, variable):
     code = (
         "from megalowbit.data.sources import open_corpus\n"

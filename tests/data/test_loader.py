@@ -1,11 +1,8 @@
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import run_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -170,7 +167,7 @@ PROCESS = """
 
     folder, corpus, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
-                            timeout=datetime.timedelta(seconds=60))
+                            timeout=datetime.timedelta(seconds=200))
     values = DataSettings(corpus=corpus, sequence_length=16, tokenizer="bpe", vocab_size=300,
                           cache_dir=folder / "cache")
     try:
@@ -183,26 +180,10 @@ PROCESS = """
 
 
 def run_two(folder, corpus):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROCESS), str(folder), str(corpus)],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=90) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return [output for output, _ in outputs]
+    (folder / "program.py").write_text(textwrap.dedent(PROCESS))
+    codes, outputs = run_processes(folder / "program.py", folder, corpus, folder=folder)
+    assert codes == [0, 0], outputs
+    return outputs
 
 
 def test_two_processes_build_one_cache_and_read_different_samples(tmp_path):

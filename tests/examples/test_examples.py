@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from forks import run_script
+from slow_cases import slow_except
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import megalowbit as mlb
@@ -35,7 +36,7 @@ def run(name, processes, folder):
     return done.stdout, [torch.load(folder / f"rank{rank}.pt") for rank in range(processes)]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", slow_except([1], [1, 2]))
 @pytest.mark.parametrize("name", ["plain_loop.py", "local_ddp.py"])
 def test_the_loss_falls_overflows_are_skipped_and_all_ranks_end_alike(name, processes, tmp_path):
     printed, saved = run(name, processes, tmp_path)

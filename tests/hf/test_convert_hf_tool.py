@@ -2,20 +2,31 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from forks import run_script
+from programs import call_main
+from slow_cases import slow_except
 from tiny_models import KINDS, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launchers import check_refusal
 
 ROOT = Path(__file__).parents[2]
+TOOL = "tools/convert_hf.py"
 
 
 def convert_hf(*arguments):
-    return run_script(ROOT / "tools" / "convert_hf.py", *arguments)
+    return run_script(ROOT / TOOL, *arguments)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.fixture(autouse=True)
+def _progress_bars_as_before():
+    """The tool switches those of transformers off."""
+    yield
+    transformers.utils.logging.enable_progress_bar()
+
+
+@pytest.mark.parametrize("kind", slow_except(["gpt2"], KINDS))
 def test_there_and_back_from_the_command_line(tmp_path, kind):
     model = tiny_model(kind, vocab_size=256).eval()
     model.save_pretrained(tmp_path / "source")
@@ -45,17 +56,21 @@ def test_there_and_back_from_the_command_line(tmp_path, kind):
         (["to-megalowbit", "x" * 300, "out"], "is not possible (File name too long)"),
         (["to-megalowbit", "docs", "docs/../docs/new/start"], "start is inside "),
         (["to-hf", "nowhere", "tests"], "tests exists already and is never overwritten"),
-        (["to-mars", "a", "b"], "invalid choice: 'to-mars'"),
         (["to-hf", "a"], "the following arguments are required: OUT; see --help"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
-    done = convert_hf(*arguments)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    done = call_main(TOOL, *arguments, capsys=capsys)
     check_refusal(done, message)
 
 
-def test_help_names_both_ways():
-    done = convert_hf("--help")
+def test_a_mistake_ends_the_program_with_exit_code_2():
+    check_refusal(convert_hf("to-mars", "a", "b"), "invalid choice: 'to-mars'")
+
+
+def test_help_names_both_ways(capsys):
+    done = call_main(TOOL, "--help", capsys=capsys)
     assert done.returncode == 0
     assert "to-megalowbit" in done.stdout
     assert "to-hf" in done.stdout

@@ -9,6 +9,7 @@ import re
 
 import pytest
 from forks import Forked
+from slow_cases import slow_except
 
 from launchers import ROOT, free_port
 
@@ -94,7 +95,7 @@ def test_the_page_has_these_programs():
     assert len(BLOCKS) == len(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(["trainer_deepspeed"], NAMES))
 def test_a_program_of_the_page_trains_in_low_precision(tmp_path, name):
     world_size = 2
     facts, _ = run_program(tmp_path, program(name), world_size)
@@ -109,6 +110,7 @@ def test_a_program_of_the_page_trains_in_low_precision(tmp_path, name):
     assert len({fact["weights"] for fact in facts}) == 1, "ranks have trained apart"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage"),
     [("trainer_deepspeed", 0), ("trainer_deepspeed", 3), ("deepspeed", 0), ("deepspeed", 1)],
@@ -120,6 +122,7 @@ def test_other_stages_of_zero_train_alike(tmp_path, name, stage):
     assert facts[0]["weights"] == facts[1]["weights"], "ranks have trained apart"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_trainer_with_an_engine_resumes_with_the_same_weights(tmp_path, stage):
     text = program("trainer_deepspeed", stage).replace("max_steps=4", "max_steps=4, save_steps=2")
@@ -131,6 +134,7 @@ def test_a_trainer_with_an_engine_resumes_with_the_same_weights(tmp_path, stage)
         assert (fact["weights"], fact["step"]) == (expected["weights"], 8)
 
 
+@pytest.mark.slow
 def test_a_stock_engine_in_half_precision_is_told_once(tmp_path):
     text = "import logging; logging.basicConfig()\n" + BLOCKS[NAMES.index("deepspeed")]
     _, logs = run_program(tmp_path, text, 2)
@@ -138,6 +142,7 @@ def test_a_stock_engine_in_half_precision_is_told_once(tmp_path):
     assert told == [1, 0]
 
 
+@pytest.mark.slow
 def test_a_trainer_whose_block_names_another_recipe_ends_with_a_line_on_each_rank(tmp_path):
     text = program("trainer_deepspeed")
     text = text.replace('settings["megalowbit"]["recipe"]', '"mxfp4"')
@@ -166,11 +171,13 @@ mlb.convert(converted, "nvfp4")
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_of_trainer_hold_a_gpt2_as_transformers_has_it(tmp_path):
     facts, _ = run_program(tmp_path, GPT2 + program("trainer_deepspeed") + SAVED, 2)
     assert [(fact["stage"], fact["is_moved"]) for fact in facts] == [(2, True), (2, True)]
 
 
+@pytest.mark.slow
 def test_trainer_at_stage_three_refuses_a_gpt2_before_the_first_step(tmp_path):
     codes, logs = run_ranks(tmp_path, GPT2 + program("trainer_deepspeed", 3), 2)
     assert codes == [1, 1]
@@ -179,6 +186,7 @@ def test_trainer_at_stage_three_refuses_a_gpt2_before_the_first_step(tmp_path):
         assert "on_train_begin" in log
 
 
+@pytest.mark.slow
 def test_layers_that_stock_tensor_parallelism_replaces_end_the_first_forward(tmp_path):
     text = BLOCKS[NAMES.index("deepspeed")]
     text = text.replace('"zero_optimization": {"stage": 2}', '"tensor_parallel": {"autotp_size": 2}')
@@ -188,6 +196,7 @@ def test_layers_that_stock_tensor_parallelism_replaces_end_the_first_forward(tmp
         assert "UserError: 14 of 14 low-bit layers were replaced after the model was converted" in log
 
 
+@pytest.mark.slow
 def test_a_state_that_accelerate_loads_sets_the_stream_back(tmp_path):
     text = BLOCKS[NAMES.index("accelerate")] + "\nstream.advance()\naccelerator.load_state('out')\n"
     facts, _ = run_program(tmp_path, text, 1)

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from slow_cases import slow_except
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -68,7 +69,7 @@ def whole(tmp_path_factory):
     return folder, weights(trainer)
 
 
-@pytest.mark.parametrize("more", [{}, {"restore_callback_states_from_checkpoint": True}])
+@pytest.mark.parametrize("more", slow_except([{}], [{}, {"restore_callback_states_from_checkpoint": True}]))
 def test_a_resumed_run_draws_on_where_it_stopped(whole, tmp_path, more):
     folder, expected = whole
     trainer = make(tmp_path, **more)
@@ -94,6 +95,7 @@ def test_a_checkpoint_that_does_not_say_where_the_stream_stood_is_told_and_can_b
     assert differing(expected, weights(trainer)), "the other test could not fail"
 
 
+@pytest.mark.slow
 def test_a_second_call_of_train_goes_on_with_the_stream(tmp_path):
     trainer = make(tmp_path)
     trainer.train()
@@ -110,6 +112,7 @@ def test_evaluation_and_generation_leave_the_stream_alone(tmp_path):
     assert mlb.random_stream(trainer.model).step == STEPS * ACCUMULATED
 
 
+@pytest.mark.slow
 def test_evaluation_during_training_changes_no_weight(whole, tmp_path):
     trainer = make(tmp_path, eval_strategy="steps", eval_steps=1)
     trainer.train()
@@ -122,6 +125,7 @@ def test_gradient_checkpointing_repeats_the_weights(whole, tmp_path):
     assert differing(whole[1], weights(trainer)) == []
 
 
+@pytest.mark.slow
 def test_autocast_to_bf16_trains_in_low_precision(tmp_path):
     trainer = make(tmp_path, bf16=True)
     trainer.train()

@@ -122,3 +122,22 @@ def run_script(script, *arguments, env=None, cwd=ROOT, timeout=SECONDS):
         finally:
             program.kill()
         return subprocess.CompletedProcess(program.args, code, output.read_text(), errors.read_text())
+
+
+def run_processes(script, *arguments, folder, world_size=2):
+    """Run a Python file as ranks of a job; returns exit codes and outputs, by rank.
+
+    The ranks get RANK, LOCAL_RANK and WORLD_SIZE; how they meet is the program's business.
+    """
+    outputs, ranks = [Path(folder) / f"output{rank}.txt" for rank in range(world_size)], []
+    for rank, output in enumerate(outputs):
+        output.write_text("")
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        env = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        ranks.append(Forked(script, *arguments, output=output, env=env))
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return codes, [output.read_text() for output in outputs]

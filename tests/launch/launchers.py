@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -136,9 +137,21 @@ def wait_for_step(run_dir, step, process):
         time.sleep(0.02)
 
 
+@functools.lru_cache(maxsize=1)
+def training_text():
+    """About 60 kB of simple sentences, always the same: what tests train on does not change with the code."""
+    draw = random.Random(0)
+    who = ("the baker", "a sailor", "my sister", "the old fox", "one of us", "the night train")
+    does = ("counts", "carries", "remembers", "paints", "waits for", "sells")
+    what = ("blue stones", "letters", "a quiet garden", "warm bread", "seven clocks", "the tide")
+    where = ("by the river", "in the attic", "before dawn", "on Mondays", "far from home", "with care")
+    parts = (who, does, what, where)
+    return "".join(f"{' '.join(map(draw.choice, parts))}, page {page}.\n" for page in range(1100))
+
+
 def write_config(folder, *, model=None, block=None, **deepspeed):
-    """A GPT-2 of a few thousand parameters on a text of some kilobytes; returns the path of its JSON."""
-    (folder / "text.txt").write_text("".join(p.read_text() for p in sorted(ROOT.glob("megalowbit/*.py"))))
+    """A GPT-2 of a few thousand parameters on `training_text()`; returns the path of its JSON."""
+    (folder / "text.txt").write_text(training_text())
     hf_config = {
         "model_type": "gpt2",
         "vocab_size": 256,

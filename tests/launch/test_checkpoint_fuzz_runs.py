@@ -8,6 +8,7 @@ import pytest
 from checkpoint_fuzz_runs import Runs
 
 
+@pytest.mark.slow
 def test_damaged_runs_go_on_as_if_nothing_had_been_or_say_one_line(tmp_path):
     runs = Runs(tmp_path)
     found = [runs.case(seed) for seed in (1, 3)]

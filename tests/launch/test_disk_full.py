@@ -94,6 +94,7 @@ def full_at_record(full_at_save, folder, disk):
     return ranks, kept, run
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_finds_no_room_leaves_the_old_one_and_says_so(full_at_save):
     ranks, run = full_at_save
     assert ranks.codes == [2, 2], ranks.output()
@@ -107,6 +108,7 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_old_one_and_says_so(full_at_
     assert "Traceback" not in ranks.output()
 
 
+@pytest.mark.slow
 def test_records_that_find_no_room_end_the_run_with_one_line(full_at_record):
     ranks, kept, run = full_at_record
     assert ranks.codes[0] == 2, ranks.output()
@@ -117,6 +119,7 @@ def test_records_that_find_no_room_end_the_run_with_one_line(full_at_record):
     assert "Traceback" not in ranks.logs[0].read_text()
 
 
+@pytest.mark.slow
 def test_with_room_again_the_run_goes_on_as_if_nothing_had_been(full_at_record, undisturbed, folder):
     _, _, run = full_at_record
     with start(folder, run) as ranks:

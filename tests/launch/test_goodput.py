@@ -153,6 +153,7 @@ def test_what_would_take_too_long_is_refused_at_once(arguments, reason, tool, ca
     assert reason in done.stderr
 
 
+@pytest.mark.slow
 def test_all_extremes_that_are_let_through_end_in_a_table(tool, capsys):
     few = (*FEW[:4], "--runs", 10, "--save-seconds")
     began = time.process_time()

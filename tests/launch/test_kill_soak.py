@@ -28,6 +28,7 @@ def soak(folder, *arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_is_bitwise_the_undisturbed_one(tmp_path):
     seed = random.randrange(10**6)  # printed, and with every failure
     said = soak(

@@ -8,10 +8,10 @@ import math
 import signal
 
 import pytest
-from forked_ranks import Ranks
+from forked_ranks import Ranks, run_ranks
 from recorded_samples import FOLDER, LENGTH, read, write_corpus
 
-from launchers import metrics, run, write_config
+from launchers import metrics, write_config
 
 BATCH, STEPS, NUM_SAMPLES = 12, 16, 43
 UNTIL = {2: 4, 1: 9, 3: STEPS}  # number of ranks: step that is waited for before they are asked to stop
@@ -70,6 +70,7 @@ def changing(folder):
     return read(folder / "samples of changing"), metrics(folder / "changing"), logs
 
 
+@pytest.mark.slow
 def test_every_sample_is_taken_once_and_where_it_belongs(changing, undisturbed):
     taken, expected = changing[0], undisturbed[0]
     assert [position for position, _ in taken] == list(range(BATCH * STEPS))
@@ -81,6 +82,7 @@ def test_every_sample_is_taken_once_and_where_it_belongs(changing, undisturbed):
     assert numbers[:NUM_SAMPLES] != numbers[NUM_SAMPLES : 2 * NUM_SAMPLES]
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_the_undisturbed_run(changing, undisturbed):
     rows, expected = changing[1], undisturbed[1]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -89,6 +91,7 @@ def test_the_losses_are_those_of_the_undisturbed_run(changing, undisturbed):
     assert expected[-1]["loss"] < 0.8 * expected[0]["loss"]
 
 
+@pytest.mark.slow
 def test_each_part_was_on_its_own_number_of_ranks_and_said_so(changing):
     logs = changing[2]
     for log, world_size in zip(logs, UNTIL, strict=True):
@@ -108,9 +111,8 @@ def test_a_batch_that_does_not_divide_is_one_line(folder):
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "1",
     }
-    done = run(
-        "python", "--ds-config", "tiny.json", "--run-dir", "changing", "--resume", "auto", cwd=folder, **place
-    )
+    arguments = ("--ds-config", "tiny.json", "--run-dir", "new", "--resume", "auto")
+    done = run_ranks(*arguments, cwd=folder, **place)
     assert done.code == 2, done.output
     (line,) = done.errors
     assert "train_batch_size" in line

@@ -82,6 +82,7 @@ def test_a_resumed_pipeline_is_the_one_that_was_not_stopped(folders):
     assert rows(stopped) == rows(folders / "two")
 
 
+@pytest.mark.slow
 def test_one_process_continues_what_two_stages_have_saved(folders):
     whole = folders / "whole"
     shutil.copytree(folders / "two", whole)
@@ -101,6 +102,7 @@ def test_one_process_continues_what_two_stages_have_saved(folders):
     assert totals[0] == totals[1]
 
 
+@pytest.mark.slow
 def test_a_schedule_of_ours_counts_applied_steps_on_two_stages_and_after_a_resume(tmp_path):
     schedule = {"type": "linear", "warmup_steps": 2}
     scaler = {"type": "dynamic", "initial_scale": 2.0**20}

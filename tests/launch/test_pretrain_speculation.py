@@ -58,6 +58,7 @@ def resumed(killed):
     return done.output
 
 
+@pytest.mark.slow
 def test_two_processes_decide_together_and_one_of_them_writes(killed, resumed):
     folder, _, _, output, _ = killed
     found = looks(folder)
@@ -76,6 +77,7 @@ def test_two_processes_decide_together_and_one_of_them_writes(killed, resumed):
     assert output.count("step 1: and ") == 1
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_bitwise_the_same_losses_and_decisions(killed, resumed):
     folder, rows_before, looks_before, *_ = killed
     assert f"resumed after step {EVERY}" in resumed

@@ -5,10 +5,10 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 
 import pytest
 import torch
+from forks import run_script
 
 import megalowbit as mlb
 from launchers import ROOT, write_config
@@ -98,7 +98,7 @@ def test_the_code_shown_trains_a_model(tmp_path):
     )
     shown = fences("python")[0]
     (tmp_path / "shown.py").write_text(prelude + shown)
-    done = subprocess.run([sys.executable, "shown.py"], cwd=tmp_path, capture_output=True, text=True)
+    done = run_script(tmp_path / "shown.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "gradient_overflow/element_overflow_rate" in done.stdout
     assert "swapped 8 layers" in done.stdout

@@ -1,11 +1,10 @@
 """What one way to a run refuses, all refuse, in the same words."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from bad_values import overrides
+from forks import run_script
 
 from launchers import ROOT, write_config
 from megalowbit.errors import UserError, lines_of
@@ -75,9 +74,8 @@ THREE_AT_ONCE = ["megalowbit.checkpoint.keep=true", "communication_data_type=fp9
 def test_real_commands_print_all_mistakes_and_exit_with_2(command, config, tmp_path):
     arguments = [part for override in THREE_AT_ONCE for part in ("--set", override)]
     arguments += ["--ds-config", config, "--run-dir", tmp_path / "run"]
-    done = subprocess.run(
-        [sys.executable, *map(str, [*command, *arguments])], capture_output=True, text=True, cwd=tmp_path
-    )
+    program, *options = command
+    done = run_script(program, *options, *arguments, cwd=tmp_path)
     assert done.returncode == 2
     first, *others = done.stderr.strip().splitlines()
     assert first == "error: 3 mistakes:"

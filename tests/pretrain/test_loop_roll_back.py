@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from slow_cases import slow_except
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalowbit.distributed.process_group import ProcessIdentity
@@ -96,34 +97,35 @@ def assert_same_weights(one, two):
         assert torch.equal(mine, theirs), name
 
 
-@pytest.mark.parametrize(
-    ("bad", "overrides"),
-    [
-        (5, ["gradient_accumulation_steps=1"]),  # one micro-batch after the checkpoint
-        (6, ["zero_optimization.stage=3"]),
-        (
-            6,
-            [
-                "megalowbit.precision=fp16",
-                'megalowbit.grad_scaler={"type": "max_norm", "probe_every": 2, "growth_interval": 2}',
-                'megalowbit.layer_scaling={"enabled": true}',
-            ],
-        ),
-        (6, ["megalowbit.recipe=speculative-int8", SPECULATION, "megalowbit.late_switch.at=5"]),
-        (6, ['megalowbit.late_switch={"at": 4, "scope": "all"}']),
-        (7, [f'megalowbit.recipe={{"base": "nvfp4", {MERGED}}}']),
-        (6, [f'megalowbit.recipe={{"base": "nvfp4", {SPLIT}}}']),
-    ],
-    ids=["next", "stage 3", "fp16", "speculation", "switch", "parameters", "splits"],
-)
-def test_it_is_the_run_that_is_resumed_further_on_in_the_data(build_job, resolve, tmp_path, bad, overrides):
+# the step whose batch is bad, and settings of the run
+CASES = {
+    "next": (5, ["gradient_accumulation_steps=1"]),  # one micro-batch after the checkpoint
+    "stage 3": (6, ["zero_optimization.stage=3"]),
+    "fp16": (
+        6,
+        [
+            "megalowbit.precision=fp16",
+            'megalowbit.grad_scaler={"type": "max_norm", "probe_every": 2, "growth_interval": 2}',
+            'megalowbit.layer_scaling={"enabled": true}',
+        ],
+    ),
+    "speculation": (6, ["megalowbit.recipe=speculative-int8", SPECULATION, "megalowbit.late_switch.at=5"]),
+    "switch": (6, ['megalowbit.late_switch={"at": 4, "scope": "all"}']),
+    "parameters": (7, [f'megalowbit.recipe={{"base": "nvfp4", {MERGED}}}']),
+    "splits": (6, [f'megalowbit.recipe={{"base": "nvfp4", {SPLIT}}}']),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(["next", "fp16"], CASES))
+def test_it_is_the_run_that_is_resumed_further_on_in_the_data(build_job, resolve, tmp_path, name):
+    bad, overrides = CASES[name]
     overrides = [*overrides, *EVERY, AT_ONCE]
     job = build_job(*overrides)
     spoil(job, {bad})
     run(job)
     other = tmp_path / "other"
-    name = "checkpoints/step-00000004"
-    shutil.copytree(tmp_path / "run" / name, other / name)
+    checkpoint = "checkpoints/step-00000004"
+    shutil.copytree(tmp_path / "run" / checkpoint, other / checkpoint)
     fresh = assemble(resolve(*overrides), ProcessIdentity(), RunFolder(other))
     assert fresh.resume()
     fresh.loader.position = bad * fresh.loader.samples_per_batch * fresh.accumulation_steps
@@ -171,6 +173,7 @@ def test_a_run_without_trouble_says_nothing(build_job, tmp_path, capsys):
     assert "rollbacks" not in rows(tmp_path / "run")[-1]
 
 
+@pytest.mark.slow
 def test_a_kill_after_a_rollback_costs_nothing(build_job, tmp_path):
     overrides = [
         "megalowbit.run.steps=12", "megalowbit.checkpoint.every=4", "megalowbit.checkpoint.keep=2",
@@ -302,6 +305,7 @@ def test_in_trouble_nothing_is_saved_but_at_the_end(build_job, capsys):
     assert "step 4: no checkpoint while the loss is in trouble" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_loss_that_has_risen_finds_a_checkpoint_from_before_however_few_are_kept(build_job, capsys):
     job = build_job(
         "megalowbit.recipe=bf16", "megalowbit.run.steps=70", "megalowbit.checkpoint.every=6",

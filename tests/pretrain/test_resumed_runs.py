@@ -10,6 +10,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from slow_cases import slow_except
 from soak_runs import compare
 
 from megalowbit.distributed.process_group import ProcessIdentity
@@ -63,7 +64,11 @@ def disturb_generators():
     torch.manual_seed(random.randrange(2**62))
 
 
-@pytest.mark.parametrize("name", CASES)
+# what the others add to a run has a test of its own, which resumes it too
+QUICK = ["megatron", "controller", "layer_scaling", "splits", "parameter_split"]
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, CASES))
 def test_a_resumed_run_ends_bitwise_as_the_undisturbed_one(resolve, tmp_path, name):
     config = resolve(
         *CASES[name],

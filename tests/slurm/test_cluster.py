@@ -11,7 +11,7 @@ import pytest
 
 from cluster import Cluster, what_is_missing
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 PORT_OF_SLURMD = 6818
 
 LEFT_ALONE = """

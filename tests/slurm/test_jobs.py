@@ -14,7 +14,7 @@ import pytest
 from cluster import Cluster, what_is_missing
 from runs import SAVE_EVERY, STEPS, Workspace
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 SPARED = "exclude=n[3-4]"  # of the power cut
 
 

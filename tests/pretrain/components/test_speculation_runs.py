@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
+from slow_cases import slow_except
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
@@ -127,7 +128,8 @@ def test_a_ladder_of_one_rung_is_the_unquantised_run(resolve, tmp_path, precisio
     assert rows[2]["speculation/share_bf16"] == 1
 
 
-@pytest.mark.parametrize("stop", [2, 3, 4])  # between looks, and right after one
+# between looks, and right after one
+@pytest.mark.parametrize("stop", slow_except([3], [2, 3, 4]))
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(resolve, tmp_path, stop):
     settings = (ON, RECIPE, "megalowbit.checkpoint.every=1", "megalowbit.checkpoint.keep=null")
     whole = run(resolve(*settings), tmp_path / "whole")
@@ -191,7 +193,7 @@ def test_a_recipe_with_nothing_to_choose_is_refused_before_a_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("scope", ["forward", "all"])
+@pytest.mark.parametrize("scope", slow_except(["forward"], ["forward", "all"]))
 def test_after_a_late_switch_precisions_are_chosen_for_what_still_quantises(resolve, tmp_path, capsys, scope):
     switch = f'megalowbit.late_switch={{"at": 3, "scope": "{scope}"}}'  # the next look would be at step 5
     folder = tmp_path / "run"

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from slow_cases import slow_except
 from tiny_models import KINDS, tiny_config
 
 from launchers import write_config
@@ -30,14 +31,19 @@ def test_the_report_has_configuration_layers_sizes_and_memory(resolve):
     assert "saved for backward" in parts["memory of one process (estimate)"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cut", ["tensor_parallel.autotp_size=2", 'pipeline={"stages": 2}'])
+CUTS = {"tensor": "tensor_parallel.autotp_size=2", "pipeline": 'pipeline={"stages": 2}'}
+QUICK = [("tensor", "gpt2"), ("pipeline", "llama")]
+
+
+@pytest.mark.parametrize(("cut", "kind"), slow_except(QUICK, [(cut, kind) for cut in CUTS for kind in KINDS]))
 def test_every_family_is_sized_whole_and_cut(tmp_path, kind, cut):
     """With FP8, which shards of any size can be quantised to."""
     path = write_config(tmp_path)
     fields = tiny_config(kind, vocab_size=256, positions=64, hidden_size=512, num_layers=4).to_diff_dict()
     (tmp_path / "model.json").write_text(json.dumps(fields))
-    configs = [load_config(path, ["megalowbit.recipe=fp8", *cuts], world_size=2) for cuts in ([], [cut])]
+    configs = [
+        load_config(path, ["megalowbit.recipe=fp8", *cuts], world_size=2) for cuts in ([], [CUTS[cut]])
+    ]
     reports = [sections(describe(config)) for config in configs]
     count = 4 * len(family(kind).projections)
     assert all(f"swapped {count} layers" in parts["layers"] for parts in reports)

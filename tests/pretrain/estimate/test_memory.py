@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_cases import slow_except
 from tiny_models import KINDS, tiny_config
 
 from megalowbit.hf.checkpoint import build_model
@@ -166,12 +167,19 @@ def test_what_is_offloaded_is_on_the_host_and_not_in_the_total(resolve):
     assert str(both).splitlines()[-1].startswith("  on the host")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize(
-    "zero", [{"stage": 1}, {"stage": 2}, {"stage": 2, "overlap_comm": True}, {"stage": 3}]
-)
+ZERO = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 2, overlapping": {"stage": 2, "overlap_comm": True},
+    "stage 3": {"stage": 3},
+}
+QUICK = [("stage 1", "bf16"), ("stage 2", "fp32"), ("stage 2, overlapping", "bf16"), ("stage 3", "bf16")]
+OTHERS = [("stage 1", "fp32"), ("stage 2", "bf16"), ("stage 2, overlapping", "fp32"), ("stage 3", "fp32")]
+
+
+@pytest.mark.parametrize(("zero", "precision"), slow_except(QUICK, QUICK + OTHERS))
 def test_buffers_gradients_are_reduced_in_are_those_that_deepspeed_makes(build_job, zero, precision):
-    config = {"zero_optimization": {**zero, "reduce_bucket_size": 70_000}}
+    config = {"zero_optimization": {**ZERO[zero], "reduce_bucket_size": 70_000}}
     job = build_job(
         f"zero_optimization={json.dumps(config['zero_optimization'])}", f"megalowbit.precision={precision}"
     )
@@ -216,6 +224,7 @@ def test_llama3_8b_on_eight_processes_is_what_a_pencil_says():
     assert found.reduction_buffers == 500_000_000 * 4
 
 
+@pytest.mark.slow
 def test_llama3_8b_in_four_stages_is_sized_by_its_largest():
     changes = ("tensor_parallel.autotp_size=1", 'pipeline={"stages": 4, "partition": "uniform"}')
     found = llama3_8b(*changes, world_size=8)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from forks import run_script
+from programs import call_main
 
 from launchers import check_refusal, environment, write_config
 from megalowbit.errors import UserError
@@ -13,6 +14,7 @@ from megalowbit.pretrain.sweep.calibration import Calibration, CalibrationPlan, 
 from megalowbit.pretrain.sweep.runs import Gap
 
 ROOT = Path(__file__).parents[3]
+TOOL = "tools/calibrate_speculation.py"
 STEPS = 11  # three looks
 NEVER = 1000.0  # dB: no product can be this good, so all of them stay at bf16
 BLOCK = {
@@ -38,13 +40,14 @@ def plan(folder, *, block=BLOCK, **changes):
 
 def tool(*arguments, cwd):
     env = {**environment(Path(cwd) / "cache"), "PYTHONPATH": str(ROOT)}
-    return run_script(ROOT / "tools" / "calibrate_speculation.py", *arguments, cwd=cwd, env=env)
+    return run_script(ROOT / TOOL, *arguments, cwd=cwd, env=env)
 
 
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_calibration_compares_thresholds_with_bf16_and_goes_on_where_it_was(tmp_path, capsys):
     arguments = ["--ds-config", write_config(tmp_path, block=BLOCK), "--threshold", NEVER, "--threshold", "3"]
     arguments += ["--steps", STEPS, "--seed", "1", "--last", "4", "--out", "out", "--max-gap", "90"]
@@ -308,13 +311,16 @@ def test_out_must_be_a_folder(tmp_path):
         (["--ds-config", "none.json", "--threshold", "5"], "none.json"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(tmp_path, arguments, message):
-    done = tool(*arguments, cwd=tmp_path)
+def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(
+    tmp_path, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    done = call_main(TOOL, *arguments, capsys=capsys)
     check_refusal(done, message)
 
 
-def test_help_has_defaults_and_an_example(tmp_path):
-    printed = " ".join(tool("--help", cwd=tmp_path).stdout.split())
+def test_help_has_defaults_and_an_example(capsys):
+    printed = " ".join(call_main(TOOL, "--help", capsys=capsys).stdout.split())
     for default in ("1, 2, 3", "as configured", "a fifth of them", "0.3", "2"):
         assert f"(default: {default})" in printed
     assert "python tools/calibrate_speculation.py --ds-config configs/gpt2_tiny_speculative.json" in printed

@@ -1,0 +1,92 @@
+"""launch/pretrain.py as users start it, under each launcher; the other tests of runs fork their ranks."""
+
+import subprocess
+
+import pytest
+from forked_ranks import run_ranks
+from slow_cases import slow_except
+
+from launchers import ROOT, kill, metrics, run, start, wait_for_step, write_config
+
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("launcher", slow_except(["deepspeed"], ["deepspeed", "torchrun", "python"]))
+def test_every_launcher_starts_the_same_script(launcher, tmp_path):
+    config = write_config(tmp_path, block={"precision": "fp32", "run": {"steps": 2}})
+    done = run(launcher, "--ds-config", config, cwd=tmp_path)
+    assert done.code == 0, done.output
+    assert len(metrics(tmp_path / "runs" / "tiny")) == 2
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Folder of one run with dropout on two ranks; resumed runs compare with it."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = write_config(folder, block={"run": {"steps": 24}, "checkpoint": {"every": 6, "keep": None}})
+    done = run("deepspeed", "--ds-config", config, "--run-dir", folder / "run", cwd=folder, processes=2)
+    assert done.code == 0, done.output
+    assert "\x1b" not in done.output
+    assert "before it has started" not in done.output  # a false alarm of DeepSpeed
+    return folder
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_bitwise_the_same_losses(finished, tmp_path):
+    folder = finished
+    arguments = ("--ds-config", folder / "tiny.json", "--run-dir", tmp_path / "run", "--resume", "auto")
+    process = start("deepspeed", *arguments, cwd=folder, processes=2)
+    wait_for_step(tmp_path / "run", 8, process)
+    kill(process)
+    before = metrics(tmp_path / "run")
+    assert len(before) < 24
+    done = run("deepspeed", *arguments, cwd=folder, processes=2)
+    assert done.code == 0, done.output
+    assert "resumed after step" in done.output
+    keys = ("step", "loss", "lr", "grad_norm", "loss_scale", "gradient_overflow/total_overflow_elements")
+    undisturbed = [[row[key] for key in keys] for row in metrics(folder / "run")]
+    assert [[row[key] for key in keys] for row in metrics(tmp_path / "run")] == undisturbed
+    again = run("deepspeed", *arguments, cwd=folder, processes=2)
+    assert again.code == 0
+    assert "nothing left to do" in again.output
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(finished, tmp_path):
+    folder = finished
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", folder / "run", copy], check=True)
+    weights = copy / "checkpoints" / "step-00000024" / "mp_rank_00_model_states.pt"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    weights.write_bytes(content)
+    arguments = ("--ds-config", folder / "tiny.json", "--run-dir", copy, "--resume", "auto")
+    done = run_ranks(*arguments, cwd=folder, processes=2)
+    assert done.code == 0, done.output
+    (line,) = [line for line in done.output.splitlines() if "damaged" in line]
+    assert "step-00000024 is damaged: mp_rank_00_model_states.pt" in line
+    assert "moved to step-00000024.damaged" in line
+    assert "resumed after step 18" in done.output
+    assert (copy / "checkpoints" / "step-00000024.damaged" / weights.name).read_bytes() == bytes(content)
+    assert weights.is_file()  # of the step as it was saved anew
+    losses = [[(row["step"], row["loss"]) for row in metrics(each)] for each in (copy, folder / "run")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_a_mistake_on_two_ranks_is_one_line_and_exit_code_2(tmp_path):
+    config = write_config(tmp_path)
+    done = run(
+        "deepspeed", "--ds-config", config, "--set", "megalowbit.recipe=nvpf4", cwd=tmp_path, processes=2
+    )
+    assert done.code == 2, done.output
+    assert len(done.errors) == 1
+    assert "did you mean 'nvfp4'" in done.errors[0]
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("name", slow_except(["gpt2_tiny_fp4"], CONFIGS))
+def test_every_shipped_configuration_passes_a_dry_run(name, tmp_path):
+    config = ROOT / "configs" / f"{name}.json"
+    done = run_ranks("--ds-config", config, "--dry-run", cwd=tmp_path)
+    assert done.code == 0, done.output

@@ -1,0 +1,71 @@
+"""Runs asked to stop, or unable to start: all ranks save the same step, and files say how the run ended.
+
+The ranks are forked and have no launcher; with real launchers: test_pretrain_stop.py.
+"""
+
+import json
+import signal
+import socket
+
+import pytest
+from forked_ranks import Ranks, run_ranks
+
+from launchers import metrics, write_config
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The folder of a run on two ranks of which the second alone got SIGUSR1, and what the ranks did."""
+    folder = tmp_path_factory.mktemp("stopped")
+    write_config(folder, block={"run": {"steps": 5000}, "checkpoint": {"export_hf": False}})
+    with Ranks(folder, "--ds-config", "tiny.json", "--run-dir", "run") as ranks:
+        ranks.reach(folder / "run", 2)
+        ranks.send(signal.SIGUSR1, [1])
+        assert ranks.wait(), ranks.output()
+    return folder, ranks
+
+
+def test_a_signal_to_one_rank_saves_the_same_step_on_all_ranks_and_ends_with_0(stopped):
+    folder, ranks = stopped
+    assert ranks.codes == [0, 0], ranks.output()
+    step = metrics(folder / "run")[-1]["step"]
+    assert 2 <= step < 5000
+    assert f"stopped after step {step} as asked" in ranks.output()
+    assert (folder / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
+    assert not (folder / "run" / "DONE").exists()
+
+
+def test_a_stopped_run_resumes_after_that_step_and_is_marked_as_finished_at_its_end(stopped):
+    folder, _ = stopped
+    step = metrics(folder / "run")[-1]["step"]
+    arguments = ["--ds-config", "tiny.json", "--run-dir", "run", "--resume", "auto"]
+    done = run_ranks(*arguments, "--set", f"megalowbit.run.steps={step + 1}", cwd=folder, processes=2)
+    assert done.code == 0, done.output
+    assert [row["step"] for row in metrics(folder / "run")] == list(range(1, step + 2))
+    assert json.loads((folder / "run" / "DONE").read_text()) == {"step": step + 1}
+
+
+def test_a_mistake_is_also_written_where_whoever_starts_jobs_again_looks(tmp_path):
+    write_config(tmp_path)
+    refusal = tmp_path / "refusal"
+    arguments = ["--ds-config", "tiny.json", "--set", "megalowbit.recipe=nvfp5"]
+    done = run_ranks(*arguments, cwd=tmp_path, MEGALOWBIT_REFUSAL=str(refusal))
+    assert done.code == 2
+    assert f"error: {refusal.read_text()}" in done.output
+    assert "nvfp5" in refusal.read_text()
+
+
+def test_what_may_be_gone_at_the_next_try_is_no_refusal(tmp_path):
+    write_config(tmp_path)
+    refusal = tmp_path / "refusal"
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as other_job:
+        other_job.bind(("", 0))
+        other_job.listen()
+        port = other_job.getsockname()[1]
+        more = {**ranks, "MASTER_PORT": str(port), "MEGALOWBIT_REFUSAL": str(refusal)}
+        done = run_ranks("--ds-config", "tiny.json", cwd=tmp_path, **more)
+    assert done.code == 75
+    [line] = done.errors
+    assert f"no connection to the main process at 127.0.0.1:{port}" in line
+    assert not refusal.exists()
