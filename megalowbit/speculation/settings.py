@@ -1,12 +1,10 @@
-"""The `megalowbit.speculation` section of the configuration: which precisions, from which SNR on, how often.
+"""Settings of the section `speculation`: candidate precisions, SNR thresholds and intervals.
 
-A *candidate* is one precision of the ladder. Thresholds are signal-to-noise ratios of a product in dB;
-`every`, `lookahead` and `cooldown` count optimizer steps; `trend_window`, `patience` and `verify_every` count
-looks, of which there is one every `every` steps.
+Thresholds are signal-to-noise ratios of a product, in dB. `every`, `lookahead` and `cooldown` count optimizer
+steps. `trend_window`, `patience` and `verify_every` count precision checks; there is one every `every` steps.
 
-This module imports pydantic only, so that a configuration is checked without loading torch; the candidates
-stand here by name, `precisions` says what they quantise to. Not covered: whether the recipe can be combined
-with a ladder, which takes torch to know, see `precisions.check_base`.
+Imported without torch: candidates are listed by name here, and `precisions` maps them to quantizers. Whether
+the recipe can be combined with the candidates is checked in `precisions.check_base`.
 """
 
 from __future__ import annotations
@@ -20,83 +18,123 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from megalowbit.errors import unknown_name
-from megalowbit.values import SettingsModel
+from megalowbit.values import SettingsModel, unit
 
 BITS = {"int4": 4, "nvfp4": 4, "int8": 8, "mixed": 8, "fp8": 8, "bf16": 16}  # bits of an element
-HIGHEST = "bf16"  # the last candidate of every ladder: not quantised, and so always safe
-EVEN_CANDIDATES = ("int4", "int8", HIGHEST)  # those whose grid is even, as the model "zeros" presumes
+HIGHEST = "bf16"  # always the last candidate: not quantised, and so always accurate enough
+EVEN_CANDIDATES = ("int4", "int8", HIGHEST)  # evenly spaced grids, which the noise model "zeros" assumes
 EXAMPLE = '["int8", "fp8", "bf16"]'
 
-MOST = 10**9  # steps, looks or elements: no run has more, and floats tell these apart
+MOST = 10**9  # steps, checks or elements: no run has more, and floats represent these numbers exactly
 Count = Annotated[int, Field(ge=1, le=MOST)]
 CountFromZero = Annotated[int, Field(ge=0, le=MOST)]
 NumberFromZero = Annotated[float, Field(ge=0)]
 
 
 class EstimatorSettings(SettingsModel):
-    """`"estimator"`: how the spread of a tensor's bulk is found among its outliers.
+    """How to estimate the spread of an operand's bulk in the presence of outliers."""
 
-    Attributes:
-        type: "quantile" (of 68 % of a sample) and "mad" (median absolute deviation) are unmoved by outliers;
-            "negative" takes the least variance of `negative_k` samples, and so reads it low.
-        sample: elements looked at; as many as the tensor has, or more, take each of them once.
-        negative_k: number of samples of type "negative", each drawn at every look; 100 at most.
-    """
-
-    type: Literal["quantile", "mad", "negative"] = "quantile"
-    sample: Annotated[Count, Field(ge=16)] = 8192
-    negative_k: Annotated[Count, Field(le=100)] = 5
+    type: Literal["quantile", "mad", "negative"] = Field(
+        default="quantile",
+        description="`quantile` (the 68 % quantile of a sample) and `mad` (median absolute deviation) are "
+        "not affected by outliers. `negative` takes the smallest variance of `negative_k` samples, which "
+        "is biased low",
+    )
+    sample: Annotated[Count, Field(ge=16)] = Field(
+        default=8192,
+        description="size of the sample. If the tensor has no more elements than this, each is taken once",
+        json_schema_extra=unit("elements"),
+    )
+    negative_k: Annotated[Count, Field(le=100)] = Field(
+        default=5,
+        description="number of samples that type `negative` draws at every check",
+        json_schema_extra=unit("samples"),
+    )
 
 
 class SpeculationSettings(SettingsModel):
-    """`"speculation"`: each product of each layer runs at the cheapest candidate that is foreseen to be safe.
+    """Each product of each layer runs at the cheapest precision predicted to meet the SNR threshold."""
 
-    Attributes:
-        ladder: precisions, cheapest first; the last one is "bf16".
-        threshold_db: least SNR a candidate needs, one number or one for each candidate but "bf16".
-        estimator: of the spread of operands.
-        model: of their noise: "calibrated" counts the rounding error of all elements, "zeros" only the values
-            that become zero; the latter for "int4" and "int8" alone.
-        signal: "bulk": without elements beyond 6 σ, whose energy would hide what becomes of the others;
-            "all": with them.
-        every: steps between looks.
-        lookahead: steps ahead for which the SNR is foreseen from its trend, at least `every`; 0: none.
-        trend_window: looks whose line is the trend, all of which checkpoints hold; 1000 at most.
-        hysteresis_db: what a cheaper candidate needs above its threshold before a product goes to it.
-        patience: looks in a row for which it needs that.
-        verify_every: looks from one comparison with high-precision products to the next, of which the first
-            `verify_every` looks all have one, as has the next look of a layer that has come to another
-            precision; 0: never.
-        verify_size: rows and columns that are compared.
-        cooldown: steps for which a product stays at "bf16" after its measured SNR was below the threshold.
-        use_alignment: correct predictions by what was measured: how far the signal is from that of operands
-            that have nothing to do with each other, and how far predictions at each precision were off then.
-    """
-
-    ladder: tuple[str, ...] = ("int8", "fp8", HIGHEST)
-    threshold_db: float | dict[str, float] = 15.0
-    estimator: EstimatorSettings = EstimatorSettings()
-    model: Literal["calibrated", "zeros"] = "calibrated"
-    signal: Literal["bulk", "all"] = "bulk"
-    every: Count = 10
-    lookahead: CountFromZero = Field(default=20, validate_default=True)
-    trend_window: Annotated[Count, Field(ge=2, le=1000)] = 4
-    hysteresis_db: NumberFromZero = 1.0
-    patience: Count = 2
-    verify_every: CountFromZero = 3
-    verify_size: Count = 128
-    cooldown: Count = 100
-    use_alignment: bool = True
+    ladder: tuple[str, ...] = Field(
+        default=("int8", "fp8", HIGHEST),
+        description="the candidate precisions, cheapest first: `int4`, `nvfp4`, `int8`, `mixed`, `fp8`, "
+        "`bf16`. The last one must be `bf16`",
+    )
+    threshold_db: float | dict[str, float] = Field(
+        default=15.0,
+        description="smallest SNR (≥ 0) that a candidate needs: one number, or an object with one number for "
+        "each candidate except `bf16`",
+        json_schema_extra=unit("dB"),
+    )
+    estimator: EstimatorSettings = Field(
+        default=EstimatorSettings(), description="how to estimate the spread of operands"
+    )
+    model: Literal["calibrated", "zeros"] = Field(
+        default="calibrated",
+        description="the noise model. `calibrated` counts the rounding error of all elements, `zeros` only "
+        "the elements that become zero; `zeros` works with `int4` and `int8` only",
+    )
+    signal: Literal["bulk", "all"] = Field(
+        default="bulk",
+        description="`bulk`: leave out elements beyond 6 σ, whose energy would hide the noise of the others. "
+        "`all`: include them",
+    )
+    every: Count = Field(
+        default=10, description="interval between precision checks", json_schema_extra=unit("steps")
+    )
+    lookahead: CountFromZero = Field(
+        default=20,
+        validate_default=True,
+        description="how far ahead the trend of the SNR is extrapolated; at least `every`. 0: no trend",
+        json_schema_extra=unit("steps"),
+    )
+    trend_window: Annotated[Count, Field(ge=2, le=1000)] = Field(
+        default=4,
+        description="number of checks through which the trend line is fitted; checkpoints store all of them",
+        json_schema_extra=unit("checks"),
+    )
+    hysteresis_db: NumberFromZero = Field(
+        default=1.0,
+        description="margin above its threshold that a cheaper candidate needs before a product moves to it",
+        json_schema_extra=unit("dB"),
+    )
+    patience: Count = Field(
+        default=2,
+        description="number of checks in a row that a cheaper candidate must meet this margin",
+        json_schema_extra=unit("checks"),
+    )
+    verify_every: CountFromZero = Field(
+        default=3,
+        description="interval between verified checks, which compare products with high precision. The first "
+        "`verify_every` checks are all verified, and so is a layer's next check after its precision has "
+        "changed. 0: never",
+        json_schema_extra=unit("checks"),
+    )
+    verify_size: Count = Field(
+        default=128,
+        description="number of rows and of columns that a verified check compares",
+        json_schema_extra=unit("rows"),
+    )
+    cooldown: Count = Field(
+        default=100,
+        description="how long a product stays at `bf16` after its measured SNR was below the threshold",
+        json_schema_extra=unit("steps"),
+    )
+    use_alignment: bool = Field(
+        default=True,
+        description="correct predictions by earlier measurements: the alignment of the operands (the signal "
+        "compared with that of independent operands), and the error of the prediction at each precision",
+    )
 
     def threshold(self, candidate: str) -> float:
-        """Least SNR in dB that a candidate needs; -inf for the last one, which is always safe."""
+        """Smallest SNR in dB that a candidate needs; -inf for the last one."""
         if candidate == HIGHEST:
             return -math.inf
         return self.threshold_db[candidate] if isinstance(self.threshold_db, dict) else self.threshold_db
 
     @field_validator("ladder", mode="before")
     @classmethod
-    def _is_a_ladder(cls, value: object) -> object:
+    def _are_candidates(cls, value: object) -> object:
         if not isinstance(value, list | tuple):
             raise ValueError(f"expected a list of precisions, cheapest first, such as {EXAMPLE}")
         for candidate in value:
@@ -104,29 +142,29 @@ class SpeculationSettings(SettingsModel):
                 raise unknown_name("precision", candidate, BITS)
         for candidate in value:
             if value.count(candidate) > 1:
-                raise ValueError(f"{candidate!r} stands there twice, write it once")
+                raise ValueError(f"{candidate!r} is listed twice: write it once")
         if not value or value[-1] != HIGHEST:
             raise ValueError(f'the last precision must be "{HIGHEST}", such as {EXAMPLE}')
-        for cheap, dear in itertools.pairwise(value):
-            if BITS[cheap] > BITS[dear]:
+        for before, after in itertools.pairwise(value):
+            if BITS[before] > BITS[after]:
                 raise ValueError(
-                    f"{dear!r} has fewer bits than {cheap!r} before it: write the cheapest first"
+                    f"{after!r} has fewer bits than {before!r} before it: write the cheapest first"
                 )
         return tuple(value)
 
     @field_validator("threshold_db", mode="before")
     @classmethod
-    def _has_a_threshold_for_each_rung(cls, value: object, info: ValidationInfo) -> object:
+    def _has_a_threshold_for_each_candidate(cls, value: object, info: ValidationInfo) -> object:
         if not isinstance(value, Mapping):
             return _threshold(value)
         if "ladder" not in info.data:
-            return dict(value)  # what is wrong with the ladder is told first
+            return dict(value)  # the error in `ladder` is reported first
         candidates = [candidate for candidate in info.data["ladder"] if candidate != HIGHEST]
         for name in value:
             if name == HIGHEST:
                 raise ValueError(f'"{HIGHEST}" is not quantised and has no threshold: leave it out')
             if name not in candidates:
-                raise unknown_name("rung of the ladder", name, candidates)
+                raise unknown_name("candidate precision", name, candidates)
         missing = [candidate for candidate in candidates if candidate not in value]
         if missing:
             raise ValueError(f"no threshold for {', '.join(missing)}: add it, or write one number for all")
@@ -134,22 +172,22 @@ class SpeculationSettings(SettingsModel):
 
     @field_validator("model")
     @classmethod
-    def _suits_the_ladder(cls, value: str, info: ValidationInfo) -> str:
+    def _suits_the_candidates(cls, value: str, info: ValidationInfo) -> str:
         foreign = [candidate for candidate in info.data.get("ladder", ()) if candidate not in EVEN_CANDIDATES]
         if value == "zeros" and foreign:
             raise ValueError(
-                f"it counts zeros of even grids, which {', '.join(foreign)} has not: leave it out of the "
+                f"it assumes an evenly spaced grid, which {', '.join(foreign)} does not have: remove it from "
                 'ladder, or write "calibrated"'
             )
         return value
 
     @field_validator("lookahead")
     @classmethod
-    def _reaches_the_next_look(cls, value: int, info: ValidationInfo) -> int:
+    def _reaches_the_next_check(cls, value: int, info: ValidationInfo) -> int:
         every = info.data.get("every", 0)
         if 0 < value < every:
             raise ValueError(
-                f"the next look is {every} steps away: set it to {every} or more, to 0 for no trend, or "
+                f"the next check is {every} steps away: set it to {every} or more, to 0 for no trend, or "
                 "lower every"
             )
         return value
@@ -157,7 +195,7 @@ class SpeculationSettings(SettingsModel):
 
 def _threshold(value: object, where: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f'{where}expected a number of dB, or one for each rung such as {{"int8": 15}}')
+        raise ValueError(f'{where}expected a number of dB, or one for each candidate such as {{"int8": 15}}')
     if not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{where}expected a finite number of dB ≥ 0, such as 15")
     return float(value)

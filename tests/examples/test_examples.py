@@ -76,7 +76,9 @@ def test_wrong_arguments_are_refused_before_training(name, arguments, message, m
 
 
 def test_the_loop_shown_in_the_readme_trains():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     [shown] = [block for block in blocks if "get_megatron_optimizer" in block]
     torch.manual_seed(0)
     settings = GPT2Config(

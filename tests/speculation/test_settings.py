@@ -72,8 +72,8 @@ def test_a_ladder_is_valid_if_it_climbs_to_bf16_without_a_rung_twice(candidates)
         (["int8", "fp8"], 'the last precision must be "bf16", such as'),
         (["bf16", "int8"], 'the last precision must be "bf16"'),
         ([], 'the last precision must be "bf16"'),
-        (["int8", "int8", "bf16"], "'int8' stands there twice, write it once"),
-        (["int8", "bf16", "bf16"], "'bf16' stands there twice"),
+        (["int8", "int8", "bf16"], "'int8' is listed twice: write it once"),
+        (["int8", "bf16", "bf16"], "'bf16' is listed twice"),
         (["int8", "nvfp4", "bf16"], "'nvfp4' has fewer bits than 'int8' before it: write the cheapest first"),
         ("int8", r'= .* expected a list of precisions, cheapest first, such as \["int8", "fp8", "bf16"\]'),
         (None, "expected a list of precisions"),
@@ -92,14 +92,14 @@ def test_a_wrong_ladder_is_refused(ladder, message):
         (math.nan, "expected a finite number of dB"),
         (math.inf, "expected a finite number of dB"),
         (10**400, "expected a finite number of dB"),
-        (True, 'expected a number of dB, or one for each rung such as {"int8": 15}'),
+        (True, 'expected a number of dB, or one for each candidate such as {"int8": 15}'),
         ("15", "expected a number of dB"),
         (None, "expected a number of dB"),
         ([15, 15], "expected a number of dB"),
         ({"int8": 15}, "no threshold for fp8: add it, or write one number for all"),
         ({}, "no threshold for int8, fp8"),
-        ({"int8": 15, "fp8": 15, "int4": 5}, "unknown rung of the ladder 'int4': did you mean 'int8'"),
-        ({"int8": 15, "fp9": 15}, "unknown rung of the ladder 'fp9': did you mean 'fp8'"),
+        ({"int8": 15, "fp8": 15, "int4": 5}, "unknown candidate precision 'int4': did you mean 'int8'"),
+        ({"int8": 15, "fp9": 15}, "unknown candidate precision 'fp9': did you mean 'fp8'"),
         ({"int8": 15, "fp8": 15, "bf16": 50}, '"bf16" is not quantised and has no threshold: leave it out'),
         ({"int8": 15, "fp8": -2}, "fp8: expected a finite number of dB"),
         ({"int8": "15", "fp8": 2}, "int8: expected a number of dB"),
@@ -119,7 +119,7 @@ def test_what_is_wrong_with_the_ladder_is_told_before_thresholds_for_it():
 def test_the_model_of_zeros_is_refused_for_grids_that_are_not_even(candidate):
     text = refusal({"ladder": [candidate, "bf16"], "model": "zeros"})
     assert "megalowbit.speculation.model = 'zeros' is not valid" in text
-    assert f'which {candidate} has not: leave it out of the ladder, or write "calibrated"' in text
+    assert f'which {candidate} does not have: remove it from ladder, or write "calibrated"' in text
 
 
 def test_the_model_of_zeros_goes_with_even_grids():
