@@ -1,9 +1,8 @@
-"""The one exception for mistakes a user can mend, and its kind for what mends itself.
+"""`UserError`, for mistakes that a user can fix, and `TransientError`, for faults that may pass.
 
-Everything else that goes wrong is a defect of ours and keeps its traceback. The command lines print a
-`UserError` as a single line and exit with code 2, or 75 where another try may help, so its message must stand
-alone: it names the thing, its value and the remedy. Where several mistakes are found at once (`Problems`),
-the message has a line for each.
+Any other exception is a bug and keeps its traceback. The command lines print a `UserError` as a single line
+and exit with code 2, or with 75 if another attempt may succeed. So the message must be complete: it names the
+thing, its value and the remedy. If several mistakes are found at once (`Problems`), it has one line for each.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-EXIT_USER_ERROR = 2  # trying again is useless
-EXIT_TRANSIENT = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
+EXIT_USER_ERROR = 2  # another attempt would fail in the same way
+EXIT_TRANSIENT = 75  # EX_TEMPFAIL of sysexits.h: another attempt may succeed
 TRANSIENT_ERRNOS = {
     errno.EIO,
     errno.ESTALE,
@@ -34,7 +33,7 @@ TRANSIENT_ERRNOS = {
 LONGEST_REASON = 400  # characters of another library's message
 LONGEST_VALUE = 80  # characters of a value that a message repeats
 SEPARATOR = "\n  - "  # before each of several mistakes in one message
-MOST_LISTED = 30  # names beyond which the nearest one is told without the others
+MOST_LISTED = 30  # with more known names, a message has only the nearest one
 
 
 class UserError(ValueError):
@@ -50,11 +49,11 @@ class UserError(ValueError):
 
 
 class TransientError(UserError):
-    """What may be gone at the next try: a rank lost, a network cut; command lines exit with 75."""
+    """A fault that may be gone at the next attempt: a lost rank, a broken network. Exit code 75."""
 
 
 class Problems:
-    """Mistakes that are found one by one and reported together."""
+    """Collects mistakes, to report them together."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -64,7 +63,7 @@ class Problems:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Keep a `UserError` of this block for later; others pass through, as do transient ones."""
+        """Keep a `UserError` that the block raises; other exceptions and `TransientError` pass through."""
         try:
             yield
         except TransientError:
@@ -73,13 +72,13 @@ class Problems:
             self.add(error)
 
     def add(self, error: UserError) -> None:
-        """Keep `error`, or each of the mistakes that it reports; what is known already is not repeated."""
+        """Keep each mistake that `error` reports, unless it is kept already."""
         for line in lines_of(error):
             if line not in self._lines:
                 self._lines.append(line)
 
     def error(self) -> UserError:
-        """All of them as one error; there must be one at least."""
+        """All mistakes as one error; there must be at least one."""
         if len(self._lines) == 1:
             return UserError(self._lines[0])
         return UserError(SEPARATOR.join([f"{len(self._lines)} mistakes:", *self._lines]))
@@ -90,7 +89,7 @@ class Problems:
 
 
 def lines_of(error: UserError) -> list[str]:
-    """The mistakes that an error reports, each on one line; those of another rank or run, too."""
+    """The mistakes in an error's message, one line each, also in a message about another rank or run."""
     first, *others = (" ".join(part.split()) for part in str(error).split(SEPARATOR))
     if not others:
         return [first]
@@ -99,40 +98,45 @@ def lines_of(error: UserError) -> list[str]:
 
 
 def printed(error: UserError) -> str:
-    """An error as the command lines print it: one line, or one for each of several mistakes."""
+    """An error as the command lines print it: one line for each mistake."""
     parts = (" ".join(part.split()) for part in str(error).split(SEPARATOR))
     return SEPARATOR.join(parts)
 
 
 def file_system_error(message: str, error: BaseException) -> UserError:
-    """What a file system's error means to the run: a full disk stays full, a server may come back."""
+    """`TransientError` if a file system's error may pass (a server may return), otherwise `UserError`."""
     may_pass = isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
     return (TransientError if may_pass else UserError)(message)
 
 
 def shown(value: object) -> str:
-    """`repr(value)` for a message, cut in the middle if it is long."""
+    """`repr(value)` for a message, shortened in the middle if it is long."""
     try:
         text = repr(value)
-    except Exception:  # some objects and very long numbers have none, and the message matters more
+    except Exception:  # repr fails for some objects and for very long integers
         text = f"<{type(value).__name__}>"
     return shortened(text, LONGEST_VALUE)
 
 
 def shortened(text: str, longest: int = LONGEST_REASON) -> str:
-    """`text` on one line, cut in the middle if it is long; for what another library says of a value."""
+    """`text` on one line, shortened in the middle if it is long; for messages of other libraries."""
     text = " ".join(text.split()) if "\n" in text else text
     half = longest // 2
     return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
 
 def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
-    """Build the error for a name that is not in `known`, naming the nearest one and, of short lists, all.
+    """Build the error for a name that is not in `known`.
 
-    `what` is what is being named, as the user would call it (`"recipe"`).
+    The message has the nearest known name and, if the list is short, all of them.
+
+    Args:
+        what: kind of the name, in the user's terms (`"recipe"`).
+        value: the unknown name.
+        known: the known names.
     """
     names = list(known)
-    # the sections of a key, where all have the same, make none of them nearer
+    # compare without the dotted prefix if all names share it: it would make every name look near
     start, _, last = str(value).rpartition(".")
     if not (start and all(name.startswith(f"{start}.") for name in names)):
         start, last = "", str(value)
@@ -147,19 +151,19 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
 def invalid_settings(
     error: ValidationError, where: str, model: type[BaseModel], *, also: Iterable[str] = ()
 ) -> UserError:
-    """Turn a pydantic `ValidationError` into one line for each key that is wrong.
+    """Turn a pydantic `ValidationError` into one line for each invalid key.
 
     Args:
-        error: what `model.model_validate` raised.
-        where: the dotted key `model` was read from (`"megalowbit"`); prefixes the key in the message.
-        model: the validated model, whose field names serve for the nearest match of an unknown key.
-        also: keys beside the model's fields that are valid at its top level.
+        error: the error that `model.model_validate` raised.
+        where: the dotted key that `model` was read from (`"megalowbit"`), the prefix of keys in the message.
+        model: the validated model; an unknown key is compared with its field names.
+        also: further keys that are valid at the model's top level.
     """
     problems = Problems()
     seen: set[tuple[str, ...]] = set()
     for each in error.errors():
         path = _keys_of(each["loc"], model)
-        if tuple(path) not in seen:  # of a union, each branch that was tried has an error: the first will do
+        if tuple(path) not in seen:  # a union has an error for each of its branches: report the first
             seen.add(tuple(path))
             problems.add(_invalid_key(each, path, where, model, also))
     return problems.error()
@@ -171,7 +175,7 @@ def _invalid_key(
     key = ".".join([where, *path]) if where else ".".join(path)
     if found["type"] == "extra_forbidden":
         siblings = _sibling_keys(model, path, where)
-        if key in siblings:  # of another type of this section, whose name pydantic puts before the key
+        if key in siblings:  # a key of another type; pydantic puts this section's type before it in `loc`
             return UserError(f"{key} does not belong to type {found['loc'][-2]!r}: remove it")
         if len(path) == 1:
             siblings += [f"{where}.{name}" if where else name for name in also]
@@ -185,7 +189,7 @@ def _invalid_key(
 
 
 def _wrong_type(found: ErrorDetails, key: str) -> UserError:
-    """The error for a section whose `type` is missing, or that of none of its kinds."""
+    """The error for a section whose `type` is missing or unknown."""
     if not isinstance(found["input"], Mapping):
         return UserError(f"{key} = {shown(found['input'])} is not valid: Input should be a valid dictionary")
     if found["type"] == "union_tag_not_found":
@@ -198,7 +202,7 @@ def _wrong_type(found: ErrorDetails, key: str) -> UserError:
 
 
 def _keys_of(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """The keys of an error's location, without the branches of unions that pydantic puts between them."""
+    """The keys of an error's location, without the union branches that pydantic inserts between them."""
     keys: list[str] = []
     models, is_tag = [model], False
     for part in location:
@@ -218,7 +222,7 @@ def _is_union_branch(part: int | str) -> bool:
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a field may hold."""
+    """The models in a field's annotation."""
     if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
         return [annotation]
     return [model for each in get_args(annotation) for model in _models_in(each)]
@@ -230,7 +234,7 @@ def _has_tags(annotation: Any) -> bool:
     return bool(is_model) or any(map(_has_tags, get_args(annotation)))
 
 
-def _fields_beside(model: type[BaseModel], path: list[str]) -> dict[str, FieldInfo]:
+def _sibling_fields(model: type[BaseModel], path: list[str]) -> dict[str, FieldInfo]:
     """All fields that the section of the last key of `path` may have."""
     models = [model]
     for part in path[:-1]:
@@ -241,9 +245,9 @@ def _fields_beside(model: type[BaseModel], path: list[str]) -> dict[str, FieldIn
 
 def _sibling_keys(model: type[BaseModel], path: list[str], where: str) -> list[str]:
     prefix = ".".join([where, *path[:-1]] if where else path[:-1])
-    return [f"{prefix}.{name}" if prefix else name for name in _fields_beside(model, path)]
+    return [f"{prefix}.{name}" if prefix else name for name in _sibling_fields(model, path)]
 
 
 def _describe(model: type[BaseModel], path: list[str]) -> str | None:
-    field = _fields_beside(model, path).get(path[-1])
+    field = _sibling_fields(model, path).get(path[-1])
     return field.description if field else None

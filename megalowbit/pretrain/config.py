@@ -25,7 +25,7 @@ from megalowbit.config.deepspeed_json import (
     read_deepspeed_config,
 )
 from megalowbit.config.engine_settings import EngineSettings
-from megalowbit.config.pipeline import check_beside_stages, stages_of
+from megalowbit.config.pipeline import check_pipeline, stages_of
 from megalowbit.config.zero import auto_sizes
 from megalowbit.data.settings import DataSettings
 from megalowbit.distributed.process_grid import ProcessGrid
@@ -217,7 +217,7 @@ def _check_combinations(settings: PretrainSettings, parts: DeepSpeedConfigParts)
         with problems.collect():
             component.check(of_component, settings.run, parts.settings.recipe)
     with problems.collect():
-        check_beside_stages(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
+        check_pipeline(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
     with problems.collect():
         check_retries(settings.run.overflow_retries, parts.settings)
     problems.raise_any()
