@@ -2,9 +2,9 @@
 
 `json.loads` fails in four ways: invalid syntax, invalid encoding, nesting that exceeds the stack, and
 integers that exceed Python's limit of digits. It also accepts `NaN` and duplicate keys, which other readers
-reject or interpret differently. Reading can block forever (a FIFO) or exhaust the memory (a device, a huge file), so
-only regular files up to a size limit are read. Text is UTF-8; a byte order mark, which Windows editors write,
-is accepted.
+reject or interpret differently. Reading can block forever (a FIFO) or exhaust the memory (a device, a huge
+file), so only regular files up to a size limit are read. Text is UTF-8; a byte order mark, which Windows
+editors write, is accepted.
 """
 
 from __future__ import annotations
