@@ -1,11 +1,12 @@
-r"""Which SNR threshold precision speculation should have: short runs at several, set against bf16.
+r"""Choose the SNR threshold of precision speculation: compare short runs at several thresholds with bf16.
 
     python tools/calibrate_speculation.py --ds-config configs/gpt2_tiny_speculative.json \
         --threshold 5 --threshold 10 --threshold 15 --threshold 20 --seed 1 --seed 2 --seed 3
 
-Trains the configuration with launch/pretrain.py at each threshold and in bf16, each run a process of its own,
-prints what each costs in loss and gains in low-precision products, and suggests the lowest threshold whose
-gap is allowed. A calibration that was interrupted goes on where it was when it is started again.
+Trains the configuration with launch/pretrain.py at each threshold and in bf16, each run in a separate
+process. Prints the increase of the loss and the share of low-precision products at each threshold, and
+suggests the lowest threshold whose loss gap is allowed. An interrupted calibration continues when it is
+started again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="X.json",
-        help="configuration with a megalowbit.speculation section, whose recipe and ladder are calibrated",
+        help="configuration with a megalowbit.speculation section; its recipe and candidates are calibrated",
     )
     parser.add_argument(
         "--threshold",
@@ -37,29 +38,29 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="DB",
-        help="least SNR of a product, for all precisions of the ladder; repeat the flag for several",
+        help="smallest SNR of a product, for all candidate precisions; repeat the flag for several",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="of each run (default: as configured)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: as configured)")
     parser.add_argument(
         "--seed",
         type=int,
         action="append",
         metavar="S",
-        help="of weights and data; repeat the flag for several, which errors need "
+        help="seed of weights and data; repeat the flag for several, which error estimates need "
         f"(default: {', '.join(map(str, SEEDS))})",
     )
     parser.add_argument(
         "--last",
         type=int,
         metavar="N",
-        help="steps at the end whose mean loss is compared (default: a fifth of them)",
+        help="number of last steps whose mean loss is compared (default: a fifth of all)",
     )
     parser.add_argument(
         "--max-gap",
         type=float,
         default=0.3,
         metavar="PERCENT",
-        help="what the loss may be above bf16's (default: %(default)s)",
+        help="allowed increase of the loss over bf16's (default: %(default)s)",
     )
     _add_execution(parser)
     return parser
@@ -78,9 +79,11 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         metavar="J",
-        help="runs at a time, one thread each (default: %(default)s)",
+        help="number of concurrent runs, one thread each (default: %(default)s)",
     )
-    parser.add_argument("--no-picture", action="store_true", help="table only, without matplotlib")
+    parser.add_argument(
+        "--no-picture", action="store_true", help="print the table only; does not need matplotlib"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

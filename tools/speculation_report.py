@@ -1,10 +1,11 @@
-"""What precision speculation did in a run, by layer and product.
+"""Report the precisions that speculation chose in a run, by layer and product.
 
     python tools/speculation_report.py runs/gpt2_tiny_speculative
     python tools/speculation_report.py runs/gpt2_tiny_speculative --picture speculation.png
 
-Prints the share of steps at each precision, how many verifications held, and the prediction furthest from
-what was measured. The picture needs matplotlib: pip install 'megalowbit[plots]'. The run may be going on.
+Prints the fraction of steps at each precision, how many verified products met their threshold, and the
+prediction with the largest error. The picture needs matplotlib: pip install 'megalowbit[plots]'. The run may
+still be in progress.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from megalowbit.pretrain.command_line import OneLineParser, print_what_can_be_pr
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
     parser = OneLineParser.of_program(__doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that a run has written")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run folder")
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE.png", help="draw it too; a file that is there is replaced"
+        "--picture", type=Path, metavar="FILE.png", help="also draw a picture; an existing file is replaced"
     )
     return parser
 
 
 def check_picture(path: Path) -> None:
-    """Find what can be found of it before the run is read."""
+    """Check the path before the run is read."""
     if path.suffix.lower() != ".png":
-        raise UserError(f"--picture {path} is no PNG: name a file that ends in .png")
+        raise UserError(f"--picture {path} is not a PNG: name a file that ends in .png")
     if not path.parent.is_dir():
-        raise UserError(f"--picture {path}: there is no folder {path.parent}: make it, or name another file")
+        raise UserError(
+            f"--picture {path}: there is no folder {path.parent}: create it, or name another file"
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -85,7 +85,7 @@ class PretrainSettings(SettingsModel):
         return next((value for _, value in self if isinstance(value, kind)), None)
 
     def components(self) -> Iterator[tuple[type[Component], Any]]:
-        """The components that are on, each with its settings, or None if it has no section."""
+        """The enabled components, each with its settings; None if it has no section."""
         for kind in COMPONENTS:
             settings = self.of(kind.settings_class) if kind.settings_class else None
             if settings is not None or kind.settings_class is None:

@@ -59,8 +59,8 @@ def test_the_loss_falls_overflows_are_skipped_and_all_ranks_end_alike(name, proc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", "nowhere/at/all"], "nowhere/at/all is no folder to write to: create it first"),
-        (["--out", __file__], "is no folder to write to"),
+        (["--out", "nowhere/at/all"], "nowhere/at/all is not a writable folder: create it first"),
+        (["--out", __file__], "is not a writable folder"),
         (["--steps", "-1"], "-1 is not at least 1"),
         (["--steps", "0"], "0 is not at least 1"),
         (["--steps", "x"], "invalid positive value: 'x'"),

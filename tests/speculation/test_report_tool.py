@@ -38,10 +38,10 @@ def test_it_prints_the_table_and_draws_the_picture(tmp_path):
     [
         (["nowhere"], "nowhere holds no run (no config.json)"),
         ([], "the following arguments are required: RUN_DIR; see --help"),
-        (["nowhere", "--picture", "some.jpg"], "some.jpg is no PNG: name a file that ends in .png"),
+        (["nowhere", "--picture", "some.jpg"], "some.jpg is not a PNG: name a file that ends in .png"),
         (
             ["nowhere", "--picture", "/no/such/x.png"],
-            "--picture /no/such/x.png: there is no folder /no/such: make it, or name another file",
+            "--picture /no/such/x.png: there is no folder /no/such: create it, or name another file",
         ),
     ],
 )

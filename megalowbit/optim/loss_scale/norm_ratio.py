@@ -7,13 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megalowbit.optim.loss_scale.base import (
-    Count,
-    GradientStatistics,
-    PositiveNumber,
-    check,
-    is_positive,
-)
+from megalowbit.optim.loss_scale.base import Count, GradientStatistics, PositiveNumber, check, is_positive
 from megalowbit.optim.loss_scale.gradient_based import StrategyGradScaler, StrategySettings
 from megalowbit.values import is_count, unit
 
