@@ -5,14 +5,14 @@ CONFIG ?= configs/gpt2_tiny_fp4.json
 GPUS   ?= 2
 ARGS   ?=
 BIN    := $(VENV)/bin
-# Two runs on one machine must not meet on the launcher's fixed default port.
+# A free port, because two runs on one machine would collide on the launcher's fixed default port.
 FREE_PORT = $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
 .PHONY: pretrain test test-all lint types install clean
 
 install: $(VENV)/installed
 
-# A stamp, so that the second command starts at once; a change of the dependencies installs again.
+# The stamp file makes the second command start at once. Changed dependencies are installed again.
 $(VENV)/installed: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,12) and "megalowbit needs Python 3.10-3.12, not " + sys.version.split()[0] + ": run make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""Package metadata and dependencies; exact versions of the pinned ones stand in constraints.txt."""
+"""Package metadata and dependencies; constraints.txt has the exact versions of pinned ones."""
 
 from pathlib import Path
 
@@ -31,8 +31,8 @@ setup(
         "setuptools",  # deepspeed and triton import it at run time; Python 3.12 environments lack it
     ],
     extras_require={
-        # Triton's interpreter checks the GPU kernels on machines without one. No exact version here or in
-        # constraints.txt: torch's CUDA builds bring the one they need.
+        # Triton's interpreter tests the GPU kernels on machines without a GPU. Neither this file nor
+        # constraints.txt pins its version, because torch's CUDA builds depend on a specific one.
         "test": [
             "pytest>=8",
             "accelerate>=1.1",  # transformers' Trainer, which tests train with, needs it
@@ -41,7 +41,7 @@ setup(
             "ruff>=0.9",
             "mypy>=1.14",
             "triton>=3.4; sys_platform=='linux'",
-            "matplotlib>=3.9",  # as of plots: tests draw pictures
+            "matplotlib>=3.9",  # same version as in "plots": tests draw pictures
         ],
         "plots": ["matplotlib>=3.9"],
         "bench": ["torchao==0.18.0", "matplotlib>=3.9"],

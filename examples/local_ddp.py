@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """FP4 pretraining on several processes, with fp32 gradients.
 
-`torchrun --nproc-per-node 2 examples/local_ddp.py`, or plain `python` for one process. A tiny fp16 GPT-2 with
-FP4 projections reads the standard library's sources. Each process adds up the gradients of its micro-batches
-in one fp32 buffer, which `LocalDDP` averages once a step.
+`torchrun --nproc-per-node 2 examples/local_ddp.py`, or `python` for one process. Trains a tiny fp16 GPT-2
+with FP4 projections on the standard library's source files. Each process sums the gradients of its
+micro-batches in one fp32 buffer, which `LocalDDP` averages once per step.
 """
 
 import argparse
@@ -20,27 +20,27 @@ BATCH, LENGTH, HIDDEN, MICRO_BATCHES = 4, 64, 64, 2
 
 
 def read_tokens() -> torch.Tensor:
-    """Bytes of the standard library's sources; a vocabulary of 256."""
+    """The bytes of the standard library's source files: a vocabulary of 256 tokens."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:80]
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
 def positive(text: str) -> int:
-    """A number of steps."""
+    """Parse a number of steps."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return int(text)
 
 
 def folder(text: str) -> Path:
-    """A folder that is there before training starts."""
+    """Parse an existing, writable folder."""
     if not os.access(text, os.W_OK) or not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no folder to write to: create it first")
+        raise argparse.ArgumentTypeError(f"{text} is not a writable folder: create it first")
     return Path(text)
 
 
 def main() -> None:
-    """Train, print, and save what was asked for."""
+    """Train, print the loss, and save losses and weights if `--out` is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=positive, default=25)
     parser.add_argument("--out", type=folder, help="save losses and weights as OUT/rank<r>.pt")
@@ -54,7 +54,7 @@ def main() -> None:
     if world_size > 1:
         dist.init_process_group("nccl" if has_gpu else "gloo")
 
-    torch.manual_seed(rank)  # LocalDDP gives all processes the first one's weights
+    torch.manual_seed(rank)  # LocalDDP broadcasts the weights of rank 0
     settings = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=HIDDEN, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     )

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """FP4 pretraining in a plain PyTorch loop: `python examples/plain_loop.py`.
 
-A tiny fp16 GPT-2 with FP4 projections reads the standard library's sources. Also on several processes:
-`torchrun --nproc-per-node 2 examples/plain_loop.py`, with torch's own DistributedDataParallel around the
-model. That averages `.grad` in fp16, so there `params_have_main_grad` is False; examples/local_ddp.py keeps
-fp32 gradients on several processes too.
+Trains a tiny fp16 GPT-2 with FP4 projections on the standard library's source files. It also runs on several
+processes, with torch's DistributedDataParallel: `torchrun --nproc-per-node 2 examples/plain_loop.py`. That
+averages `.grad` in fp16, so `params_have_main_grad` is False then. examples/local_ddp.py keeps fp32 gradients
+on several processes too.
 """
 
 import argparse
@@ -22,28 +22,28 @@ BATCH, LENGTH, HIDDEN = 8, 64, 64
 
 
 def read_tokens() -> torch.Tensor:
-    """Bytes of the standard library's sources; a vocabulary of 256."""
+    """The bytes of the standard library's source files: a vocabulary of 256 tokens."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:80]
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
 def positive(text: str) -> int:
-    """A number of steps."""
+    """Parse a number of steps."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return int(text)
 
 
 def folder(text: str) -> Path:
-    """A folder that is there before training starts."""
+    """Parse an existing, writable folder."""
     if not os.access(text, os.W_OK) or not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no folder to write to: create it first")
+        raise argparse.ArgumentTypeError(f"{text} is not a writable folder: create it first")
     return Path(text)
 
 
 def train(steps: int, out: Path | None, rank: int, world_size: int, device: torch.device) -> None:
     """Train, print, and save what was asked for."""
-    torch.manual_seed(rank)  # DistributedDataParallel gives all processes the first one's weights
+    torch.manual_seed(rank)  # DistributedDataParallel broadcasts the weights of rank 0
     settings = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=HIDDEN, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     )
@@ -79,7 +79,7 @@ def train(steps: int, out: Path | None, rank: int, world_size: int, device: torc
 
 
 def main() -> None:
-    """Read the command line, start the processes' group, train, end it."""
+    """Parse the arguments, start the process group, train, end the group."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=positive, default=30)
     parser.add_argument("--out", type=folder, help="save losses and weights as OUT/rank<r>.pt")
@@ -92,7 +92,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     if world_size > 1:
         dist.init_process_group("nccl" if has_gpu else "gloo")
-    train(options.steps, options.out, rank, world_size, device)  # its DDP must go before the group does
+    # a function, so that DistributedDataParallel is freed before the process group ends
+    train(options.steps, options.out, rank, world_size, device)
     if world_size > 1:
         dist.destroy_process_group()
 

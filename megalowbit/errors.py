@@ -170,7 +170,7 @@ def _invalid_key(
     key = ".".join([where, *path]) if where else ".".join(path)
     if found["type"] == "extra_forbidden":
         siblings = _sibling_keys(model, path, where)
-        if key in siblings:  # of another type of this section, whose name pydantic puts before the key
+        if key in siblings:  # a key of another type; pydantic puts this section's type before it in `loc`
             return UserError(f"{key} does not belong to type {found['loc'][-2]!r}: remove it")
         if len(path) == 1:
             siblings += [f"{where}.{name}" if where else name for name in also]
@@ -217,7 +217,7 @@ def _is_union_branch(part: int | str) -> bool:
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a field may hold."""
+    """The models in a field's annotation."""
     if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
         return [annotation]
     return [model for each in get_args(annotation) for model in _models_in(each)]
@@ -229,8 +229,8 @@ def _has_tags(annotation: Any) -> bool:
     return bool(is_model) or any(map(_has_tags, get_args(annotation)))
 
 
-def _fields_beside(model: type[BaseModel], path: list[str]) -> dict[str, FieldInfo]:
-    """All fields that may be next to the last key of `path`."""
+def _sibling_fields(model: type[BaseModel], path: list[str]) -> dict[str, FieldInfo]:
+    """All fields that the section of the last key of `path` may have."""
     models = [model]
     for part in path[:-1]:
         fields = [each.model_fields[part] for each in models if part in each.model_fields]
@@ -240,9 +240,9 @@ def _fields_beside(model: type[BaseModel], path: list[str]) -> dict[str, FieldIn
 
 def _sibling_keys(model: type[BaseModel], path: list[str], where: str) -> list[str]:
     prefix = ".".join([where, *path[:-1]] if where else path[:-1])
-    return [f"{prefix}.{name}" if prefix else name for name in _fields_beside(model, path)]
+    return [f"{prefix}.{name}" if prefix else name for name in _sibling_fields(model, path)]
 
 
 def _describe(model: type[BaseModel], path: list[str]) -> str | None:
-    field = _fields_beside(model, path).get(path[-1])
+    field = _sibling_fields(model, path).get(path[-1])
     return field.description if field else None

@@ -1,10 +1,10 @@
-"""JSON and other small texts that a person or another program wrote: read and parsed, or refused in one line.
+"""Reads JSON and other small text files, and reports every problem as a `UserError` of one line.
 
-`json.loads` fails in four ways (wrong syntax, wrong encoding, nesting beyond the stack, integers beyond
-Python's limit of digits) and lets pass what other readers of the file refuse or read otherwise: `NaN`, and
-two values for one key. Reading can wait for ever (a FIFO) or fill the memory (a device, a huge file), so only
-regular files up to a limit are read. Text is UTF-8; a byte order mark at its start, as Windows editors write
-it, is accepted.
+`json.loads` fails in four ways: invalid syntax, invalid encoding, nesting that exceeds the stack, and
+integers that exceed Python's limit of digits. It also accepts `NaN` and duplicate keys, which other readers
+reject or interpret differently. Reading can block forever (a FIFO) or exhaust the memory (a device, a huge
+file), so only regular files up to a size limit are read. Text is UTF-8; a byte order mark, which Windows
+editors write, is accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from megalowbit.errors import UserError, file_system_error, shown
 
 LARGEST_TEXT = 64 * 2**20  # bytes
-MOST_LEVELS = 100  # of nesting: code that follows the levels by recursion stays within the stack
+MOST_LEVELS = 100  # of nesting, well within the stack for code that recurses into the value
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -30,22 +30,21 @@ KINDS = {
 
 
 class NotJsonError(UserError):
-    """The text does not follow the grammar of JSON."""
+    """The text is not valid JSON."""
 
 
 def parse_json(text: str, where: str, *, first_line: int = 1, is_strict: bool = False) -> Any:
-    """The value that `text` spells.
+    """Parse one JSON value.
 
     Args:
-        text: one JSON value.
-        where: what it was read from, opens the messages.
-        first_line: number of the text's first line in there.
-        is_strict: refuse keys that occur twice in one object, NaN, Infinity, and numbers that a float takes
-            for infinite.
+        text: the value's text.
+        where: the file or option that it was read from; messages begin with it.
+        first_line: line number of the text's first line in that file.
+        is_strict: reject duplicate keys in an object, NaN, Infinity, and numbers too large for a float.
 
     Raises:
-        NotJsonError: with line and column of the first error.
-        UserError: too deep, an integer of thousands of digits, or refused by `is_strict`.
+        NotJsonError: the text is not JSON; the message has line and column of the first error.
+        UserError: it is nested too deeply, has an integer of thousands of digits, or violates `is_strict`.
     """
     place = where if first_line == 1 else f"{where}, line {first_line}"
     hooks: dict[str, Any] = {}
@@ -60,24 +59,24 @@ def parse_json(text: str, where: str, *, first_line: int = 1, is_strict: bool = 
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise NotJsonError(
-            f"{where} is not JSON: line {line}, column {error.colno}: {error.msg}: mend it"
+            f"{where} is not JSON: line {line}, column {error.colno}: {error.msg}: fix it"
         ) from None
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
     except RecursionError:
-        raise UserError(f"{place} is nested too deeply: give JSON of a few levels") from None
+        raise UserError(f"{place} is nested too deeply: use JSON of a few levels") from None
     except ValueError:  # the only other one is Python's limit on the digits of an integer
         raise UserError(f"{place} holds an integer of thousands of digits: shorten it") from None
     if text.count("[") + text.count("{") > MOST_LEVELS and _levels(value) > MOST_LEVELS:
-        raise UserError(f"{place} is nested too deeply: give JSON of a few levels")
+        raise UserError(f"{place} is nested too deeply: use JSON of a few levels")
     return value
 
 
 def read_text(path: Path, *, largest: int = LARGEST_TEXT) -> str:
-    """The text of a regular file of `largest` bytes at most; links are followed.
+    """Read a regular file of at most `largest` bytes; links are followed.
 
     Raises:
-        OSError: it is missing, a folder, or cannot be read.
+        OSError: the file is missing, a folder, or cannot be read.
         UserError: it is a FIFO, a socket or a device, is larger, or is not UTF-8.
     """
     kind = stat.S_IFMT(path.stat().st_mode)
@@ -85,12 +84,12 @@ def read_text(path: Path, *, largest: int = LARGEST_TEXT) -> str:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if kind != stat.S_IFREG:
         raise UserError(f"{path} is {KINDS.get(kind, 'no file')}: name a regular file")
-    # not blocking: what was a file may have become a FIFO
+    # non-blocking, because the file may have been replaced by a FIFO since `stat`
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
         content = file.read(largest + 1)
     if len(content) > largest:
         raise UserError(
-            f"{path} has more than {largest:,} bytes, which is too much to be right: name another"
+            f"{path} has more than {largest:,} bytes, too many for a file of this kind: name another"
         )
     try:
         return content.decode("utf-8")
@@ -99,12 +98,17 @@ def read_text(path: Path, *, largest: int = LARGEST_TEXT) -> str:
 
 
 def refuse_irregular_files(what: str, folder: Path, *below: str) -> None:
-    """For folders whose files others open, and might wait for or read without an end; nothing is opened here.
+    """Check a folder whose files another library will open, and could block on or read endlessly.
 
-    `what` the files are opens the messages. Looked into are the folder, and the folders in it named `below`.
+    No file is opened here.
+
+    Args:
+        what: kind of the files, for messages.
+        folder: the folder.
+        below: names of its sub-folders to check too.
 
     Raises:
-        UserError: a FIFO, a socket, a device or a link to one lies there; or a folder cannot be listed.
+        UserError: the folder has a FIFO, a socket, a device or a link to one, or cannot be listed.
     """
     for place in (folder, *(folder / name for name in below if (folder / name).is_dir())):
         try:
@@ -120,10 +124,10 @@ def refuse_irregular_files(what: str, folder: Path, *below: str) -> None:
 
 
 def read_json_object(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; `is_strict` as for `parse_json`.
+    """Read the object in a JSON file; `is_strict` as for `parse_json`.
 
     Raises:
-        UserError: the file cannot be read (`read_text`), is not JSON, or holds something else.
+        UserError: the file cannot be read (see `read_text`), is not JSON, or is not an object.
     """
     try:
         text = read_text(path)
@@ -137,14 +141,14 @@ def read_json_object(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether a parsed value is a number that a float can hold: not `true`, NaN or 400 digits long."""
+    """Whether a parsed value is a number that a float can represent: not `true`, NaN or 400 digits long."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _levels(value: Any) -> int:
-    """How deep lists and objects are nested, up to one more than is allowed."""
+    """Nesting depth of lists and objects; stops counting at one more than is allowed."""
     levels, layer = 0, [value]
     while layer and levels <= MOST_LEVELS:
         containers = [each for each in layer if isinstance(each, (list, dict))]

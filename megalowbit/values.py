@@ -1,9 +1,9 @@
-"""Numbers and truth values that a person wrote: a base for settings, a check for arguments.
+"""Strict types for values that a person wrote: the base class of all settings, and checks of arguments.
 
-JSON has one kind of number and Python takes `true` for 1, so a reader that does not look keeps one checkpoint
-for `"keep": true`. Here a truth value is no number and no number a truth value, a text in quotes is neither,
-NaN and infinity are refused, and integers fit into 64 bits. A whole number may be written as JSON allows,
-`200`, `200.0` or `2e2`, but where a share may stand in its place, which only the point tells from a number.
+Pydantic alone would accept `"keep": true` as one checkpoint, because Python's `True` equals 1. Here booleans,
+numbers and strings are not interchangeable, NaN and infinity are rejected, and integers must fit into 64
+bits. An integer may be written as JSON allows: `200`, `200.0` or `2e2`. The exception are keys that take a
+count or a fraction (`1` or `1.0`), where only the decimal point distinguishes the two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import types
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, JsonValue, Tag, ValidationInfo, field_validator
 
 from megalowbit.errors import UserError, shown
 
@@ -22,13 +22,17 @@ SCALARS = frozenset({bool, int, float, str})
 
 
 class SettingsModel(BaseModel):
-    """A section of a configuration: frozen, without unknown keys, and with values that are what they say."""
+    """Base of all sections of a configuration: frozen, strictly typed, and without unknown keys.
+
+    Each field needs a `description`. `tools/write_reference.py` generates the tables of docs/configuration.md
+    from descriptions, types, defaults, units (`unit`) and class docstrings.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_what_it_says(cls, value: Any, info: ValidationInfo) -> Any:
+    def _has_the_right_type(cls, value: Any, info: ValidationInfo) -> Any:
         return plain_value(value, _kinds(cls.model_fields[info.field_name or ""].annotation))
 
     @field_validator("*", mode="after")
@@ -43,26 +47,31 @@ def _type_of(section: Any) -> Any:
     return section.get("type") if isinstance(section, Mapping) else getattr(section, "type", None)
 
 
-# For a union of settings that differ by `type`, each annotated with its `Tag`. The field's name will not do:
-# pydantic refuses it beside a validator that sees values first.
+# Discriminates a union of settings by their `type`; each member is annotated with its `Tag`. A discriminator
+# given by the field's name does not work: pydantic rejects it together with "before" validators.
 BY_TYPE = Discriminator(_type_of)
 
 
 def models_by_type(union: Any) -> dict[str, Any]:
-    """The models of such a union by their tags."""
+    """The models of such a union, by tag."""
     tagged = [get_args(member) for member in get_args(union)]
     return {tag.tag: model for model, *notes in tagged for tag in notes if isinstance(tag, Tag)}
 
 
+def unit(name: str) -> dict[str, JsonValue]:
+    """The unit of a field, for its `json_schema_extra`; the reference of all keys shows it."""
+    return {"unit": name}
+
+
 def plain_value(value: Any, kinds: frozenset[Any]) -> Any:
-    """`value`, a whole float as an integer where only integers are possible; other kinds are left alone.
+    """Check the type of `value`, and turn 200.0 into 200 if the key only takes integers.
 
     Args:
-        value: of one key; of lists and objects each element.
-        kinds: which types the key has.
+        value: the value of one key. Elements of lists and objects are checked one by one.
+        kinds: the types that the key takes.
 
     Raises:
-        ValueError: it is a truth value, number or text where that is not possible.
+        ValueError: `value` is a boolean, number or string and the key does not take that type.
     """
     if Any in kinds:
         return value
@@ -99,7 +108,7 @@ def _plain_number(value: int | float, kinds: frozenset[Any]) -> int | float:
 
 
 def _kinds(annotation: Any) -> frozenset[Any]:
-    """The types that values of an annotation have: `dict[str, float] | None` → float."""
+    """The scalar types in an annotation: `dict[str, float] | None` → float."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kinds(arguments[0])
@@ -113,14 +122,17 @@ def _kinds(annotation: Any) -> frozenset[Any]:
 
 
 def whole_number(name: str, value: object, *, least: int, most: int = LARGEST, other: str = "") -> int:
-    """An argument that must be a whole number, of Python's or another library's integers; not a truth value.
+    """Check that an argument is an integer, Python's or another library's (numpy); booleans are rejected.
 
     Args:
-        name: of the argument, for messages.
-        value: of it.
-        least: the smallest that is allowed.
-        most: the largest.
-        other: what else is allowed, for the message.
+        name: the argument's name, for the message.
+        value: the argument.
+        least: smallest allowed value.
+        most: largest allowed value.
+        other: another allowed value, for the message only.
+
+    Raises:
+        UserError: it is not an integer or out of range.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -134,5 +146,5 @@ def whole_number(name: str, value: object, *, least: int, most: int = LARGEST, o
 
 
 def is_count(value: object, *, least: int = 1) -> bool:
-    """Whether `value` is a whole number ≥ `least` that fits into 64 bits, and no boolean."""
+    """Whether `value` is an integer ≥ `least` that fits into 64 bits, and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST

@@ -3,8 +3,8 @@
     python tools/convert_hf.py to-megalowbit gpt2/ start/
     python tools/convert_hf.py to-hf runs/tiny/ tiny-hf/
 
-The first writes a checkpoint to start training from (`"model": {"checkpoint": "start/"}`), the second an
-ordinary folder that `AutoModelForCausalLM.from_pretrained` loads. Nothing is overwritten.
+The first command writes a checkpoint to start training from (`"model": {"checkpoint": "start/"}`). The second
+writes a folder that `AutoModelForCausalLM.from_pretrained` loads. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser.of_program(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_ours = commands.add_parser(
-        "to-megalowbit", help="a Hugging Face folder becomes a checkpoint to start from", allow_abbrev=False
+        "to-megalowbit",
+        help="convert a Hugging Face folder into a checkpoint to start from",
+        allow_abbrev=False,
     )
     to_ours.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and weights")
     to_ours.add_argument("folder", type=Path, metavar="OUT", help="new folder for the checkpoint")
     to_ours.add_argument(
-        "--recipe", default="nvfp4", help="what the model will be trained with (default: %(default)s)"
+        "--recipe", default="nvfp4", help="recipe that the model will be trained with (default: %(default)s)"
     )
     to_hf = commands.add_parser(
-        "to-hf", help="a training checkpoint becomes a Hugging Face folder", allow_abbrev=False
+        "to-hf", help="convert a training checkpoint into a Hugging Face folder", allow_abbrev=False
     )
     to_hf.add_argument(
-        "source", type=Path, metavar="SRC", help="a run's folder, its checkpoints/ or one step-… folder below"
+        "source", type=Path, metavar="SRC", help="a run folder, its checkpoints/, or one step-… folder"
     )
     to_hf.add_argument("folder", type=Path, metavar="OUT", help="new folder for the model")
     to_hf.add_argument(
-        "--dtype", metavar="DTYPE", help=f"of the weights, {', '.join(DTYPES)} (default: as stored)"
+        "--dtype", metavar="DTYPE", help=f"type of the weights: {', '.join(DTYPES)} (default: as stored)"
     )
     to_hf.add_argument(
         "--tokenizer",
         metavar="TOKENIZER",
-        help='save this tokenizer beside the weights: "byte" or a folder (default: the one kept beside SRC)',
+        help='tokenizer to save with the weights: "byte" or a folder (default: the tokenizer of the run)',
     )
     return parser
 
@@ -77,12 +79,12 @@ def _check_places(source: Path, folder: Path) -> None:
         source.exists()
     except (OSError, RuntimeError) as error:  # a name of more than 255 bytes, a loop of links
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{source} to {folder} is not possible ({reason}): name other folders") from error
+        raise UserError(f"cannot convert {source} to {folder} ({reason}): name other folders") from error
     if source in folder.parents:
-        raise UserError(f"{folder} is inside {source}, which is left as it is: name a folder outside of it")
+        raise UserError(f"{folder} is inside {source}, which must not change: name a folder outside of it")
 
 
-# Heavy imports stand below the parsing: --help and a slip in the arguments are answered at once.
+# Heavy imports are inside the functions, so --help and argument errors are immediate.
 
 
 def _to_megalowbit(options: argparse.Namespace) -> None:
@@ -112,11 +114,11 @@ def _to_hf(options: argparse.Namespace) -> None:
     export_checkpoint(options.source, options.folder, dtype, tokenizer)
     print(f"{options.folder}: load it with transformers.AutoModelForCausalLM.from_pretrained")
     if not has_tokenizer(options.folder):
-        print("no tokenizer lies beside the checkpoint and none was saved: name one with --tokenizer")
+        print("the run has no tokenizer, so none was saved: name one with --tokenizer")
 
 
 def _tokenizer_of_run(source: Path) -> Tokenizer | None:
-    """The tokenizer that a run keeps in its folder, next to `checkpoints/`."""
+    """The tokenizer in a run folder, next to `checkpoints/`."""
     from megalowbit.data.tokenize import FolderTokenizer
     from megalowbit.hf.tokenizer_files import FOLDER
     from megalowbit.hf.training_checkpoint import CHECKPOINTS_FOLDER, find_checkpoint
@@ -133,7 +135,7 @@ def _tokenizer(name: str) -> Tokenizer:
     if name == "byte":
         return ByteTokenizer()
     if name == "bpe":
-        raise UserError('--tokenizer "bpe" is trained on a corpus: name the folder it was saved to instead')
+        raise UserError('--tokenizer "bpe" needs a trained tokenizer: name the folder it was saved to')
     folder = Path(name).expanduser()
     try:
         is_folder = folder.is_dir()

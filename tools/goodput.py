@@ -1,12 +1,12 @@
-"""What failures cost a run, and how often to save.
+"""Estimate what failures cost a run, and how often to save.
 
     python tools/goodput.py --nodes 64 --node-mtbf-hours 6000 --save-seconds 40
     python tools/goodput.py --nodes 64 --node-mtbf-hours 6000 --checkpoint-gib 980 --bandwidth-gib 25
     python tools/goodput.py --nodes 64 --node-mtbf-hours 6000 --save-seconds 40 --step-seconds 4.2
 
-Simulates runs whose nodes fail, and prints training time over wall time, what the rest went into and the
-interval between saves that costs least, beside those of Young's and Daly's formulas. With --step-seconds
-intervals are whole steps, as megalowbit.checkpoint.every takes them. See docs/scaling.md.
+Simulates runs whose nodes fail. Prints training time over wall time, the causes of the lost time, and the
+save interval that costs least, next to the intervals of Young's and Daly's formulas. With --step-seconds,
+intervals are whole steps, the unit of megalowbit.checkpoint.every. See docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megalowbit.cluster.run_history import RunCosts
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
 from megalowbit.pretrain.command_line import OneLineParser, print_what_can_be_printed
 
-MOST_EVENTS = 400_000  # to simulate for an interval: about a second, and some thirty intervals are tried
+MOST_EVENTS = 400_000  # simulated for one interval: about a second; some thirty intervals are tried
 LONGEST_TRAINING = 3650 * 86400.0  # seconds
 SHORTEST_SAVE, LONGEST_SAVE = 0.001, 86400  # seconds
 
 
 class Argument(NamedTuple):
-    """A number that can be given; values outside of `least` to `most` are mistakes."""
+    """A numeric option and its valid range, `least` to `most`."""
 
     flag: str
     kind: type[int] | type[float]
@@ -43,23 +43,31 @@ class Argument(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the parsed option."""
+        """Name of the parsed option."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
 ARGUMENTS = (
-    Argument("--nodes", int, 1, 10**6, "N", "nodes that the run uses", is_required=True),
+    Argument("--nodes", int, 1, 10**6, "N", "number of nodes that the run uses", is_required=True),
     Argument(
         "--node-mtbf-hours", float, 0.01, 10**7, "H", "mean time between failures of a node", is_required=True
     ),
-    Argument("--shape", float, 0.1, 10, "K", "of a Weibull distribution; 1 is the exponential one", 1.0),
     Argument(
-        "--save-seconds", float, SHORTEST_SAVE, LONGEST_SAVE, "S", "that a checkpoint stops training for"
+        "--shape", float, 0.1, 10, "K", "shape of the Weibull distribution of failures; 1: exponential", 1.0
     ),
-    Argument("--checkpoint-gib", float, 0.001, 10**7, "G", "or its size in GiB,"),
-    Argument("--bandwidth-gib", float, 0.001, 10**6, "B", "and GiB/s of all ranks together while they save"),
     Argument(
-        "--start-seconds", float, 0, 86400, "S", "from a job's start to its first step, load included", 120.0
+        "--save-seconds", float, SHORTEST_SAVE, LONGEST_SAVE, "S", "time that training stops for a checkpoint"
+    ),
+    Argument("--checkpoint-gib", float, 0.001, 10**7, "G", "or: size of a checkpoint in GiB, with"),
+    Argument("--bandwidth-gib", float, 0.001, 10**6, "B", "total write bandwidth of all ranks, in GiB/s"),
+    Argument(
+        "--start-seconds",
+        float,
+        0,
+        86400,
+        "S",
+        "time from a job's start to its first step, loading included",
+        120.0,
     ),
     Argument(
         "--detection-seconds",
@@ -67,25 +75,27 @@ ARGUMENTS = (
         0,
         7 * 86400,
         "S",
-        "from a failure to the job's end, as watchdog.timeout",
+        "time from a failure to the job's end, such as watchdog.timeout",
         600.0,
     ),
-    Argument("--queue-seconds", float, 0, 30 * 86400, "S", "from a job's end to the next one's start", 60.0),
-    Argument("--time-limit-hours", float, 0.01, 87600, "H", "of a job; without it there is none"),
     Argument(
-        "--notice-seconds", float, 0, 86400, "S", "before the limit, when the job is told to save", 300.0
+        "--queue-seconds", float, 0, 30 * 86400, "S", "time from a job's end to the start of the next", 60.0
     ),
-    Argument("--spares", int, 0, 10**6, "N", "nodes that stand by; without it there is always another"),
-    Argument("--repair-hours", float, 0, 87600, "H", "until a failed node stands by again", 24.0),
-    Argument("--days", float, 0.01, 3650, "D", "of training without failures; without it 30"),
-    Argument("--steps", int, 1, 10**9, "N", "or optimizer steps, with --step-seconds"),
+    Argument("--time-limit-hours", float, 0.01, 87600, "H", "time limit of a job (default: none)"),
     Argument(
-        "--step-seconds", float, 0.001, 86400, "S", "of an optimizer step: intervals become whole steps"
+        "--notice-seconds", float, 0, 86400, "S", "how long before the limit the job is asked to save", 300.0
     ),
-    Argument("--every", int, 1, 10**9, "N", "an interval of yours to compare, in steps of --step-seconds,"),
+    Argument("--spares", int, 0, 10**6, "N", "number of spare nodes (default: unlimited)"),
+    Argument("--repair-hours", float, 0, 87600, "H", "time until a failed node is available again", 24.0),
+    Argument("--days", float, 0.01, 3650, "D", "days of training without failures (default: 30)"),
+    Argument("--steps", int, 1, 10**9, "N", "or: number of optimizer steps, with --step-seconds"),
+    Argument(
+        "--step-seconds", float, 0.001, 86400, "S", "time of an optimizer step; intervals become whole steps"
+    ),
+    Argument("--every", int, 1, 10**9, "N", "your interval, for comparison, in steps of --step-seconds;"),
     Argument("--interval-minutes", float, 0.001, 10**6, "M", "or in minutes"),
-    Argument("--runs", int, 10, 10**4, "N", "to simulate with each interval", 100),
-    Argument("--seed", int, 0, 2**32 - 1, "N", "of the failures", 0),
+    Argument("--runs", int, 10, 10**4, "N", "number of runs to simulate for each interval", 100),
+    Argument("--seed", int, 0, 2**32 - 1, "N", "seed of the failures", 0),
 )
 
 
@@ -102,15 +112,15 @@ def build_parser() -> argparse.ArgumentParser:
             metavar=argument.unit,
             help=argument.help + default,
         )
-    parser.add_argument("--json", action="store_true", help="print plain data, times in seconds")
+    parser.add_argument("--json", action="store_true", help="print JSON, with times in seconds")
     return parser
 
 
 def check_values(options: argparse.Namespace) -> None:
-    """Each number by itself.
+    """Check the range of each number.
 
     Raises:
-        UserError: it is none, or of no run that anybody has.
+        UserError: a number is out of range.
     """
     for argument in ARGUMENTS:
         value = getattr(options, argument.name)
@@ -122,10 +132,10 @@ def check_values(options: argparse.Namespace) -> None:
 
 
 def question_of(options: argparse.Namespace) -> Question:
-    """What the arguments ask.
+    """Convert the arguments into a request.
 
     Raises:
-        UserError: they do not go together, or a value is not possible.
+        UserError: they cannot be combined, or a value is invalid.
     """
     check_values(options)
     step_seconds = options.step_seconds
@@ -143,7 +153,7 @@ def question_of(options: argparse.Namespace) -> Question:
     if options.steps is not None and work > LONGEST_TRAINING:
         raise UserError(
             f"--steps {options.steps} of --step-seconds {step_seconds:g} are {duration(work)} of training, "
-            f"and at most {duration(LONGEST_TRAINING)} are simulated: fewer --steps tell as much"
+            f"and at most {duration(LONGEST_TRAINING)} can be simulated: give fewer --steps"
         )
     limit = options.time_limit_hours
     return Question(
@@ -167,7 +177,7 @@ def question_of(options: argparse.Namespace) -> Question:
 
 
 def save_seconds(options: argparse.Namespace) -> float:
-    """How long training stands still for a checkpoint, as measured or from its size."""
+    """How long training stops for a checkpoint: as given, or computed from its size."""
     size, bandwidth = options.checkpoint_gib, options.bandwidth_gib
     if (options.save_seconds is None) == (size is None) or (size is None) != (bandwidth is None):
         raise UserError("give --save-seconds, or both --checkpoint-gib and --bandwidth-gib")
@@ -175,16 +185,16 @@ def save_seconds(options: argparse.Namespace) -> float:
     if not SHORTEST_SAVE <= seconds <= LONGEST_SAVE:
         raise UserError(
             f"--checkpoint-gib {size:g} at --bandwidth-gib {bandwidth:g} is a save of {seconds:g} s: "
-            f"change one of them, {SHORTEST_SAVE} to {LONGEST_SAVE:,} s are simulated"
+            f"change one of them; {SHORTEST_SAVE} to {LONGEST_SAVE:,} s can be simulated"
         )
     return seconds
 
 
 def check_amount(options: argparse.Namespace, question: Question) -> None:
-    """Whether the simulation ends while somebody waits for it.
+    """Check that the simulation takes an acceptable time.
 
     Raises:
-        UserError: it does not.
+        UserError: it would take too long.
     """
     events = expected_events(question.costs, question.failures, runs=options.runs)
     total = sum(events.values())
@@ -192,14 +202,14 @@ def check_amount(options: argparse.Namespace, question: Question) -> None:
         return
     most = max(events, key=lambda kind: events[kind])
     remedy = {
-        "failures": f"fewer {'--days' if options.steps is None else '--steps'} or --runs tell as much",
+        "failures": f"lower {'--days' if options.steps is None else '--steps'}, or give fewer --runs",
         "jobs": f"raise --time-limit-hours {options.time_limit_hours}, or give fewer --runs",
         "lives of nodes": f"give fewer --runs, or leave --shape {options.shape:g} out",
         "runs": "give fewer",
     }[most]
     raise UserError(
         f"--runs {options.runs} of {duration(question.costs.work)} each take too long to simulate, some "
-        f"{total:,.0f} events with each interval where {MOST_EVENTS:,} can be, most of them {most}: {remedy}"
+        f"{total:,.0f} events an interval (at most {MOST_EVENTS:,}), most of them {most}: {remedy}"
     )
 
 

@@ -1,9 +1,9 @@
-"""What a user says of a cluster: a JSON file, and single values over it.
+"""The settings of a cluster: a JSON file, and overrides of single values.
 
-The file is about the machine and its queue, not about training: the same one serves every run. What it asks
-of SLURM keeps SLURM's own name where it has one (`partition`, `time`, `cpus_per_task`). Values end up in
-`#SBATCH` lines and a shell script: what could leave its place there is refused here or quoted by `script.py`.
-Not covered: whether the cluster has such a partition or that much memory; `sbatch` says so.
+The file describes the machine and its queue, not the training: the same file serves every run. Keys have
+SLURM's names where SLURM has one (`partition`, `time`, `cpus_per_task`). Values end up in `#SBATCH` lines and
+in a shell script: those that could break out of their place are rejected here, or quoted by `script.py`. Not
+covered: whether the cluster has that partition or that much memory; `sbatch` checks it.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from pydantic import (
 from megalowbit.cluster.sbatch_options import check_sbatch_option
 from megalowbit.errors import UserError, invalid_settings, shown
 from megalowbit.json_text import NotJsonError, parse_json, read_json_object
-from megalowbit.values import SettingsModel
+from megalowbit.values import SettingsModel, unit
 
 ONE_LINE = r"[^\x00-\x1f\x7f]+"
-# as sbatch reads it: d-h, d-h:m and d-h:m:s, or m, m:s and h:m:s
+# the formats that sbatch accepts: d-h, d-h:m and d-h:m:s, or m, m:s and h:m:s
 DAYS = r"(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"
 MINUTES = r"(?:(?P<h>\d+):(?=\d+:))?(?P<m>\d+)(?::(?P<s>\d+))?"
-KILL_MARGIN = 10  # seconds between a run's own end after TERM and SLURM's
-LAUNCHERS_WAIT = 30  # seconds, from TERM until torchrun and the DeepSpeed launcher kill their ranks
+KILL_MARGIN = 10  # seconds from the end of the run's grace time after SIGTERM to SLURM's SIGKILL
+LAUNCHERS_WAIT = 30  # seconds from SIGTERM until torchrun and the DeepSpeed launcher kill their ranks
 MOST_NODES = 100_000
-WIDEST_RANGE = 1000  # numbers of nodes in a range: the configuration is checked for each of them
+WIDEST_RANGE = 1000  # node counts in a range; the configuration is checked for each of them
 LONGEST_TIME = 366 * 24 * 3600  # seconds
-LONGEST_TEXT_OF_TIME = 40  # characters; Python reads no number of thousands of digits
-# what the job script and launchers say to the ranks, and what the shell keeps: values here would be lost
-OWN_VARIABLES = {
+LONGEST_TEXT_OF_TIME = 40  # characters; Python cannot parse integers of thousands of digits
+# set for the ranks by the job script and the launchers, or by the shell itself: a value in `environment`
+# would be overwritten
+RESERVED_VARIABLES = {
     "BASHOPTS", "BASHPID", "BASH_VERSINFO", "EUID", "IFS", "MASTER_ADDR", "MASTER_PORT",
     "MEGALOWBIT_REFUSAL", "MEGALOWBIT_TRY", "PPID", "RANK", "SECONDS", "SHELLOPTS", "UID", "WORLD_SIZE",
 }  # fmt: skip
-OWN_PREFIXES = ("SLURM_", "LOCAL_", "CROSS_")
-# variables of the job script itself, which would go on with another value
+RESERVED_PREFIXES = ("SLURM_", "LOCAL_", "CROSS_")
+# variables of the job script itself, which would continue with another value
 SCRIPT_VARIABLES = {
     "answer", "arguments", "code", "counted", "failures", "file", "host", "hostfile", "job", "last", "lock",
     "manifest", "max_failures", "newest", "next_signal", "number", "pause", "process", "ranks", "refusal",
@@ -52,7 +53,7 @@ SCRIPT_VARIABLES = {
 
 
 def _like(pattern: str, remedy: str) -> AfterValidator:
-    """Let a value pass that is wholly as `pattern` says, and tell the user's remedy of any other."""
+    """Accept a value that matches `pattern` as a whole, and raise `remedy` for any other."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.ASCII):
@@ -70,19 +71,18 @@ AbsolutePath = Annotated[str, _like(f"/{ONE_LINE}", "write an absolute path")]
 
 
 class ContainerSettings(SettingsModel):
-    """`"container"`: the image that the ranks run in.
+    """The image that the ranks run in."""
 
-    Attributes:
-        kind: `"pyxis"`, options of srun; or `"apptainer"`, a program around each task.
-        image: a file, or an address that the kind understands.
-        mounts: `"/outside:/inside"`, optionally with `:ro`.
-        options: more options of srun or of `apptainer exec`.
-    """
-
-    kind: Literal["pyxis", "apptainer"]
-    image: Word = Field(description="a file, or an address")
-    mounts: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    kind: Literal["pyxis", "apptainer"] = Field(
+        description="`pyxis`: options of srun. `apptainer`: `apptainer exec` around each task"
+    )
+    image: Word = Field(description="a file, or an address that the kind understands")
+    mounts: tuple[str, ...] = Field(
+        default=(), description='`"/outside:/inside"`, optionally followed by `:ro`'
+    )
+    options: tuple[str, ...] = Field(
+        default=(), description="further options of srun, or of `apptainer exec`"
+    )
 
     @field_validator("mounts")
     @classmethod
@@ -102,58 +102,96 @@ class ContainerSettings(SettingsModel):
 
 
 class ClusterSettings(SettingsModel):
-    """A cluster's file.
-
-    Attributes:
-        launcher: what starts the ranks on the nodes.
-        nodes: how many, `2`, or from how few to how many, `"1-2"`.
-        gpus_per_node: ranks on each node; 0 for a run on CPUs.
-        tasks_per_node: ranks on each node of a run on CPUs.
-        gpu_type: as the cluster names it in `--gres=gpu:TYPE:8`.
-        cpus_per_task: cores for each rank, and its OMP_NUM_THREADS.
-        memory: of each node, `"64G"`; `"0"` is all of it.
-        time: limit of one try, as sbatch reads it: `"12:00:00"`; a run may take many tries.
-        signal_seconds: so long before the limit all ranks are asked to save and end.
-        grace_seconds: so long SLURM leaves a job between TERM and KILL; None: 30 or less, as by default.
-        max_failures: how many tries in a row may end without a new checkpoint and be tried again.
-        job_name: by default that of the run's folder.
-        partition, account, qos, reservation, constraint, exclude: as for sbatch.
-        nccl_socket_ifname, gloo_socket_ifname, nccl_ib_hca: the variables of these names.
-        environment: more variables of the ranks.
-        setup: commands of the shell before the ranks start, `"module load cuda/12.8"`.
-        sbatch: more options of sbatch, `"--mail-type=END"`.
-        container: the image that the ranks run in.
-        script: `launch/pretrain.py` as the nodes see it; by default that of this checkout.
-    """
+    """The JSON file of a cluster: `launch/slurm/submit.py --cluster`. `--slurm KEY=VALUE` overrides a key."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
-    launcher: Literal["srun", "torchrun", "deepspeed"] = "srun"
-    nodes: Nodes = "1"
-    gpus_per_node: int = Field(ge=0, le=1024, description="e.g. 8, or 0 for CPUs and tasks_per_node")
-    tasks_per_node: int | None = Field(default=None, ge=1, le=4096)
-    gpu_type: GpuType | None = None
-    cpus_per_task: int = Field(ge=1, le=4096, description="cores for each rank, e.g. 8")
-    memory: Memory | None = None
-    time: str | None = None
-    signal_seconds: int = Field(default=300, ge=1, le=65535, validate_default=True)
-    grace_seconds: int | None = Field(default=None, gt=KILL_MARGIN, le=65535)
-    max_failures: int = Field(default=3, ge=0, le=1_000_000)
-    job_name: Word | None = None
-    partition: Word | None = None
-    account: Word | None = None
-    qos: Word | None = None
-    reservation: Word | None = None
-    constraint: Word | None = None
-    exclude: Word | None = None
-    nccl_socket_ifname: str | None = None
-    gloo_socket_ifname: str | None = None
-    nccl_ib_hca: str | None = None
-    environment: dict[str, str] = Field(default_factory=dict)
-    setup: tuple[str, ...] = ()
-    sbatch: tuple[str, ...] = ()
-    container: ContainerSettings | None = None
-    script: AbsolutePath | None = None
+    launcher: Literal["srun", "torchrun", "deepspeed"] = Field(
+        default="srun",
+        description="what starts the ranks. `srun`: one task for each rank. `torchrun`, `deepspeed`: one "
+        "task for each node, in which that launcher starts the ranks",
+    )
+    nodes: Nodes = Field(
+        default="1",
+        description='number of nodes, `2`, or a range, `"1-2"`, of which SLURM gives what it has. A range '
+        "has at most 1000 numbers",
+    )
+    gpus_per_node: int = Field(
+        ge=0, le=1024, description="ranks on each node, e.g. 8; or 0 for a run on CPUs with tasks_per_node"
+    )
+    tasks_per_node: int | None = Field(
+        default=None, ge=1, le=4096, description="ranks on each node of a run on CPUs. `null`: 1"
+    )
+    gpu_type: GpuType | None = Field(
+        default=None, description="type of GPU, as the cluster names it in `--gres=gpu:TYPE:8`"
+    )
+    cpus_per_task: int = Field(
+        ge=1,
+        le=4096,
+        description="cores for each rank, e.g. 8; also its `OMP_NUM_THREADS`",
+        json_schema_extra=unit("cores"),
+    )
+    memory: Memory | None = Field(
+        default=None, description='memory of each node, such as `"64G"`. `"0"`: all of it'
+    )
+    time: str | None = Field(
+        default=None,
+        description='time limit of one attempt, in a format that sbatch accepts: `"12:00:00"`. A run may '
+        "take many attempts",
+    )
+    signal_seconds: int = Field(
+        default=300,
+        ge=1,
+        le=65535,
+        validate_default=True,
+        description="how long before the limit all ranks are asked to save and end",
+        json_schema_extra=unit("seconds"),
+    )
+    grace_seconds: int | None = Field(
+        default=None,
+        gt=KILL_MARGIN,
+        le=65535,
+        description="the cluster's time between SIGTERM and SIGKILL. `null`: 30 seconds or less, SLURM's "
+        "default",
+        json_schema_extra=unit("seconds"),
+    )
+    max_failures: int = Field(
+        default=3,
+        ge=0,
+        le=1_000_000,
+        description="how many attempts in a row may end without a new checkpoint. After one more, the job "
+        "gives up",
+        json_schema_extra=unit("attempts"),
+    )
+    job_name: Word | None = Field(
+        default=None, description="name of the job. `null`: the name of the run folder"
+    )
+    partition: Word | None = Field(default=None, description="`--partition` of sbatch")
+    account: Word | None = Field(default=None, description="`--account` of sbatch")
+    qos: Word | None = Field(default=None, description="`--qos` of sbatch")
+    reservation: Word | None = Field(default=None, description="`--reservation` of sbatch")
+    constraint: Word | None = Field(default=None, description="`--constraint` of sbatch")
+    exclude: Word | None = Field(default=None, description="`--exclude` of sbatch: nodes to avoid")
+    nccl_socket_ifname: str | None = Field(default=None, description="the variable `NCCL_SOCKET_IFNAME`")
+    gloo_socket_ifname: str | None = Field(default=None, description="the variable `GLOO_SOCKET_IFNAME`")
+    nccl_ib_hca: str | None = Field(default=None, description="the variable `NCCL_IB_HCA`")
+    environment: dict[str, str] = Field(
+        default_factory=dict,
+        description="further variables of the ranks, passed on literally. Variables that identify a rank, "
+        "and those of the job script, are rejected",
+    )
+    setup: tuple[str, ...] = Field(
+        default=(),
+        description='shell commands to run before the ranks start, such as `"module load cuda/12.8"`',
+    )
+    sbatch: tuple[str, ...] = Field(
+        default=(), description='further options of sbatch, such as `"--mail-type=END"`'
+    )
+    container: ContainerSettings | None = Field(default=None, description="the image that the ranks run in")
+    script: AbsolutePath | None = Field(
+        default=None,
+        description="path of `launch/pretrain.py` on the nodes. `null`: that of this checkout",
+    )
 
     @property
     def ranks_per_node(self) -> int:
@@ -162,19 +200,19 @@ class ClusterSettings(SettingsModel):
 
     @property
     def termination_seconds(self) -> int | None:
-        """So long a run may try to save after TERM before it ends itself; None: as it does by default."""
+        """Time that a run has to save after SIGTERM before it ends itself; None: the run's default."""
         return None if self.grace_seconds is None else self.grace_seconds - KILL_MARGIN
 
     @property
     def node_counts(self) -> range:
-        """All numbers of nodes that the job may get."""
+        """All node counts that the job may get."""
         fewest, _, most = self.nodes.partition("-")
         return range(int(fewest), int(most or fewest) + 1)
 
     @field_validator("*", mode="before")
     @classmethod
     def _nothing_is_true_or_false(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # for a number, 1 or 0 would be taken
+        if isinstance(value, bool):  # it would become 1 or 0 in a number's place
             raise UserError("no key is true or false: write a number or a text")
         return value
 
@@ -185,7 +223,9 @@ class ClusterSettings(SettingsModel):
         if max(len(fewest), len(most)) > len(str(MOST_NODES)) or int(most or fewest) > MOST_NODES:
             raise UserError(f"write at most {MOST_NODES}")
         if most and int(most) - int(fewest) >= WIDEST_RANGE:
-            raise UserError(f"a range is checked at each of its numbers: let it have at most {WIDEST_RANGE}")
+            raise UserError(
+                f"each number of a range is checked with the configuration: write at most {WIDEST_RANGE}"
+            )
         if most and int(most) < int(fewest):
             raise UserError(f"write the smaller number first: '{most}-{fewest}'")
         return nodes
@@ -204,13 +244,13 @@ class ClusterSettings(SettingsModel):
     def _variables_can_be_set(cls, environment: dict[str, str]) -> dict[str, str]:
         for name, value in environment.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise UserError(f"{shown(name)} is no name of a variable: use letters, digits and _")
-            if name in OWN_VARIABLES or name.startswith(OWN_PREFIXES):
+                raise UserError(f"{shown(name)} is not a variable name: use letters, digits and _")
+            if name in RESERVED_VARIABLES or name.startswith(RESERVED_PREFIXES):
                 raise UserError(f"{name} is set for the ranks by the script or by SLURM: leave it out")
             if name in SCRIPT_VARIABLES:
                 raise UserError(f"{name} is a variable of the job script: use another name")
             if "\0" in value:
-                raise UserError(f"{name} = {shown(value)} holds a zero byte: leave it out")
+                raise UserError(f"{name} = {shown(value)} contains a zero byte: remove it")
         return environment
 
     @field_validator("setup")
@@ -262,7 +302,7 @@ class ClusterSettings(SettingsModel):
 
 
 def seconds_of(time: str) -> int | None:
-    """A time as sbatch reads it, in seconds; None if it cannot. 0 means no limit."""
+    """Parse a time in a format that sbatch accepts, into seconds; None if it is invalid. 0 means no limit."""
     match = re.fullmatch(f"{DAYS}|{MINUTES}", time, re.ASCII)
     if match is None or len(time) > LONGEST_TEXT_OF_TIME:
         return None
@@ -272,12 +312,12 @@ def seconds_of(time: str) -> int | None:
 
 
 def load_cluster(path: Path | None, overrides: list[str]) -> ClusterSettings:
-    """Read a cluster's JSON file, None for an empty one, and put single values over it.
+    """Read a cluster's JSON file (None: an empty one) and apply overrides.
 
     Overrides are `"key=value"` or `"container.image=value"`; values are JSON, or else plain strings.
 
     Raises:
-        UserError: anything wrong with the file, its keys or values, or `overrides`.
+        UserError: the file, a key, a value or an override is invalid.
     """
     raw = {} if path is None else read_json_object(path, is_strict=True)
     for override in overrides:

@@ -1,1 +1,1 @@
-"""The schema of the DeepSpeed JSON and of our block in it; read and checked without torch or DeepSpeed."""
+"""Reads and checks a DeepSpeed JSON file and its `"megalowbit"` block, without torch or DeepSpeed."""

@@ -1,9 +1,9 @@
-"""Which `"auto"` of a configuration was filled in with a value that nobody gave.
+"""Finds the `"auto"` values of a configuration that were replaced by a default, for a warning.
 
-Transformers takes these from its TrainingArguments, and `mlb.initialize` has nothing to take them from: a
-configuration written for the Trainer would train with another learning rate, and nothing would say so. What
-follows from other values (bucket sizes, a product of batch sizes, total steps) or is the same everywhere
-(`warmup_min_lr` 0) is left out.
+Transformers takes these values from its `TrainingArguments`, which `mlb.initialize` does not have. Without
+the warning, a configuration written for the Trainer would silently train with another learning rate. Values
+that follow from others (bucket sizes, a product of batch sizes, total steps) or that are the same everywhere
+(`warmup_min_lr` 0) are not reported.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ GUESSED_OF_SCHEDULER = ("warmup_num_steps", "cos_min_ratio")
 def guessed_values(
     config: Mapping[str, Any], filled: Mapping[str, Any], *, given_precision: object, precision: str
 ) -> tuple[str, ...]:
-    """`key = value` of each `"auto"` that was a guess.
+    """List `key = value` for each `"auto"` that was replaced by a default.
 
-    `config` has DeepSpeed's keys, valid, as they were written, `filled` the same filled in. `given_precision`
-    is that of our block, or None, and `precision` the one that trains.
+    Args:
+        config: DeepSpeed's keys as written; they must be valid.
+        filled: the same keys after filling in.
+        given_precision: `precision` of the `"megalowbit"` block, or None.
+        precision: the precision of the training.
     """
     keys = [
         *_guessed_batch_sizes(config),
@@ -40,17 +43,17 @@ def guessed_values(
 
 
 def _guessed_batch_sizes(config: Mapping[str, Any]) -> list[str]:
-    """Two of the three are needed; each that lacks to these is taken for 1."""
+    """Keys that were set to 1 because fewer than two of the three are given."""
     is_open = {key: config.get(key) in (None, "auto") for key in (TRAIN, MICRO, STEPS)}
     if not is_open[TRAIN] and is_open[MICRO] + is_open[STEPS] < 2:
         return []
     ones = (STEPS,) if not is_open[TRAIN] else (MICRO, STEPS)
-    # steps that are not mentioned are 1 in DeepSpeed too
+    # gradient_accumulation_steps that is left out is 1 in DeepSpeed too, so it is not a guess
     return [key for key in ones if is_open[key] and (key == MICRO or _is_auto(config, key))]
 
 
 def _guessed_precision(config: Mapping[str, Any], given: object, precision: str) -> list[str]:
-    """Nothing where our block or an enabled one says which."""
+    """Empty if the `"megalowbit"` block or an enabled stock block sets the precision."""
     blocks = {name: config[name].get("enabled") for name in STOCK_BLOCKS if name in config}
     if given is not None or True in blocks.values():
         return []

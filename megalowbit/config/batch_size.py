@@ -1,8 +1,7 @@
-"""The three batch sizes of DeepSpeed, of which two determine the third.
+"""DeepSpeed's three batch sizes, of which two determine the third.
 
-`train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × processes`. DeepSpeed
-divides with remainder dropped and then reports the product as wrong; here the message says which division
-fails.
+`train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × processes`. DeepSpeed drops
+the remainder of a division and then reports a wrong product. Here the message names the division that fails.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ STEPS = "gradient_accumulation_steps"
 def fill_batch_sizes(config: dict[str, Any], world_size: int) -> None:
     """Set all three keys in `config`, in place, for `world_size` data-parallel processes.
 
-    `"auto"` counts as not given, and an undetermined one becomes 1.
+    `"auto"` counts as not given. A key that the others do not determine becomes 1.
 
     Raises:
-        UserError: none of batch size and micro batch size is given, a value is no positive whole number, or
-            the product does not come out.
+        UserError: neither the batch size nor the micro-batch size is given, a value is not a positive
+            integer, or the three do not multiply.
     """
     given = {key: _read(config, key) for key in (TRAIN, MICRO, STEPS)}
     train, micro, steps = given[TRAIN], given[MICRO], given[STEPS]
@@ -49,7 +48,7 @@ def fill_batch_sizes(config: dict[str, Any], world_size: int) -> None:
 
 
 def data_size_of(config: Mapping[str, Any]) -> int:
-    """Data-parallel processes that the three keys ask for; 1 where they leave it open or do not come out."""
+    """The number of data-parallel processes implied by the three keys; 1 if they do not determine it."""
     sizes = [size for key in (TRAIN, MICRO, STEPS) if isinstance(size := config.get(key), int) and size > 0]
     if len(sizes) < 3:
         return 1

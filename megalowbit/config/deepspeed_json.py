@@ -1,10 +1,10 @@
-"""The DeepSpeed half of a configuration: read, checked and filled in before anything heavy is imported.
+"""Reads, checks and fills in the DeepSpeed part of a configuration, before anything heavy is imported.
 
-DeepSpeed's keys stay DeepSpeed's; ours are in the `"megalowbit"` block, of which the engine reads
-what `EngineSettings` lists. What DeepSpeed would ignore, misread or fail on much later is
-refused here in one line: unknown keys, batch sizes that do not multiply, parallelism that is not possible
-yet. Stock `fp16`/`bf16` blocks are translated and every `"auto"` gets its documented value, so that what is
-handed on is complete. This file imports neither torch nor deepspeed: the command line runs it first.
+DeepSpeed's keys keep their meaning; ours are in the `"megalowbit"` block, of which the engine reads the keys
+of `EngineSettings`. Mistakes that DeepSpeed would ignore, misread or report much later are rejected here, one
+line each: unknown keys, batch sizes that do not multiply, unsupported parallelism. The stock blocks `fp16`
+and `bf16` are translated, and every `"auto"` gets its documented value, so DeepSpeed receives a complete
+configuration. This file imports neither torch nor deepspeed, because the command line runs it first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megalowbit.errors import Problems, UserError, invalid_settings
 from megalowbit.json_text import is_finite_number, read_json_object
 
 BLOCK = "megalowbit"
-# What the pretraining loop reads of it; an engine without the loop accepts these, for one file serves both.
+# Read by the pretraining loop. An engine without the loop accepts them, because one file serves both.
 LOOP_SECTIONS = (
     "model", "data", "run", "checkpoint", "telemetry", "loss_guard", "late_switch", "speculation",
 )  # fmt: skip
@@ -41,13 +41,13 @@ DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfigParts:
-    """A configuration taken apart.
+    """The parts of a configuration.
 
     Attributes:
-        deepspeed: complete and without our block, to be handed to DeepSpeed.
-        megalowbit: our block as it was written, with what stock blocks added.
-        settings: the engine's part of it, validated.
-        guesses: `key = value` of each `"auto"` for which nobody gave a value.
+        deepspeed: the complete configuration for DeepSpeed, without the `"megalowbit"` block.
+        megalowbit: the `"megalowbit"` block as written, plus the values from stock blocks.
+        settings: the engine's part of the block, validated.
+        guesses: `key = value` of each `"auto"` that was replaced by a default.
     """
 
     deepspeed: dict[str, Any]
@@ -57,7 +57,7 @@ class DeepSpeedConfigParts:
 
 
 def load_json(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object from a file; duplicate keys, NaN and Infinity are refused.
+    """Read a JSON object from a file; duplicate keys, NaN and Infinity are rejected.
 
     Raises:
         UserError: names the file and, for a syntax error, line and column.
@@ -73,17 +73,17 @@ def read_deepspeed_config(
     has_optimizer: bool = False,
     hidden_size: int | None = None,
 ) -> DeepSpeedConfigParts:
-    """Take a DeepSpeed configuration apart, check it and fill it in.
+    """Read a DeepSpeed configuration, check it and fill it in.
 
     Args:
-        config: a file, or its content, which is not changed.
-        world_size: data-parallel processes, for the arithmetic of batch sizes.
+        config: a file, or its content, which is not modified.
+        world_size: number of data-parallel processes, to check the batch sizes.
         total_steps: optimizer steps of the run, for `"auto"` in the schedule.
-        has_optimizer: the caller brings an optimizer, so the file need not describe one.
-        hidden_size: of the model, for `"auto"` in ZeRO's bucket sizes.
+        has_optimizer: the caller passes an optimizer, so the file need not describe one.
+        hidden_size: hidden size of the model, for `"auto"` in ZeRO's bucket sizes.
 
     Raises:
-        UserError: a line for each mistake, naming key, value and remedy.
+        UserError: one line for each mistake, with key, value and remedy.
     """
     raw = _copy(config) if isinstance(config, dict) else load_json(config)
     block = raw.pop(BLOCK, {})
@@ -110,7 +110,7 @@ def read_deepspeed_config(
     with problems.collect():
         settings = _read_settings(block)
         check_zero(raw, settings)
-    with problems.collect():  # what was not filled in because it is wrong has been reported
+    with problems.collect():  # an invalid key keeps its "auto", but has been reported already
         check_no_auto_left({key: raw[key] for key in raw if not problems or key not in FILLED_KEYS})
     problems.raise_any()
     guesses = guessed_values(written, raw, given_precision=given_precision, precision=settings.precision)
@@ -121,7 +121,7 @@ def _copy(config: dict[str, Any]) -> dict[str, Any]:
     try:
         return copy.deepcopy(config)
     except RecursionError:
-        raise UserError("the configuration is nested too deeply: give objects of a few levels") from None
+        raise UserError("the configuration is nested too deeply: use objects of a few levels") from None
 
 
 def _check_block_keys(block: dict[str, Any]) -> None:

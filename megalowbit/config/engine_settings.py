@@ -1,4 +1,4 @@
-"""What the engine reads from the `"megalowbit"` block: each option is declared here, once."""
+"""The keys of the `"megalowbit"` block that the engine reads, also without the pretraining loop."""
 
 from __future__ import annotations
 
@@ -23,38 +23,58 @@ from megalowbit.values import SettingsModel
 
 
 class EngineSettings(SettingsModel):
-    """What the engine reads from the `"megalowbit"` block.
+    """What the engine reads from the `"megalowbit"` block."""
 
-    Attributes:
-        precision: of parameters, activations and `.grad`; masters and gradient sums are fp32 in any case.
-            Left out, a stock `fp16` or `bf16` block decides; one that is explicitly off, with none on, means
-            fp32, as in DeepSpeed. Without either it is bf16.
-        grad_scaler: loss scale; by default dynamic with fp16 and none otherwise.
-        recipe: a recipe's name, or `{"base": name, …}`; None leaves the layers as they are.
-        regularizer: dual-range regulariser of the low-bit layers' weights; off by default.
-        gradient_norm: what `gradient_clipping` limits: the norm of all gradients, or the sum of the
-            parameters' norms, as Metis does.
-        layer_scaling: a factor of its own for the gradients of each block; off by default.
-        log_num_zeros_in_grad: count gradient elements that are exactly zero; one more pass over them.
-        autocast: run operations by class, see `optim.precision.op_classes`; off, all run in their inputs'
-            precision.
-        fp32_norms: layer and RMS norms keep fp32 parameters and compute in fp32.
-        watchdog: after how long a run that cannot go on ends.
-        lr_schedule: of the learning rate, instead of DeepSpeed's `scheduler`; None: that one, or none. Not
-            written out where there is none.
-    """
-
-    precision: Precision = Field(default="bf16", description="fp16, bf16 or fp32")
-    grad_scaler: AnyGradScalerSettings = NoScalerSettings()
-    recipe: str | dict[str, Any] | None = None
-    regularizer: RegularizerSettings = RegularizerSettings()
-    gradient_norm: Literal["global", "sum_of_norms"] = "global"
-    layer_scaling: LayerScalingSettings = LayerScalingSettings()
-    log_num_zeros_in_grad: bool = False
-    autocast: AutocastSettings = AutocastSettings(enabled=False)
-    fp32_norms: bool = False
-    watchdog: WatchdogSettings = WatchdogSettings()
-    lr_schedule: AnySchedule | None = Field(default=None, exclude_if=lambda value: value is None)
+    precision: Precision = Field(
+        default="bf16",
+        description="type of parameters, activations and `.grad`; master weights and gradient sums are "
+        "always fp32. If left out, DeepSpeed's `fp16` or `bf16` block decides: an enabled one sets its "
+        "precision, and one that is off, with none on, means fp32. Without such a block it is bf16",
+    )
+    grad_scaler: AnyGradScalerSettings = Field(
+        default=NoScalerSettings(),
+        description="the loss scale. A section without `type`, or none, is `dynamic` with fp16 and `none` "
+        "otherwise",
+    )
+    recipe: str | dict[str, Any] | None = Field(
+        default=None,
+        description="a recipe's name or a block, see [Recipes](#recipes). `null`: `mlb.initialize` leaves "
+        "the layers unchanged, a pretraining run takes `nvfp4`",
+    )
+    regularizer: RegularizerSettings = Field(
+        default=RegularizerSettings(),
+        description="dual-range regulariser of the low-bit layers' weights; off",
+    )
+    gradient_norm: Literal["global", "sum_of_norms"] = Field(
+        default="global",
+        description="what `gradient_clipping` limits and `grad_norm` reports: the norm of all gradients, "
+        "or the sum of the parameters' norms, as in Metis",
+    )
+    layer_scaling: LayerScalingSettings = Field(
+        default=LayerScalingSettings(), description="a separate factor for the gradients of each block; off"
+    )
+    log_num_zeros_in_grad: bool = Field(
+        default=False,
+        description="report `num_zeros`, the number of gradient elements that are exactly zero; costs "
+        "another pass over the gradients",
+    )
+    autocast: AutocastSettings = Field(
+        default=AutocastSettings(enabled=False),
+        description="`true`: norms, softmax, sums and losses run in fp32, products in half precision; or the "
+        "operations to move",
+    )
+    fp32_norms: bool = Field(
+        default=False, description="layer norms and RMS norms keep fp32 parameters and compute in fp32"
+    )
+    watchdog: WatchdogSettings = Field(
+        default=WatchdogSettings(), description="when to end a run that cannot continue, and how long to wait"
+    )
+    # left out of the resolved configuration if it is null
+    lr_schedule: AnySchedule | None = Field(
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="learning-rate schedule in the place of DeepSpeed's `scheduler`",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -72,7 +92,7 @@ class EngineSettings(SettingsModel):
     def _scaler_fits_the_precision(
         cls, value: GradScalerSettings, info: ValidationInfo
     ) -> GradScalerSettings:
-        if "precision" in info.data:  # it is not if it was invalid itself
+        if "precision" in info.data:  # missing if precision itself was invalid
             build_grad_scaler(value, info.data["precision"])
         return value
 
@@ -87,7 +107,7 @@ class EngineSettings(SettingsModel):
     @field_validator("regularizer")
     @classmethod
     def _regularizer_has_layers(cls, value: RegularizerSettings, info: ValidationInfo) -> RegularizerSettings:
-        # other recipes that quantise nothing are found out when layers are converted
+        # other recipes that quantise nothing are rejected when layers are converted
         if value.strength and info.data.get("recipe") == "bf16":
             raise ValueError('it acts on low-bit layers, and recipe "bf16" has none: set strength to 0')
         return value

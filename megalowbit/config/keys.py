@@ -1,8 +1,8 @@
-"""Which keys of a DeepSpeed configuration exist, and which of them this release cannot honour yet.
+"""The keys of a DeepSpeed configuration, and those that this release rejects.
 
-DeepSpeed ignores a top-level key it does not know, so a misspelt block is a run with other settings than the
-file says. The tables here are those of DeepSpeed 0.19.8; a contract test compares them with the installed
-one. Nested blocks are checked by DeepSpeed's own models, except those that are refused or read by us.
+DeepSpeed ignores unknown top-level keys, so a misspelt block would train with settings that the file does not
+have. The tables are those of DeepSpeed 0.19.8; a contract test compares them with the installed version.
+DeepSpeed's models check nested blocks, except those that megalowbit rejects or reads.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from megalowbit.config.values import RULES, unknown_key
 from megalowbit.errors import Problems, UserError, shown, unknown_name
 
 KNOWN_KEYS = frozenset(RULES)
-# Of the blocks that size a run: DeepSpeed's models know them too, but only once it is imported, and a dry run
-# that takes a misspelt stage for none sizes another run.
+# The keys of the blocks that determine the size of a run. DeepSpeed's models check them too, but only once it
+# is imported; a dry run that overlooked a misspelt stage would report the size of another run.
 ZERO_KEYS = frozenset(
     {
         "allgather_bucket_size",
@@ -74,7 +74,7 @@ ZERO_KEYS = frozenset(
 )
 NESTED_KEYS = {"zero_optimization": ZERO_KEYS, "tensor_parallel": frozenset({"autotp_size"})}
 
-# DeepSpeed 0.19.8 raises on these itself, after seconds of imports.
+# DeepSpeed 0.19.8 raises an error for these itself, but only after seconds of imports.
 REMOVED_KEYS = frozenset(
     {
         "amp",
@@ -100,7 +100,7 @@ def _is_sharded(value: Any) -> bool:
     return isinstance(value, bool) or value not in (None, 0, 1)
 
 
-def _is_no_fp32(value: Any) -> bool:
+def _is_not_fp32(value: Any) -> bool:
     return value not in (None, "fp32", "float32", "torch.float32", "float")
 
 
@@ -108,10 +108,10 @@ def _is_any_on(value: Any) -> bool:
     return any(map(_is_on, value.values())) if isinstance(value, Mapping) else _is_on(value)
 
 
-# dotted key, when it is refused, what to do instead
+# dotted key, whether a value is rejected, reason and remedy
 REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *(
-        (f"tensor_parallel.{key}", _is_on, "models are cut by a plan of our own: remove it")
+        (f"tensor_parallel.{key}", _is_on, "megalowbit shards models by its tensor-parallel plan: remove it")
         for key in ("partition_config", "preset_model", "vocab_parallel_lm_head", "tp_overlap_comm")
     ),
     *(
@@ -131,7 +131,7 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "tensor_parallel.vocab_parallel_ce_backend",
         lambda value: value not in (None, "torch"),
-        "the vocabulary is not cut: remove it",
+        "the vocabulary is not sharded: remove it",
     ),
     ("sequence_parallel_size", _is_sharded, "sequence parallelism is not supported yet: remove it"),
     (
@@ -147,34 +147,40 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("weight_quantization", _is_on, 'it is for inference: use megalowbit.recipe, for example "nvfp4"'),
     ("torch_autocast.enabled", _is_on, 'set it to false and megalowbit.precision to "bf16" or "fp16"'),
     ("data_types.param_dtype", _is_on, "use megalowbit.precision instead"),
-    ("data_types.grad_accum_dtype", _is_no_fp32, 'gradients always add up in fp32: set it to "fp32"'),
+    ("data_types.grad_accum_dtype", _is_not_fp32, 'gradients are always summed in fp32: set it to "fp32"'),
     (
         "managed_gradient_accumulation",
         lambda value: value not in (None, True),
-        "boundaries are counted by the engine: remove it and set gradient_accumulation_steps",
+        "the engine counts micro-batches: remove it and set gradient_accumulation_steps",
     ),
     (
         "activation_checkpointing",
         _is_any_on,
-        "Hugging Face models never call DeepSpeed's checkpointing, nothing would be saved: remove it",
+        "Hugging Face models never call DeepSpeed's checkpointing, so it would save no memory: remove it",
     ),
     ("checkpoint.writer", _is_on, "checkpoints are written atomically by megalowbit: remove it"),
     ("checkpoint.load_universal", _is_on, "universal checkpoints are not supported yet: remove it"),
-    ("checkpoint.use_node_local_storage", _is_on, "checkpoints need a folder all nodes share: remove it"),
+    (
+        "checkpoint.use_node_local_storage",
+        _is_on,
+        "checkpoints need a folder that all nodes share: remove it",
+    ),
     ("checkpoint.parallel_write", _is_on, "checkpoints are written by rank 0: remove it"),
     ("datastates_ckpt", _is_on, "checkpoints are written atomically by megalowbit: remove it"),
 )
-# Values that are DeepSpeed's own and do not ask us to fill anything in.
+# Keys for which "auto" is a value of DeepSpeed and is not filled in.
 AUTO_OF_DEEPSPEED = frozenset({"data_types.keep_in_fp32_modules"})
 
 
 def check_keys(config: Mapping[str, Any], ours: Iterable[str] = ()) -> None:
-    """Refuse unknown top-level keys and everything that is not possible yet.
+    """Reject unknown top-level keys and unsupported values.
 
-    `config` lacks the `"megalowbit"` block, whose keys, `ours`, may have been written one level too high.
+    Args:
+        config: the configuration without its `"megalowbit"` block.
+        ours: keys of that block, to recognise one that was written one level too high.
 
     Raises:
-        UserError: names the key, its value and what to write instead.
+        UserError: names the key, its value and the remedy.
     """
     problems = Problems()
     ours = tuple(ours)
@@ -196,12 +202,12 @@ def check_keys(config: Mapping[str, Any], ours: Iterable[str] = ()) -> None:
 
 def _unknown_key(key: str, ours: tuple[str, ...]) -> UserError:
     if key in ours:
-        return UserError(f'unknown key {key!r}: it belongs into the "megalowbit" block, megalowbit.{key}')
+        return UserError(f'unknown key {key!r}: move it into the "megalowbit" block, megalowbit.{key}')
     return unknown_name("key", key, sorted([*KNOWN_KEYS, "megalowbit"]))
 
 
 def _check_nested(block: str, values: Any, known: frozenset[str], problems: Problems) -> None:
-    if not isinstance(values, Mapping):  # a wrong type is found where types are checked
+    if not isinstance(values, Mapping):  # `check_values` reports a wrong type
         return
     refused = {dotted.removeprefix(f"{block}.") for dotted, _, _ in REFUSED}
     for key in values:
@@ -210,7 +216,7 @@ def _check_nested(block: str, values: Any, known: frozenset[str], problems: Prob
 
 
 def check_no_auto_left(config: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuse `"auto"` where nothing fills it in; DeepSpeed would fail on it, or take it for a name.
+    """Reject every `"auto"` that was not filled in; DeepSpeed would fail on it, or read it as a name.
 
     Raises:
         UserError: names the key.

@@ -1,13 +1,12 @@
-"""`optimizer` and `scheduler` of a DeepSpeed configuration: names, parameters and what `"auto"` stands for.
+"""`optimizer` and `scheduler` of a DeepSpeed configuration: names, parameters and the values of `"auto"`.
 
-The optimizer inside ours is always torch's fused one, on CPUs too: DeepSpeed's own CPU Adam compiles for
-minutes and gains nothing here. Its name in the file stays DeepSpeed's, and so does the meaning of `Adam`,
-which there is AdamW unless `adam_w_mode` is false. Not covered: Lamb, Lion, Muon and the 1-bit optimizers.
+The update always runs in torch's fused optimizer, also on CPUs: DeepSpeed's CPU Adam compiles for minutes and
+is no faster here. Names keep DeepSpeed's meaning: `Adam` is AdamW unless `adam_w_mode` is false. Not covered:
+Lamb, Lion, Muon and the 1-bit optimizers.
 
-`"auto"` stands for: `lr` 3e-4, `betas` [0.9, 0.95], `eps` 1e-8, `weight_decay` 0.1, `momentum` 0;
-schedulers: `warmup_min_lr` and `warmup_min_ratio` 0, `warmup_max_lr` (and `max_lr`) the optimizer's `lr`,
-`warmup_num_steps` one hundredth of all steps, `cos_min_ratio` 0.1, `total_num_steps` (and torch's
-`total_steps`, `total_iters`, `T_max`) all steps. `mlb.initialize` names those that were guessed.
+`OPTIMIZER_AUTO` and `SCHEDULER_AUTO` hold the values of `"auto"`. In addition, `warmup_max_lr` and `max_lr`
+become the optimizer's `lr`, `warmup_num_steps` one hundredth of all steps, and `total_num_steps` and torch's
+`total_steps`, `total_iters` and `T_max` all steps. `mlb.initialize` lists the values that were guessed.
 """
 
 from __future__ import annotations
@@ -19,31 +18,40 @@ from pydantic import Field, ValidationError
 from megalowbit.config.values import check_value, unknown_key
 from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
 from megalowbit.json_text import is_finite_number
-from megalowbit.optim.schedules.factors import wants_total_steps
+from megalowbit.optim.schedules.factors import needs_total_steps
 from megalowbit.values import LARGEST, SettingsModel, is_count
 
 
 class AdamParams(SettingsModel):
     """`optimizer.params` of AdamW and Adam."""
 
-    lr: float = Field(default=1e-3, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    amsgrad: bool = False
-    adam_w_mode: bool = True
-    bias_correction: bool = True
-    torch_adam: bool = True
+    lr: float = Field(default=1e-3, ge=0, description="learning rate")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="decay of the first and second moment; each in [0, 1)"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay of matrices")
+    amsgrad: bool = Field(default=False, description="use the maximum of all second moments so far")
+    adam_w_mode: bool = Field(
+        default=True,
+        description="decoupled weight decay (AdamW). `false`: the decay is added to the gradient",
+    )
+    bias_correction: bool = Field(default=True, description="must be `true`")
+    torch_adam: bool = Field(
+        default=True, description="accepted for DeepSpeed; torch's fused optimizer always runs"
+    )
 
 
 class SGDParams(SettingsModel):
     """`optimizer.params` of SGD."""
 
-    lr: float = Field(default=1e-3, ge=0)
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    dampening: float = Field(default=0.0, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0)
-    nesterov: bool = False
+    lr: float = Field(default=1e-3, ge=0, description="learning rate")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum")
+    dampening: float = Field(default=0.0, ge=0, lt=1, description="dampening of the momentum")
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay of matrices")
+    nesterov: bool = Field(
+        default=False, description="Nesterov momentum; needs `momentum` > 0 and `dampening` 0"
+    )
 
 
 OPTIMIZERS: dict[str, type[AdamParams] | type[SGDParams]] = {
@@ -60,7 +68,7 @@ REPLACED_BY_ADAMW = (
     "DecoupledAdamW",
     "adamw_torch",
 )
-# known to DeepSpeed, torch or transformers; made by the user, if at all
+# known to DeepSpeed, torch or transformers; a user can construct them and pass them to mlb.initialize
 BROUGHT_BY_USER = (
     "Muon", "Lion", "FusedLion", "DeepSpeedCPULion", "Lamb", "FusedLamb", "Adafactor", "Adagrad",
     "DeepSpeedCPUAdagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "LBFGS",
@@ -114,11 +122,11 @@ SCHEDULERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("total_steps", "pct_start", "anneal_strategy", "cycle_momentum", "div_factor", "final_div_factor"),
     ),
 }  # fmt: skip
-SWITCHES = ("cycle_momentum", "lr_range_test_staircase")  # the only parameters that are true or false
+SWITCHES = ("cycle_momentum", "lr_range_test_staircase")  # the only boolean parameters
 ALL_STEPS = ("total_num_steps", "total_steps", "total_iters", "T_max")
 COUNTS = ("warmup_num_steps", *ALL_STEPS, "step_size", "T_0", "T_mult", "lr_range_test_step_size")
 RATIOS = ("warmup_min_ratio", "cos_min_ratio")
-LISTS = ("cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr", "max_lr", "milestones")  # or numbers
+LISTS = ("cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr", "max_lr", "milestones")  # or one number
 NULLABLE = ("warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count")
 NAMES = {"warmup_type": ("log", "linear"), "anneal_strategy": ("cos", "linear")}
 SCHEDULER_AUTO = {"warmup_min_lr": 0.0, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.1, "warmup_type": "log"}
@@ -166,7 +174,7 @@ def fill_optimizer(config: dict[str, Any]) -> None:
 def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
     """Validate `scheduler`, if there is one, and replace its `"auto"` values, in place.
 
-    A filled `optimizer` has the learning rate that some parameters stand for.
+    Call `fill_optimizer` first: some `"auto"` values become the optimizer's learning rate.
 
     Raises:
         UserError: names the wrong key or value, or an `"auto"` that needs `total_steps`.
@@ -198,17 +206,17 @@ def fill_scheduler(config: dict[str, Any], total_steps: int | None) -> None:
 
 
 def fill_lr_schedule(config: dict[str, Any], block: dict[str, Any], total_steps: int | None) -> None:
-    """Fill in `total_steps` of the schedule in our `block`, if there is one, in place.
+    """Fill in `total_steps` of the `lr_schedule` in the `"megalowbit"` block, if there is one, in place.
 
     Raises:
-        UserError: DeepSpeed's `scheduler` is there, too, or the steps are not known.
+        UserError: DeepSpeed's `scheduler` is set too, or the number of steps is not known.
     """
     section = block.get("lr_schedule")
     if section is None:
         return
-    is_auto = isinstance(section, dict) and wants_total_steps(section)
+    is_auto = isinstance(section, dict) and needs_total_steps(section)
     if is_auto:
-        # a number in any case: what else is wrong with the section is found by its settings
+        # always a number, so that validating the section finds its other mistakes
         block["lr_schedule"] = {**section, "total_steps": LARGEST if total_steps is None else total_steps}
     if config.get("scheduler") is not None:
         raise UserError("scheduler and megalowbit.lr_schedule both set the learning rate: remove one of them")
@@ -224,7 +232,7 @@ def _unknown_steps(key: str) -> UserError:
 
 
 def _lr_of(config: dict[str, Any]) -> float | None:
-    """The learning rate of the optimizer's block, which may be none or wrong."""
+    """The learning rate in the optimizer's block; None if it is missing or invalid."""
     node: Any = config.get("optimizer")
     for key in ("params", "lr"):
         node = node.get(key) if isinstance(node, dict) else None
@@ -232,7 +240,7 @@ def _lr_of(config: dict[str, Any]) -> float | None:
 
 
 def _unknown_optimizer(name: object) -> UserError:
-    """The way in for an optimizer that we do not make, or the nearest name for one that nobody knows."""
+    """How to pass an optimizer that a configuration cannot name; the nearest name if it is unknown."""
     remedy = (
         "remove the block and pass a torch optimizer, or a callable from parameters to one, as optimizer= "
         "to mlb.initialize"
@@ -272,7 +280,7 @@ def _params(block: dict[str, Any], name: str) -> dict[str, Any]:
     return params
 
 
-def _has_truth_value(value: Any) -> bool:
+def _has_boolean(value: Any) -> bool:
     return any(isinstance(one, bool) for one in (value if isinstance(value, (list, tuple)) else [value]))
 
 
@@ -286,7 +294,7 @@ def _check_scheduler_value(key: str, value: Any) -> None:
         check_value(what, value, isinstance(value, bool), "true or false")
     elif value is None and key in NULLABLE:
         return
-    elif _has_truth_value(value):
+    elif _has_boolean(value):
         raise UserError(f"{what} = {shown(value)} is not valid: write a number")
     else:
         is_number = all(is_finite_number(one) and one >= 0 for one in values)

@@ -1,7 +1,7 @@
-"""DeepSpeed's `pipeline` block: its keys, checked one by one, and what cannot be combined with stages.
+"""DeepSpeed's `pipeline` block: its keys, and the settings that cannot be combined with stages.
 
-DeepSpeed 0.19.8 reads the block without a model of its own: an unknown key is ignored, and `stages` and
-`partition` are ignored as well, since its users cut the model in code. Here both mean what they say.
+DeepSpeed 0.19.8 does not validate the block: it ignores unknown keys, and also `stages` and `partition`,
+because its users partition the model in code. megalowbit partitions the model as these two keys say.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ DEFAULTS: dict[str, Any] = {
 PARTITIONS = (BEST, "parameters", "uniform", "type:block")
 # keys that must have this value, and why
 FIXED = {
-    "seed_layers": "weights are made before the model is cut",
-    "use_reentrant": "reentrant recomputation needs inputs that are no integers",
+    "seed_layers": "weights are initialised before the model is partitioned",
+    "use_reentrant": "reentrant recomputation does not work with integer inputs",
 }
 
 
 def fill_pipeline(config: dict[str, Any]) -> None:
-    """Check the block of a configuration and fill in, in place, what it leaves out; no block stays none.
+    """Check the `pipeline` block, if there is one, and fill in its defaults, in place.
 
     Raises:
-        UserError: names the key, its value and what it must be.
+        UserError: names the key, its value and the valid values.
     """
     block = config.get("pipeline")
-    if not block or not isinstance(block, Mapping):  # a wrong type is found where types are checked
+    if not block or not isinstance(block, Mapping):  # `check_values` reports a wrong type
         return
     problems = Problems()
     for key, value in block.items():
@@ -69,34 +69,34 @@ def _check_key(key: str, value: Any) -> None:
 
 
 def set_by_user(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a filled configuration sets in the block to other values than the defaults."""
+    """The keys of the block in a filled configuration whose values are not the defaults."""
     block = config.get("pipeline") or {}
     return {key: value for key, value in block.items() if value != DEFAULTS[key]}
 
 
 def stages_of(config: Mapping[str, Any]) -> int:
-    """Stages that a filled configuration asks for."""
+    """The number of stages in a filled configuration."""
     stages: int = (config.get("pipeline") or DEFAULTS)["stages"]
     return stages
 
 
 def partition_of(config: Mapping[str, Any]) -> str:
-    """DeepSpeed's name of the partition that a filled configuration asks for."""
+    """DeepSpeed's name of the partition method in a filled configuration."""
     partition: str = (config.get("pipeline") or DEFAULTS)["partition"]
     return "parameters" if partition == BEST else partition
 
 
 def interval_of(config: Mapping[str, Any]) -> int:
-    """Blocks per recomputed segment in a filled configuration."""
+    """The number of blocks in a recomputed segment, in a filled configuration."""
     interval: int = (config.get("pipeline") or DEFAULTS)["activation_checkpoint_interval"]
     return interval
 
 
-def check_beside_stages(config: Mapping[str, Any], settings: EngineSettings, stages: int) -> None:
-    """Refuse what needs all layers in one process, where a pipeline has more than one stage.
+def check_pipeline(config: Mapping[str, Any], settings: EngineSettings, stages: int) -> None:
+    """If the pipeline has more than one stage, reject settings that need all layers in one process.
 
     Raises:
-        UserError: names key and value, and what to set.
+        UserError: names the key, its value and the remedy.
     """
     if stages <= 1:
         return

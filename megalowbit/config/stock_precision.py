@@ -1,9 +1,9 @@
-"""DeepSpeed's `fp16` and `bf16` blocks, read as our precision and grad scaler.
+"""Translates DeepSpeed's `fp16` and `bf16` blocks into `precision` and `grad_scaler`.
 
-A configuration written for plain DeepSpeed should run here unchanged, but DeepSpeed must not see these
-blocks: it would wrap our optimizer in its own. So they are translated and taken out. Where they say
-something that has no counterpart here, the message says so; where they say nothing, DeepSpeed's defaults
-hold (2**16, not 2**32). A block that is explicitly off, with none on, means fp32 unless our block says more.
+A configuration written for plain DeepSpeed should run unchanged. DeepSpeed must not see these blocks, because
+it would wrap our optimizer in another one, so they are removed after translation. A key without a counterpart
+is an error that names it. Keys left out have DeepSpeed's defaults (an initial scale of 2**16, not 2**32). A
+block that is explicitly off, with none on, means fp32 unless the `"megalowbit"` block has a precision.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIXED = {
     "bf16_master_weights_and_grads": (False, "masters are fp32"),
     "bf16_optimizer_states": (False, "optimizer states are fp32"),
 }
-# keys whose value makes no difference, and why
+# keys whose value has no effect, and why
 IGNORED = {
     "immediate_grad_update": "gradients are always added to fp32 as soon as they exist",
     "check_grad_overflow": "non-finite gradients are always skipped",
@@ -47,16 +47,18 @@ KEYS = {
 
 
 def take_stock_precision(config: dict[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the stock blocks from `config`, in place, and return what they add to our `block`.
+    """Remove the stock blocks from `config`, in place, and return what they add to the `"megalowbit"` block.
 
-    The two must agree.
+    Args:
+        config: DeepSpeed's keys.
+        block: the `"megalowbit"` block, which must not contradict the stock blocks.
 
     Returns:
-        `precision` and, for fp16, `grad_scaler`; empty if no stock block says anything about them.
+        `precision` and, for fp16, `grad_scaler`; empty if no stock block sets them.
 
     Raises:
-        UserError: two blocks are enabled, a key is unknown or has no counterpart, or our block says
-        otherwise.
+        UserError: two blocks are enabled, a key is unknown or has no counterpart, or `block` contradicts
+            them.
     """
     if "bf16" in config and "bfloat16" in config:
         raise UserError("bf16 and bfloat16 are two names of one block: remove bfloat16")

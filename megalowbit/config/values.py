@@ -1,8 +1,9 @@
-"""Types and ranges of DeepSpeed's top-level values, checked before DeepSpeed is imported.
+"""Checks types and ranges of DeepSpeed's top-level values, before DeepSpeed is imported.
 
 DeepSpeed reads most of them with `dict.get` and uses them seconds or steps later: `steps_per_print = 0`
-divides by zero in the first step, a list where an object belongs is an `AttributeError`, a predivide factor
-of 1e-300 is infinite in fp32. What has keys of its own and a pydantic model in DeepSpeed is checked there.
+divides by zero in the first step, a list in the place of an object is an `AttributeError`, and the inverse of
+a predivide factor of 1e-300 is infinite in fp32. Blocks that have a pydantic model in DeepSpeed are checked
+there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megalowbit.values import is_count
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 ALLREDUCE_OPS = ("mean", "sum")
 COMMUNICATION_DTYPES = ("fp32", "fp16", "bf16")
-# gradients are multiplied by the factor and by its inverse, in fp32: both must leave room for them
+# gradients are multiplied by the factor and by its inverse in fp32; neither product may overflow or underflow
 PREDIVIDE_RANGE = (1e-6, 1e6)
 MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 Rule = Callable[[str, Any], None]  # takes key and value, raises UserError
@@ -31,7 +32,7 @@ def check_value(key: str, value: object, is_valid: bool, rule: str) -> None:
 
 
 def unknown_key(block: str, key: str, known: Iterable[str]) -> UserError:
-    """The error for a key of a block that is none of its `known` ones."""
+    """The error for a key that is not among the `known` keys of its block."""
     return unknown_name("key", f"{block}.{key}", [f"{block}.{name}" for name in known])
 
 
@@ -40,7 +41,7 @@ def _object(key: str, value: Any) -> None:
 
 
 def _object_or_switch(key: str, value: Any) -> None:
-    if not isinstance(value, bool):  # DeepSpeed's old way to choose ZeRO stage 0 or 1
+    if not isinstance(value, bool):  # DeepSpeed's old form of ZeRO stage 0 or 1
         _object(key, value)
 
 
@@ -61,15 +62,15 @@ def _predivide_factor(key: str, value: Any) -> None:
 def _one_of(names: Sequence[str], *, is_nullable: bool = True) -> Rule:
     def check(key: str, value: Any) -> None:
         is_default = value is None and is_nullable
-        # DeepSpeed takes capitals too
+        # DeepSpeed accepts upper case too
         if not is_default and (not isinstance(value, str) or value.lower() not in names):
             raise unknown_name(key, value, names)
 
     return check
 
 
-# What DeepSpeedConfig and deepspeed.initialize read from the top level, removed features left out; None: what
-# it may hold is checked where the key is refused or filled in.
+# The top-level keys that DeepSpeedConfig and deepspeed.initialize read, without removed features. None: the
+# value is checked elsewhere, where the key is rejected or filled in.
 RULES: dict[str, Rule | None] = {
     "activation_checkpointing": _object,
     "aio": _object,
@@ -126,12 +127,12 @@ RULES: dict[str, Rule | None] = {
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Refuse top-level values of a wrong type or out of range.
+    """Reject top-level values of a wrong type or out of range.
 
-    Unknown keys are not looked at, see `keys`.
+    Unknown keys are ignored here; `keys` rejects them.
 
     Raises:
-        UserError: names the key, its value and what it must be.
+        UserError: names the key, its value and the valid values.
     """
     problems = Problems()
     for key, value in config.items():
@@ -156,5 +157,5 @@ def _check_monitor(key: str, block: Any, package: str) -> None:
 
 def _is_installed(package: str) -> bool:
     spec = importlib.util.find_spec(package)
-    # without an origin it is no package but a folder of that name, such as the ./wandb of earlier runs
+    # without an origin it is a mere folder of that name, such as the ./wandb of earlier runs
     return spec is not None and spec.origin is not None

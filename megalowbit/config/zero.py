@@ -1,9 +1,9 @@
-"""What of a configuration goes together with ZeRO stages 1 to 3, and what is refused there.
+"""Checks which settings can be combined with ZeRO stages 1 to 3.
 
-Half of `zero_optimization` is there to save bytes in ways that change what is computed, or that this
-package's checkpoints and exact masters cannot follow; and some of ours needs gradients or weights that are
-whole on every rank. All of it is refused by name, since DeepSpeed would ignore some of it. What does not
-concern results (bucket sizes, prefetching, thresholds, overlap) is DeepSpeed's own.
+Many keys of `zero_optimization` save memory in ways that change the results, or that megalowbit's checkpoints
+and exact master weights do not support. Some of megalowbit's settings need full gradients or weights on every
+rank. Each is rejected by name, because DeepSpeed would ignore some of them. Keys that do not affect results
+(bucket sizes, prefetching, thresholds, overlap) are passed on to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from megalowbit.errors import Problems, UserError, shown
 
 BLOCK = "zero_optimization"
 STAGES = (0, 1, 2, 3)
-# They look at a parameter's shape, or DeepSpeed makes them anew without their groups: on flat pieces they
-# would be other optimizers.
+# These optimizers use a parameter's shape, or DeepSpeed constructs them again without their groups: on flat
+# shards they would compute another update.
 NOT_ELEMENTWISE = frozenset({"adafactor", "adagrad", "lamb", "lbfgs", "muon", "sparseadam"})
 
-# key of the block, values that are refused, what to do instead
+# key of the block, rejected value, reason and remedy
 REFUSED_VALUES: tuple[tuple[str, Any, str], ...] = (
     ("cpu_offload", True, 'it is an old name: write "offload_optimizer": {"device": "cpu"}'),
     ("cpu_offload_param", True, 'it is an old name: write "offload_param": {"device": "cpu"}'),
     ("zero_quantized_weights", True, "weights would be rounded a second time: remove it"),
     ("zero_quantized_nontrainable_weights", True, "weights would be rounded a second time: remove it"),
     ("zero_quantized_gradients", True, "gradients are reduced in fp32: remove it"),
-    ("elastic_checkpoint", True, "checkpoints have one layout, that of the run: remove it"),
-    ("legacy_stage1", True, "DeepSpeed has removed it: remove it"),
-    ("compute_grad_norm", False, "overflows are found by the norm: remove it"),
+    ("elastic_checkpoint", True, "checkpoints have the layout of the run: remove it"),
+    ("legacy_stage1", True, "DeepSpeed no longer has it: remove it"),
+    ("compute_grad_norm", False, "overflows are detected by the norm: remove it"),
     ("round_robin_gradients", True, "gradients are measured in the order of the parameters: remove it"),
     ("load_from_fp32_weights", False, "masters would be loaded from rounded weights: remove it"),
 )
-# what DeepSpeed's reader takes for a truth value beside true and false
-TRUTH_WORDS = {True: ("1", "on", "t", "true", "y", "yes"), False: ("0", "off", "f", "false", "n", "no")}
+# strings that DeepSpeed reads as booleans
+BOOLEAN_WORDS = {True: ("1", "on", "t", "true", "y", "yes"), False: ("0", "off", "f", "false", "n", "no")}
 # in elements, by hidden size: as transformers 5.23 fills them (integrations/deepspeed.py)
 SIZES: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda size: size * size,
@@ -46,9 +46,9 @@ OFFLOAD = ("offload_optimizer", "offload_param")
 
 
 def fill_zero(config: dict[str, Any], hidden_size: int | None = None) -> None:
-    """Write DeepSpeed's old way to choose stage 0 in the new one, and sizes for `"auto"`, in place.
+    """Replace DeepSpeed's old form of stage 0, and `"auto"` bucket sizes, in place.
 
-    Without the model's hidden size, `"auto"` stays as it is.
+    Without the model's hidden size, `"auto"` remains.
     """
     if config.get(BLOCK) is False:
         config[BLOCK] = {"stage": 0}
@@ -58,33 +58,35 @@ def fill_zero(config: dict[str, Any], hidden_size: int | None = None) -> None:
 
 
 def auto_sizes(config: Mapping[str, Any]) -> list[str]:
-    """Keys of the block that are to be filled in from the model's hidden size."""
+    """Keys of the block whose `"auto"` depends on the model's hidden size."""
     block = config.get(BLOCK)
     return [key for key in SIZES if block.get(key) == "auto"] if isinstance(block, Mapping) else []
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
-    """The ZeRO stage that a configuration asks for, in either of DeepSpeed's ways; none is stage 0.
+    """The ZeRO stage of a configuration, in either of DeepSpeed's forms; 0 without the block.
 
     Raises:
-        UserError: it is no stage.
+        UserError: it is not a valid stage.
     """
     block = config.get(BLOCK)
     stage = block.get("stage") if isinstance(block, Mapping) else int(block is True)
     if stage is None:
         return 0
     if isinstance(stage, bool) or stage not in STAGES:
-        raise UserError(f"{BLOCK}.stage = {shown(stage)} is no stage: use 0, 1, 2 or 3")
+        raise UserError(f"{BLOCK}.stage = {shown(stage)} is not a stage: use 0, 1, 2 or 3")
     return int(stage)
 
 
 def check_zero(config: Mapping[str, Any], settings: EngineSettings) -> None:
-    """Refuse what does not work at the ZeRO stage that is asked for.
+    """Reject settings that the configured ZeRO stage does not support.
 
-    `config` lacks the `"megalowbit"` block, which has been read into `settings`.
+    Args:
+        config: the configuration without its `"megalowbit"` block.
+        settings: that block.
 
     Raises:
-        UserError: names the key, its value and what to write instead.
+        UserError: names the key, its value and the remedy.
     """
     block = config.get(BLOCK)
     if not isinstance(block, Mapping):
@@ -113,14 +115,14 @@ def check_zero(config: Mapping[str, Any], settings: EngineSettings) -> None:
 
 
 def check_parameter_split(config: Mapping[str, Any], recipe: object) -> None:
-    """Refuse weights split into parameters under ZeRO, whose stages shard the masters it needs whole.
+    """Reject `parameter_split` with ZeRO: it needs full master weights, which ZeRO's stages shard.
 
     Args:
         config: the configuration without its `"megalowbit"` block.
-        recipe: as the block has it: a name (no named recipe splits parameters), a block or None.
+        recipe: the key `recipe`: a name (no named recipe splits parameters), a block or None.
 
     Raises:
-        UserError: both are asked for.
+        UserError: the recipe has `parameter_split` and the stage is 1 or more.
     """
     stage = zero_stage(config)
     if stage == 0:
@@ -130,17 +132,17 @@ def check_parameter_split(config: Mapping[str, Any], recipe: object) -> None:
             if recipe["parameter_split"] is not None:
                 raise UserError(
                     f"zero_optimization.stage = {stage!r} cannot be used with parameter_split in the recipe, "
-                    "which needs parameters that are whole on every rank: set zero_optimization.stage 0; "
-                    "from stage 1 on use split_weight (the in-time split)"
+                    "which needs full parameters on every rank: set zero_optimization.stage to 0, or use "
+                    "split_weight (the in-time split)"
                 )
             return
         recipe = recipe.get("base")
 
 
 def _is_switched(value: object, to: bool) -> bool:
-    """Whether DeepSpeed's reader takes a value for `to`."""
+    """Whether DeepSpeed reads a value as the boolean `to`."""
     if isinstance(value, str):
-        return value.lower() in TRUTH_WORDS[to]
+        return value.lower() in BOOLEAN_WORDS[to]
     return isinstance(value, int | float) and value == to
 
 
@@ -161,37 +163,37 @@ def _check_offload(key: str, offload: Any, stage: int) -> None:
     ratio = offload.get("ratio", 1)
     if isinstance(ratio, bool) or ratio != 1:
         raise UserError(
-            f"{BLOCK}.{key}.ratio = {shown(ratio)} would step the rest with another optimizer: remove it"
+            f"{BLOCK}.{key}.ratio = {shown(ratio)} would use another optimizer for the rest: remove it"
         )
     if offload.get("super_offload"):
-        raise UserError(f"{BLOCK}.{key}.super_offload = true brings an optimizer of its own: remove it")
+        raise UserError(f"{BLOCK}.{key}.super_offload = true uses another optimizer: remove it")
 
 
 def _check_block(block: Mapping[str, Any]) -> None:
     if block.get("zenflow") not in (None, False, {}):
-        raise UserError(f"{BLOCK}.zenflow applies gradients late and in part: remove it")
+        raise UserError(f"{BLOCK}.zenflow applies gradients late and only partly: remove it")
     for key in ("stage3_module_granularity_threshold", "module_granularity_threshold"):
         if block.get(key) not in (None, 0):
             raise UserError(
-                f"{BLOCK}.{key} = {block[key]!r} fetches whole modules, and DeepSpeed's step then fails: "
+                f"{BLOCK}.{key} = {block[key]!r} fetches full modules, and DeepSpeed's step then fails: "
                 'remove it, or name modules in "leaf_module"'
             )
     for key in ("zero_hpz_partition_size", "mics_shard_size"):
         if block.get(key, 1) not in (None, -1, 0, 1):
-            raise UserError(f"{BLOCK}.{key} = {block[key]!r} keeps further copies of weights: remove it")
+            raise UserError(f"{BLOCK}.{key} = {block[key]!r} keeps additional copies of weights: remove it")
 
 
 def _check_settings(stage: int, settings: EngineSettings) -> None:
     if settings.layer_scaling.enabled:
         raise UserError(
-            f"megalowbit.layer_scaling cannot be used with {BLOCK}.stage {stage}, whose gradients of all "
-            "blocks share one buffer in one scale: set layer_scaling.enabled to false, or stage to 0"
+            f"megalowbit.layer_scaling cannot be used with {BLOCK}.stage {stage}, where the gradients of all "
+            "blocks share one buffer and one scale: set layer_scaling.enabled to false, or stage to 0"
         )
     moved = (*settings.autocast.float32, *settings.autocast.promote)
     if stage == 3 and settings.autocast.enabled and "linear" in moved:
         raise UserError(
-            f"megalowbit.autocast cannot move linear with {BLOCK}.stage 3, where DeepSpeed puts a function "
-            "of its own in its place: leave it in float16, or set stage to 2"
+            f"megalowbit.autocast cannot move linear with {BLOCK}.stage 3, where DeepSpeed replaces that "
+            "function: leave it in float16, or set stage to 2"
         )
     if settings.fp32_norms:
         raise UserError(
@@ -205,7 +207,7 @@ def _check_config(config: Mapping[str, Any], stage: int) -> None:
     kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if isinstance(kind, str) and kind.lower() in NOT_ELEMENTWISE:
         raise UserError(
-            f"optimizer.type = {kind!r} does not work element by element, as ZeRO's flat pieces need it: "
+            f"optimizer.type = {kind!r} does not work element by element, which ZeRO's flat shards require: "
             f"set {BLOCK}.stage to 0, or use AdamW"
         )
     if str(config.get("gradient_allreduce_op", "mean")).lower() == "sum":

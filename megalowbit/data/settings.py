@@ -1,7 +1,7 @@
-"""The `"data"` section of the configuration: which text, which tokenizer, how long a sequence.
+"""Settings of the section `data`: the corpus, the tokenizer and the sequence length.
 
-Only types and combinations are checked here, because this module is read before torch is imported; whether
-files and folders exist is said by `sources.open_corpus` and `tokenize.build_tokenizer`, which open them.
+Imported without torch. Only types and combinations are checked here; `sources.open_corpus` and
+`tokenize.build_tokenizer` check the files and folders when they open them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from pydantic import ConfigDict, Field, model_validator
 
 from megalowbit.errors import UserError
-from megalowbit.values import SettingsModel
+from megalowbit.values import SettingsModel, unit
 
 BYTE_TOKENIZER = "byte"
 BPE_TOKENIZER = "bpe"
 # A byte-level BPE starts from the 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
-# Far beyond any use; the library ends the process, without an exception, where it cannot allocate.
+# Far above any practical size. If the tokenizers library cannot allocate memory, it aborts the process.
 LIMIT_OF_BPE = 2**24
 
 
@@ -32,32 +32,58 @@ def default_cache_dir() -> Path:
 
 
 class DataSettings(SettingsModel):
-    """`"data"`: the text and how it becomes sequences of token ids.
-
-    Attributes:
-        corpus: `"stdlib"` (the sources of the running Python's standard library), a `.txt`, `.jsonl` or
-            `.parquet` file, a folder of them, or the name of a Hugging Face data set.
-        corpus_config: configuration of a Hugging Face data set (`"wikitext-2-raw-v1"`).
-        split: split of a Hugging Face data set, in its own notation (`"train[:10%]"`).
-        text_field: name of the field or column that holds the text (jsonl, parquet, Hugging Face).
-        tokenizer: `"byte"`, `"bpe"` (trained on the corpus) or a folder with a Hugging Face tokenizer.
-        vocab_size: size of the vocabulary to train; for `"bpe"` only.
-        sequence_length: tokens per sample.
-        cache_dir: where tokenised corpora and trained tokenizers are kept.
-        seed: decides the order of the samples.
-    """
+    """The text, and how it becomes sequences of token ids."""
 
     model_config = ConfigDict(validate_default=True)
 
-    corpus: str = Field(default="stdlib", min_length=1)
-    corpus_config: str | None = None
-    split: str = Field(default="train", min_length=1)
-    text_field: str = Field(default="text", min_length=1)
-    tokenizer: str = Field(default=BYTE_TOKENIZER, min_length=1)
-    vocab_size: int | None = Field(default=None, ge=SMALLEST_BPE, lt=LIMIT_OF_BPE)
-    sequence_length: int = Field(ge=2, description="tokens per sample, e.g. 1024")
-    cache_dir: Path = Field(default_factory=default_cache_dir)
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    corpus: str = Field(
+        default="stdlib",
+        min_length=1,
+        description="`stdlib` (the source files of Python's standard library), a `.txt`, `.jsonl` or "
+        "`.parquet` file, a folder of such files, or the name of a Hugging Face data set",
+    )
+    corpus_config: str | None = Field(
+        default=None, description="configuration of a Hugging Face data set, such as `wikitext-2-raw-v1`"
+    )
+    split: str = Field(
+        default="train",
+        min_length=1,
+        description="split of a Hugging Face data set, in that library's notation: `train[:10%]`",
+    )
+    text_field: str = Field(
+        default="text",
+        min_length=1,
+        description="the field or column that holds the text (JSON lines, parquet, Hugging Face)",
+    )
+    tokenizer: str = Field(
+        default=BYTE_TOKENIZER,
+        min_length=1,
+        description="`byte`, `bpe` (trained on the corpus), or a folder with a Hugging Face tokenizer",
+    )
+    vocab_size: int | None = Field(
+        default=None,
+        ge=SMALLEST_BPE,
+        lt=LIMIT_OF_BPE,
+        description="size of the vocabulary to train; required for `bpe`, and for `bpe` only",
+        json_schema_extra=unit("tokens"),
+    )
+    sequence_length: int = Field(
+        ge=2, description="tokens per sample, e.g. 1024", json_schema_extra=unit("tokens")
+    )
+    cache_dir: Path = Field(
+        default_factory=default_cache_dir,
+        description="folder for tokenised corpora and trained tokenizers",
+        json_schema_extra={
+            "shown_default": "`$MEGALOWBIT_CACHE`, else `$XDG_CACHE_HOME/megalowbit`, else "
+            "`~/.cache/megalowbit`"
+        },
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="seed of the order of the samples. In a pretraining run the default is `run.seed`",
+    )
 
     @model_validator(mode="after")
     def _vocab_size_belongs_to_bpe(self) -> DataSettings:

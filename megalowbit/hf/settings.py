@@ -1,7 +1,6 @@
-"""The `"model"` section of the configuration: an architecture to initialise, or weights to start from.
+"""Settings of the section `model`: an architecture to initialise, or weights to start from.
 
-Read before torch is imported, so only the combination of keys is checked here; the files behind them are
-checked by `model.build_model`.
+Imported without torch. Only the combination of keys is checked here; `model.build_model` checks the files.
 """
 
 from __future__ import annotations
@@ -16,17 +15,20 @@ from megalowbit.values import SettingsModel
 
 
 class ModelSettings(SettingsModel):
-    """`"model"`: exactly one of `config` and `checkpoint`.
+    """The model to train: exactly one of `config` and `checkpoint`."""
 
-    Attributes:
-        config: a Hugging Face `config.json`; weights are initialised at random.
-        checkpoint: a Hugging Face folder (`config.json` and weights) or one of our training checkpoints.
-        overrides: fields of the Hugging Face configuration to change (`{"resid_pdrop": 0.0}`).
-    """
-
-    config: Path | None = Field(default=None, description="path of a Hugging Face config.json")
-    checkpoint: Path | None = Field(default=None, description="folder of weights to start from")
-    overrides: dict[str, Any] = Field(default_factory=dict)
+    config: Path | None = Field(
+        default=None, description="path of a Hugging Face `config.json`; weights are initialised at random"
+    )
+    checkpoint: Path | None = Field(
+        default=None,
+        description="folder of weights to start from: a Hugging Face folder (`config.json` and weights), "
+        "or a training checkpoint of megalowbit",
+    )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        description='fields of the Hugging Face configuration to change, such as `{"resid_pdrop": 0.0}`',
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSettings:

@@ -1,18 +1,19 @@
-"""Recipes: which quantiser each operand of the three GEMMs gets, and which layers stay out.
+"""Recipes: the quantizer of each operand of the three products, and the layers left in high precision.
 
     output      = input · weightᵀ          q_forward_input,       q_forward_weight
     grad_input  = grad_output · weight     q_backward_outputgrad, q_backward_weight
     grad_weight = grad_outputᵀ · input     q_backward_outputgrad, q_backward_input
 
-Two layouts. `single_copy`: each tensor is quantised once, in blocks along its last axis, and its codes serve
-both GEMMs (transposed where need be); a backward quantiser of another name than the forward one quantises the
-tensor a second time. `per_gemm`: each GEMM gets operands in blocks along the axis it sums over, as FP4 tensor
-cores demand; `hadamard` then transforms both operands of grad_weight along the tokens first.
+There are two layouts. `single_copy`: each tensor is quantised once, in blocks along its last axis, and both
+products use its codes (transposed if necessary). If the backward quantizer has another name than the forward
+one, the tensor is quantised a second time. `per_gemm`: each product gets operands in blocks along the axis it
+sums over, as FP4 tensor cores require; `hadamard` then first transforms both operands of grad_weight along
+the tokens.
 
-An operand may be split first: a low-rank part, whose factors are quantised, and the residual, which the
-operand's own quantiser rounds. Quantiser field names are those of the Metis configuration, but for
-`q_backward_outputgrad_for_weight`: with it, grad_weight has a quantised output gradient of its own in
-`single_copy` too. What a recipe's GEMMs run in is `gemm`.
+An operand may be split before it is quantised: into a low-rank part, whose factors are quantised, and a
+residual, which the operand's quantizer rounds. The names of the quantizer fields are those of the Metis
+configuration. `q_backward_outputgrad_for_weight` is an addition: it gives grad_weight a second quantised
+output gradient, in the layout `single_copy` too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ OPERAND_FIELDS = (
     "q_backward_weight",
     "q_backward_outputgrad",
 )
-OWN_GRADIENT = "q_backward_outputgrad_for_weight"  # optional: without it, grad_weight takes grad_input's
+OWN_GRADIENT = "q_backward_outputgrad_for_weight"  # optional; default: the quantizer of grad_input
 _NATIVE_FORMATS: tuple[tuple[str, tuple[int, int] | None], ...] = (("e4m3", (1, 16)), ("e8m0", (1, 32)))
 SPLIT_FIELDS = {
     "split_input": OperandSplit,
@@ -54,30 +55,36 @@ SPLIT_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A named choice of quantisers; frozen and comparable.
+    """The quantizer of each operand, and how the products run; frozen and comparable.
 
     Attributes:
-        name: for reports.
-        q_forward_input: quantiser name, as are the next four.
-        q_forward_weight: see above.
-        q_backward_input: see above.
-        q_backward_weight: see above.
-        q_backward_outputgrad: see above.
-        q_backward_outputgrad_for_weight: grad_weight's own quantiser of the output gradient; `None`, or the
-            name above: it is quantised once for both. With "single_copy" and gemm "bf16" only.
-        keep: patterns (`*`, `?`, `[…]`) of module names left in high precision, with all below them.
-        layout: "single_copy" or "per_gemm", see above.
-        hadamard: random Hadamard transform of grad_weight's operands; with "per_gemm" only.
-        gemm: "bf16"; "fp8" multiplies MXFP4 operands in FP8 where that is exact; "fp4" on FP4 tensor cores.
-        split_input: low-rank split of the input, a block of `OperandSplit`'s fields; `None`: not split.
-        split_weight: of the weight, at each use of it ("in time"); parameters stay as they are.
-        split_grad_output: of the output gradient.
-        parameter_split: of the weight into parameters, between steps; see `ParameterSplit`.
-        keep_first: blocks at the model's beginning left in high precision, a number or a share of them all.
-        keep_last: likewise, at its end.
+        name: name in reports.
+        q_forward_input: quantizer of the input in `output`.
+        q_forward_weight: quantizer of the weight in `output`.
+        q_backward_input: quantizer of the input in `grad_weight`.
+        q_backward_weight: quantizer of the weight in `grad_input`.
+        q_backward_outputgrad: quantizer of the output gradient in `grad_input` and `grad_weight`.
+        q_backward_outputgrad_for_weight: another quantizer of the output gradient in `grad_weight`. `null`,
+            or the name above: the output gradient is quantised once for both. With `layout` `single_copy` and
+            `gemm` `bf16` only.
+        keep: patterns (`*`, `?`, `[…]`) of the names of modules, and of weights outside linear layers, that
+            stay in high precision, with everything inside them.
+        layout: `single_copy`: one set of codes for all three products, which is fastest. `per_gemm`: operands
+            in blocks along the axis that each product sums over, the layout that FP4 tensor cores execute.
+        hadamard: random Hadamard transform of both operands of `grad_weight`; with `per_gemm` only.
+        gemm: `bf16`: emulated exactly. `fp8`: MXFP4 operands on FP8 tensor cores if that is exact, otherwise
+            in bf16, and counted. `fp4`: native, on Blackwell; not tested on hardware.
+        split_input: low-rank split of the input, see [Operand splits](#operand-splits).
+        split_weight: the same for the weight, at each use ("in-time split"); the parameter does not change.
+        split_grad_output: the same for the output gradient.
+        parameter_split: split of weights into parameters between steps, see
+            [Parameter split](#parameter-split).
+        keep_first: blocks at the beginning of the model that stay in high precision: a number (`2`), or a
+            fraction of all blocks below 1 (`0.15`).
+        keep_last: the same at the end of the model.
 
     Raises:
-        UserError: a quantiser is unknown, `keep` is not a list of strings, or the fields do not fit together.
+        UserError: a quantizer is unknown, `keep` is not a list of strings, or fields cannot be combined.
     """
 
     name: str
@@ -122,13 +129,13 @@ class Recipe:
 
     @property
     def quantizes(self) -> bool:
-        """Whether any operand is quantised at all."""
+        """Whether any operand is quantised."""
         names = [*(getattr(self, field) for field in OPERAND_FIELDS), self.outputgrad_for_weight]
         return not all(quantizer(name).is_identity for name in names)
 
     @property
     def outputgrad_for_weight(self) -> str:
-        """Quantiser of the output gradient in grad_weight: its own, or that of both products."""
+        """Quantizer of the output gradient in grad_weight: a separate one, or that of both products."""
         return self.q_backward_outputgrad_for_weight or self.q_backward_outputgrad
 
     @staticmethod
@@ -136,12 +143,12 @@ class Recipe:
         """Build a recipe from a configuration block: `{"base": "nvfp4", "keep": ["*.h.0.*"]}`.
 
         Args:
-            values: fields of `Recipe`, and `base`, the named recipe that fills those left out, also those
-                within a split that both have, as far as its method reads them. Without a name of its own
-                the result is called after its base, with what was changed.
+            values: fields of `Recipe`, and `base`: the named recipe that supplies the fields left out. If
+                both have a split, the base also supplies the fields left out within it, as far as its method
+                uses them. Without `name`, the result is named after its base and the changed fields.
 
         Raises:
-            UserError: a key is unknown, a value is wrong, or fields are missing and there is no base.
+            UserError: a key is unknown, a value is invalid, or fields are missing and there is no base.
         """
         known = [field.name for field in fields(Recipe)]
         problems = Problems()
@@ -164,7 +171,7 @@ class Recipe:
         return Recipe(**{"name": "custom", **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `from_dict` gives back an equal recipe."""
+        """Plain values, for JSON; `from_dict` returns an equal recipe."""
         return {**asdict(self), "keep": list(self.keep)}
 
     def __str__(self) -> str:
@@ -188,13 +195,13 @@ class Recipe:
 
 
 def operand_quantizers(recipe: Recipe, product: str) -> tuple[str, str]:
-    """Names of the quantisers of a product's operands, left and right."""
+    """Names of the quantizers of a product's left and right operand."""
     left, right = (getattr(recipe, field) for field in PRODUCTS[product])
-    return left or recipe.q_backward_outputgrad, right  # grad_weight's own may be left out
+    return left or recipe.q_backward_outputgrad, right  # left is None without a separate one for grad_weight
 
 
 def _described(field: str, split: OperandSplit | ParameterSplit) -> str:
-    """A split in a few words: its rank, if it has one, its schedule, and what differs from the defaults."""
+    """A split in a few words: its rank if it has one, its schedule, and the values that are not defaults."""
     if isinstance(split, ParameterSplit):
         always: tuple[str, ...] = ("rank", "warmup_steps", "merge_steps", "optimizer_state")
     else:
@@ -208,7 +215,7 @@ def _described(field: str, split: OperandSplit | ParameterSplit) -> str:
 
 
 def _over_base(base: Recipe, key: str, value: object) -> object:
-    """A configuration's value in the form a recipe holds it, what a split leaves out taken from the base."""
+    """Convert a configuration's value into a recipe's; the base supplies what a split leaves out."""
     if key in SPLIT_FIELDS:
         below = getattr(base, key)
         if isinstance(value, Mapping) and below is not None:
@@ -274,11 +281,11 @@ def recipes() -> dict[str, Recipe]:
 
 
 def recipe(value: str | Recipe | Mapping[str, Any]) -> Recipe:
-    """A recipe from its name, from a configuration block (`Recipe.from_dict`), or as it is.
+    """A recipe from its name or from a configuration block; a `Recipe` is returned unchanged.
 
     Raises:
-        UserError: the name is unknown (the message lists the names and the nearest one), or the block is not
-            valid.
+        UserError: the name is unknown (the message lists the names and the nearest one), or the block is
+            invalid.
     """
     if isinstance(value, Recipe):
         return value
@@ -291,7 +298,7 @@ def recipe(value: str | Recipe | Mapping[str, Any]) -> Recipe:
 
 
 def _check_quantizer(recipe: str, field: str, value: object) -> None:
-    """Refuse what is no quantizer's name."""
+    """Reject a value that is not a quantizer's name."""
     if not isinstance(value, str):
         raise UserError(f"recipe {recipe!r}: {field} must be a quantizer name, not {shown(value)}")
     try:
@@ -301,7 +308,7 @@ def _check_quantizer(recipe: str, field: str, value: object) -> None:
 
 
 def _check_own_gradient(recipe: Recipe) -> None:
-    """Refuse a quantiser of grad_weight's own for the output gradient where it is no name, or has no use."""
+    """Reject an invalid or unusable q_backward_outputgrad_for_weight."""
     value = recipe.q_backward_outputgrad_for_weight
     if value is None:
         return
@@ -314,13 +321,13 @@ def _check_own_gradient(recipe: Recipe) -> None:
         chosen = getattr(recipe, field)
         if chosen != needed:
             raise UserError(
-                f'recipe {recipe.name!r}: {OWN_GRADIENT} goes with {field} "{needed}", not "{chosen}": '
+                f'recipe {recipe.name!r}: {OWN_GRADIENT} needs {field} "{needed}", not "{chosen}": '
                 f'set it to null, or {field} to "{needed}"'
             )
 
 
 def _check_choices(recipe: Recipe) -> None:
-    """Refuse a layout, GEMM or flag there is not."""
+    """Reject an unknown layout or GEMM, and flags that are not booleans."""
     for field, choices in (("layout", LAYOUTS), ("gemm", GEMMS)):
         value = getattr(recipe, field)
         if value not in choices:
@@ -340,13 +347,13 @@ def _encoding(name: str) -> Encoding | None:
 
 
 def _check_hadamard(recipe: Recipe) -> None:
-    """Refuse a Hadamard transform without copies or blocks of its own."""
+    """Reject a Hadamard transform of operands that other products share, or that have no blocks."""
     if not recipe.hadamard:
         return
     if recipe.layout != "per_gemm":
         raise UserError(
-            f"recipe {recipe.name!r}: hadamard transforms operands of grad_weight alone, which needs copies "
-            'of their own: set layout to "per_gemm"'
+            f"recipe {recipe.name!r}: hadamard transforms the operands of grad_weight only, which needs "
+            'separate copies: set layout to "per_gemm"'
         )
     for field in ("q_backward_outputgrad", "q_backward_input"):
         if _encoding(getattr(recipe, field)) is None:
@@ -357,20 +364,20 @@ def _check_hadamard(recipe: Recipe) -> None:
 
 
 def _check_fp8(recipe: Recipe) -> None:
-    """Refuse operands that FP8 does not hold exactly."""
+    """Reject operands that FP8 cannot represent exactly."""
     for field in OPERAND_FIELDS:
         name = getattr(recipe, field)
         encoding = _encoding(name)
         is_mxfp4 = encoding is not None and encoding.format.scale == "e8m0"
         if not quantizer(name).is_identity and not is_mxfp4:
             raise UserError(
-                f'recipe {recipe.name!r}: gemm "fp8" holds only MXFP4 operands exactly, but {field} is '
+                f'recipe {recipe.name!r}: gemm "fp8" represents only MXFP4 operands exactly, but {field} is '
                 f'{name!r}: use an mxfp4 quantizer, or gemm "bf16"'
             )
 
 
 def _check_fp4(recipe: Recipe) -> None:
-    """Refuse operands that FP4 tensor cores do not take."""
+    """Reject operands that FP4 tensor cores cannot multiply."""
     if recipe.layout != "per_gemm":
         raise UserError(
             f'recipe {recipe.name!r}: gemm "fp4" needs blocks along the axis summed over: '
@@ -403,20 +410,20 @@ def _checked_patterns(name: str, keep: object) -> tuple[str, ...]:
 
 
 def _check_blocks(recipe: Recipe) -> None:
-    """Refuse numbers of blocks to keep that are neither a number nor a share."""
+    """Reject keep_first and keep_last that are neither a count nor a fraction."""
     for field in ("keep_first", "keep_last"):
         value = getattr(recipe, field)
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         is_share = isinstance(value, float) and math.isfinite(value) and 0 <= value < 1
         if not is_count and not is_share:
             raise UserError(
-                f"recipe {recipe.name!r}: {field} = {shown(value)}: expected a number of blocks, or their "
-                "share between 0 and 1"
+                f"recipe {recipe.name!r}: {field} = {shown(value)}: expected a number of blocks, or a "
+                "fraction of them between 0 and 1"
             )
 
 
 def _check_splits(recipe: Recipe) -> None:
-    """Refuse splits of operands that are not quantised, or split twice."""
+    """Reject splits of operands that are not quantised, or that are split twice."""
     for field, quantizers in (
         ("split_input", ("q_forward_input", "q_backward_input")),
         ("split_weight", ("q_forward_weight", "q_backward_weight")),
@@ -428,8 +435,8 @@ def _check_splits(recipe: Recipe) -> None:
         names = [name for name in quantizers if getattr(recipe, name) is not None]
         if all(quantizer(getattr(recipe, name)).is_identity for name in names):
             raise UserError(
-                f"recipe {recipe.name!r}: {field} splits what is not quantised: name a quantizer for "
-                f"{' or '.join(names)}, or set {field} to null"
+                f"recipe {recipe.name!r}: {field} splits an operand that is not quantised: name a quantizer "
+                f"for {' or '.join(names)}, or set {field} to null"
             )
         if field == "split_weight" and split.broadcast_dim is not None:
             raise UserError(f"recipe {recipe.name!r}: split_weight has no slices: set broadcast_dim to null")

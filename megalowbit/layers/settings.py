@@ -1,7 +1,4 @@
-"""Settings of this folder that stand in a configuration of their own, beside the recipe.
-
-They import pydantic only, so that a configuration is checked without loading torch.
-"""
+"""Settings of layers outside the recipe; imported without torch."""
 
 from __future__ import annotations
 
@@ -15,22 +12,20 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class RegularizerSettings(SettingsModel):
-    """`"regularizer"`: the dual-range regulariser, see `layers.regularizer`.
+    """The dual-range regulariser of the low-bit layers' weights (`layers/regularizer.py`). Off by default."""
 
-    Attributes:
-        strength: λ; 0 turns the regulariser off.
-        alpha1: α₁, against large weights.
-        alpha2: α₂, against small ones.
-        epsilon: ε in 1/(W² + ε), at least 1e-8; √ε is the magnitude below which weights are pushed no
-            harder. 1e-8 pushes so hard that clipping leaves little of the loss; see `layers.regularizer`.
-        max_gradient: cap on the magnitude of each element of its gradient.
-    """
-
-    strength: NotNegative = 0.0
-    alpha1: NotNegative = 1.0
-    alpha2: NotNegative = 1.0
-    epsilon: float = Field(default=1e-5, ge=1e-8)
-    max_gradient: float = Field(default=1.0, gt=0)
+    strength: NotNegative = Field(default=0.0, description="λ, the factor of the penalty. 0: off")
+    alpha1: NotNegative = Field(default=1.0, description="α₁, weight of the penalty on large weights")
+    alpha2: NotNegative = Field(default=1.0, description="α₂, weight of the penalty on small weights")
+    epsilon: float = Field(
+        default=1e-5,
+        ge=1e-8,
+        description="ε in 1/(W² + ε). The push on small weights stops growing below the magnitude √ε. With "
+        "1e-8 the push is so strong that clipping leaves little of the loss's gradient",
+    )
+    max_gradient: float = Field(
+        default=1.0, gt=0, description="largest magnitude of each element of the penalty's gradient"
+    )
 
     @model_validator(mode="after")
     def _has_something_to_do(self) -> RegularizerSettings:

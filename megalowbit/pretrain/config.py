@@ -25,7 +25,7 @@ from megalowbit.config.deepspeed_json import (
     read_deepspeed_config,
 )
 from megalowbit.config.engine_settings import EngineSettings
-from megalowbit.config.pipeline import check_beside_stages, stages_of
+from megalowbit.config.pipeline import check_pipeline, stages_of
 from megalowbit.config.zero import auto_sizes
 from megalowbit.data.settings import DataSettings
 from megalowbit.distributed.process_grid import ProcessGrid
@@ -35,7 +35,7 @@ from megalowbit.json_text import NotJsonError, parse_json
 from megalowbit.pretrain.components.base import RUN_NAME, Component, RunSettings
 from megalowbit.pretrain.components.registry import COMPONENTS, OPTIONAL, STANDING
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
-from megalowbit.values import LARGEST, SettingsModel
+from megalowbit.values import LARGEST, SettingsModel, unit
 
 BLOCK = "megalowbit"
 ENGINE_KEYS = tuple(EngineSettings.model_fields)
@@ -48,31 +48,44 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class CheckpointSettings(SettingsModel):
-    """`"checkpoint"`: when to save, how many to keep, what to leave at the end."""
+    """When to save, how many checkpoints to keep, and what to export at the end."""
 
-    every: int = Field(default=0, ge=0, description="optimizer steps between checkpoints; 0: only at the end")
-    keep: int | None = Field(default=3, ge=1, description="newest checkpoints kept; null keeps all")
-    export_hf: bool = Field(default=True, description="write hf/, an ordinary HuggingFace checkpoint")
+    every: int = Field(
+        default=0,
+        ge=0,
+        description="interval between checkpoints. 0: only at the end",
+        json_schema_extra=unit("steps"),
+    )
+    keep: int | None = Field(
+        default=3, ge=1, description="how many of the newest checkpoints to keep. `null`: all of them"
+    )
+    export_hf: bool = Field(
+        default=True, description="write the final model to `hf/`, in Hugging Face's format"
+    )
 
 
 class PretrainSettings(SettingsModel):
-    """The parts of the `"megalowbit"` block that the pretraining loop reads; the engine reads the others.
+    """The sections of the `"megalowbit"` block that the pretraining loop reads; the engine reads the others.
 
-    Beside these sections it has those of the components, see `SETTINGS_MODEL`.
+    `SETTINGS_MODEL` adds the sections of the components.
     """
 
-    model: ModelSettings
-    data: DataSettings
-    run: RunSettings
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    telemetry: TelemetrySettings = TelemetrySettings()
+    model: ModelSettings = Field(description="the model: an architecture, or weights to start from")
+    data: DataSettings = Field(description="the corpus, the tokenizer and the sequence length")
+    run: RunSettings = Field(description="the number of steps, the seed and the name of the run")
+    checkpoint: CheckpointSettings = Field(
+        default=CheckpointSettings(), description="when to save, and what to keep"
+    )
+    telemetry: TelemetrySettings = Field(
+        default=TelemetrySettings(), description="what a run records, and how often"
+    )
 
     def of(self, kind: type[Settings]) -> Settings | None:
-        """The section with settings of that class; None: it is off."""
+        """The section with settings of that class, or None if it is off."""
         return next((value for _, value in self if isinstance(value, kind)), None)
 
     def components(self) -> Iterator[tuple[type[Component], Any]]:
-        """The components that no section turns off, each with its settings, or None if it has no section."""
+        """The enabled components, each with its settings; None if it has no section."""
         for kind in COMPONENTS:
             settings = self.of(kind.settings_class) if kind.settings_class else None
             if settings is not None or kind.settings_class is None:
@@ -80,8 +93,17 @@ class PretrainSettings(SettingsModel):
 
 
 _SECTIONS: dict[str, Any] = {  # name: type and default
-    **{kind.key: (kind.settings_class, Field(default_factory=kind.settings_class)) for kind in STANDING},
-    **{kind.key: (kind.settings_class | None, None) for kind in OPTIONAL},
+    **{
+        kind.key: (
+            kind.settings_class,
+            Field(default_factory=kind.settings_class, description=kind.description),
+        )
+        for kind in STANDING
+    },
+    **{
+        kind.key: (kind.settings_class | None, Field(default=None, description=kind.description))
+        for kind in OPTIONAL
+    },
 }
 SETTINGS_MODEL = create_model(
     "PretrainSettings", __base__=PretrainSettings, __doc__=PretrainSettings.__doc__, **_SECTIONS
@@ -89,10 +111,10 @@ SETTINGS_MODEL = create_model(
 
 
 class Monitors(SettingsModel):
-    """DeepSpeed's top-level monitor blocks that our sinks serve, so that they are not handed on."""
+    """DeepSpeed's top-level monitor blocks that the training loop reads; DeepSpeed does not get them."""
 
-    tensorboard: TensorBoardBlock = TensorBoardBlock()
-    wandb: WandbSettings = WandbSettings()
+    tensorboard: TensorBoardBlock = Field(default=TensorBoardBlock(), description="TensorBoard event files")
+    wandb: WandbSettings = Field(default=WandbSettings(), description="Weights & Biases")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +217,7 @@ def _check_combinations(settings: PretrainSettings, parts: DeepSpeedConfigParts)
         with problems.collect():
             component.check(of_component, settings.run, parts.settings.recipe)
     with problems.collect():
-        check_beside_stages(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
+        check_pipeline(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
     with problems.collect():
         check_retries(settings.run.overflow_retries, parts.settings)
     problems.raise_any()

@@ -1,8 +1,8 @@
-"""How a matrix is split into a low-rank part and a residual, as settings that a recipe holds.
+"""Settings of a recipe for splitting a matrix into a low-rank part and a residual.
 
-`OperandSplit` is for an operand of a product, split anew at each use: M ≈ Q(U)·S·Q(Vᵀ) + Q(residual).
-`ParameterSplit` turns a weight into parameters W_R, U, S, V between two optimizer steps. Both come from a
-configuration block; the field names are ours, docs/spectral.md maps Metis's command line to them.
+`OperandSplit` splits an operand of a product at each use: M ≈ Q(U)·S·Q(Vᵀ) + Q(residual). `ParameterSplit`
+turns a weight into the parameters W_R, U, S and V between two optimizer steps. docs/spectral.md maps Metis's
+command line to these fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalowbit.spectral.gains import gain
 WARM_METHODS = ("qb", "power")
 _BY_ALL = ("method", "broadcast_dim")
 _BY_FACTORS = (*_BY_ALL, "rank", "refresh_every", "reuse", "order", "q_factors", "gains")
-# The fields that have an effect, by method; others may only have their defaults.
+# The fields that have an effect, by method; the others must have their defaults.
 FIELDS_READ = MappingProxyType(
     {
         "qb": (*_BY_FACTORS, "niter", "power_every"),
@@ -41,31 +41,31 @@ Settings = TypeVar("Settings", "OperandSplit", "ParameterSplit")
 
 @dataclass(frozen=True, kw_only=True)
 class OperandSplit:
-    """The split of one operand.
+    """The low-rank split of one operand; only fields that the method uses may be set.
 
     Attributes:
-        method: how factors are found: "qb" (warm-started, Cholesky QR), "power" (warm-started, Householder
-            QR, `niter` steps a time), "svd_lowrank" (randomised, `niter` power steps), "svd" (exact),
-            "sampled" (from a few rows), "random" (random projection), or "mean" (the mean row alone).
-        rank: a whole number ≥ 1, or a fraction of the smaller of the layer's two sizes,
-            above 0 and up to 1.0, all of it.
-        niter: power steps; for "qb" those of a cold start.
-        power_every: "qb": one further power step at every so many refreshes; 0: never.
-        sample_fraction: "sampled": share of the rows looked at.
-        refresh_every: micro-batches from one factorisation to the next, at least: the first use this many
-            after the last one factors anew. A weight that is quantised once an optimizer step, for all its
-            micro-batches, is used once in as many.
-        reuse: what serves in between: "directions" (V; U and S follow from the new matrix) or "factors"
-            (all three as they were, as Metis does).
-        broadcast_dim: axis of the operand of which the first slice alone is factored, its low-rank part
-            being subtracted from all slices; `None` factors the whole operand.
-        order: the residual is taken against the quantised factors ("compensated") or, as in the Metis
-            repository, against the unquantised ones ("seed").
-        q_factors: quantiser of Uᵀ and Vᵀ, in blocks along their long axes; "fp32" keeps them as they are.
-        gains: gain on singular values and residual: "none", "ysche", "ysche_seed", "module:function".
+        method: how the factors are computed: `qb` (warm-started, Cholesky QR), `power` (warm-started,
+            Householder QR, `niter` steps each time), `svd_lowrank` (randomised, `niter` power steps), `svd`
+            (exact), `sampled` (from a few rows), `random` (random projection), or `mean` (the mean row only).
+        rank: an integer ≥ 1, or a fraction, above 0 and up to 1.0, of the smaller of the layer's two sizes.
+        niter: number of power steps; for `qb`, those of a cold start.
+        power_every: for `qb`: interval, in refreshes, between additional power steps. 0: none.
+        sample_fraction: for `sampled`: fraction of the rows to sample.
+        refresh_every: smallest interval, in micro-batches, between factorisations: the first use at least
+            this long after the last factorisation computes a new one. A weight that is quantised once per
+            optimizer step is used once for all micro-batches of the step.
+        reuse: what is reused in between: `directions` (V only; U and S are computed from the new matrix), or
+            `factors` (all three unchanged, as in Metis).
+        broadcast_dim: factor only the first slice of the operand along this axis, and subtract its low-rank
+            part from all slices. `null`: factor the full operand.
+        order: compute the residual against the quantised factors (`compensated`) or, as the Metis repository
+            does, against the unquantised factors (`seed`).
+        q_factors: quantizer of Uᵀ and Vᵀ, in blocks along their long axes. `fp32`: they are not quantised.
+        gains: gain on singular values and residual: `none`, `ysche`, `ysche_seed`, or `module:function`,
+            which is imported and called.
 
     Raises:
-        UserError: a value is wrong, the values do not fit together, or one has no effect with the method.
+        UserError: a value is invalid, values cannot be combined, or one has no effect with the method.
     """
 
     method: Literal["qb", "power", "svd_lowrank", "svd", "sampled", "random", "mean"] = "qb"
@@ -100,7 +100,7 @@ class OperandSplit:
     def _check_combination(self) -> None:
         if self.method == "power" and self.niter == 0:
             raise UserError(
-                'split niter = 0 leaves method "power" with the directions it was started from: set 1 or more'
+                'split niter = 0 would never update the directions of method "power": set 1 or more'
             )
         for each in fields(self):
             value = getattr(self, each.name)
@@ -126,14 +126,14 @@ class ParameterSplit:
     """The split of weights into parameters: W → W_R + U·S·Vᵀ, between two optimizer steps.
 
     Attributes:
-        rank: as for `OperandSplit`.
+        rank: an integer ≥ 1, or a fraction, above 0 and up to 1.0, of the smaller of the layer's two sizes.
         warmup_steps: optimizer steps before the first split.
-        merge_steps: steps from one split to the next, which starts from the whole W_R + U·S·Vᵀ; 0: never.
-        optimizer_state: moments after a split: "project" (by the chain rule) or "reset" (to zero).
-        merged_lr: learning rate the schedule's peak has from the first split on; `None` leaves it alone.
+        merge_steps: steps from one split to the next, which first merges W_R + U·S·Vᵀ. 0: only one split.
+        optimizer_state: the moments after a split: `project` (by the chain rule) or `reset` (to zero).
+        merged_lr: peak learning rate of the schedule from the first split on. `null`: unchanged.
 
     Raises:
-        UserError: a value is wrong.
+        UserError: a value is invalid.
     """
 
     rank: int | float = 0.015
@@ -155,18 +155,21 @@ class ParameterSplit:
         return resolve_rank(self.rank, in_features, out_features)
 
     def is_due(self, step: int) -> bool:
-        """Whether weights are to be split before optimizer step `step` (the first is 0)."""
+        """Whether to split weights before optimizer step `step`, counted from 0."""
         since = step - self.warmup_steps
         return since == 0 or (since > 0 and self.merge_steps > 0 and since % self.merge_steps == 0)
 
 
 def settings_from(kind: type[Settings], value: object, field: str) -> Settings | None:
-    """Read a split from a configuration: `null`, a block of its fields, or such settings already.
+    """Convert a configuration's value, `null`, an object or settings, into settings.
 
-    Messages begin with `field`, the key it stands under.
+    Args:
+        kind: the class of the settings.
+        value: the value.
+        field: its key, for messages.
 
     Raises:
-        UserError: unknown keys or wrong values.
+        UserError: keys are unknown or values invalid.
     """
     if value is None or isinstance(value, kind):
         return value
@@ -184,10 +187,10 @@ def settings_from(kind: type[Settings], value: object, field: str) -> Settings |
 
 
 def block_over(below: OperandSplit | ParameterSplit, block: Mapping[str, Any]) -> dict[str, Any]:
-    """A block of a configuration over the settings it is based on: what it leaves out is taken from them.
+    """Merge a configuration's block with the settings that it is based on; the block has precedence.
 
-    Except what the method that it chooses does not read, or what has no effect with its `refresh_every`.
-    Keys and values are not checked.
+    Inherited fields are dropped if the block's method does not use them, or if they have no effect with its
+    `refresh_every`. Keys and values are not checked.
     """
     inherited = asdict(below)
     method = block.get("method", inherited.get("method"))
@@ -200,10 +203,10 @@ def block_over(below: OperandSplit | ParameterSplit, block: Mapping[str, Any]) -
 
 
 def check_rank(rank: object) -> None:
-    """Refuse what is neither a number of columns nor a fraction.
+    """Check that `rank` is a number of columns or a fraction.
 
     Raises:
-        UserError: see above.
+        UserError: it is neither.
     """
     is_count = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
     is_fraction = isinstance(rank, float) and 0 < rank <= 1
@@ -215,7 +218,7 @@ def check_rank(rank: object) -> None:
 
 
 def resolve_rank(rank: int | float, in_features: int, out_features: int) -> int:
-    """Columns of U and V: a number as it is, a fraction of the smaller size rounded up; at most that size."""
+    """Columns of U and V: `rank`, or that fraction of the smaller size, rounded up; at most that size."""
     smaller = min(in_features, out_features)
     wanted = rank if isinstance(rank, int) else math.ceil(rank * smaller)
     return max(1, min(wanted, smaller))

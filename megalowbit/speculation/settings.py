@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megalowbit.errors import unknown_name
-from megalowbit.values import SettingsModel
+from megalowbit.values import SettingsModel, unit
 
 BITS = {"int4": 4, "nvfp4": 4, "int8": 8, "mixed": 8, "fp8": 8, "bf16": 16}  # bits of an element
 HIGHEST = "bf16"  # the last candidate, always: it is not quantised, and so always safe
@@ -35,71 +35,102 @@ NumberFromZero = Annotated[float, Field(ge=0)]
 
 
 class EstimatorSettings(SettingsModel):
-    """`"estimator"`: how to estimate the spread of a tensor's bulk in the presence of outliers."""
+    """How to estimate the spread of an operand's bulk in the presence of outliers."""
 
-    type: Literal["quantile", "mad", "negative"] = "quantile"
-    """`"quantile"` (68 % of a sample) and `"mad"` (median absolute deviation) ignore outliers; `"negative"`
-    takes the smallest variance of `negative_k` samples, which is biased low."""
-
-    sample: Annotated[Count, Field(ge=16)] = 8192
-    """Elements of an operand in the sample; if the operand has no more than that, each is taken once."""
-
-    negative_k: Annotated[Count, Field(le=100)] = 5
-    """Number of samples of type `"negative"` that each check draws; at most 100."""
+    type: Literal["quantile", "mad", "negative"] = Field(
+        default="quantile",
+        description="`quantile` (the 68 % quantile of a sample) and `mad` (median absolute deviation) are "
+        "not affected by outliers. `negative` takes the smallest variance of `negative_k` samples, which "
+        "is biased low",
+    )
+    sample: Annotated[Count, Field(ge=16)] = Field(
+        default=8192,
+        description="size of the sample. If the tensor has no more elements than this, each is taken once",
+        json_schema_extra=unit("elements"),
+    )
+    negative_k: Annotated[Count, Field(le=100)] = Field(
+        default=5,
+        description="number of samples that type `negative` draws at every check",
+        json_schema_extra=unit("samples"),
+    )
 
 
 class SpeculationSettings(SettingsModel):
-    """`"speculation"`: run each product at the cheapest candidate predicted to meet its threshold."""
+    """Each product of each layer runs at the cheapest precision predicted to meet the SNR threshold."""
 
-    candidates: tuple[str, ...] = ("int8", "fp8", HIGHEST)
-    """Precisions a product may run at, cheapest first; the last one is `"bf16"`. Formerly called `ladder`."""
-
-    threshold_db: float | dict[str, float] = 15.0
-    """Lowest acceptable SNR of a product in dB: one number, or one for each candidate but `"bf16"`."""
-
-    estimator: EstimatorSettings = EstimatorSettings()
-    """How the spread of the operands is estimated."""
-
-    model: Literal["calibrated", "zeros"] = "calibrated"
-    """Noise model. `"calibrated"` counts the rounding errors of all elements; `"zeros"` counts only the
-    values that become zero, and supports `"int4"` and `"int8"` only."""
-
-    signal: Literal["bulk", "all"] = "bulk"
-    """`"bulk"`: SNR without the elements beyond 6 σ, whose energy would hide the noise of the others;
-    `"all"`: with them."""
-
-    every: Count = 10
-    """Steps from one precision check to the next."""
-
-    lookahead: CountFromZero = Field(default=20, validate_default=True)
-    """Steps ahead for which the SNR trend must meet the threshold too; at least `every`. 0: ignore trends."""
-
-    trend_window: Annotated[Count, Field(ge=2, le=1000)] = 4
-    """Number of checks the trend line is fitted to; checkpoints store all of them. At most 1000."""
-
-    hysteresis_db: NumberFromZero = 1.0
-    """How far above its threshold a cheaper candidate must be before a product moves to it."""
-
-    patience: Count = 2
-    """Consecutive checks at which a cheaper candidate must be that far above its threshold."""
-
-    verify_every: CountFromZero = 3
-    """Every how many checks products are also compared with high precision. The first `verify_every` checks
-    all do that, and so does the check after a layer's product moved to another quantised candidate. 0:
-    never."""
-
-    verify_size: Count = 128
-    """Number of rows and columns of each product that are compared."""
-
-    cooldown: Count = 100
-    """Steps that a product stays at `"bf16"` after its measured SNR was below the threshold."""
-
-    use_alignment: bool = True
-    """Correct predictions with measurements: the alignment of a product's operands, and the prediction error
-    left at each candidate."""
+    candidates: tuple[str, ...] = Field(
+        default=("int8", "fp8", HIGHEST),
+        description="the candidate precisions, cheapest first: `int4`, `nvfp4`, `int8`, `mixed`, `fp8`, "
+        "`bf16`. The last one must be `bf16`. The former key, `ladder`, is accepted too",
+    )
+    threshold_db: float | dict[str, float] = Field(
+        default=15.0,
+        description="smallest SNR (≥ 0) that a candidate needs: one number, or an object with one number for "
+        "each candidate except `bf16`",
+        json_schema_extra=unit("dB"),
+    )
+    estimator: EstimatorSettings = Field(
+        default=EstimatorSettings(), description="how to estimate the spread of operands"
+    )
+    model: Literal["calibrated", "zeros"] = Field(
+        default="calibrated",
+        description="the noise model. `calibrated` counts the rounding error of all elements, `zeros` only "
+        "the elements that become zero; `zeros` works with `int4` and `int8` only",
+    )
+    signal: Literal["bulk", "all"] = Field(
+        default="bulk",
+        description="`bulk`: leave out elements beyond 6 σ, whose energy would hide the noise of the others. "
+        "`all`: include them",
+    )
+    every: Count = Field(
+        default=10, description="interval between precision checks", json_schema_extra=unit("steps")
+    )
+    lookahead: CountFromZero = Field(
+        default=20,
+        validate_default=True,
+        description="how far ahead the trend of the SNR is extrapolated; at least `every`. 0: no trend",
+        json_schema_extra=unit("steps"),
+    )
+    trend_window: Annotated[Count, Field(ge=2, le=1000)] = Field(
+        default=4,
+        description="number of checks through which the trend line is fitted; checkpoints store all of them",
+        json_schema_extra=unit("checks"),
+    )
+    hysteresis_db: NumberFromZero = Field(
+        default=1.0,
+        description="margin above its threshold that a cheaper candidate needs before a product moves to it",
+        json_schema_extra=unit("dB"),
+    )
+    patience: Count = Field(
+        default=2,
+        description="number of checks in a row that a cheaper candidate must meet this margin",
+        json_schema_extra=unit("checks"),
+    )
+    verify_every: CountFromZero = Field(
+        default=3,
+        description="interval between verified checks, which compare products with high precision. The first "
+        "`verify_every` checks are all verified, and so is a layer's next check after its precision has "
+        "changed. 0: never",
+        json_schema_extra=unit("checks"),
+    )
+    verify_size: Count = Field(
+        default=128,
+        description="number of rows and of columns that a verified check compares",
+        json_schema_extra=unit("rows"),
+    )
+    cooldown: Count = Field(
+        default=100,
+        description="how long a product stays at `bf16` after its measured SNR was below the threshold",
+        json_schema_extra=unit("steps"),
+    )
+    use_alignment: bool = Field(
+        default=True,
+        description="correct predictions by earlier measurements: the alignment of the operands (the signal "
+        "compared with that of independent operands), and the error of the prediction at each precision",
+    )
 
     def threshold(self, candidate: str) -> float:
-        """Lowest acceptable SNR of a candidate in dB; -inf for the last one, which is always safe."""
+        """Smallest SNR in dB that a candidate needs; -inf for the last one."""
         if candidate == HIGHEST:
             return -math.inf
         return self.threshold_db[candidate] if isinstance(self.threshold_db, dict) else self.threshold_db

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megalowbit.values import SettingsModel
+from megalowbit.values import SettingsModel, unit
 
 SHORTEST_TIMEOUT = 5.0  # seconds; below this, a busy machine would look broken
 LONGEST_TIMEOUT = 7 * 86400.0  # a week; far above it, timers in libraries overflow
@@ -15,23 +15,34 @@ HEARTBEATS_IN_A_TIMEOUT = 12
 
 
 class WatchdogSettings(SettingsModel):
-    """`"watchdog"`: when a run counts as stuck, and which steps count as slow.
+    """When a run counts as stuck, and which steps count as slow."""
 
-    Attributes:
-        timeout: seconds that a collective may take, and that may pass without a step, a load, a save or an
-            export coming to its end; None: torch's own timeouts (30 minutes or none), and nothing is watched.
-        slow_step: warn when a step takes more than so many times the median of the last 50; None: never.
-        termination_seconds: that a step may go on after SIGTERM, before the process ends without a
-            checkpoint; a few less than whoever sent it waits until SIGKILL. A save has until `timeout`.
-        stop_with_launcher: save and end when the launcher of this process has ended; None: where there is
-            one (torchrun, the DeepSpeed launcher) or a job script of ours, and not under a shell.
-    """
-
-    timeout: Annotated[float, Field(ge=SHORTEST_TIMEOUT, le=LONGEST_TIMEOUT)] | None = 600.0
-    slow_step: Annotated[float, Field(gt=1.0)] | None = 10.0
-    # launchers kill after 30
-    termination_seconds: Annotated[float, Field(ge=1.0, le=LONGEST_TIMEOUT)] = 20.0
-    stop_with_launcher: bool | None = None
+    timeout: Annotated[float, Field(ge=SHORTEST_TIMEOUT, le=LONGEST_TIMEOUT)] | None = Field(
+        default=600.0,
+        description="longest time that a collective, a step, a load, a save or an export may take. `null`: "
+        "torch's own timeouts apply (30 minutes or none), and nothing is watched except a step that does not "
+        "end after SIGTERM",
+        json_schema_extra=unit("seconds"),
+    )
+    slow_step: Annotated[float, Field(gt=1.0)] | None = Field(
+        default=10.0,
+        description="warn when a step takes more than this many times the median of the last 50 steps. "
+        "`null`: never",
+        json_schema_extra=unit("× median"),
+    )
+    # launchers send SIGKILL 30 seconds after SIGTERM
+    termination_seconds: Annotated[float, Field(ge=1.0, le=LONGEST_TIMEOUT)] = Field(
+        default=20.0,
+        description="how long a step may continue after SIGTERM before the process ends without a "
+        "checkpoint. Set it a few seconds below the time that the launcher waits before SIGKILL. A save that "
+        "has begun may take until `timeout`",
+        json_schema_extra=unit("seconds"),
+    )
+    stop_with_launcher: bool | None = Field(
+        default=None,
+        description="save and end when the process that launched this one has ended. `null`: true under "
+        "torchrun, the DeepSpeed launcher and megalowbit's job scripts, false under a shell",
+    )
 
     @property
     def interval(self) -> float:

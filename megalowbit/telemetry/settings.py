@@ -1,11 +1,8 @@
-"""The `megalowbit.telemetry` section of the configuration, and what DeepSpeed's monitor blocks mean to us.
+"""Settings of `megalowbit.telemetry` and of DeepSpeed's top-level blocks `tensorboard` and `wandb`.
 
-DeepSpeed documents two top-level blocks, `tensorboard` {enabled, output_path, job_name} and `wandb` {enabled,
-project, group, team}. They keep their names, places and defaults; the loop reads them into `TensorBoardBlock`
-and `WandbSettings` and writes the events itself, because the engine's own events know nothing of overflow and
-are indexed by samples. Neither block is handed on, or every curve would be drawn twice.
-
-This module imports pydantic only, so that a configuration is checked without loading torch.
+The training loop reads both DeepSpeed blocks, with their names, places and defaults, and writes the events
+itself: DeepSpeed's events lack overflow and are indexed by samples. It does not pass the blocks on to
+DeepSpeed, which would write every curve a second time. Imported without torch.
 """
 
 from __future__ import annotations
@@ -14,48 +11,60 @@ from pathlib import Path
 
 from pydantic import Field
 
-from megalowbit.values import SettingsModel
+from megalowbit.values import SettingsModel, unit
 
 
 class TelemetrySettings(SettingsModel):
-    """What a run records, and how often.
+    """What a run records, and how often."""
 
-    Attributes:
-        log_every: steps between two lines in a log; skipped steps and the last one always get a line.
-        tensorboard: write TensorBoard event files into the run's folder.
-        overflow: count saturation, underflow and rounding error of every quantised operand.
-        layers_every: steps between two tables by layer (`overflow_layers.jsonl`, TensorBoard, W&B); the end
-        always gets one, 0: only the end.
-        timers: measure the phases of the optimizer's step, without stopping the device.
-    """
-
-    log_every: int = Field(default=10, ge=1)
-    tensorboard: bool = True
-    overflow: bool = True
-    layers_every: int = Field(default=100, ge=0)
-    timers: bool = False
+    log_every: int = Field(
+        default=10,
+        ge=1,
+        description="interval between lines of the log. Skipped steps and the last step always get a line",
+        json_schema_extra=unit("steps"),
+    )
+    tensorboard: bool = Field(default=True, description="write TensorBoard event files into the run folder")
+    overflow: bool = Field(
+        default=True,
+        description="count saturation, underflow and rounding error of every quantised operand",
+    )
+    layers_every: int = Field(
+        default=100,
+        ge=0,
+        description="interval between tables by layer (`overflow_layers.jsonl`, TensorBoard, W&B). The end "
+        "of the run always writes one; 0: only the end",
+        json_schema_extra=unit("steps"),
+    )
+    timers: bool = Field(
+        default=False,
+        description="measure the phases of the optimizer step (`milliseconds/…`), without synchronising the "
+        "device",
+    )
 
 
 class TensorBoardBlock(SettingsModel):
-    """DeepSpeed's top-level `tensorboard` block, with DeepSpeed's defaults."""
+    """DeepSpeed's top-level block, with DeepSpeed's defaults.
 
-    enabled: bool = False
-    output_path: str = ""
-    job_name: str = "DeepSpeedJobName"
+    It chooses the folder of the event files. To turn them off, set `megalowbit.telemetry.tensorboard`.
+    """
+
+    enabled: bool = Field(default=False, description="write event files below `output_path`")
+    output_path: str = Field(default="", description="parent folder. Empty: the run folder is used")
+    job_name: str = Field(default="DeepSpeedJobName", description="folder below `output_path`")
 
     def folder(self, default: Path) -> Path:
-        """Folder of the event files: `output_path/job_name` as DeepSpeed does, `default` without a path."""
+        """Folder of the event files: `output_path/job_name`, as in DeepSpeed, or `default` without a path."""
         return Path(self.output_path) / self.job_name if self.enabled and self.output_path else default
 
 
 class WandbSettings(SettingsModel):
-    """DeepSpeed's top-level `wandb` block, with DeepSpeed's defaults.
+    """DeepSpeed's top-level block, with DeepSpeed's defaults.
 
-    There is no `mode`: `WANDB_MODE` decides, and where neither it nor an API key is set a run is kept
-    offline.
+    There is no key `mode`: the variable `WANDB_MODE` sets it. Without that variable and without an API key
+    the run is recorded offline.
     """
 
-    enabled: bool = False
-    project: str = "deepspeed"
-    group: str | None = None
-    team: str | None = None
+    enabled: bool = Field(default=False, description="send the metrics to Weights & Biases")
+    project: str = Field(default="deepspeed", description="the W&B project")
+    group: str | None = Field(default=None, description="the W&B group of the run")
+    team: str | None = Field(default=None, description="the W&B team (entity)")

@@ -69,7 +69,7 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cpus_per_task=1"], "gpus_per_node is missing: e.g. 8"),
+        (["cpus_per_task=1"], "gpus_per_node is missing: ranks on each node, e.g. 8"),
         ([*CPU, "node=2"], "unknown key 'node': did you mean 'nodes'?"),
         (
             [*CPU, "container.kind=pyxis", "container.image=i", "container.mount=[]"],
@@ -95,7 +95,7 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
             "tasks_per_node = 4 is not valid: each rank has one of the 8 GPUs",
         ),
         ([*CPU, 'partition="a\\nb"'], r"partition = 'a\nb' is not valid: write a word on one line"),
-        ([*CPU, 'environment={"A B": "1"}'], "'A B' is no name of a variable"),
+        ([*CPU, 'environment={"A B": "1"}'], "'A B' is not a variable name"),
         ([*CPU, "environment.MASTER_PORT=1"], "MASTER_PORT is set for the ranks by the script or by SLURM"),
         ([*CPU, "environment.SLURM_NODEID=1"], "SLURM_NODEID is set for the ranks"),
         ([*CPU, "environment.RANK=1"], "RANK is set for the ranks"),
@@ -107,7 +107,7 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
         ([*CPU, "nodes=99999999999999999999"], "is not valid: write at most 100000"),
         ([*CPU, "nodes=100001"], "is not valid: write at most 100000"),
         ([*CPU, f'nodes="{"9" * 5000}"'], "is not valid: write at most 100000"),
-        ([*CPU, "nodes=1-100000"], "nodes = '1-100000' is not valid: a range is checked at each"),
+        ([*CPU, "nodes=1-100000"], "nodes = '1-100000' is not valid: each number of a range is checked"),
         ([*CPU, 'nodes="1\u0662"'], "is not valid: write how many"),
         ([*CPU, "time=999999-0"], "time = '999999-0' is not valid: write at most 366 days"),
         ([*CPU, f'time="{"9" * 5000}"'], "is not valid: write minutes"),

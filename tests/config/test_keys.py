@@ -98,7 +98,7 @@ def test_a_misspelt_key_of_a_block_that_sizes_the_run_names_the_nearest(config, 
 
 
 def test_a_key_of_our_block_that_stands_outside_of_it_is_told_where_it_belongs():
-    with pytest.raises(UserError, match=r"'watchdog': it belongs into .*, megalowbit\.watchdog"):
+    with pytest.raises(UserError, match=r"'watchdog': move it into .*, megalowbit\.watchdog"):
         check_keys({"watchdog": {}}, ours=("watchdog",))
     with pytest.raises(UserError, match="unknown key 'wachdog'"):
         check_keys({"wachdog": {}}, ours=("watchdog",))

@@ -1,7 +1,7 @@
 import pytest
 
 from megalowbit.config.deepspeed_json import read_deepspeed_config
-from megalowbit.config.pipeline import check_beside_stages, interval_of, partition_of, stages_of
+from megalowbit.config.pipeline import check_pipeline, interval_of, partition_of, stages_of
 from megalowbit.errors import UserError
 
 
@@ -72,9 +72,9 @@ SPLIT = {"base": {"base": "nvfp4", "parameter_split": {"warmup_steps": 1, "rank"
 )
 def test_what_needs_all_layers_is_refused_beside_stages(block, more, part):
     parts = read(block=block, **more)
-    check_beside_stages(parts.deepspeed, parts.settings, 1)
+    check_pipeline(parts.deepspeed, parts.settings, 1)
     with pytest.raises(UserError, match=r"pipeline\.stages = 2") as error:
-        check_beside_stages(parts.deepspeed, parts.settings, 2)
+        check_pipeline(parts.deepspeed, parts.settings, 2)
     assert part in str(error.value)
 
 

@@ -60,8 +60,8 @@ def test_the_loss_falls_overflows_are_skipped_and_all_ranks_end_alike(name, proc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", "nowhere/at/all"], "nowhere/at/all is no folder to write to: create it first"),
-        (["--out", __file__], "is no folder to write to"),
+        (["--out", "nowhere/at/all"], "nowhere/at/all is not a writable folder: create it first"),
+        (["--out", __file__], "is not a writable folder"),
         (["--steps", "-1"], "-1 is not at least 1"),
         (["--steps", "0"], "0 is not at least 1"),
         (["--steps", "x"], "invalid positive value: 'x'"),
@@ -77,7 +77,9 @@ def test_wrong_arguments_are_refused_before_training(name, arguments, message, m
 
 
 def test_the_loop_shown_in_the_readme_trains():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     [shown] = [block for block in blocks if "get_megatron_optimizer" in block]
     torch.manual_seed(0)
     settings = GPT2Config(

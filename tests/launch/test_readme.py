@@ -1,4 +1,4 @@
-"""What README.md shows works: its commands parse, its JSON validates, its Python runs."""
+"""What README.md and three pages show works: commands parse, JSON validates, Python runs."""
 
 import importlib.util
 import json
@@ -17,12 +17,13 @@ from megalowbit.pretrain.command_line import build_parser
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.dry_run import describe
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ("README.md", "docs/runs.md", "docs/configuration.md", "docs/library.md")
+TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
 
 
-def fences(language):
+def fences(language, names=PAGES):
     blocks, opened = [], None
-    for line in README.splitlines():
+    for line in "\n".join(TEXTS[name] for name in names).splitlines():
         if not line.startswith("```"):
             if opened is not None:
                 blocks[-1][1].append(line)
@@ -37,7 +38,13 @@ def fences(language):
 def commands(start):
     lines = [line.split("  #")[0].strip() for block in fences("") for line in block.splitlines()]
     found = [line for line in lines if line.startswith(start)]
-    assert found, f"README shows no command that starts with {start!r}"
+    assert found, f"no page shows a command that starts with {start!r}"
+    return list(dict.fromkeys(found))
+
+
+def shown(language, *parts):
+    """The only block that has all of these parts."""
+    [found] = [block for block in fences(language) if all(part in block for part in parts)]
     return found
 
 
@@ -63,8 +70,9 @@ def test_conversion_commands_parse(command):
     tool.build_parser().parse_args(shlex.split(command)[2:])
 
 
-def test_the_configuration_shown_is_valid(tmp_path):
-    raw = json.loads(fences("json")[0])
+@pytest.mark.parametrize("page", ["README.md", "docs/configuration.md"])
+def test_the_configurations_shown_are_valid(tmp_path, page):
+    raw = json.loads(fences("json", [page])[0])
     raw["megalowbit"]["model"]["config"] = str(ROOT / "configs" / raw["megalowbit"]["model"]["config"])
     path = tmp_path / "shown.json"
     path.write_text(json.dumps(raw))
@@ -73,7 +81,7 @@ def test_the_configuration_shown_is_valid(tmp_path):
 
 
 def test_the_recipe_shown_is_valid_for_the_model_shown(tmp_path):
-    configuration, recipe = map(json.loads, fences("json"))
+    configuration, recipe = map(json.loads, fences("json", ["docs/configuration.md"]))
     configuration["megalowbit"]["model"]["config"] = str(ROOT / "configs" / "models" / "gpt2_tiny.json")
     configuration["megalowbit"]["recipe"] = recipe
     path = tmp_path / "shown.json"
@@ -96,8 +104,7 @@ def test_the_code_shown_trains_a_model(tmp_path):
         "tokens = torch.randint(0, 256, (2, 32))\n"
         "loader = [{'input_ids': tokens, 'labels': tokens}] * 4\n"
     )
-    shown = fences("python")[0]
-    (tmp_path / "shown.py").write_text(prelude + shown)
+    (tmp_path / "shown.py").write_text(prelude + shown("python", "mlb.initialize("))
     done = run_script(tmp_path / "shown.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "gradient_overflow/element_overflow_rate" in done.stdout
@@ -107,17 +114,20 @@ def test_the_code_shown_trains_a_model(tmp_path):
 def test_the_packed_tensor_shown_comes_back_from_its_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"mlb": mlb, "x": torch.randn(8, 64)}
-    exec(fences("python")[1], names)
+    exec(shown("python", "mlb.quantizer("), names)
     assert torch.equal(names["packed"].dequantize(), names["x_again"])
     assert names["packed"].nbytes == 8 * 64 * 4.5 / 8 + 4
 
 
 def test_every_setting_that_initialize_acts_on_is_named():
-    sentence = README[README.index("`mlb.initialize` acts on") :].split(";")[0]
+    text = TEXTS["docs/library.md"]
+    sentence = text[text.index("`mlb.initialize` acts on") :].split(";")[0]
     assert set(re.findall(r"`(\w+)`", sentence)) == set(EngineSettings.model_fields)
 
 
-@pytest.mark.parametrize("expression", re.findall(r"`(mlb\.\w+\([^`]*\)(?:\(x\))?)`", README))
+@pytest.mark.parametrize(
+    "expression", re.findall(r"`(mlb\.\w+\([^`]*\)(?:\(x\))?)`", "\n".join(TEXTS.values()))
+)
 def test_one_liners_evaluate(expression):
     model = torch.nn.Sequential(torch.nn.Linear(16, 16))
     mlb.convert(model)

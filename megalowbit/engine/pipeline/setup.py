@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
-from megalowbit.config.pipeline import BEST, check_beside_stages, interval_of
+from megalowbit.config.pipeline import BEST, check_pipeline, interval_of
 from megalowbit.distributed import process_group
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import PIPELINE_KEY, ProcessGrid
@@ -107,7 +107,7 @@ def check_stages(model: torch.nn.Module, parts: DeepSpeedConfigParts, grid: Proc
             f"{PIPELINE_KEY} = {grid.pipeline_size}, but the model has no stages: pass "
             f"mlb.pipeline_module(model, num_stages={grid.pipeline_size})"
         )
-    check_beside_stages(parts.deepspeed, parts.settings, grid.pipeline_size)
+    check_pipeline(parts.deepspeed, parts.settings, grid.pipeline_size)
 
 
 def check_block(model: torch.nn.Module, block: Mapping[str, Any] | None) -> None:

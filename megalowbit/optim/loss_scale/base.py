@@ -152,7 +152,7 @@ class GradScaler(ABC):
 
 
 class GradScalerSettings(SettingsModel):
-    """`"grad_scaler"` of the configuration; each strategy derives its own, with a `type` of its own.
+    """Base of the settings of all grad scalers; each strategy has a subclass with another `type`.
 
     The other fields are the arguments of `SCALER`, with the same defaults.
     """
@@ -162,17 +162,17 @@ class GradScalerSettings(SettingsModel):
     type: str
 
     @model_validator(mode="after")
-    def _fit_together(self) -> GradScalerSettings:
+    def _can_be_combined(self) -> GradScalerSettings:
         self._check()
-        self.build()  # refuses what else does not go together
+        self.build()  # the scaler's constructor rejects the other invalid combinations
         return self
 
     @model_serializer
-    def _only_what_matters(self) -> dict[str, Any]:
+    def _arguments_of_the_strategy(self) -> dict[str, Any]:
         return {"type": self.type, **self.arguments()}
 
     def build(self) -> GradScaler | None:
-        """The scaler that the settings describe; None: there is none."""
+        """The scaler that the settings describe, or None."""
         return self.SCALER(**self.arguments())
 
     def arguments(self) -> dict[str, Any]:
@@ -180,18 +180,18 @@ class GradScalerSettings(SettingsModel):
         return {name: getattr(self, name) for name in type(self).model_fields if name != "type"}
 
     def _check(self) -> None:
-        """Refuse values that do not go together, in the words of the configuration.
+        """Reject values that cannot be combined, with a message in terms of the configuration's keys.
 
         Raises:
-            ValueError: a `ValidationError` where one key can be named.
+            ValueError: a `ValidationError` if a single key is at fault.
         """
 
 
 def check_initial_scale(settings: GradScalerSettings, first: float, low: float, high: float) -> None:
-    """Refuse an `initial_scale` outside its bounds, as an error of that key.
+    """Reject an `initial_scale` outside its bounds.
 
     Raises:
-        ValidationError: see above.
+        ValidationError: of the key `initial_scale`.
     """
     if low <= first <= high:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from megalowbit.optim.loss_scale.base import GradientStatistics, GradScaler, GradScalerSettings, Scale
 
@@ -27,12 +27,12 @@ class ConstantGradScaler(GradScaler):
 
 
 class ConstantSettings(GradScalerSettings):
-    """`{"type": "constant", "scale": 1024}`."""
+    """The scale never changes."""
 
     SCALER = ConstantGradScaler
 
     type: Literal["constant"] = "constant"
-    scale: Scale
+    scale: Scale = Field(description="the loss scale S, such as 1024")
 
     @model_validator(mode="before")
     @classmethod

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from megalowbit.optim.loss_scale.base import PositiveNumber, check, is_positive
 from megalowbit.optim.loss_scale.gradient_based import AmaxGradScaler, AmaxSettings
+from megalowbit.values import unit
 
 
 class ControllerGradScaler(AmaxGradScaler):
@@ -76,11 +77,21 @@ class ControllerGradScaler(AmaxGradScaler):
 
 
 class ControllerSettings(AmaxSettings):
-    """`{"type": "controller"}`."""
+    """A feedback controller keeps the largest scaled gradient near the target, with smooth changes of S."""
 
     SCALER = ControllerGradScaler
 
     type: Literal["controller"] = "controller"
-    gain: Annotated[PositiveNumber, Field(le=0.5)] = 0.5
-    clip: PositiveNumber = 2.0
-    dead_band: Annotated[float, Field(ge=0)] = 0.5
+    gain: Annotated[PositiveNumber, Field(le=0.5)] = Field(
+        default=0.5, description="fraction of the error that one change of S corrects; more would oscillate"
+    )
+    clip: PositiveNumber = Field(
+        default=2.0,
+        description="errors are limited to ±clip, which bounds the effect of a single unusual batch",
+        json_schema_extra=unit("octaves"),
+    )
+    dead_band: Annotated[float, Field(ge=0)] = Field(
+        default=0.5,
+        description="smaller errors change nothing. Below 0.5, S (a power of two) would never settle",
+        json_schema_extra=unit("octaves"),
+    )

@@ -32,7 +32,7 @@ from megalowbit.optim.loss_scale.state import (
     read_saved_scaler,
     warn_of_other_arguments,
 )
-from megalowbit.values import is_count
+from megalowbit.values import is_count, unit
 
 # arguments that only some modes look at
 MODES_OF_ARGUMENT: dict[str, tuple[Mode, ...]] = {
@@ -168,24 +168,53 @@ class DynamicGradScaler(GradScaler):
 
 
 class DynamicSettings(GradScalerSettings):
-    """`{"type": "dynamic"}`: the arguments of `DynamicGradScaler`. Bounds left out are those of the mode."""
+    """The scale falls on overflow and grows after a number of clean steps in a row."""
 
     SCALER = DynamicGradScaler
 
     type: Literal["dynamic"] = "dynamic"
-    initial_scale: Scale = 2.0**32
-    min_scale: Scale | None = None
-    growth_factor: Annotated[PositiveNumber, Field(gt=1)] = 2.0
-    backoff_factor: Annotated[PositiveNumber, Field(lt=1)] = 0.5
-    growth_interval: Count = 1000
-    hysteresis: Count = 2
-    mode: Mode = "megatron"
-    max_scale: Scale | None = None
-    consecutive_hysteresis: bool = False
-    raise_at_min_scale: bool = False
+    initial_scale: Scale = Field(default=2.0**32, description="the first S")
+    min_scale: Scale | None = Field(
+        default=None,
+        description="S never falls below it. `null`: the mode's bound, 1 except for `torch` and "
+        "`clean_step`, which allow what float32 holds",
+    )
+    growth_factor: Annotated[PositiveNumber, Field(gt=1)] = Field(
+        default=2.0, description="factor by which S grows"
+    )
+    backoff_factor: Annotated[PositiveNumber, Field(lt=1)] = Field(
+        default=0.5, description="factor by which S falls"
+    )
+    growth_interval: Count = Field(
+        default=1000, description="clean steps before S grows", json_schema_extra=unit("steps")
+    )
+    hysteresis: Count = Field(
+        default=2,
+        description="overflows before the first backoff after a growth",
+        json_schema_extra=unit("overflows"),
+    )
+    mode: Mode = Field(
+        default="megatron",
+        description="the library whose rule S follows: Megatron's, DeepSpeed's `DynamicLossScaler`, "
+        "`torch.amp.GradScaler`, or Apex's `update_scale_hysteresis` (`clean_step`: every clean step refills "
+        "hysteresis)",
+    )
+    max_scale: Scale | None = Field(
+        default=None,
+        description="S never grows above it. `null`: the mode's bound, 2³² for `megatron`, 2¹²⁷ for "
+        "`deepspeed`, what float32 holds for the others",
+    )
+    consecutive_hysteresis: bool = Field(
+        default=False, description="a clean step refills hysteresis; mode `deepspeed` only"
+    )
+    raise_at_min_scale: bool = Field(
+        default=False,
+        description="an overflow at `min_scale` that would lower S ends the run with an error; mode "
+        "`deepspeed` only",
+    )
 
     def arguments(self) -> dict[str, Any]:
-        """Those that the mode looks at, with its bounds filled in."""
+        """The arguments that the mode uses, with the mode's bounds filled in."""
         rule = RULES[self.mode]
         arguments = {
             name: value

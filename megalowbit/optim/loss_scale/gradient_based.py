@@ -48,7 +48,7 @@ from megalowbit.optim.loss_scale.state import (
     read_saved_scaler,
     read_scale,
 )
-from megalowbit.values import is_count
+from megalowbit.values import is_count, unit
 
 TARGET = 2.0**15  # one octave below the limit of fp16
 LARGEST_HALF = 65504.0
@@ -294,24 +294,38 @@ class AmaxGradScaler(StrategyGradScaler):
 
 
 class StrategySettings(GradScalerSettings):
-    """Arguments of `StrategyGradScaler`."""
+    """Settings that all strategies based on gradient statistics share."""
 
-    initial_scale: Scale = 2.0**15
-    min_scale: Scale = 1.0
-    max_scale: Scale = 2.0**32
-    growth_interval: Count = 100
-    update_every: Count = 1
-    sample: Annotated[PositiveNumber, Field(le=1)] = 1.0
+    initial_scale: Scale = Field(default=2.0**15, description="the first S; rounded down to a power of two")
+    min_scale: Scale = Field(default=1.0, description="S never falls below it")
+    max_scale: Scale = Field(default=2.0**32, description="S never grows above it")
+    growth_interval: Count = Field(
+        default=100,
+        description="clean steps in a row after an overflow before S may return to the value that overflowed",
+        json_schema_extra=unit("steps"),
+    )
+    update_every: Count = Field(
+        default=1,
+        description="interval between changes of S, except that an overflow lowers it at once",
+        json_schema_extra=unit("clean steps"),
+    )
+    sample: Annotated[PositiveNumber, Field(le=1)] = Field(
+        default=1.0, description="fraction of the parameters or layers that the statistics are taken from"
+    )
 
     def _check(self) -> None:
         check_initial_scale(self, self.initial_scale, self.min_scale, self.max_scale)
 
 
 class AmaxSettings(StrategySettings):
-    """Arguments of `AmaxGradScaler`."""
+    """Settings of the strategies based on the largest gradient."""
 
-    target: PositiveNumber = TARGET
-    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    target: PositiveNumber = Field(
+        default=TARGET, description="value near which S keeps the largest scaled gradient; at most 65504"
+    )
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.9, description="decay of the moving average of log2(target / largest gradient)"
+    )
 
 
 def _state_value(name: str, value: Any, first: float | None) -> float | None:

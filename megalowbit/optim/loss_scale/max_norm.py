@@ -53,7 +53,7 @@ class MaxNormGradScaler(ProbingGradScaler, MaxValueGradScaler):
 
 
 class MaxNormSettings(ProbingSettings, MaxValueSettings):
-    """`{"type": "max_norm"}`."""
+    """`max_value` with a lower bound that norm probes raise when they find gradients lost to zero."""
 
     SCALER = MaxNormGradScaler
 

@@ -41,7 +41,7 @@ class MaxValueGradScaler(AmaxGradScaler):
 
 
 class MaxValueSettings(AmaxSettings):
-    """`{"type": "max_value"}`."""
+    """S is the target divided by the largest gradient: raised slowly, lowered at once."""
 
     SCALER = MaxValueGradScaler
 

@@ -7,15 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megalowbit.optim.loss_scale.base import (
-    Count,
-    GradientStatistics,
-    PositiveNumber,
-    check,
-    is_positive,
-)
+from megalowbit.optim.loss_scale.base import Count, GradientStatistics, PositiveNumber, check, is_positive
 from megalowbit.optim.loss_scale.gradient_based import StrategyGradScaler, StrategySettings
-from megalowbit.values import is_count
+from megalowbit.values import is_count, unit
 
 
 class ProbingGradScaler(StrategyGradScaler):
@@ -77,14 +71,18 @@ class NormRatioGradScaler(ProbingGradScaler):
 
 
 class ProbingSettings(StrategySettings):
-    """Arguments of `ProbingGradScaler`."""
+    """Settings of the strategies that probe gradient norms in fp32."""
 
-    epsilon: Annotated[PositiveNumber, Field(lt=1)] = 0.05
-    probe_every: Count = 100
+    epsilon: Annotated[PositiveNumber, Field(lt=1)] = Field(
+        default=0.05, description="fraction of the norm, and of the elements, that may be lost to zero"
+    )
+    probe_every: Count = Field(
+        default=100, description="interval between probes", json_schema_extra=unit("steps")
+    )
 
 
 class NormRatioSettings(ProbingSettings):
-    """`{"type": "norm_ratio"}`."""
+    """S grows while half precision loses gradients to zero, compared with the same gradients in fp32."""
 
     SCALER = NormRatioGradScaler
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.values import SettingsModel
@@ -185,23 +185,26 @@ Ops = Annotated[tuple[str, ...], BeforeValidator(_listed_names)]
 
 
 class AutocastSettings(SettingsModel):
-    """`true`, `false`, or the operations to move: `{"float32": ["gelu"], "promote": […]}`, which is on, too.
+    """The precision that each operation runs in, by class.
 
-    Attributes:
-        enabled: whether operations run by class; off, they run in their inputs' type.
-        float16: operations to run in half precision, beside those of the table.
-        float32: operations to run in fp32.
-        promote: operations to run in their inputs' widest type.
+    See [the table of operations](mixed-precision.md#operations-by-class). Besides an object, `true` and
+    `false` are allowed. An object turns autocast on: `{"float32": ["gelu"]}`.
     """
 
-    enabled: bool = True
-    float16: Ops = ()
-    float32: Ops = ()
-    promote: Ops = ()
+    enabled: bool = Field(
+        default=True,
+        description="run operations in the precision of their class. `false`: in the precision of their "
+        "inputs",
+    )
+    float16: Ops = Field(
+        default=(), description="operations that run in half precision, in addition to those of the table"
+    )
+    float32: Ops = Field(default=(), description="operations that run in fp32, likewise")
+    promote: Ops = Field(default=(), description="operations that run in the widest type of their inputs")
 
     @model_validator(mode="before")
     @classmethod
-    def _a_switch_is_a_block(cls, value: Any) -> Any:
+    def _from_a_boolean(cls, value: Any) -> Any:
         if isinstance(value, bool):
             return {"enabled": value}
         if not isinstance(value, (dict, cls)):
@@ -209,12 +212,12 @@ class AutocastSettings(SettingsModel):
         return value
 
     @model_validator(mode="after")
-    def _each_in_one_class(self) -> AutocastSettings:
+    def _each_op_has_one_class(self) -> AutocastSettings:
         self.op_classes()
         return self
 
     def op_classes(self) -> OpClasses:
-        """The table with these changes."""
+        """The default table with these changes."""
         return OpClasses.default().with_changes(
             float16=self.float16, float32=self.float32, promote=self.promote
         )

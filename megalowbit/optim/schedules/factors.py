@@ -1,8 +1,8 @@
-"""`"lr_schedule"` of the configuration: with what share of its learning rate each step trains.
+"""`lr_schedule` of the configuration: the factor of the learning rate at each step.
 
-A schedule is one settings class with one function, and its line in `Schedule`. Steps are counted from 0, and
-only those that were applied. A warm-up is linear and begins at 1 / `warmup_steps` instead of 0, because a
-first step at 0 trains nothing; a decay would reach `min_lr_ratio` with the step after the last one.
+A schedule is one settings class with one function, and a line in `Schedule`. Steps are counted from 0, and
+only applied steps count. A warm-up is linear and begins at 1 / `warmup_steps` instead of 0, because a first
+step with a rate of 0 trains nothing. A decay reaches `min_lr_ratio` one step after the last step.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from megalowbit.values import BY_TYPE, SettingsModel, models_by_type
+from megalowbit.values import BY_TYPE, SettingsModel, models_by_type, unit
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class ScheduleSettings(SettingsModel):
-    """Base of all schedules.
-
-    Attributes:
-        warmup_steps: in which the rate rises linearly to that of the optimizer; 0: none.
-    """
+    """Base of all schedules."""
 
     type: str
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="the rate rises linearly to the optimizer's over this many steps. 0: no warm-up",
+        json_schema_extra=unit("applied steps"),
+    )
 
     def factor(self, step: int) -> float:
-        """The share of its learning rate with which step number `step` trains, in [0, 1]."""
+        """The factor of the learning rate at step `step`, in [0, 1]."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return self._factor_after_warmup(step - self.warmup_steps)
 
     @abstractmethod
     def _factor_after_warmup(self, step: int) -> float:
-        """The same, for steps counted from the end of the warm-up."""
+        """The factor after the warm-up; `step` is counted from its end."""
 
 
 class ConstantSchedule(ScheduleSettings):
-    """`{"type": "constant"}`: warm-up, then the optimizer's rate."""
+    """Warm-up, then the optimizer's rate."""
 
     type: Literal["constant"] = "constant"
 
@@ -50,14 +50,15 @@ class ConstantSchedule(ScheduleSettings):
 
 
 class InverseSqrtSchedule(ScheduleSettings):
-    """`{"type": "inverse_sqrt"}`: warm-up, then √(timescale / (timescale + step)), without an end.
-
-    Attributes:
-        timescale: steps after which the rate has fallen by √2; by default `warmup_steps`, or 10 000 without.
-    """
+    """Warm-up, then √(timescale / (timescale + steps since the warm-up)), without an end."""
 
     type: Literal["inverse_sqrt"] = "inverse_sqrt"
-    timescale: Count | None = None
+    timescale: Count | None = Field(
+        default=None,
+        description="steps after the warm-up until the rate has fallen by a factor √2. `null`: "
+        "`warmup_steps`, or 10 000 without a warm-up",
+        json_schema_extra=unit("applied steps"),
+    )
 
     def _factor_after_warmup(self, step: int) -> float:
         timescale = self.timescale or self.warmup_steps or 10_000
@@ -65,18 +66,17 @@ class InverseSqrtSchedule(ScheduleSettings):
 
 
 class EndingSchedule(ScheduleSettings):
-    """Base of the schedules that end.
+    """Base of the schedules that end."""
 
-    Attributes:
-        total_steps: of the schedule, warm-up included; "auto", the default, is filled in with the run's.
-        min_lr_ratio: the factor from `total_steps` on.
-    """
-
-    total_steps: Count
-    min_lr_ratio: Share = 0.0
+    # "auto" is filled in before validation, see `fill_lr_schedule`
+    total_steps: Count = Field(
+        description='length of the schedule, warm-up included. `"auto"`: the steps of the run',
+        json_schema_extra=unit("applied steps") | {"shown_default": '`"auto"`'},
+    )
+    min_lr_ratio: Share = Field(default=0.0, description="the factor from `total_steps` on")
 
     @model_validator(mode="after")
-    def _fits_into_the_total(self) -> EndingSchedule:
+    def _phases_fit_into_total_steps(self) -> EndingSchedule:
         needed = self._steps_needed()
         if needed > self.total_steps:
             raise ValueError(f"its phases take {needed} steps of {self.total_steps}: shorten them")
@@ -86,17 +86,17 @@ class EndingSchedule(ScheduleSettings):
         return self.warmup_steps
 
     def _between(self, share: float) -> float:
-        """`min_lr_ratio` where `share` is 0, and 1 where it is 1."""
+        """Interpolate between `min_lr_ratio` (`share` = 0) and 1 (`share` = 1)."""
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * share
 
     def _progress(self, step: int) -> float:
-        """How much of the decay lies behind, in [0, 1]; it takes all steps after the warm-up."""
+        """Completed fraction of a decay that takes all steps after the warm-up."""
         num_steps = self.total_steps - self.warmup_steps
         return min(1.0, step / num_steps) if num_steps else 1.0
 
 
 class LinearSchedule(EndingSchedule):
-    """`{"type": "linear"}`: warm-up, then down on a line."""
+    """Warm-up, then linear decay."""
 
     type: Literal["linear"] = "linear"
 
@@ -105,7 +105,7 @@ class LinearSchedule(EndingSchedule):
 
 
 class CosineSchedule(EndingSchedule):
-    """`{"type": "cosine"}`: warm-up, then down on half a cosine wave."""
+    """Warm-up, then decay on half a cosine wave."""
 
     type: Literal["cosine"] = "cosine"
 
@@ -114,19 +114,21 @@ class CosineSchedule(EndingSchedule):
 
 
 class WSDSchedule(EndingSchedule):
-    """`{"type": "wsd"}`: warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395).
+    """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395).
 
-    A checkpoint from the stable phase can be continued with another end: `total_steps` and `decay_steps` may
-    change on resume.
-
-    Attributes:
-        decay_steps: the last steps of `total_steps`, in which the rate falls.
-        decay: its shape; "sqrt" is 1 − √progress (Hägele et al. 2024, arXiv:2405.18392).
+    `total_steps` and `decay_steps` may change on resume, which gives a checkpoint of the stable phase another
+    end.
     """
 
     type: Literal["wsd"] = "wsd"
-    decay_steps: Count
-    decay: Literal["linear", "cosine", "sqrt"] = "linear"
+    decay_steps: Count = Field(
+        description="length of the decay, at the end of `total_steps`",
+        json_schema_extra=unit("applied steps"),
+    )
+    decay: Literal["linear", "cosine", "sqrt"] = Field(
+        default="linear",
+        description="shape of the decay; `sqrt` is 1 − √progress (Hägele et al. 2024, arXiv:2405.18392)",
+    )
 
     def _steps_needed(self) -> int:
         return self.warmup_steps + self.decay_steps
@@ -153,8 +155,8 @@ AnySchedule = Annotated[Schedule, BY_TYPE]
 SCHEDULES: dict[str, type[ScheduleSettings]] = models_by_type(Schedule)
 
 
-def wants_total_steps(section: dict[str, Any]) -> bool:
-    """Whether a schedule, as it is written, leaves its `total_steps` to the run."""
+def needs_total_steps(section: dict[str, Any]) -> bool:
+    """Whether the section of a schedule leaves its `total_steps` to the run."""
     kind = section.get("type")
     schedule = SCHEDULES.get(kind) if isinstance(kind, str) else None
     if schedule is None or "total_steps" not in schedule.model_fields:

@@ -1,7 +1,4 @@
-"""`"layer_scaling"` of the configuration: a factor of its own for the gradients of each block.
-
-Apart from `layer_scaling`, so that settings are checked without importing torch.
-"""
+"""Settings of the section `layer_scaling`, in a separate file that is imported without torch."""
 
 from __future__ import annotations
 
@@ -10,34 +7,37 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from megalowbit.values import SettingsModel
+from megalowbit.values import SettingsModel, unit
 
 PositiveNumber = Annotated[float, Field(gt=0)]
 
 
 class LayerScalingSettings(SettingsModel):
-    """When and how far gradients inside a block are raised above those outside; see `LayerScaling`."""
+    """A separate loss-scale factor, a power of two, for the gradients inside each block. Off by default."""
 
-    enabled: bool = Field(default=False, description="whether blocks have factors")
+    enabled: bool = Field(default=False, description="give each block a factor")
     modules: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(),
-        description='name patterns of what has a factor, such as "*.attn" and "*.mlp"; none: the blocks that '
-        "the model's longest ModuleList holds",
+        description="name patterns of the modules that get a factor, such as `*.attn` and `*.mlp`. Empty: "
+        "the blocks in the model's longest `ModuleList`",
     )
     target: Annotated[PositiveNumber, Field(le=2.0**15)] = Field(
         default=2.0**11,
-        description="where the largest stored gradient of a block should lie; four octaves below fp16's end, "
-        "because gradients of activations are not watched",
+        description="the largest stored gradient of a block is kept near this value. The default is four "
+        "octaves below fp16's largest power of two, because gradients of activations are not measured",
     )
     # fp32 sums are divided by it
     max_factor: Annotated[PositiveNumber, Field(le=2.0**126)] = Field(
-        default=2.0**16, description="largest factor, a power of two"
+        default=2.0**16, description="largest factor; a power of two"
     )
     smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.9, description="share of the past in the moving average of log2 of the largest gradient"
+        default=0.9,
+        description="decay of the moving average of log2 of the block's largest gradient",
     )
     every: Annotated[int, Field(ge=1)] = Field(
-        default=1, description="applied steps between two changes; an overflow lowers a factor at once"
+        default=1,
+        description="interval between changes of a factor. An overflow lowers a factor at once",
+        json_schema_extra=unit("applied steps"),
     )
 
     @field_validator("max_factor")

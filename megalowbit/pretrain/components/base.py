@@ -21,7 +21,7 @@ from pydantic import Field
 
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.settings import TelemetrySettings
-from megalowbit.values import SettingsModel
+from megalowbit.values import SettingsModel, unit
 
 if TYPE_CHECKING:
     from megalowbit.layers.recipe import Recipe
@@ -32,19 +32,30 @@ Kind = TypeVar("Kind", bound="Component")
 
 
 class RunSettings(SettingsModel):
-    """`"run"`: how long, from which seed, under which name."""
+    """How long to train, from which seed, and under which name."""
 
-    steps: int = Field(ge=1, description="number of optimizer steps")
-    name: str | None = Field(default=None, pattern=f"^{RUN_NAME}$", description="folder below runs/")
-    seed: int = Field(default=1234, ge=0, lt=2**63, description="of weights, data order, dropout, rounding")
+    steps: int = Field(ge=1, description="number of optimizer steps", json_schema_extra=unit("steps"))
+    name: str | None = Field(
+        default=None,
+        pattern=f"^{RUN_NAME}$",
+        description="name of the folder below `runs/`. `null`: the configuration file's name, without "
+        "`.json`",
+    )
+    seed: int = Field(
+        default=1234, ge=0, lt=2**63, description="seed of weights, data order, dropout and rounding"
+    )
     max_consecutive_skips: int = Field(
-        default=50, ge=1, description="stop after so many steps in a row with non-finite gradients"
+        default=50,
+        ge=1,
+        description="stop the run after this many skipped steps in a row (gradients not finite)",
+        json_schema_extra=unit("steps"),
     )
     overflow_retries: int = Field(
         default=0,
         ge=0,
-        description="how often a step whose gradients overflowed is done again, at a lower loss scale each "
-        "time, with the same data; 0: it is skipped",
+        description="how often to repeat a step whose gradients overflowed, with the same data and a lower "
+        "loss scale each time. 0: the step is skipped",
+        json_schema_extra=unit("attempts"),
     )
 
 
@@ -91,12 +102,14 @@ class Component:
         key: of its section of the `"megalowbit"` block, and of its state in a checkpoint's `progress`; empty:
             it has neither.
         settings_class: of its section, a `SettingsModel`; None: it has none and follows from other settings.
+        description: of its section, for the reference of all keys.
         may_change: patterns of keys that a resumed run may change.
         records: names of files that it writes into the run's folder, JSON lines with a `step`.
     """
 
     key: ClassVar[str] = ""
     settings_class: ClassVar[Any] = None
+    description: ClassVar[str] = ""
     may_change: ClassVar[tuple[str, ...]] = ()
     records: ClassVar[tuple[str, ...]] = ()
 

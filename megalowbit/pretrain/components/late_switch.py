@@ -18,7 +18,7 @@ from pydantic import Field, field_validator
 from megalowbit.errors import UserError, shown
 from megalowbit.pretrain.components.base import Component, RunParts, RunSettings, Summary
 from megalowbit.telemetry.facts import Facts
-from megalowbit.values import SettingsModel
+from megalowbit.values import SettingsModel, unit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,13 +30,16 @@ WINDOW = 20  # steps in each mean loss
 
 
 class LateSwitchSettings(SettingsModel):
-    """`"late_switch"`: when the low-bit layers stop quantising, and in which of their products."""
+    """When the low-bit layers stop quantising, and in which of their products."""
 
     at: int | float = Field(
-        description="optimizer steps before the switch, or their fraction of run.steps below 1"
+        description="optimizer steps before the switch (≥ 1), or a fraction of `run.steps` (between 0 and 1)",
+        json_schema_extra=unit("steps"),
     )
     scope: Literal["forward", "all"] = Field(
-        default="forward", description="forward: gradients are quantised as before; all: nothing is quantised"
+        default="forward",
+        description="`forward`: the forward product runs in high precision, the backward products are "
+        "quantised as before. `all`: nothing is quantised",
     )
 
     @field_validator("at", mode="before")
@@ -74,6 +77,7 @@ class LateSwitch(Component):
 
     key = "late_switch"
     settings_class = LateSwitchSettings
+    description = "from this step on, run the layers in high precision; off unless set"
     may_change = (KEY, f"{KEY}.*")  # `check_resumed` sees whether the steps trained so far allow it
 
     def __init__(

@@ -23,7 +23,7 @@ from pydantic import Field
 from megalowbit.errors import UserError
 from megalowbit.pretrain.components.base import Component, RunParts, RunSettings, Summary
 from megalowbit.telemetry.facts import Facts
-from megalowbit.values import SettingsModel
+from megalowbit.values import SettingsModel, unit
 
 KEY = "megalowbit.loss_guard"
 Action = Literal["go on", "roll back", "stop"]
@@ -38,34 +38,43 @@ LEAST_LOSS = 1e-9  # below it the logarithm says nothing any more
 
 
 class LossGuardSettings(SettingsModel):
-    """`"loss_guard"`: losses that mean trouble, and what is done about them."""
+    """What to do about a loss that is not finite, spikes, or rises and stays high."""
 
     nonfinite: Literal["skip", "rollback", "stop"] = Field(
         default="skip",
-        description="a loss that is NaN or infinite; skip: training goes on, without updates whose gradients "
-        "are not finite, for run.max_consecutive_skips steps in a row at most",
+        description="what to do when the loss is NaN or infinite. `skip`: skip updates whose gradients are "
+        "not finite and continue, for at most `run.max_consecutive_skips` steps in a row. `rollback`, "
+        "`stop`: act after `patience` such steps in a row",
     )
     patience: int = Field(
         default=3,
         ge=1,
-        description="steps in a row that are in trouble before a rollback or stop",
+        description="bad steps in a row before a rollback or stop",
+        json_schema_extra=unit("steps"),
     )
     spike: Literal["off", "warn", "rollback", "stop"] = Field(
-        default="warn", description="a loss that stands out above those before it, or has risen and stays"
+        default="warn",
+        description="what to do about a spike, or a loss that has risen and stays high. `warn`: print a "
+        "line. `rollback`, `stop`: act after `patience` spikes in a row, and at once if the loss has risen",
     )
     spike_deviations: float = Field(
         default=5.0,
         gt=0,
-        description="by how many deviations (of log loss, robust) above the median a loss stands out",
+        description="distance above the median from which on a loss is a spike, in units of 1.4826 × the "
+        "median absolute deviation of log loss",
+        json_schema_extra=unit("deviations"),
     )
     window: int = Field(
         default=100,
         ge=SHORTEST_WINDOW,
         le=1000,
-        description="finite losses that median and deviation are taken of",
+        description="number of finite losses over which the median and the deviation are computed",
+        json_schema_extra=unit("steps"),
     )
     max_rollbacks: int = Field(
-        default=3, ge=1, description="rollbacks in the whole run; the next one stops it"
+        default=3,
+        ge=1,
+        description="rollbacks allowed in the whole run, resumed parts included; the next one stops it",
     )
 
     @property
@@ -205,6 +214,7 @@ class LossGuard(Component):
 
     key = "loss_guard"
     settings_class = LossGuardSettings
+    description = "what to do about a loss that is not finite, spikes, or rises"
     may_change = (f"{KEY}.*",)
 
     def __init__(self, settings: LossGuardSettings) -> None:

@@ -50,6 +50,7 @@ class Speculation(Component):
 
     key = "speculation"
     settings_class = SpeculationSettings
+    description = "choose the precision of each product during the run; off unless set"
     records = ("speculation.jsonl",)
 
     def __init__(self, controller: PrecisionController, switch: LateSwitch | None = None) -> None:
