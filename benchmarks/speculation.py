@@ -1,12 +1,12 @@
-"""What a PrecisionController costs: forward + backward without one, between looks, and in looks.
+"""Cost of a PrecisionController: forward + backward without one, between checks, and in checks.
 
     python benchmarks/speculation.py --threads 2
     python benchmarks/speculation.py --threads 1 --shape 512x256x1024 --layers 8 --cpu-time
     python benchmarks/speculation.py --device cuda --shape 8192x4096x4096 --verify-size 128
 
-Layers run at INT8 throughout, so that candidates differ in looking alone. Several make a chain in → out →
-in …, in which `end_step` reads one table and decides once for all of them. The last line is what a step
-costs on average at the default intervals. Candidates run interleaved; the ratio is the median over rounds.
+All layers run at INT8, so the candidates differ only in their checks. Several layers form a chain in → out →
+in …; `end_step` reads one table and decides once for all of them. The last line is the average cost of a step
+at the default intervals. Candidates run interleaved; the ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ PEER = "no controller"
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--shape", type=shape, default=(4096, 768, 3072), help="tokens x in x out features")
-    options.add_argument("--layers", type=positive, default=1, help="in a chain, in and out features in turn")
-    options.add_argument("--cpu-time", action="store_true", help="of this process, for busy machines")
+    options.add_argument(
+        "--shape", type=shape, default=(4096, 768, 3072), help="tokens x in_features x out_features"
+    )
+    options.add_argument("--layers", type=positive, default=1, help="number of layers in the chain")
+    options.add_argument(
+        "--cpu-time", action="store_true", help="measure the CPU time of this process, for busy machines"
+    )
     options.add_argument("--verify-size", type=positive, default=SpeculationSettings().verify_size)
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
@@ -41,9 +45,9 @@ def main() -> None:
     grad = torch.randn(tokens, last, device=chosen.device, dtype=torch.bfloat16)
     runs = {
         PEER: step_without(model_of(chosen), x, grad),
-        "between looks": step_with(chosen, x, grad, every=1_000_000, verify_every=0),
-        "look": step_with(chosen, x, grad, every=1, verify_every=0),
-        "verified look": step_with(chosen, x, grad, every=1, verify_every=1),
+        "between checks": step_with(chosen, x, grad, every=1_000_000, verify_every=0),
+        "check": step_with(chosen, x, grad, every=1, verify_every=0),
+        "verified check": step_with(chosen, x, grad, every=1, verify_every=1),
     }
     clock = time.process_time if chosen.cpu_time else time.perf_counter
     times = interleaved(runs, chosen.rounds, chosen.device, clock)
@@ -53,7 +57,7 @@ def main() -> None:
 
 
 def model_of(options: argparse.Namespace) -> torch.nn.Module:
-    """The layers, in a model that names them."""
+    """The layers in a model, which gives them names."""
     _, inputs, outputs = options.shape
     sizes = [(outputs, inputs) if number % 2 else (inputs, outputs) for number in range(options.layers)]
     model = torch.nn.Sequential(
@@ -83,7 +87,7 @@ def step_without(model: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) ->
 def step_with(
     options: argparse.Namespace, x: torch.Tensor, grad: torch.Tensor, *, every: int, verify_every: int
 ) -> Callable[[], None]:
-    """A step under a controller that has chosen INT8 at its first look."""
+    """A step with a controller that has chosen INT8 at its first check."""
     model = model_of(options)
     settings = {
         "ladder": ["int8", "bf16"],
@@ -108,13 +112,15 @@ def step_with(
 
 def print_average(times: dict[str, list[float]]) -> None:
     settings = SpeculationSettings()
-    idle, look, verified = (ratio(times, name, PEER) for name in ("between looks", "look", "verified look"))
-    share = 1 / settings.every
-    looks = look + (verified - look) / settings.verify_every
-    average = idle * (1 - share) + looks * share
+    idle, check, verified = (
+        ratio(times, name, PEER) for name in ("between checks", "check", "verified check")
+    )
+    fraction = 1 / settings.every
+    checked = check + (verified - check) / settings.verify_every
+    average = idle * (1 - fraction) + checked * fraction
     print(
         f"  on average {average:.3f} × {PEER} "
-        f"(a look every {settings.every} steps, one of {settings.verify_every} verified)"
+        f"(a check every {settings.every} steps, one of {settings.verify_every} verified)"
     )
 
 

@@ -48,11 +48,11 @@ def test_quantize_compares_with_a_copy_and_with_plain_torch():
 
 def test_speculation_compares_looks_with_a_layer_of_no_controller():
     printed = run("speculation.py", "--rounds", "2", "--shape", "64x32x48", "--verify-size", "8")
-    for name in ("no controller", "between looks", "look", "verified look"):
+    for name in ("no controller", "between checks", "check", "verified check"):
         lines = [line for line in printed.splitlines() if line.strip().startswith(f"{name}  ")]
         assert len(lines) == 1, name
         assert "× no controller" in lines[0]
-    assert "a look every 10 steps, one of 3 verified" in printed
+    assert "a check every 10 steps, one of 3 verified" in printed
     chain = run("speculation.py", "--rounds", "1", "--shape", "64x32x48", "--layers", "3", "--cpu-time")
     assert "64 tokens × 32→48, bf16, 3 layers\n" in chain
 
@@ -82,7 +82,7 @@ def test_causality_prints_what_logits_depend_on(tmp_path):
 
 def test_low_rank_compares_every_method_with_torchs():
     printed = run("low_rank.py", "--rounds", "2", "--shape", "96x64", "--rank", "4")
-    for name in ("qb, warm", "whole split, qb", "power, warm, one step", "random", "sampled, 2 %"):
+    for name in ("qb, warm", "full split, qb", "power, warm, one step", "random", "sampled, 2 %"):
         lines = [line for line in printed.splitlines() if line.strip().startswith(f"{name}  ")]
         assert lines, name
         assert all("× torch.svd_lowrank fp32" in line for line in lines), name
@@ -176,10 +176,10 @@ def test_restart_clocks_a_start_and_a_resume():
 @pytest.mark.slow
 def test_watchdog_prints_what_a_mark_a_beat_and_a_failure_cost():
     printed = run("watchdog.py", "--rounds", "1", "--ranks", "300")
-    for name in ("mark", "beat", "notes of all"):
+    for name in ("mark", "heartbeat", "all heartbeats"):
         assert any(line.startswith(f"  {name} ") and "×" in line for line in printed.splitlines()), name
     assert "300 ranks" in printed
-    assert re.search(r"^a note: 1\d\d bytes$", printed, flags=re.MULTILINE)
+    assert re.search(r"^a heartbeat: 1\d\d bytes$", printed, flags=re.MULTILINE)
 
 
 def test_a_wrong_argument_is_one_line_of_usage_not_a_traceback():
