@@ -157,7 +157,7 @@ def write_manifest(folder: Path, known: Iterable[FileFacts] = ()) -> None:
     (folder / SAVING).unlink(missing_ok=True)
 
 
-def is_rest_of_save(folder: Path) -> bool:
+def is_interrupted_save(folder: Path) -> bool:
     """Whether a folder is what an interrupted save has left, and nothing that was once a checkpoint."""
     return is_file(folder / SAVING) and not is_file(folder / MANIFEST)
 
@@ -285,7 +285,7 @@ def _unreadable(folder: Path, name: str, error: OSError, remedy: str) -> UserErr
     return UserError(f"checkpoint {folder} is damaged: {reason}; {remedy}")
 
 
-def looks_whole(folder: Path) -> bool:
+def has_all_files(folder: Path) -> bool:
     """Whether all files of a checkpoint are there in their size, as far as can be seen; none is read."""
     try:
         facts = read_manifest(folder, remedy="")

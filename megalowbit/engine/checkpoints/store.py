@@ -34,9 +34,9 @@ from megalowbit.durable_files import (
     complete_steps,
     damaged_in,
     is_file,
-    is_rest_of_save,
+    is_interrupted_save,
     is_step_name,
-    looks_whole,
+    has_all_files,
     remove_drafts,
     set_aside,
     step_name,
@@ -136,7 +136,7 @@ class CheckpointStore:
         for step in steps_in(self.folder):
             if step > newest:
                 path = self.path_of(step)
-                reason = "its save was interrupted" if is_rest_of_save(path) else f"it has no {MANIFEST}"
+                reason = "its save was interrupted" if is_interrupted_save(path) else f"it has no {MANIFEST}"
                 logger.warning("%s is incomplete (%s): ignored", path, reason)
 
     def _damage_of(self, path: Path) -> str | None:
@@ -248,7 +248,7 @@ class CheckpointStore:
 
     def _clear_incomplete(self, path: Path) -> None:
         """Remove what an interrupted save has left; a folder that has lost its manifest is moved aside."""
-        if is_rest_of_save(path):
+        if is_interrupted_save(path):
             remove_checkpoint(path)
         else:
             self._set_aside(path, f"checkpoint {path} has no {MANIFEST}")
@@ -262,7 +262,7 @@ class CheckpointStore:
         try:
             remove_drafts(self.folder)
             steps = self.steps()
-            whole = [step for step in steps if looks_whole(self.path_of(step))]
+            whole = [step for step in steps if has_all_files(self.path_of(step))]
             kept = set(whole if self.keep is None else whole[-self.keep :])
             kept |= {step for step in whole if self.path_of(step) == saved or step in spare}
             for step in steps_in(self.folder):
