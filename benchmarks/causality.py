@@ -1,20 +1,22 @@
-"""How far a token's logits depend on what causal attention hides: later tokens, the batch, and the cache.
+"""How much a token's logits depend on what causal attention hides: later tokens, the batch, the cache.
 
     python launch/pretrain.py --ds-config configs/gpt2_tiny_quality.json --set megalowbit.recipe=bf16 \\
         --set megalowbit.checkpoint.export_hf=true --run-dir runs/causality
     python benchmarks/causality.py --checkpoint runs/causality/hf
 
-Scales of a whole tensor, means over tokens and split directions are taken from all tokens of a forward. Each
-recipe quantises the same trained weights; sequences are bytes of the standard library, cut in halves:
+Tensor scales, means over tokens and split directions depend on all tokens of a forward. Each recipe quantises
+the same trained weights. Sequences are bytes of the standard library, divided into halves. The columns
+compare:
 
-    again          logits of the same sequence once more, where rounding draws new random numbers
-    later tokens   logits of the first half, where the second half is another text
-    batch          logits of a sequence alone, and among seven others
-    cache          logits of the second half, decoded token by token with past_key_values, and in one forward
-    quantisation   logits of the recipe, and of the weights unquantised
+    again          the same sequence twice; rounding draws new random numbers
+    later tokens   the first half of a sequence, with two different second halves
+    batch          a sequence alone, and among seven others
+    cache          the second half, decoded token by token with past_key_values, and in one forward
+    quantisation   the recipe, and the unquantised weights
 
-Every figure is ‖change‖ / ‖logits‖ in percent, over all sequences and tokens, of logits without their mean.
-All but `again` start from the same random numbers. A model in bf16 changes by its products' order of sums.
+Every figure is ‖change‖ / ‖logits‖ in percent, over all sequences and tokens. The mean over the vocabulary is
+subtracted from the logits first. All columns but `again` start from the same random numbers. A bf16 model
+also changes because its products are summed in another order.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def main() -> None:
     chosen = options.parse_args()
     if not (chosen.checkpoint / "config.json").is_file():
         sys.exit(
-            f"--checkpoint {chosen.checkpoint} has no config.json: name a folder that save_pretrained wrote"
+            f"--checkpoint {chosen.checkpoint} has no config.json: pass a folder written by save_pretrained"
         )
     torch.set_num_threads(1)
     plain = AutoModelForCausalLM.from_pretrained(chosen.checkpoint, trust_remote_code=False).eval()
@@ -76,7 +78,7 @@ def recipe(text: str) -> mlb.Recipe:
 
 
 def texts(length: int) -> Tensor:
-    """(2 · SEQUENCES, length) bytes, from as many places of the standard library's sources."""
+    """(2 · SEQUENCES, length) bytes, each row from another source file of the standard library."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     content = [file.read_bytes() for file in files]
     long = [each for each in content if len(each) > 2000 + length][: 2 * SEQUENCES]
@@ -84,7 +86,7 @@ def texts(length: int) -> Tensor:
 
 
 def changes(model: PreTrainedModel, tokens: Tensor, other: Tensor) -> tuple[float, float, float, float]:
-    """From one time to the next, by other later tokens, by the batch, by decoding with a cache; as shares."""
+    """The changes of the columns again, later tokens, batch and cache, as fractions."""
     half = tokens.shape[1] // 2
     whole = torch.cat([logits(model, each[None]) for each in tokens])
     turned = torch.cat([tokens[:, :half], other[:, half:]], dim=1)
@@ -100,7 +102,7 @@ def changes(model: PreTrainedModel, tokens: Tensor, other: Tensor) -> tuple[floa
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, tokens: Tensor, *, forgets: bool = True) -> Tensor:
-    """(sequences, length, vocabulary), of the random numbers of a first use unless `forgets` is off."""
+    """(sequences, length, vocabulary). `forgets` restarts the random numbers from the first use."""
     if forgets:
         forget_uses(model)
     found: Tensor = model(tokens, use_cache=False).logits
@@ -109,7 +111,7 @@ def logits(model: PreTrainedModel, tokens: Tensor, *, forgets: bool = True) -> T
 
 @torch.no_grad()
 def decoded(model: PreTrainedModel, tokens: Tensor, start: int) -> Tensor:
-    """Logits from `start` on: one forward of what comes before, then a token at a time."""
+    """Logits from `start` on: one forward over the tokens before it, then one token at a time."""
     forget_uses(model)
     cache = model(tokens[:, :start], use_cache=True).past_key_values
     found = []
@@ -121,7 +123,7 @@ def decoded(model: PreTrainedModel, tokens: Tensor, start: int) -> Tensor:
 
 
 def change(one: Tensor, other: Tensor) -> float:
-    """‖one - other‖ / ‖other‖; a constant added to all logits of a token is no change."""
+    """‖one - other‖ / ‖other‖; a constant added to all logits of a token does not count."""
     one, other = (each.double() - each.double().mean(2, keepdim=True) for each in (one, other))
     return ((one - other).norm() / other.norm()).item()
 

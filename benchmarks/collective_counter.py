@@ -1,8 +1,8 @@
-"""Every collective that a process takes part in: what, how many bytes, and which file asked for it.
+"""Counts every collective that a process takes part in: kind, bytes, and the file that issued it.
 
-Counted where all of them pass, at the methods of torch's `ProcessGroup`: collectives of Python objects show
-as the tensors that they are sent as. Whoever asked is the innermost frame of megalowbit or of DeepSpeed; what
-for is told by the functions around it. Not covered: talk to the store, such as the watchdog's beats.
+All collectives call the methods of torch's `ProcessGroup`, so these are counted. Collectives of Python
+objects appear as the tensors they are sent as. The issuing file is that of the innermost frame of megalowbit
+or DeepSpeed; the functions around it give the phase. Not covered: requests to the store, such as heartbeats.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
-# place of what a rank gives among the arguments; outputs come first
-GIVEN_AT = {
+# index of the input among the arguments; outputs come first
+INPUT_INDEX = {
     "allreduce": 0,
     "allreduce_coalesced": 0,
     "broadcast": 0,
@@ -65,32 +65,32 @@ PHASES = {
 
 
 class Collective(NamedTuple):
-    """One call.
+    """One call of a collective.
 
     Attributes:
         phase: "start", "step", "save", "load", "overflow table", "export".
-        asked_by: file of megalowbit or DeepSpeed, from the package on.
+        issued_by: file of megalowbit or DeepSpeed; the path starts at the package.
         kind: the method's name.
-        dtype: of what is given; "" for a barrier.
-        size: bytes that this rank gives.
+        dtype: of the input; "" for a barrier.
+        size: bytes of this rank's input.
     """
 
     phase: str
-    asked_by: str
+    issued_by: str
     kind: str
     dtype: str
     size: int
 
 
 class CollectiveCounter:
-    """Keeps all calls from `install` on, in order."""
+    """Records all calls after `install`, in order."""
 
     def __init__(self) -> None:
         self.seen: list[Collective] = []
 
     def install(self) -> None:
-        """Count from now on, in all groups; once in a process."""
-        for name, place in GIVEN_AT.items():
+        """Start counting, in all groups; call it once in a process."""
+        for name, place in INPUT_INDEX.items():
             if hasattr(ProcessGroup, name):
                 setattr(ProcessGroup, name, self._counting(getattr(ProcessGroup, name), name, place))
 
@@ -99,29 +99,29 @@ class CollectiveCounter:
             given = [] if place is None or len(arguments) <= place else list(_tensors(arguments[place]))
             size = sum(tensor.numel() * tensor.element_size() for tensor in given)
             dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
-            phase, asked_by = _where(sys._getframe(1))
-            self.seen.append(Collective(phase, asked_by, name.strip("_"), dtype, size))
+            phase, issued_by = _where(sys._getframe(1))
+            self.seen.append(Collective(phase, issued_by, name.strip("_"), dtype, size))
             return original(group, *arguments, **named)
 
         return counted
 
 
 def steps_of(seen: Iterable[Collective], last: str) -> list[list[Collective]]:
-    """The collectives of each step, which ends with the one that the file `last` asks for."""
+    """The collectives of each step; a step ends with the collective that the file `last` issues."""
     steps: list[list[Collective]] = [[]]
     for each in seen:
         if each.phase == "step":
             steps[-1].append(each)
-            if each.asked_by.endswith(last):
+            if each.issued_by.endswith(last):
                 steps.append([])
     return [step for step in steps if step]
 
 
 def summed(seen: Iterable[Collective]) -> dict[tuple[str, str, str], list[int]]:
-    """Calls and bytes by file, kind and type."""
+    """Calls and bytes by file, kind and dtype."""
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for each in seen:
-        row = sums[each.asked_by, each.kind, each.dtype]
+        row = sums[each.issued_by, each.kind, each.dtype]
         row[0] += 1
         row[1] += each.size
     return dict(sums)
@@ -136,13 +136,13 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 
 def _where(frame: FrameType | None) -> tuple[str, str]:
-    phase, asked_by = "start", "other"
+    phase, issued_by = "start", "other"
     while frame is not None:
         path = Path(frame.f_code.co_filename).as_posix()
         name = next((path[path.rindex(f"/{p}/") + 1 :] for p in PACKAGES if f"/{p}/" in path), None)
-        if name is not None and asked_by == "other" and not name.startswith(PLUMBING):
-            asked_by = name
+        if name is not None and issued_by == "other" and not name.startswith(PLUMBING):
+            issued_by = name
         if frame.f_code.co_name in PHASES and phase == "start" and (name or "plain" in frame.f_code.co_name):
             phase = PHASES[frame.f_code.co_name]
         frame = frame.f_back
-    return phase, asked_by
+    return phase, issued_by

@@ -1,11 +1,11 @@
-"""What our engine asks of the network beside plain DeepSpeed: real ranks over gloo, every collective counted.
+"""Collectives of our engine and of plain DeepSpeed: real ranks over gloo, every collective counted.
 
     python benchmarks/collectives.py
     python benchmarks/collectives.py --case "ZeRO 1" --case speculation --rows
 
-A tiny GPT-2 (LLaMA for tensor parallelism) trains some steps, saves, and is resumed, in bf16. Calls and bytes
-are those that one rank gives; bytes that grow with the model stand beside its parameters. Times are not told:
-gloo on one machine says nothing of a cluster.
+A tiny GPT-2 (LLaMA for tensor parallelism) trains a few steps in bf16, saves, and is resumed. Calls and bytes
+are those of one rank. Large collectives, whose bytes grow with the model, are counted separately. No times
+are printed: gloo on one machine says nothing about a cluster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LLAMA = {
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 STEP_ENDS = "telemetry/step_facts.py"
-SMALL = 4096  # bytes a call: what does not grow with the model
+SMALL = 4096  # bytes a call: collectives up to here do not grow with the model
 
 Case = Mapping[str, Any]
 CASES: dict[str, Case] = {
@@ -47,7 +47,7 @@ CASES: dict[str, Case] = {
 
 
 def configuration(case: Case, folder: Path) -> Path:
-    """Write what the case trains."""
+    """Write the files of a case; returns its configuration."""
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     names = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
     (folder / "model.json").write_text(json.dumps({**case.get("model", GPT2), **names}))
@@ -75,7 +75,7 @@ def configuration(case: Case, folder: Path) -> Path:
 
 
 def counted(mode: str, case: Case, processes: int) -> list[Collective]:
-    """Run a case, ours twice to resume, and return what rank 0 took part in."""
+    """Run a case (ours twice, to resume) and return the collectives of rank 0."""
     with tempfile.TemporaryDirectory(prefix="collectives-") as name:
         folder = Path(name)
         config = configuration(case, folder)
@@ -88,7 +88,7 @@ def counted(mode: str, case: Case, processes: int) -> list[Collective]:
 
 
 def launched(mode: str, arguments: Sequence[str], folder: Path, processes: int) -> list[Collective]:
-    """Start the ranks and wait for them; what rank 0 has written."""
+    """Start the ranks, wait for them, and return the collectives that rank 0 has counted."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -108,7 +108,7 @@ def launched(mode: str, arguments: Sequence[str], folder: Path, processes: int) 
     try:
         while not all(rank.poll() == 0 for rank in ranks):
             if any(rank.poll() for rank in ranks) or time.monotonic() > end:
-                raise SystemExit(f"the ranks did not end well: {arguments}\n{logs(folder)}")
+                raise SystemExit(f"a rank failed or timed out: {arguments}\n{logs(folder)}")
             time.sleep(0.1)
     finally:
         for each in ranks:
@@ -117,12 +117,12 @@ def launched(mode: str, arguments: Sequence[str], folder: Path, processes: int) 
 
 
 def logs(folder: Path) -> str:
-    """The end of what each rank has said."""
+    """The end of each rank's output."""
     return "\n".join(log.read_text()[-2000:] for log in sorted(folder.glob("*.log")))
 
 
 def of_steps(seen: list[Collective], mode: str) -> tuple[list[Collective], int]:
-    """All but the first step, which starts what is not started yet, and how many they are."""
+    """The collectives of all steps but the first, which initialises; and how many steps these are."""
     if mode == "plain":
         whole = [each for each in seen if each.phase == "step"]
         return whole, STEPS
@@ -131,13 +131,13 @@ def of_steps(seen: list[Collective], mode: str) -> tuple[list[Collective], int]:
 
 
 def totals(seen: Iterable[Collective], *, is_small: bool) -> tuple[int, int]:
-    """Calls and bytes of small collectives, or of the others."""
+    """Calls and bytes of the small collectives, or of the large ones."""
     chosen = [each for each in seen if (each.size <= SMALL) == is_small]
     return len(chosen), sum(each.size for each in chosen)
 
 
 def print_steps(name: str, mode: str, seen: list[Collective], *, is_detailed: bool) -> None:
-    """One line a case: what a step takes; by file if asked."""
+    """Print one line with the collectives of a step; `is_detailed` adds a line for each file."""
     collectives, count = of_steps(seen, mode)
     few, large = (totals(collectives, is_small=each) for each in (True, False))
     print(
@@ -146,19 +146,19 @@ def print_steps(name: str, mode: str, seen: list[Collective], *, is_detailed: bo
         flush=True,
     )
     rows = summed(collectives)
-    for (asked_by, kind, dtype), (calls, size) in sorted(rows.items(), key=lambda row: -row[1][1]):
+    for (issued_by, kind, dtype), (calls, size) in sorted(rows.items(), key=lambda row: -row[1][1]):
         if is_detailed:
-            print(f"    {asked_by:44}{kind:22}{dtype:10}{calls / count:8.2f} × {size / calls:,.0f} B")
+            print(f"    {issued_by:44}{kind:22}{dtype:10}{calls / count:8.2f} × {size / calls:,.0f} B")
 
 
 def print_phases(name: str, seen: list[Collective], *, is_detailed: bool) -> None:
-    """Calls and bytes of everything but steps."""
+    """Print calls and bytes of every phase but the steps."""
     for phase in ("start", "overflow table", "save", "load", "export"):
         chosen = [each for each in seen if each.phase == phase]
         print(f"{name:20}{phase:16}{len(chosen):8}{sum(each.size for each in chosen):14,}")
-        for (asked_by, kind, dtype), (calls, size) in summed(chosen).items():
+        for (issued_by, kind, dtype), (calls, size) in summed(chosen).items():
             if is_detailed:
-                print(f"    {asked_by:44}{kind:22}{dtype:10}{calls:8} × {size / calls:,.0f} B")
+                print(f"    {issued_by:44}{kind:22}{dtype:10}{calls:8} × {size / calls:,.0f} B")
 
 
 def main() -> None:
@@ -168,7 +168,7 @@ def main() -> None:
         "--case", action="append", choices=list(CASES), help="repeat the flag for several (default: all)"
     )
     parser.add_argument("--processes", type=int, default=2, choices=(2, 4), help="ranks (default: 2)")
-    parser.add_argument("--rows", action="store_true", help="also what each file asks for")
+    parser.add_argument("--rows", action="store_true", help="also print the collectives of each file")
     options = parser.parse_args()
     print(f"a step of {options.processes} ranks: small collectives (up to {SMALL:,} B) and large ones")
     print(f"{'':28}{'calls':>10}{'bytes':>12}{'calls':>12}{'bytes':>14}")
@@ -179,7 +179,7 @@ def main() -> None:
         if name.startswith("ZeRO"):
             plain = counted("plain", CASES[name], options.processes)
             print_steps(name, "plain", plain, is_detailed=options.rows)
-    print("\nbeside steps, in the whole run of two starts, three saves and one load")
+    print("\noutside steps: two starts, three saves and one load")
     for name, seen in ours.items():
         print_phases(name, seen, is_detailed=options.rows)
 

@@ -1,4 +1,4 @@
-"""One rank of `collectives.py`: trains a few steps and writes what it counted.
+"""One rank of `collectives.py`: trains a few steps and writes the collectives it counted.
 
 collectives_rank.py ours OUT.json ARGUMENTS-OF-PRETRAIN… -- FURTHER-ARGUMENTS-TO-RESUME…
 collectives_rank.py plain OUT.json CONFIG.json MODEL.json STEPS FOLDER
@@ -15,7 +15,7 @@ from collective_counter import CollectiveCounter
 
 
 def ours(arguments: list[str]) -> None:
-    """`launch/pretrain.py`."""
+    """Run `launch/pretrain.py`."""
     from megalowbit.pretrain.command_line import main
 
     if (code := main(arguments)) != 0:
@@ -23,7 +23,7 @@ def ours(arguments: list[str]) -> None:
 
 
 def plain(arguments: list[str]) -> None:
-    """The same model under DeepSpeed as it comes, with its own optimizer, checkpoints and precision."""
+    """Train the same model with plain DeepSpeed: its optimizer, checkpoints and precision."""
     import deepspeed
     import torch
 

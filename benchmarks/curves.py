@@ -1,7 +1,8 @@
-"""Training curves of recipes as a picture: the loss, and its gap to a peer within each seed.
+"""Plots the training curves of recipes: the loss, and its gap to a peer within each seed.
 
-Seeds are thin lines, their mean is bold. Losses of single steps are mostly the noise of their batches, so
-curves are means over the last steps; the gap needs that less, since both runs of a seed see the same batches.
+Seeds are thin lines, their mean is a bold line. The loss of a single step is mostly the noise of its batch,
+so each point is the mean of the last steps. Gaps are less noisy: both runs of a seed train on the same
+batches.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind readers tell apart too, without yellow: faint on white.
+# Okabe and Ito's colours, safe for colour-blind readers; without yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLES = ("-", "--", ":")
 PEER_COLOUR = "#000000"
-BEGINNING = 0.1  # part of a run whose steep fall the axes leave out
+BEGINNING = 0.1  # fraction of a run at whose steep fall the y axis is not scaled
 Curves = dict[str, dict[int, list[float | None]]]
 
 
 def draw(path: Path, losses: Curves, peer: str) -> None:
-    """Write the picture.
+    """Write the plot to a file.
 
     Args:
         path: a PNG.
-        losses: by recipe and seed, a loss for every step, `None` where it was not finite.
-        peer: the recipe others are compared with.
+        losses: by recipe and seed, the loss of every step; `None` if it was not finite.
+        peer: the recipe that the others are compared with.
     """
     arrays = {
         label: {
@@ -41,17 +42,17 @@ def draw(path: Path, losses: Curves, peer: str) -> None:
     steps = min(len(each) for by_seed in arrays.values() for each in by_seed.values())
     window = max(1, steps // 20)
     others = [label for label in arrays if label != peer]
-    looks = {
+    line_styles = {
         label: (COLOURS[n % len(COLOURS)], STYLES[n // len(COLOURS) % len(STYLES)])
         for n, label in enumerate(others)
     }
-    looks[peer] = (PEER_COLOUR, "-")
+    line_styles[peer] = (PEER_COLOUR, "-")
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), constrained_layout=True)
     for label in [*others, peer]:
         plot(
             left,
             {seed: smoothed(each[:steps], window) for seed, each in arrays[label].items()},
-            looks[label],
+            line_styles[label],
             label,
         )
     for label in others:
@@ -59,7 +60,7 @@ def draw(path: Path, losses: Curves, peer: str) -> None:
             seed: smoothed(arrays[label][seed][:steps] - arrays[peer][seed][:steps], window)
             for seed in arrays[label]
         }
-        plot(right, gaps, looks[label], label)
+        plot(right, gaps, line_styles[label], label)
     right.axhline(0, color=PEER_COLOUR, linewidth=1)
     left.set(title="Loss", ylabel="cross entropy (nats per token)")
     right.set(
@@ -78,7 +79,7 @@ def draw(path: Path, losses: Curves, peer: str) -> None:
 
 
 def finish(axes: Axes, steps: int, window: int) -> None:
-    """What both panels have: labels, grid, limits."""
+    """Set the labels, grid and limits of a panel."""
     values = "each step" if window == 1 else f"each value: mean over the last {window}"
     axes.set_xlabel(f"optimizer step ({values})")
     axes.set_xlim(0, steps)
@@ -88,9 +89,9 @@ def finish(axes: Axes, steps: int, window: int) -> None:
         axes.set_title(f"{axes.get_title()}\ny axis cut: fits from step {int(BEGINNING * steps) + 1} on")
 
 
-def plot(axes: Axes, curves: dict[int, np.ndarray], look: tuple[str, str], label: str) -> None:
-    """Thin lines for the seeds and a bold one for their mean; the first steps of a window have no value."""
-    colour, style = look
+def plot(axes: Axes, curves: dict[int, np.ndarray], line_style: tuple[str, str], label: str) -> None:
+    """Draw thin lines for the seeds, and a bold one for their mean; the first window has no values."""
+    colour, style = line_style
     steps = np.arange(1, len(next(iter(curves.values()))) + 1)
     if len(curves) > 1:
         for each in curves.values():
@@ -100,19 +101,19 @@ def plot(axes: Axes, curves: dict[int, np.ndarray], look: tuple[str, str], label
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the last `window` values, NaN where there are fewer."""
+    """Mean of the last `window` values; NaN at positions with fewer."""
     sums = np.convolve(values, np.ones(window) / window, mode="valid")
     return np.concatenate([np.full(window - 1, np.nan), sums])
 
 
 def leave_out_the_beginning(axes: Axes, steps: int) -> bool:
-    """Fit the y axis to what comes after the first steps, which would press all else flat.
+    """Fit the y axis to the curves after the first steps, whose fall would flatten everything else.
 
     Returns:
-        Whether something of those first steps lies outside.
+        Whether a value of those first steps is outside the axis.
     """
     lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()]
-    curves = [each for each in lines if len(each) == steps]  # the zero line has other lengths
+    curves = [each for each in lines if len(each) == steps]  # leaves out the zero line
     shown = finite([each[int(BEGINNING * steps) :] for each in curves])
     if not len(shown):
         return False
@@ -124,6 +125,6 @@ def leave_out_the_beginning(axes: Axes, steps: int) -> bool:
 
 
 def finite(curves: list[np.ndarray]) -> np.ndarray:
-    """All values of curves that are finite, in one row."""
+    """All finite values of the curves, (values,)."""
     values = np.concatenate([*curves, np.empty(0)])
     return values[np.isfinite(values)]

@@ -1,7 +1,7 @@
-"""A peer for layers with a split: the same mathematics in plain PyTorch operations, as research codes do.
+"""A peer for layers with a split: the same mathematics in plain PyTorch operations, as in research code.
 
-Operands are fake-quantised in fp32 (E2M1 in blocks of 1 × 16 with fp32 scales, stochastic), the output
-gradient is factored by `torch.svd_lowrank`, put together again, and multiplied in fp32.
+Operands are fake-quantised in fp32 (E2M1 in blocks of 1 × 16 with fp32 scales, stochastic). The output
+gradient is factored by `torch.svd_lowrank`, recombined, and multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def fake_quantised(x: Tensor) -> Tensor:
-    """x on the E2M1 grid of its blocks, rounded stochastically."""
+    """x, (…, features), rounded stochastically to the E2M1 grid of blocks of 16."""
     blocks = x.unflatten(-1, (-1, 16))
     scale = blocks.abs().amax(-1, keepdim=True) / 6 + 1e-9
     magnitude = (blocks / scale).abs()
@@ -34,12 +34,12 @@ class EagerSplit(torch.autograd.Function):
         u, s, v = torch.svd_lowrank(grad, q=ctx.rank, niter=0)
         low_rank = (u * s) @ v.t()
         u, v = fake_quantised(u.t().contiguous()).t(), fake_quantised(v.t().contiguous()).t()
-        whole = (u * s) @ v.t() + fake_quantised(grad - low_rank)
-        return whole @ weight, whole.t() @ x, grad.sum(0), None
+        recombined = (u * s) @ v.t() + fake_quantised(grad - low_rank)
+        return recombined @ weight, recombined.t() @ x, grad.sum(0), None
 
 
 class EagerSplitLinear(torch.nn.Linear):
-    """fp32 `nn.Linear` of these operands; sizes are multiples of 16."""
+    """An fp32 `nn.Linear` with such operands; sizes must be multiples of 16."""
 
     def __init__(self, in_features: int, out_features: int, *, rank: int, device: str) -> None:
         super().__init__(in_features, out_features, device=device)

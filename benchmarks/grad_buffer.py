@@ -1,8 +1,12 @@
-"""Backward into a GradBuffer beside another revision's: `python benchmarks/grad_buffer.py --against HEAD~1`.
+"""GradBuffer against that of another revision: `python benchmarks/grad_buffer.py --against HEAD~1`.
 
-By process time, each round both in turn. `list`: nodes that give out finished bf16 gradients of GPT-2 124M
-(148 tensors), so autograd's copy of each, the hooks and the addition to fp32 are what is timed. `model`: the
-backward of a two-block GPT-2, where hooks weigh most. `hooks`: the list with one element a tensor.
+Each round times the backward into both buffers, by process time:
+
+    list    nodes that return finished bf16 gradients of GPT-2 124M (148 tensors): times autograd's copy of
+    each,
+            the hooks and the addition to fp32
+    model   the backward of a two-block GPT-2, where hooks weigh most
+    hooks   as list, with one element in each tensor
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ MODULE = "megalowbit/optim/gradients/buffer.py"
 MICRO_BATCHES = {"list": 2, "model": 8, "hooks": 8}
 
 
-class Give(torch.autograd.Function):
-    """A node whose gradient for its parameter is there already."""
+class ReturnGradient(torch.autograd.Function):
+    """A node with a precomputed gradient for its parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -40,7 +44,7 @@ class Give(torch.autograd.Function):
 
 
 def of_revision(revision: str) -> ModuleType:
-    """The module as it was, on top of the rest of the package as it is."""
+    """The module at `revision`; it imports the rest of the package as checked out."""
     command = ["git", "show", f"{revision}:{MODULE}"]
     done = subprocess.run(command, check=False, capture_output=True, cwd=Path(__file__).parent)
     if done.returncode:
@@ -57,7 +61,7 @@ def of_revision(revision: str) -> ModuleType:
 
 
 def gpt2_shapes(width: int) -> list[tuple[int, ...]]:
-    """Of GPT-2 124M at width 768."""
+    """Parameter shapes; at width 768 those of GPT-2 124M."""
     block = [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
     block += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
     return [(50257, width), (1024, width), *block * 12, (width,), (width,)]
@@ -67,7 +71,7 @@ def finished(module: ModuleType, gradients: list[torch.Tensor]) -> tuple[Any, Ca
     parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in gradients]
     buffer = module.GradBuffer(parameters)
     pairs = list(zip(parameters, gradients, strict=True))
-    return buffer, lambda: torch.stack([Give.apply(*pair) for pair in pairs]).sum()  # type: ignore[no-untyped-call]
+    return buffer, lambda: torch.stack([ReturnGradient.apply(*pair) for pair in pairs]).sum()  # type: ignore[no-untyped-call]
 
 
 def model(module: ModuleType) -> tuple[Any, Callable[[], torch.Tensor]]:
@@ -88,7 +92,7 @@ def make(kind: str, module: ModuleType, width: int) -> tuple[Any, Callable[[], t
 
 
 def backwards(arm: tuple[Any, Callable[[], torch.Tensor]], kind: str) -> float:
-    """Seconds of the micro-batches of a step."""
+    """Seconds of the backward passes of one step."""
     buffer, forward = arm
     losses = [forward() for _ in range(MICRO_BATCHES[kind])]
 

@@ -5,8 +5,8 @@
         --recipe nvfp4 --recipe '{"base": "mxfp4", "gemm": "fp8"}' \\
         --recipe '{"base": "nvfp4", "split_grad_output": {"rank": 60}}'
 
-Candidates run interleaved; the ratio is the median over rounds of candidate / bf16 nn.Linear. Recipes that
-split output gradients have a peer that does so in plain PyTorch operations.
+Candidates run interleaved; the ratio is the median over rounds of candidate / bf16 nn.Linear. If a recipe
+splits output gradients, a peer does the same in plain PyTorch operations.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def main() -> None:
 def shape(text: str) -> tuple[int, int, int]:
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 4096x768x3072")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not tokens x in x out: write for example 4096x768x3072"
+        )
     tokens, inputs, outputs = map(int, parts)
     return tokens, inputs, outputs
 
@@ -46,7 +48,7 @@ def shape(text: str) -> tuple[int, int, int]:
 def recipe(text: str) -> mlb.Recipe:
     try:
         return mlb.recipe(json.loads(text) if text.startswith("{") else text)
-    except ValueError as error:  # a UserError, or no JSON
+    except ValueError as error:  # a UserError, or invalid JSON
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
@@ -88,7 +90,7 @@ def training_step(layer: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -
 
 
 def saved_bytes_a_token(layer: torch.nn.Module, x: torch.Tensor) -> float:
-    """Bytes autograd keeps for each further token: what a layer keeps of its weight does not count."""
+    """Bytes autograd keeps for each additional token; this excludes what a layer keeps of its weight."""
     x = x.to(next(layer.parameters()).dtype)
     half = len(x) // 2
     return (saved_bytes(layer, x) - saved_bytes(layer, x[:half])) / (len(x) - half)

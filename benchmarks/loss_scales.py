@@ -1,9 +1,9 @@
-"""How loss-scale strategies fare on gradients of known size: steps lost, and how far S stayed below its best.
+"""Loss-scale strategies on gradients of known size: steps lost, and how far S stayed below its best value.
 
-Every strategy goes through the same sequences of largest gradients. A step overflows where amax·S reaches
-65520, fp16's end. What S gives away is measured in octaves below the largest power of two that would not have
-overflowed: small gradients are flushed by so many octaves more than they need be. No training: what it does
-to a loss depends on how many gradients are small.
+Every strategy sees the same sequences of gradient amaxes. A step overflows if amax·S reaches 65520, the end
+of fp16. The distance of S from its best value is measured in octaves below the largest power of two that
+would not have overflowed: the threshold below which gradients are flushed is too high by that many octaves.
+Nothing is trained: the effect on a loss depends on how many gradients are small.
 
     python benchmarks/loss_scales.py
 """
@@ -24,7 +24,7 @@ from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
 
 LIMIT = 65520.0  # rounds to infinity in fp16
-TYPICAL = 2.0**-6  # where the largest gradients lie
+TYPICAL = 2.0**-6  # amax of the gradients in a typical step
 STRATEGIES: dict[str, Callable[[], GradScaler]] = {
     "constant 2^16": lambda: ConstantGradScaler(2.0**16),
     "megatron": lambda: DynamicGradScaler(2.0**16),
@@ -36,13 +36,13 @@ STRATEGIES: dict[str, Callable[[], GradScaler]] = {
 
 
 def steady(draw: random.Random) -> Iterator[float]:
-    """Half an octave of noise."""
+    """Constant size with half an octave of noise."""
     while True:
         yield TYPICAL * 2 ** draw.gauss(0, 0.5)
 
 
 def decay(draw: random.Random) -> Iterator[float]:
-    """Six decades down over the run, as gradients shrink while a loss falls."""
+    """Gradients shrink by six decades over 4000 steps, as they do while a loss falls."""
     for step in range(10**9):
         yield TYPICAL * 10 ** (-6 * step / 4000) * 2 ** draw.gauss(0, 0.5)
 
@@ -54,7 +54,7 @@ def spikes(draw: random.Random) -> Iterator[float]:
 
 
 def jump(draw: random.Random) -> Iterator[float]:
-    """Sixteen times as large from step 2000 on."""
+    """Gradients are sixteen times as large from step 2000 on."""
     for step in range(10**9):
         yield TYPICAL * 2 ** draw.gauss(0, 0.5) * (16 if step >= 2000 else 1)
 
@@ -63,16 +63,16 @@ SEQUENCES = {"steady": steady, "decay": decay, "spikes": spikes, "jump": jump}
 
 
 def run(scaler: GradScaler, amaxes: Iterator[float], steps: int) -> tuple[int, float]:
-    """Overflowed steps, and the median of octaves given away over the others."""
-    overflows, given_away = 0, []
+    """Number of overflowed steps; over the others, the median of octaves by which S was too low."""
+    overflows, octaves_too_low = 0, []
     for _, amax in zip(range(steps), amaxes, strict=False):
         scale, found_inf = scaler.scale, amax * scaler.scale >= LIMIT
         overflows += found_inf
         if not found_inf:
-            given_away.append(math.floor(math.log2(LIMIT / amax)) - math.log2(scale))
-        # an overflowed step has no finite maximum to show
+            octaves_too_low.append(math.floor(math.log2(LIMIT / amax)) - math.log2(scale))
+        # an overflowed step has no finite amax
         scaler.update(found_inf, GradientStatistics(loss_scale=scale, amax=None if found_inf else amax))
-    return overflows, statistics.median(given_away) if given_away else math.nan
+    return overflows, statistics.median(octaves_too_low) if octaves_too_low else math.nan
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(results))
         return
-    print(f"{arguments.steps} steps: overflowed / median octaves given away\n")
+    print(f"{arguments.steps} steps: overflowed / median octaves below the best S\n")
     print(f"{'':22}" + "".join(f"{sequence:>16}" for sequence in SEQUENCES))
     for name, row in results.items():
         print(f"{name:22}" + "".join(f"{lost:>9} / {octaves:<4.1f}" for lost, octaves in row.values()))

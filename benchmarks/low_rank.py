@@ -1,10 +1,10 @@
-"""Warm-started low-rank factors against torch.svd_lowrank: time, and share of the matrix's energy captured.
+"""Warm-started low-rank factors against torch.svd_lowrank: time, and fraction of the matrix's energy.
 
     python benchmarks/low_rank.py --device cpu --threads 2
     python benchmarks/low_rank.py --device cuda --shape 8192x4096 --rank 64
 
-A gradient-like bf16 matrix: singular values fall as 1/i over a floor of noise, and its singular directions
-drift from call to call, so that a warm start is never quite right. The peer is svd_lowrank with two power
+The bf16 matrix resembles a gradient: its singular values fall as 1/i above a floor of noise. Its singular
+directions drift from call to call, so a warm start is never exact. The peer is svd_lowrank with two power
 steps on an fp32 copy (the copy is not timed). Energy: 1 - ‖M - U·S·Vᵀ‖² / ‖M‖², the mean over all matrices.
 """
 
@@ -26,9 +26,9 @@ from megalowbit.spectral.split import split
 from megalowbit.spectral.state import SplitState
 
 PEER = "torch.svd_lowrank fp32"
-WHOLE = "whole split, qb"
-DRIFT = 0.1  # how far directions turn from one matrix to the next, in radians
-NOISE = 0.1  # share of the energy that no direction holds
+FULL_SPLIT = "full split, qb"
+DRIFT = 0.1  # angle between the directions of one matrix and the next, in radians
+NOISE = 0.1  # fraction of the energy that is noise
 MATRICES = 8
 KEY = RandomKey(1)
 
@@ -48,7 +48,7 @@ def main() -> None:
     times = interleaved(runs, chosen.rounds, chosen.device)
     rows, cols = chosen.shape
     print_table(f"rank {chosen.rank} of {rows} × {cols}", times, PEER)
-    del candidates[WHOLE]  # captures what qb does
+    del candidates[FULL_SPLIT]  # its energy is that of qb
     captured = {name: energy(inputs_of(name, matrices), run) for name, run in candidates.items()}
     for name, value in captured.items():
         print(f"  {name:<30}{100 * value:10.3f} % of the energy  {value / captured[PEER]:7.4f} × {PEER}")
@@ -57,12 +57,12 @@ def main() -> None:
 def shape(text: str) -> tuple[int, int]:
     parts = text.split("x")
     if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 4096x768")
+        raise argparse.ArgumentTypeError(f"{text!r} is not rows x cols: write for example 4096x768")
     return int(parts[0]), int(parts[1])
 
 
 def drifting(rows: int, cols: int, device: str) -> Iterator[torch.Tensor]:
-    """Matrices there and back again, so that also the step from the last to the first is a small one."""
+    """Matrices that drift away and back, so the step from the last to the first is as small as the others."""
     generator = torch.Generator().manual_seed(0)
     directions = min(rows, cols)
     values = 1 / torch.arange(1, directions + 1)
@@ -76,12 +76,12 @@ def drifting(rows: int, cols: int, device: str) -> Iterator[torch.Tensor]:
 
 
 def every_method(rank: int, first: torch.Tensor) -> dict[str, Candidate]:
-    """Candidates by name; qb and power carry their directions from call to call."""
+    """Candidates by name; qb and power keep their directions from call to call."""
 
     def peer(matrix: torch.Tensor) -> LowRank:
         return LowRank(*torch.svd_lowrank(matrix, q=rank, niter=2))
 
-    # In this order qb follows bf16 products, as it does in training, not the peer's fp32 threads.
+    # In this order qb runs after bf16 products, as in training, and not after the peer's fp32 threads.
     return {
         PEER: peer,
         "svd_lowrank, niter 2": lambda matrix: low_rank.svd_lowrank(matrix, rank, 2, KEY).low_rank,
@@ -90,7 +90,7 @@ def every_method(rank: int, first: torch.Tensor) -> dict[str, Candidate]:
         "random": lambda matrix: low_rank.random(matrix, rank, KEY).low_rank,
         "qb, warm": warm(low_rank.qb, first, rank),
         "qb, warm, one power step": warm(lambda m, v: low_rank.qb(m, v, 1), first, rank),
-        WHOLE: whole_split(rank),
+        FULL_SPLIT: full_split(rank),
     }
 
 
@@ -108,8 +108,8 @@ def warm(
     return run
 
 
-def whole_split(rank: int) -> Candidate:
-    """Factors, their quantisation and the residual, with settings as they come."""
+def full_split(rank: int) -> Candidate:
+    """Factors, their quantisation and the residual, with default settings."""
     settings, state, step = OperandSplit(rank=rank), SplitState(), [0]
 
     def run(matrix: torch.Tensor) -> object:
@@ -125,7 +125,7 @@ def inputs_of(name: str, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def over(inputs: list[torch.Tensor], run: Candidate) -> Callable[[], object]:
-    """Each call on the next matrix."""
+    """Returns a function that runs on the next matrix at each call."""
     turn = itertools.cycle(inputs)
     return lambda: run(next(turn))
 

@@ -1,13 +1,13 @@
-"""One step of the Float16 optimizer against torch's, DeepSpeed's and loops over tensors, on a CPU.
+"""One step of the Float16 optimizer against those of torch, DeepSpeed and loops over tensors, on a CPU.
 
     python benchmarks/optimizer.py --threads 2 --json step.json
     python benchmarks/optimizer.py --passes
     python benchmarks/optimizer.py --layers 24 --hidden 1024 --only "ours, fp16, main_grad"
 
-Each candidate gets the same scaled gradients of a GPT-2 of the given size and is timed from there to updated
-half weights and cleared gradients, norm, overflow check and clipping included; nothing of it is done while
-gradients are put there. `--passes` times the parts instead. Fused AdamW alone, on fp32
-weights and gradients, is the floor that the others are divided by, round by round.
+Each candidate gets the same scaled gradients of a GPT-2 of the given size. Its time includes norm, overflow
+check, clipping, the update of the half-precision weights and clearing the gradients. None of this is done
+while the gradients are put in place. `--passes` times the parts instead. Fused AdamW alone, on fp32 weights
+and gradients, is the floor: in each round, the other times are divided by its time.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def ours(
 
     def step() -> None:
         optimizer.step()
-        assert all(weight.grad is None for weight in weights), "gradients are left"
+        assert all(weight.grad is None for weight in weights), "the step has not cleared all gradients"
 
     return Peer(partial(fill_main if has_main_grad else fill, weights, gradients), step)
 
 
-# Two lists, because the memory of all of them together is more than most machines have.
+# Two lists, because all candidates together need more memory than most machines have.
 FP16: dict[str, Make] = {
     FLOOR: fused_adamw,
     "ours, fp16, main_grad": partial(ours, dtype=torch.float16, has_main_grad=True),
@@ -90,11 +90,13 @@ def main() -> None:
     options.add_argument("--vocabulary", type=positive, default=50257)
     names = [name for name in (*FP16, *BF16) if name != FLOOR]
     options.add_argument("--only", action="append", choices=names, metavar="NAME", help=", ".join(names))
-    options.add_argument("--passes", action="store_true", help="time the passes one by one, not whole steps")
-    options.add_argument("--json", type=Path, help="where to write all times")
+    options.add_argument(
+        "--passes", action="store_true", help="time the passes one by one instead of full steps"
+    )
+    options.add_argument("--json", type=Path, help="file for all times")
     chosen = options.parse_args()
     if chosen.device != "cpu":
-        options.error("the peers here are those of a CPU: leave --device out")
+        options.error("the peers run on a CPU only: leave --device out")
     torch.set_num_threads(chosen.threads)
     shapes = gpt2_shapes(chosen.layers, chosen.hidden, chosen.vocabulary)
     count = sum(torch.Size(shape).numel() for shape in shapes)
@@ -114,7 +116,7 @@ def main() -> None:
 
 
 def gpt2_shapes(layers: int, hidden: int, vocabulary: int) -> list[tuple[int, ...]]:
-    """Parameters of a GPT-2, its output tied to its embedding."""
+    """Parameter shapes of a GPT-2 whose output projection is tied to the embedding."""
     norm = [(hidden,), (hidden,)]
     attention = [(hidden, 3 * hidden), (3 * hidden,), (hidden, hidden), (hidden,)]
     mlp = [(hidden, 4 * hidden), (4 * hidden,), (4 * hidden, hidden), (hidden,)]
@@ -132,10 +134,12 @@ def compare(
     if len(chosen) == 1:
         return {}
     torch.manual_seed(0)
-    gradients = [torch.randn(shape).to(torch.float16) for shape in shapes]  # both halves hold these
+    gradients = [
+        torch.randn(shape).to(torch.float16) for shape in shapes
+    ]  # exact in fp16; `fill` rounds them to bf16 for the list BF16
     peers = {name: make(shapes, gradients) for name, make in chosen.items()}
     times: dict[str, list[float]] = {name: [] for name in peers}
-    for number in range(options.rounds + 2):  # two to warm up
+    for number in range(options.rounds + 2):  # two for warm-up
         for name, peer in peers.items():
             peer.prepare()
             taken = seconds(peer.step, "cpu")

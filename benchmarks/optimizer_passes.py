@@ -1,6 +1,7 @@
-"""The optimizer's passes over memory, each beside torch's: `python benchmarks/optimizer.py --passes`.
+"""The optimizer's passes over memory, each against torch's: `python benchmarks/optimizer.py --passes`.
 
-Sizes are those of the whole comparison. Gradients are scaled fp16 numbers, and the fp32 ones hold the same.
+Sizes are those of the full comparison. Gradients are scaled fp16 numbers; the fp32 gradients have equal
+values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Candidates = dict[str, Callable[[], object]]
 
 
 def compare_passes(shapes: Sequence[tuple[int, ...]], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each pass by title and name; tables are printed."""
+    """Print a table of each pass; returns the seconds by title and name."""
     if not cpu_kernels.is_available():
         raise SystemExit(f"no CPU kernel: {cpu_kernels.why_unavailable()}")
     torch.manual_seed(0)

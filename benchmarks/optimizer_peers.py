@@ -1,7 +1,7 @@
-"""What the optimizer step is compared with: torch's own, DeepSpeed's, and loops over tensors as in Megatron.
+"""Peers of the optimizer step: torch's and DeepSpeed's optimizers, and loops over tensors as in Megatron.
 
-A `Peer` has `prepare`, which puts scaled gradients where backward leaves them and is not timed, and `step`,
-which ends with updated weights and no gradients.
+A `Peer` has two functions. `prepare` puts scaled gradients where backward leaves them; it is not timed.
+`step` updates the weights and clears the gradients.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def fill(weights: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor
 
 
 def fill_main(weights: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
-    """Put each gradient into `main_grad`, past the hooks, which could do a part of the step's work."""
+    """Copy each gradient to `main_grad` without the hooks, which could do part of the step's work."""
     for weight, gradient in zip(weights, gradients, strict=True):
-        assert not weight.main_grad.any(), "the last step has left gradients"
+        assert not weight.main_grad.any(), "the last step has not cleared all gradients"
         weight.main_grad.copy_(gradient)
 
 
 def fused_adamw(shapes: Sequence[tuple[int, ...]], gradients: Sequence[torch.Tensor]) -> Peer:
-    """The floor: the update alone, of fp32 weights by fp32 gradients."""
+    """The floor: only the update, of fp32 weights by fp32 gradients."""
     weights = parameters(shapes, torch.float32)
     optimizer = torch.optim.AdamW(weights, **ADAMW, fused=True)
     fill(weights, gradients)
@@ -53,7 +53,7 @@ def torch_scaler(shapes: Sequence[tuple[int, ...]], gradients: Sequence[torch.Te
     weights = parameters(shapes, torch.float32)
     optimizer = torch.optim.AdamW(weights, **ADAMW, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-    scaler.scale(torch.ones(()))  # makes its state
+    scaler.scale(torch.ones(()))  # initialises its state
 
     def step() -> None:
         scaler.unscale_(optimizer)
@@ -66,7 +66,7 @@ def torch_scaler(shapes: Sequence[tuple[int, ...]], gradients: Sequence[torch.Te
 
 
 def loops(shapes: Sequence[tuple[int, ...]], gradients: Sequence[torch.Tensor]) -> Peer:
-    """Megatron's order of work with a loop over tensors for each part, and a host read after each check."""
+    """Megatron's order of operations, with a loop over tensors for each and a host read after each check."""
     weights = parameters(shapes, torch.float16)
     masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
     mains = [torch.zeros_like(master) for master in masters]
@@ -100,7 +100,7 @@ def loops(shapes: Sequence[tuple[int, ...]], gradients: Sequence[torch.Tensor]) 
 
 
 def start_deepspeed() -> None:
-    """One process that is all ranks, which DeepSpeed's optimizers ask for."""
+    """Create a process group of one rank; DeepSpeed's optimizers need one."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 

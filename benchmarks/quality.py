@@ -1,15 +1,16 @@
-"""Loss of recipes against bf16, paired by seed: what low precision costs, and how sure that is.
+"""Loss of recipes against bf16, paired by seed: the cost of low precision, and its error.
 
     pip install -c constraints.txt -e '.[bench]'
     python benchmarks/quality.py --out /tmp/quality --seed 1 --seed 2 --seed 3 --seed 4 \\
         --recipe nvfp4 --recipe nvidia-nvfp4 --recipe '{"base": "mxfp4", "keep_last": 1}'
 
-Without --recipe all named ones run. Every run is a process of its own on one thread, with launch/pretrain.py
-as users start it. One that diverges is marked and the sweep goes on. Runs of one seed
-have the same initial weights and the same batches, so a gap to bf16 is taken within a seed and its error
-is that of the gaps over the seeds. Recipes stand in the order given: nothing is ranked, and what lies within
-twice the standard error is marked; of two or three seeds that error is itself a guess, so take more. A sweep
-that was interrupted goes on where it was when it is started again with the same --out.
+Without --recipe, all named recipes run. Every run is a separate process of launch/pretrain.py with one
+thread. A run that diverges is marked, and the sweep continues.
+
+Runs of one seed have the same initial weights and the same batches. A gap to bf16 is therefore taken within a
+seed, and its error is that of the gaps over the seeds. The table keeps the order of the recipes and ranks
+nothing. A gap smaller than twice its standard error is marked. With two or three seeds that error is itself
+only a guess, so use more. To continue an interrupted sweep, start it again with the same --out.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main() -> None:
     try:
         make_folder(options.out)
         config = runs[0].resolved()
-        count_samples(config.settings.data)  # fills the cache once, before several processes would
+        count_samples(config.settings.data)  # fills the cache once, before several processes do
     except mlb.UserError as error:
         options.parser.error(str(error))
     steps = config.settings.run.steps
@@ -80,7 +81,7 @@ def arguments() -> argparse.Namespace:
         "--seed",
         action="append",
         type=positive,
-        help="of weights and data; repeat the flag for several, which errors need "
+        help="seed of weights and data; repeat the flag for several, which standard errors need "
         f"(default: {', '.join(map(str, SEEDS))})",
     )
     parser.add_argument("--steps", type=positive, help="of each run (default: as configured)")
@@ -97,10 +98,10 @@ def arguments() -> argparse.Namespace:
         "--last",
         type=positive,
         default=100,
-        help="steps at the end whose mean loss is compared (default: %(default)s)",
+        help="number of last steps whose mean loss is compared (default: %(default)s)",
     )
     parser.add_argument(
-        "--jobs", type=positive, default=2, help="runs at a time, of one thread each (default: %(default)s)"
+        "--jobs", type=positive, default=2, help="runs at a time, each with one thread (default: %(default)s)"
     )
     parser.add_argument("--no-picture", action="store_true", help="table only, without matplotlib")
     options = parser.parse_args()
@@ -109,7 +110,7 @@ def arguments() -> argparse.Namespace:
 
 
 def drawing(parser: argparse.ArgumentParser) -> Any:
-    """The function that draws; a missing package is found before the first run, not after the last."""
+    """The plotting function; a missing package is reported before the first run, not after the last."""
     try:
         from curves import draw
     except ImportError as error:
@@ -118,15 +119,15 @@ def drawing(parser: argparse.ArgumentParser) -> Any:
 
 
 def labelled(values: list[str] | tuple[str, ...], parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Recipes as `--set` takes them, by name."""
+    """Recipes by name, in the form that `--set` takes."""
     found: dict[str, str] = {}
     for value in values:
         try:
             name = mlb.recipe(json.loads(value) if value.startswith("{") else value).name
-        except ValueError as error:  # a UserError, or no JSON
+        except ValueError as error:  # a UserError, or invalid JSON
             parser.error(f"argument --recipe: {error}")
         if found.setdefault(name, value) != value:
-            parser.error(f'two recipes are called {name!r}: give their blocks a "name"')
+            parser.error(f'two recipes are called {name!r}: set "name" in one of the blocks')
     return found
 
 
@@ -150,7 +151,7 @@ def planned(recipes: dict[str, str], seeds: list[int], options: argparse.Namespa
 
 
 def table(results: dict[str, dict[int, Run]], *, last: int, steps: int) -> str:
-    """Mean losses by recipe and seed, their gaps to bf16, and what is too close to tell apart."""
+    """Mean losses by recipe and seed, their gaps to bf16, and the pairs that cannot be distinguished."""
     finals = {
         label: {seed: run.final_loss(last) for seed, run in by_seed.items()}
         for label, by_seed in results.items()
@@ -175,7 +176,7 @@ def table(results: dict[str, dict[int, Run]], *, last: int, steps: int) -> str:
         if label != PEER and not math.isnan(gap.mean):
             shown, mark = (str(gap), f"{100 * gap.mean / peer:+.2f} %"), gap.mark
         lines.append(f"{line}{shown[0]:>36}{shown[1]:>13}{speed:10,.0f}{mark}")
-    lines.append("  ≈ smaller than twice its standard error   ? one seed, so its error is not known")
+    lines.append("  ≈ smaller than twice its standard error   ? one seed, so the error is unknown")
     for run in itertools.chain.from_iterable(by_seed.values() for by_seed in results.values()):
         if (step := run.diverged_at()) is not None:
             lines.append(f"  {run.label}, seed {run.seed}, diverged at step {step}")
@@ -183,12 +184,12 @@ def table(results: dict[str, dict[int, Run]], *, last: int, steps: int) -> str:
     for one, two in itertools.combinations(others, 2):
         gap = Gap.between(finals[one], finals[two])
         if gap.mark:
-            lines.append(f"  {one} and {two} are not told apart: {gap} {gap.mark.strip()}")
+            lines.append(f"  {one} and {two} cannot be distinguished: {gap} {gap.mark.strip()}")
     return "\n".join(lines)
 
 
 def padded(losses: Losses, steps: int) -> Losses:
-    """Losses of a run that may have ended early, one for every step."""
+    """One loss for every step: `None` for the missing steps of a run that ended early."""
     return losses + [None] * (steps - len(losses))
 
 

@@ -1,11 +1,11 @@
-"""Quantisers against this machine's copy bandwidth, and against torchao's casts where it is installed.
+"""Quantizers against this machine's copy bandwidth, and against torchao's casts if it is installed.
 
     python benchmarks/quantize.py --device cpu --threads 2
     pip install -c constraints.txt -e '.[bench]' && python benchmarks/quantize.py
 
-Everything runs interleaved on one matrix, bf16 unless asked otherwise. The peer is `x.clone()`, a copy into
-memory of its own, as the quantisers' results are; the ratio is the median over rounds of candidate / clone.
-GB/s counts the bytes read.
+All candidates run interleaved on one matrix, by default in bf16. The peer is `x.clone()`, which allocates its
+result, as the quantizers do. The ratio is the median over rounds of candidate / clone. GB/s counts the bytes
+read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAMES = (
     "int8e5m2b:sr",
 )
 DECODED = (NAMES[0], "int8", "fp8e4m3", "int8b", "int8e5m2b")
-PLAIN = ("int8", "fp8e4m3", "int8e5m2b")  # quantisers that are timed without their kernel as well
+PLAIN = ("int8", "fp8e4m3", "int8e5m2b")  # quantizers that are also timed without their kernel
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
     candidates[f"{NAMES[0]} of the transpose"] = lambda: with_operand.quantize(x.t())
     candidates[f"{NAMES[0]}, Hadamard"] = lambda: with_operand.quantize_transposed(x.t(), signs=0xA5C3)
     int8, amax = mlb.quantizer("int8"), x.abs().amax()
-    candidates["int8, maximum given"] = lambda: int8.quantize(x, tensor_amax=amax)
+    candidates["int8, amax given"] = lambda: int8.quantize(x, tensor_amax=amax)
     candidates["int8 + counts"] = lambda: int8.quantize(x, with_counts=True)
     candidates["int8 of the transpose"] = lambda: int8.quantize(x.t())
     times = interleaved(candidates, options.rounds, options.device)
@@ -93,7 +93,7 @@ def torchao_casts(x: torch.Tensor) -> dict[str, Callable[[], object]]:
         from torchao.prototype.mx_formats.mx_tensor import to_mx
         from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
     except ImportError as error:
-        print(f"without torchao's casts: {error}")
+        print(f"torchao's casts are left out: {error}")
         return {}
 
     def nvfp4() -> object:

@@ -1,11 +1,12 @@
-"""What a start, a save and a load of one process take, part by part, beside plain copies of the same bytes.
+"""Time of a start, a save and a load of one process, part by part, against plain copies of the same bytes.
 
     python benchmarks/restart.py
     python benchmarks/restart.py --set megalowbit.model.overrides='{"n_layer":12,"n_embd":768,"n_head":12}'
 
-The run is launch/pretrain.py itself, with a clock around its parts: once from nothing, saving at its end, and
-once resumed; of each part the shortest of some rounds. The page cache is warm after a save: what is read here
-was written a moment ago, so reading is as fast as memory allows, and a parallel file system is not.
+Runs launch/pretrain.py with timers around its parts: once from the beginning with a save at its end, and once
+resumed. The table has the shortest time of each part over the rounds. The files are in the page cache,
+because they have just been written: reading is as fast as memory allows, which it is not on a parallel file
+system.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# module, name there, what it is called in the table
+# module or class, name of the function, name in the table
 PARTS = (
     ("megalowbit.pretrain.run", "start_process_group", "process group"),
     ("megalowbit.pretrain.run", "check_ranks_agree", "ranks agree"),
@@ -44,7 +45,7 @@ PARTS = (
 
 
 def timed_run(out: Path, arguments: list[str]) -> None:
-    """In a process of its own: run the command line and write seconds by part."""
+    """Run the command line, in a separate process, and write the seconds of each part."""
     seconds: dict[str, list[float]] = defaultdict(list)
     spent_inside = [0.0]
 
@@ -57,23 +58,27 @@ def timed_run(out: Path, arguments: list[str]) -> None:
                 return original(*values, **named)
             finally:
                 lasted = time.perf_counter() - began
-                seconds[name].append(lasted - spent_inside[0])  # a part within is its own
+                seconds[name].append(
+                    lasted - spent_inside[0]
+                )  # without nested parts, which are counted separately
                 spent_inside[0] = outer + lasted
 
         return timed
 
-    started = time.clock_gettime(time.CLOCK_BOOTTIME) - _age_at_boot()
+    started = time.clock_gettime(time.CLOCK_BOOTTIME) - _started_after_boot()
     from megalowbit.engine.process_start import import_deepspeed
     from megalowbit.pretrain.command_line import main
 
     began = time.perf_counter()
     import_deepspeed()
-    importlib.import_module("transformers.models.gpt2.modeling_gpt2")  # else it is the model's time
-    for place, name, told in PARTS:
+    importlib.import_module(
+        "transformers.models.gpt2.modeling_gpt2"
+    )  # otherwise its import counts as "model"
+    for place, name, title in PARTS:
         module, _, _ = place.partition(".CheckpointStore")
         holder = importlib.import_module(module)
         holder = holder.CheckpointStore if place.endswith("CheckpointStore") else holder
-        setattr(holder, name, timing(getattr(holder, name), told))
+        setattr(holder, name, timing(getattr(holder, name), title))
     imports = time.perf_counter() - began
     if (code := main(arguments)) != 0:
         raise SystemExit(code)
@@ -82,14 +87,14 @@ def timed_run(out: Path, arguments: list[str]) -> None:
     out.write_text(json.dumps(seconds))
 
 
-def _age_at_boot() -> float:
-    """When this process was started, in seconds since the machine was."""
+def _started_after_boot() -> float:
+    """The start of this process, in seconds after the machine's boot."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def copy_seconds(files: list[Path], folder: Path) -> dict[str, float]:
-    """The same bytes written and forced to disk, read, and hashed, without anything else."""
+    """Seconds to read, hash, and write with fsync the same bytes, without anything else."""
     found = dict.fromkeys(("write and fsync", "read", "SHA-256"), 0.0)
     for path in files:
         began = time.perf_counter()
@@ -108,7 +113,7 @@ def copy_seconds(files: list[Path], folder: Path) -> dict[str, float]:
 
 
 def run(folder: Path, arguments: list[str]) -> dict[str, float]:
-    """One process of ours; its seconds by part."""
+    """Run one process; returns the seconds of each part."""
     out = folder / "seconds.json"
     command = [sys.executable, __file__, "--timed-run", str(out), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -118,7 +123,7 @@ def run(folder: Path, arguments: list[str]) -> dict[str, float]:
 
 
 def configuration(folder: Path) -> Path:
-    """A GPT-2 on bytes, small unless its sizes are set."""
+    """Write the configuration of a GPT-2 on bytes; it is small unless `--set` changes its sizes."""
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 4000)
     model = {
         "model_type": "gpt2", "vocab_size": 256, "n_positions": 128, "n_embd": 128, "n_layer": 4,
@@ -140,7 +145,7 @@ def configuration(folder: Path) -> Path:
 
 
 def shortest(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each part, the round in which the machine was least busy."""
+    """The shortest time of each part: that of the round in which the machine was least busy."""
     return {name: min(each[name] for each in rounds) for name in rounds[0]}
 
 
@@ -148,10 +153,15 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0], allow_abbrev=False)
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="as of launch/pretrain.py"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as in launch/pretrain.py"
     )
     parser.add_argument(
-        "--rounds", type=int, default=3, choices=range(1, 100), metavar="N", help="(default: 3)"
+        "--rounds",
+        type=int,
+        default=3,
+        choices=range(1, 100),
+        metavar="N",
+        help="number of rounds (default: 3)",
     )
     options = parser.parse_args()
     rounds = []
@@ -171,10 +181,10 @@ def main() -> None:
     fresh, again, plain = (shortest(each) for each in zip(*rounds, strict=True))
     print(f"checkpoint {size / 1e6:,.1f} MB in {len(files)} files")
     print(f"{'':18}{'start':>9}{'resume':>9}   seconds")
-    for name in dict.fromkeys(("interpreter", "imports", *(told for *_, told in PARTS))):
+    for name in dict.fromkeys(("interpreter", "imports", *(title for *_, title in PARTS))):
         row = [seconds.get(name, 0.0) for seconds in (fresh, again)]
         print(f"{name:18}{row[0]:9.2f}{row[1]:9.2f}")
-    print("the same bytes alone, GB/s")
+    print("plain copies of the same bytes, and the parts that move them, GB/s")
     for name, lasted in plain.items():
         print(f"{name:18}{size / 1e9 / lasted:9.2f}")
     for name, seconds in (("save", fresh), ("verification", again), ("load", again)):

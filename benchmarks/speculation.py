@@ -28,9 +28,13 @@ PEER = "no controller"
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--shape", type=shape, default=(4096, 768, 3072), help="tokens x in x out features")
-    options.add_argument("--layers", type=positive, default=1, help="in a chain, in and out features in turn")
-    options.add_argument("--cpu-time", action="store_true", help="of this process, for busy machines")
+    options.add_argument(
+        "--shape", type=shape, default=(4096, 768, 3072), help="tokens x in_features x out_features"
+    )
+    options.add_argument("--layers", type=positive, default=1, help="number of layers in the chain")
+    options.add_argument(
+        "--cpu-time", action="store_true", help="measure the CPU time of this process, for busy machines"
+    )
     options.add_argument("--verify-size", type=positive, default=SpeculationSettings().verify_size)
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
@@ -53,7 +57,7 @@ def main() -> None:
 
 
 def model_of(options: argparse.Namespace) -> torch.nn.Module:
-    """The layers, in a model that names them."""
+    """The layers in a model, which gives them names."""
     _, inputs, outputs = options.shape
     sizes = [(outputs, inputs) if number % 2 else (inputs, outputs) for number in range(options.layers)]
     model = torch.nn.Sequential(

@@ -1,4 +1,4 @@
-"""Interleaved timing: every round runs each candidate once, so that a machine that slows down slows all."""
+"""Interleaved timing: every round runs each candidate once, so a slow phase of the machine affects all."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ WARM_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD
 
 
 def keep_freed_memory() -> None:
-    """Start the script again with an allocator that keeps what it has.
+    """Restart the script with an allocator that keeps freed memory.
 
-    Otherwise a CPU run times the page faults of fresh matrices, as a training step, which reuses its memory,
-    would not see them. glibc reads these variables when a process starts.
+    Otherwise a CPU run measures the page faults of fresh matrices. A training step reuses its memory and has
+    none. glibc reads these variables only when a process starts.
     """
     if not WARM_ALLOCATOR.keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **WARM_ALLOCATOR})
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """What all benchmarks ask for."""
+    """The options that all benchmarks share."""
     options = argparse.ArgumentParser(description=description.split("\n")[0])
     options.add_argument("--device", default="cpu", type=device)
     options.add_argument("--threads", type=positive, default=2)
@@ -35,13 +35,15 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def device(name: str) -> str:
     if name != "cpu" and not (name == "cuda" and torch.cuda.is_available()):
-        raise argparse.ArgumentTypeError(f"{name!r} is not here: cpu" + ", cuda" * torch.cuda.is_available())
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is not available: use cpu" + " or cuda" * torch.cuda.is_available()
+        )
     return name
 
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: use 1 or more")
     return int(text)
 
 
@@ -53,7 +55,7 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of each candidate in each round, after two warm-up runs.
 
-    On a CPU by `clock`: `time.process_time` leaves out what others take of a busy machine.
+    On a CPU the time is that of `clock`. `time.process_time` excludes other processes on a busy machine.
     """
     for run in candidates.values():
         run()
@@ -66,7 +68,7 @@ def interleaved(
 
 
 def seconds(run: Callable[[], object], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
-    """One run: by `clock` on a CPU, CUDA events on a GPU."""
+    """Seconds of one run: by `clock` on a CPU, by CUDA events on a GPU."""
     if device == "cpu":
         started = clock()
         run()
@@ -80,12 +82,12 @@ def seconds(run: Callable[[], object], device: str, clock: Callable[[], float] =
 
 
 def ratio(times: dict[str, list[float]], name: str, peer: str) -> float:
-    """Median over the rounds of candidate / peer."""
+    """Median of candidate / peer over the rounds."""
     return statistics.median(a / b for a, b in zip(times[name], times[peer], strict=True))
 
 
 def print_table(title: str, times: dict[str, list[float]], peer: str, bytes_moved: int | None = None) -> None:
-    """Median, best, ratio to the peer and, where bytes are given, GB/s by the median."""
+    """Print median, minimum, ratio to the peer and, if `bytes_moved` is given, GB/s by the median."""
     print(f"\n{title}")
     for name, values in times.items():
         median, least = statistics.median(values), min(values)

@@ -1,11 +1,11 @@
-"""What the watchdog costs a run: a mark, a beat, and what one rank reads of all when something has failed.
+"""Cost of the watchdog: a mark, a heartbeat, and one rank reading all heartbeats after a failure.
 
     python benchmarks/watchdog.py
     python benchmarks/watchdog.py --ranks 1000
 
-One process plays all ranks, over a real store of its own. So nobody else asks the store at the same time, and
-no network is in the times: over one, a request for each note would cost a round trip each, which is why there
-is none. Times are medians of the rounds.
+One process acts as all ranks, with a real store that only it uses. The times therefore contain no contention
+and no network. Over a network, a request for each heartbeat would cost one round trip each; this is why the
+watchdog requests many heartbeats at once. Times are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megalowbit.supervision.heartbeat_store import Heartbeat, HeartbeatStore
 from megalowbit.supervision.settings import WatchdogSettings
 from megalowbit.supervision.watchdog import Watchdog
 
-MARKS, BEATS = 20_000, 200  # calls a round
+MARKS, HEARTBEATS = 20_000, 200  # calls in each round
 
 
 def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
@@ -35,15 +35,15 @@ def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
 
 
 def print_rows(title: str, times: dict[str, list[float]], peer: str, calls: int, unit: float) -> None:
-    """Median per call in units of so many seconds, and its ratio to the peer."""
+    """Print the median time of one call, in multiples of `unit` seconds, and its ratio to the peer."""
     print(title)
     for name, values in times.items():
         amount = statistics.median(values) / calls / unit
         print(f"  {name:<34}{amount:10.3g}  {ratio(times, name, peer):6.2f} × {peer}")
 
 
-def per_step_and_beat(rounds: int) -> Heartbeat:
-    """Print both; a beat as it is sent."""
+def measure_step_and_heartbeat(rounds: int) -> Heartbeat:
+    """Print the cost of a mark and of a heartbeat; returns a heartbeat."""
     with Watchdog(WatchdogSettings(), ProcessIdentity()) as watchdog:
         marks: dict[str, Callable[[], object]] = {
             "time.monotonic()": repeated(time.monotonic, MARKS),
@@ -51,33 +51,33 @@ def per_step_and_beat(rounds: int) -> Heartbeat:
         }
         print_rows("every step, µs", interleaved(marks, rounds, "cpu"), "time.monotonic()", MARKS, 1e-6)
         store = HeartbeatStore(0, 1)
-        note = watchdog._describe(123456)
+        heartbeat = watchdog._describe(123456)
 
-        def beat() -> None:
+        def send() -> None:
             store.publish(watchdog._describe(123456))
             store.is_alarmed()
 
-        beats: dict[str, Callable[[], object]] = {
-            "one write": repeated(lambda: store.publish(note), BEATS),
-            "beat": repeated(beat, BEATS),
+        sends: dict[str, Callable[[], object]] = {
+            "one write": repeated(lambda: store.publish(heartbeat), HEARTBEATS),
+            "heartbeat": repeated(send, HEARTBEATS),
         }
-        print_rows("every 5 s, µs", interleaved(beats, rounds, "cpu"), "one write", BEATS, 1e-6)
-    return note
+        print_rows("every 5 s, µs", interleaved(sends, rounds, "cpu"), "one write", HEARTBEATS, 1e-6)
+    return heartbeat
 
 
-def reading(note: Heartbeat, ranks: int, rounds: int) -> None:
-    """Print what the rank that looks into a failure takes to read the notes of all."""
+def measure_reading(heartbeat: Heartbeat, ranks: int, rounds: int) -> None:
+    """Print how long the rank that makes the diagnosis needs to read the heartbeats of all ranks."""
     store = HeartbeatStore(0, ranks)
     keys = [f"heartbeat/{rank}" for rank in range(ranks)]
     for key in keys:
-        store._store.set(key, note.to_text())
+        store._store.set(key, heartbeat.to_text())
     assert len(store.heartbeats()) == ranks
-    ways: dict[str, Callable[[], object]] = {
-        "a request for each": lambda: [Heartbeat.from_text(store._store.get(key)) for key in keys],
-        "notes of all": store.heartbeats,
+    candidates: dict[str, Callable[[], object]] = {
+        "one request for each": lambda: [Heartbeat.from_text(store._store.get(key)) for key in keys],
+        "all heartbeats": store.heartbeats,
     }
-    times = interleaved(ways, rounds, "cpu")
-    print_rows(f"when something has failed, {ranks:,} ranks, s", times, "a request for each", 1, 1.0)
+    times = interleaved(candidates, rounds, "cpu")
+    print_rows(f"after a failure, {ranks:,} ranks, s", times, "one request for each", 1, 1.0)
 
 
 def main() -> None:
@@ -85,9 +85,9 @@ def main() -> None:
     options.add_argument("--ranks", type=positive, default=16_384)
     arguments = options.parse_args()
     start_process_group()
-    note = per_step_and_beat(arguments.rounds)
-    print(f"a note: {len(note.to_text().encode())} bytes")
-    reading(note, arguments.ranks, min(arguments.rounds, 3))
+    heartbeat = measure_step_and_heartbeat(arguments.rounds)
+    print(f"a heartbeat: {len(heartbeat.to_text().encode())} bytes")
+    measure_reading(heartbeat, arguments.ranks, min(arguments.rounds, 3))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """megalowbit pretrains language models in FP4 with DeepSpeed.
 
-These names are the public API. They load on first use, so that `import megalowbit` costs nothing and never
-imports deepspeed or transformers behind the user's back.
+The names below are the public API. Each is imported on first use: `import megalowbit` is fast and imports
+neither deepspeed nor transformers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+# name → module below megalowbit that defines it
+_MODULES = {
     "BitLinear": "layers.bitlinear",
     "ChainedOptimizer": "optim.optimizers.chained",
     "CheckpointStore": "engine.checkpoints.store",
@@ -151,9 +152,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'megalowbit' has no attribute {name!r}")
-    value = getattr(import_module(f"megalowbit.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"megalowbit.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,10 +1,14 @@
-"""A C library of a CPU path: compiled from its source on first use, kept in a folder, loaded.
+"""Compiles a C file on first use, caches the library, and loads it.
 
-It is kept in `$MEGALOWBIT_CACHE`, else `$XDG_CACHE_HOME/megalowbit`, else `~/.cache/megalowbit`. Its name is
-made of sources, flags, compiler and CPU; it is written by atomic rename and ends in its own checksum. A
-folder that others may write is passed over for a private temporary one: code is not loaded from there. What
-is loaded is the open file that was checked, whatever its name may mean by then. What cannot be had is an
-`UnavailableError` that names the remedy. Each room's CPU kernels call it with a C file of their own.
+The cache is `$MEGALOWBIT_CACHE`, else `$XDG_CACHE_HOME/megalowbit`, else `~/.cache/megalowbit`. The name of a
+library is a hash of sources, flags, compiler and CPU. The file is written by atomic rename and ends with its
+checksum.
+
+Code is loaded only from places that nobody else can write to. If others may write to the cache, a private
+temporary folder is used instead. The file is checked and loaded through one descriptor, so exchanging the
+file in between has no effect. If there is no library, an `UnavailableError` names the reason and the remedy.
+
+The CPU kernels of each package use this module with their C file.
 """
 
 from __future__ import annotations
@@ -32,30 +36,30 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megalowbit.errors import UserError
 
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-# Tried in this order: not every compiler knows the machine it runs on, or has OpenMP.
+# Tried in this order: not every compiler supports -march=native for its machine, or has OpenMP.
 NATIVE, WIDE, THREADS = "-march=native", "-mprefer-vector-width=512", "-fopenmp"
 EXTRA_FLAGS = ((NATIVE, WIDE, THREADS), (NATIVE, THREADS), (THREADS,), (NATIVE,), ())
-COMPILE_TIMEOUT_S = 120.0  # for all attempts together
-LEFTOVER = ".build-"  # folders of builds; one older than a day is that of a killed process
+COMPILE_TIMEOUT_S = 120.0  # for all attempts of one build
+LEFTOVER = ".build-"  # prefix of build folders; one older than a day was left by a killed process
 LEFTOVER_AGE_S = 86400.0
-CHECKSUM_BYTES = 32  # of SHA-256, behind the library, where loaders do not look
+CHECKSUM_BYTES = 32  # SHA-256, appended to the library, where loaders ignore it
 logger = logging.getLogger("megalowbit")
 
 
 class UnavailableError(Exception):
-    """Why there is no library; the message is a clause with the remedy."""
+    """There is no library; the message is a clause with the reason and the remedy."""
 
 
 @dataclass
 class KernelLibrary:
-    """A C file as a library: compiled, checked against known bits and loaded on first use.
+    """A library from a C file: compiled, checked against known bits and loaded on first use.
 
     Attributes:
-        source: the C file; it has `megalowbit_has_threads`.
-        headers: names of the files beside it that it includes.
-        answers: what a library computes, by what was asked of it.
-        known: what it must compute.
-        fallback: what a warning says happens without the library; by default nothing is logged.
+        source: the C file; it must define `megalowbit_has_threads`.
+        headers: names of the files that it includes, in the same folder.
+        answers: runs the self-check of a library; returns results by name.
+        known: the expected results.
+        fallback: beginning of the warning that is logged without a library; None logs nothing.
     """
 
     source: Path
@@ -65,7 +69,7 @@ class KernelLibrary:
     fallback: str | None = None
 
     def load(self) -> tuple[ctypes.CDLL | None, str | None]:
-        """The library, or `None` and why there is none; compiled, or found in the cache, at every call."""
+        """Compile the library, or find it in the cache; returns it, or `None` and the reason."""
         try:
             library = find_or_build(self.source, self.headers)
             with _disable_current_modes():
@@ -73,7 +77,7 @@ class KernelLibrary:
             for name, answer in answers.items():
                 if answer != self.known[name]:
                     raise UnavailableError(f"the compiled library fails its self-check ({name}): set CC")
-        except (UnavailableError, OSError) as error:  # OSError: there is no place for temporary files
+        except (UnavailableError, OSError) as error:  # OSError: no temporary folder
             if self.fallback is not None:
                 logger.warning("%s: %s", self.fallback, error)
             return None, str(error)
@@ -87,18 +91,18 @@ class KernelLibrary:
         return self.load()
 
     def why_unavailable(self) -> str | None:
-        """Why there is no library, with the remedy; `None` if there is one."""
+        """The reason and the remedy if there is no library; else `None`."""
         return self._loaded[1]
 
     def get(self) -> ctypes.CDLL:
-        """The library, which must be available."""
+        """The library; call it only if there is one."""
         library, reason = self._loaded
         assert library is not None, reason
         return library
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where the numbers lie.
+    """The address of the tensor's first element; `None` for `None`.
 
     Raises:
         UserError: the tensor's storage was freed.
@@ -115,11 +119,11 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 def find_or_build(source: Path, headers: Sequence[str] = ()) -> ctypes.CDLL:
-    """Load the cached library, or build it, in a private folder if need be.
+    """Load the cached library, or build it; without a usable cache, in a private temporary folder.
 
     Args:
         source: the C file that is compiled.
-        headers: names of the files beside it that it includes.
+        headers: names of the files that it includes, in the same folder.
     """
     deadline = time.monotonic() + COMPILE_TIMEOUT_S
     compiler = _compiler()
@@ -135,7 +139,7 @@ def find_or_build(source: Path, headers: Sequence[str] = ()) -> ctypes.CDLL:
             )
             if kept is not None:
                 return kept
-        # A loaded library needs its file no more; some file systems keep a name for it a while.
+        # A loaded library does not need its file. Some file systems keep the name for a while.
         with tempfile.TemporaryDirectory(prefix="megalowbit-", ignore_cleanup_errors=True) as private:
             if _forbids_programs(Path(private)):
                 raise UnavailableError(f"{private} forbids programs (noexec): set MEGALOWBIT_CACHE or TMPDIR")
@@ -149,15 +153,15 @@ def find_or_build(source: Path, headers: Sequence[str] = ()) -> ctypes.CDLL:
 def _build_cached(
     compiler: list[str], source: Path, folder: Path, name: str, deadline: float
 ) -> ctypes.CDLL | None:
-    """Compile, then rename, so that others see a whole file; `None` if the folder takes no files."""
+    """Compile, then rename: others see only complete files. `None` if the folder cannot be written to."""
     try:
         for leftover in folder.glob(f"{LEFTOVER}*"):
             if time.time() - leftover.lstat().st_mtime > LEFTOVER_AGE_S:
                 shutil.rmtree(leftover)
-    except OSError as error:  # another process may have been quicker
+    except OSError as error:  # another process may have removed it first
         logger.info("cannot clear %s: %s", folder, error)
     try:
-        with tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=folder) as temporary:  # ours alone
+        with tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=folder) as temporary:
             path = Path(temporary) / name
             library = _build(compiler, source, path, deadline)
             path.replace(folder / name)
@@ -168,7 +172,7 @@ def _build_cached(
 
 
 def _build(compiler: list[str], source: Path, path: Path, deadline: float) -> ctypes.CDLL:
-    """Compile to `path`, in a folder of ours alone; an error if that cannot be loaded."""
+    """Compile to `path`, in a private folder, and load it."""
     draft = path.with_suffix(".draft")
     _compile(compiler, source, draft, deadline)
     command = shlex.join(compiler)
@@ -179,12 +183,12 @@ def _build(compiler: list[str], source: Path, path: Path, deadline: float) -> ct
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content + hashlib.sha256(content).digest())
-    path.chmod(0o700)  # whatever the umask leaves of it
+    path.chmod(0o700)  # not limited by the umask
     with path.open("rb") as file:
         try:
             return _load(file.fileno(), content, source.stem)
         except OSError as error:
-            reason = f"what CC={command} wrote cannot be loaded ({error})"
+            reason = f"the library that CC={command} wrote cannot be loaded ({error})"
             raise UnavailableError(f"{reason}: set CC to a C compiler of this machine") from error
 
 
@@ -199,9 +203,9 @@ def _compile(compiler: list[str], source: Path, output: Path, deadline: float) -
 
 
 def _load_cached(path: Path, stem: str) -> ctypes.CDLL | None:
-    """The library, or `None` where there is none, or it is damaged, somebody else's or not to be executed."""
+    """The library; `None` if it is missing, damaged, not executable, or writable by others."""
     try:
-        # Neither a link's target nor a pipe's writer is waited for.
+        # Do not follow a link, and do not wait for the writer of a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -210,16 +214,16 @@ def _load_cached(path: Path, stem: str) -> ctypes.CDLL | None:
             whole = file.read()
             content, checksum = whole[:-CHECKSUM_BYTES], whole[-CHECKSUM_BYTES:]
             if hashlib.sha256(content).digest() != checksum:
-                return None  # half a library may crash the process on loading, so look first
+                return None  # loading a truncated library may crash the process
             return _load(descriptor, content, stem)
     except OSError:
         return None
 
 
 def _load(descriptor: int, content: bytes, stem: str) -> ctypes.CDLL:
-    """Load an open file, or where a process cannot name those, a private copy of its content."""
+    """Load an open file by /proc/self/fd; without that folder, load a private copy of its content."""
     if Path(f"/proc/self/fd/{descriptor}").exists():
-        # Loaders know libraries by name, so this number must not come back: it stays open with the library.
+        # Loaders identify libraries by name. The descriptor stays open, so no other library gets this number.
         kept = os.dup(descriptor)
         try:
             return ctypes.CDLL(f"/proc/self/fd/{kept}")
@@ -233,13 +237,13 @@ def _load(descriptor: int, content: bytes, stem: str) -> ctypes.CDLL:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Whether nobody but us and root may change this; a group counts as others, even one of our own."""
+    """Whether only this user and root may change the file; any group counts as others."""
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _is_safe_parent(status: os.stat_result) -> bool:
-    """Whether others cannot put another folder in the place of one in it."""
-    # Where root has no number, as in a user namespace, the owner of / can change everything anyway.
+    """Whether others cannot replace a folder inside this one."""
+    # In a user namespace root may have no uid. The owner of / can change everything anyway.
     if status.st_uid not in (os.geteuid(), 0, Path("/").stat().st_uid):
         return False
     return bool(status.st_mode & stat.S_ISVTX) or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -250,15 +254,15 @@ def _forbids_programs(folder: Path) -> bool:
 
 
 def _cache_folder() -> Path | None:
-    """The folder for libraries, made if need be; `None` (and a warning) if it cannot be had or trusted."""
+    """The cache folder, created if missing; `None` and a warning if it cannot be used or trusted."""
     named, base = os.environ.get("MEGALOWBIT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
         folder = Path(named) if named else (Path(base) if base else Path.home() / ".cache") / "megalowbit"
         folder = folder.expanduser().resolve()
         for missing in [each for each in (*reversed(folder.parents), folder) if not each.exists()]:
-            missing.mkdir(mode=0o700, exist_ok=True)  # not as the umask has it: others are kept out
+            missing.mkdir(mode=0o700, exist_ok=True)  # whatever the umask: no access for others
         if not folder.is_dir():
-            raise NotADirectoryError(f"{folder} is no folder")
+            raise NotADirectoryError(f"{folder} is not a folder")
         for each in (folder, *folder.parents):
             status = each.stat()
             if not (_is_ours(status) if each == folder else _is_safe_parent(status)):
@@ -266,8 +270,8 @@ def _cache_folder() -> Path | None:
         if _forbids_programs(folder):
             raise PermissionError(f"{folder} forbids programs (noexec)")
         return folder
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        logger.warning("no cache for compiled kernels (%s): set MEGALOWBIT_CACHE to a folder of yours", error)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        logger.warning("no cache for compiled kernels (%s): set MEGALOWBIT_CACHE to your own folder", error)
         return None
 
 
@@ -284,7 +288,7 @@ def _compiler() -> list[str]:
 
 
 def _cpu() -> list[str]:
-    """What distinguishes this CPU from others of its architecture that share the folder."""
+    """Lines that distinguish this CPU from others of its architecture that share the cache."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else [platform.processor()]
     changing = ("processor", "cpu MHz", "core id", "apicid", "initial apicid", "physical id", "bogomips")
@@ -292,9 +296,13 @@ def _cpu() -> list[str]:
 
 
 def _run(command: list[str], deadline: float) -> str:
-    """What a compiler prints; an error if it cannot be started, fails, or is not done by the deadline."""
+    """Run a compiler and return its output.
+
+    Raises:
+        UnavailableError: it cannot be started, fails, or runs past the deadline.
+    """
     env = {**os.environ, "LC_ALL": "C"}
-    with tempfile.TemporaryFile() as output:  # a pipe would stay open with a hanging child of the compiler
+    with tempfile.TemporaryFile() as output:  # a hanging child of the compiler would keep a pipe open
         try:
             process = subprocess.Popen(
                 command,
@@ -311,7 +319,7 @@ def _run(command: list[str], deadline: float) -> str:
         except subprocess.TimeoutExpired as error:
             raise UnavailableError(f"{command[0]} took over {COMPILE_TIMEOUT_S:g} s: set CC") from error
         finally:
-            if process.poll() is None:  # Ctrl-C does not reach a session of its own either
+            if process.poll() is None:  # nor does Ctrl-C reach another session
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         output.seek(0)

@@ -1,12 +1,19 @@
-"""Files that are there wholly or not at all, and folders that can be checked against what was written.
+"""Atomic files, and checkpoint folders that can be verified against a manifest.
 
-A file is written beside its place, forced to disk and renamed; a crash at any moment leaves the old file or
-the new one. A checkpoint is a folder with a `manifest.json`, written last, of size and SHA-256 of each of its
-files; without it the folder is incomplete. One that also has `.saving` is what an interrupted save has left
-and may be removed; without that mark the manifest was lost later, and the folder is kept. Such folders are
-called `step-00000040`, and the newest of a run is the highest complete step, whatever any pointer file says.
-One that is found damaged is moved aside, to `step-00000040.damaged`, and never removed. Only the standard
-library is needed, so looking at checkpoints does not load torch.
+**Files.** A file is written under a temporary name in the same folder, synced to disk and renamed. A crash at
+any moment leaves either the old file or the new one.
+
+**Checkpoints.** A checkpoint is a folder `step-00000040`. Its `manifest.json`, written last, lists the size
+and SHA-256 of each file. The newest checkpoint of a run is the highest complete step; pointer files do not
+count.
+
+    manifest   .saving   the folder is
+    yes        –         complete
+    no         yes       left by an interrupted save; it may be removed
+    no         no        a checkpoint that lost its manifest later; it is kept
+
+A damaged checkpoint is renamed to `step-00000040.damaged` and never removed. This module needs only the
+standard library, so listing checkpoints does not import torch.
 """
 
 from __future__ import annotations
@@ -28,14 +35,14 @@ from megalowbit.errors import TRANSIENT_ERRNOS, TransientError, UserError, file_
 from megalowbit.json_text import parse_json, read_text
 
 MANIFEST = "manifest.json"
-SAVING = ".saving"  # lies in a checkpoint's folder until the manifest is written
-LATEST = "latest"  # names the newest step for DeepSpeed's tools; never read by us
+SAVING = ".saving"  # in a checkpoint's folder until the manifest is written
+LATEST = "latest"  # names the newest step for DeepSpeed's tools; this package never reads it
 FORMAT = 1
 STEP = re.compile(r"step-([0-9]{8,})")
 DRAFT = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 DAMAGED = ".damaged"
 READ_SIZE = 2**22  # bytes
-PART = ".pt"  # of a checkpoint; other files beside them are the user's
+PART = ".pt"  # suffix of a checkpoint's files; other files in the folder are the user's
 
 
 class FileFacts(NamedTuple):
@@ -48,13 +55,13 @@ class FileFacts(NamedTuple):
 
 @contextmanager
 def atomic_file(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]:
-    """Open a draft that takes the place of `path` when the block ends, and vanishes if the block fails.
+    """Open a temporary file that replaces `path` when the block ends; it is removed if the block fails.
 
-    The folder must exist; `"w"` is for UTF-8 text. Writers of the same file at the same time do not disturb
-    each other: the last one stays.
+    The folder must exist. `"w"` opens a UTF-8 text file. Several processes may write the same file at the
+    same time: the last one wins.
     """
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    # "x": whoever can guess the name must not have put a link there
+    # "x": fails if somebody has guessed the name and created a link there
     file = draft.open(mode.replace("w", "x"), encoding="utf-8" if mode == "w" else None)
     try:
         with file:
@@ -69,17 +76,18 @@ def atomic_file(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]
 
 
 def open_regular(path: Path, mode: Literal["a", "a+", "w"], *, buffering: int = -1) -> IO[str]:
-    """Open a text file that is written in place, made if need be, in a folder that others may write to.
+    """Open a text file for writing in place, in a folder that others may write to; create it if missing.
 
-    A link is not followed, for what it leads to would be overwritten, and a pipe's reader not waited for.
+    A link is not followed, because its target would be overwritten. The call does not wait for a pipe's
+    reader.
 
     Raises:
-        UserError: there is something else than an ordinary file under that name.
+        UserError: `path` exists and is not a regular file.
         OSError: as `open` raises it.
     """
 
     def opener(name: str, flags: int) -> int:
-        # "w" truncates below, once it is known to be a file
+        # "w" truncates below, after the check for a regular file
         flags = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(name, flags, 0o666)
 
@@ -87,26 +95,26 @@ def open_regular(path: Path, mode: Literal["a", "a+", "w"], *, buffering: int = 
         file = open(path, mode, buffering=buffering, encoding="utf-8", newline="\n", opener=opener)  # noqa: SIM115
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # link, pipe without a reader, folder
-            raise _no_file(path) from error
+            raise _not_regular(path) from error
         raise
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise _no_file(path)
+        raise _not_regular(path)
     if mode == "w":
         file.truncate(0)
     return file
 
 
-def _no_file(path: Path) -> UserError:
-    return UserError(f"{path} is a link or no ordinary file, and nothing is written through it: remove it")
+def _not_regular(path: Path) -> UserError:
+    return UserError(f"{path} is a link or not a regular file, so it is not written to: remove it")
 
 
 class HashingFile:
-    """A file for writing that keeps size and SHA-256 of what went through it, and why a write failed."""
+    """A file for writing that records the size and SHA-256 of its content, and the first failed write."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._digest, self.size = file, hashlib.sha256(), 0
-        self.failure: OSError | None = None  # for writers, as torch's, that lose it on the way
+        self.failure: OSError | None = None  # writers such as torch's do not pass it on
 
     def write(self, piece: bytes) -> int:
         self._digest.update(piece)
@@ -121,7 +129,7 @@ class HashingFile:
         self._file.flush()
 
     def facts(self, name: str) -> FileFacts:
-        """What a manifest says of it, under `name`."""
+        """The manifest's entry of this file, under `name`."""
         return FileFacts(name, self.size, self._digest.hexdigest())
 
 
@@ -135,17 +143,17 @@ def sha256_of(path: Path) -> str:
 
 
 def write_manifest(folder: Path, known: Iterable[FileFacts] = ()) -> None:
-    """Write the manifest of all files in and below `folder`; its presence says that they are complete.
+    """Write the manifest of all files in and below `folder`, which marks the checkpoint as complete.
 
-    `known` are facts that the files' writers have; other files are read again.
+    `known` are entries from the writers of the files. All other files are read and hashed.
 
     Raises:
-        OSError: also where a file of `known` is missing, or has another size.
+        OSError: a file of `known` is missing or has another size, or a file cannot be read or written.
     """
     manifest, facts = folder / MANIFEST, {entry.name: entry for entry in known}
     for entry in facts.values():
         if (folder / entry.name).stat().st_size != entry.size:
-            raise OSError(f"{entry.name} has another size than was written")
+            raise OSError(f"{entry.name} does not have the size that was written")
     others = (manifest, folder / SAVING)
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path not in others):
         name = path.relative_to(folder).as_posix()
@@ -157,33 +165,33 @@ def write_manifest(folder: Path, known: Iterable[FileFacts] = ()) -> None:
     (folder / SAVING).unlink(missing_ok=True)
 
 
-def is_rest_of_save(folder: Path) -> bool:
-    """Whether a folder is what an interrupted save has left, and nothing that was once a checkpoint."""
+def is_interrupted_save(folder: Path) -> bool:
+    """Whether an interrupted save has left this folder, which was never a complete checkpoint."""
     return is_file(folder / SAVING) and not is_file(folder / MANIFEST)
 
 
 def is_file(path: Path) -> bool:
-    """As `Path.is_file`, and False too where the folder may not be looked into.
+    """As `Path.is_file`; also False if the folder may not be read.
 
     Raises:
-        TransientError: the file system is away.
-        UserError: another reason why nobody can know.
+        TransientError: the file system is not available at the moment.
+        UserError: another error hides whether the file exists.
     """
     try:
         return path.is_file()
     except PermissionError:
         return False
     except OSError as error:
-        message = f"{path} cannot be looked at ({error.strerror}): mend the file system, or name another"
+        message = f"{path} cannot be checked ({error.strerror}): repair the file system, or use another"
         raise file_system_error(message, error) from error
 
 
 def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
-    """Read what should be in a checkpoint's folder; `remedy` closes the messages.
+    """Read the manifest of a checkpoint's folder; error messages end with `remedy`.
 
     Raises:
-        UserError: no such folder; no manifest, or a damaged one, or one of another format.
-        TransientError: the file system is away.
+        UserError: the folder is missing; the manifest is missing, damaged or of another format.
+        TransientError: the file system is not available at the moment.
     """
     if not folder.is_dir():
         raise UserError(f"checkpoint {folder} does not exist: {remedy}")
@@ -198,38 +206,40 @@ def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} cannot be read; {remedy}") from error
     if written_format != FORMAT:
-        raise UserError(f"checkpoint {folder} has format {written_format!r}, not {FORMAT}: use its version")
+        raise UserError(
+            f"checkpoint {folder} has format {written_format!r}, not {FORMAT}: use the version that wrote it"
+        )
     if not facts:
-        raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} names no file; {remedy}")
+        raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} lists no file; {remedy}")
     return facts
 
 
 def _entry(name: object, size: object, sha256: object) -> FileFacts:
-    """One entry of a manifest, whose file lies in the checkpoint's folder."""
+    """One entry of a manifest; its file must be inside the checkpoint's folder."""
     if not (isinstance(name, str) and isinstance(sha256, str) and type(size) is int and size >= 0):
-        raise ValueError("an entry has a name, a size and a digest")
+        raise ValueError("an entry needs a name, a size and a digest")
     path = PurePosixPath(name)
     if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
-        raise ValueError("a file lies elsewhere")
+        raise ValueError("a file is outside the folder")
     return FileFacts(name, size, sha256)
 
 
 def step_name(step: int) -> str:
-    """What the checkpoint of `step` is called: `step-00000040`."""
+    """The folder name of a step's checkpoint, such as `step-00000040`."""
     return f"step-{step:08d}"
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a checkpoint may be called so."""
+    """Whether this is the folder name of a checkpoint."""
     match = STEP.fullmatch(name)
     return match is not None and name == step_name(int(match[1]))
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps with a checkpoint in `folder`, complete or not, ascending; none if there is no such folder.
+    """Steps with a checkpoint in `folder`, complete or not, ascending; empty if there is no such folder.
 
     Raises:
-        UserError: the folder cannot be looked into.
+        UserError: the folder cannot be read.
     """
     try:
         with os.scandir(folder) as entries:
@@ -237,7 +247,7 @@ def steps_in(folder: Path) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        message = f"{folder} cannot be looked into ({error.strerror}): make it readable, or name another"
+        message = f"{folder} cannot be read ({error.strerror}): make it readable, or use another folder"
         raise file_system_error(message, error) from error
     return sorted(int(name.removeprefix("step-")) for name in names if is_step_name(name))
 
@@ -248,20 +258,21 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def verify_folder(folder: Path, *, remedy: str, share: int = 0, shares: int = 1) -> None:
-    """Compare a checkpoint's files with its manifest; `remedy` closes the messages.
+    """Compare a checkpoint's files with its manifest; error messages end with `remedy`.
 
-    What the manifest does not name is ignored unless it could be read as a part of the checkpoint. Processes
-    that divide the work look at part number `share` of `shares` parts each.
+    Files that the manifest does not list are ignored, except `.pt` files, which could be read as part of the
+    checkpoint. To divide the work, each process passes its number `share` out of `shares`.
 
     Raises:
-        UserError: as `read_manifest`, or a file is missing or damaged: its name, what was expected and found.
+        UserError: as `read_manifest`; or a file is missing or damaged: its name, the expected and the found
+            value.
     """
     facts = read_manifest(folder, remedy=remedy)
     names = {entry.name for entry in facts}
     for path in sorted(folder.glob("*" + PART)):
         if path.name not in names:
             raise UserError(
-                f"checkpoint {folder} is damaged: {path.name} is not named by {MANIFEST}; {remedy}"
+                f"checkpoint {folder} is damaged: {path.name} is not listed in {MANIFEST}; {remedy}"
             )
     for name, size, sha256 in facts[share::shares]:
         path, damaged = folder / name, f"checkpoint {folder} is damaged: {name}"
@@ -278,38 +289,38 @@ def verify_folder(folder: Path, *, remedy: str, share: int = 0, shares: int = 1)
 
 
 def _unreadable(folder: Path, name: str, error: OSError, remedy: str) -> UserError:
-    """Damage, unless the file system is away; a disk that cannot read what it wrote (EIO) never will."""
+    """An error that retrying may cure is transient, all others mean damage; EIO does not go away."""
     reason = f"{name} cannot be read ({error.strerror})"
     if error.errno in TRANSIENT_ERRNOS - {errno.EIO}:
         return TransientError(f"checkpoint {folder}: {reason}: try again when the file system is back")
     return UserError(f"checkpoint {folder} is damaged: {reason}; {remedy}")
 
 
-def looks_complete(folder: Path) -> bool:
-    """Whether all files of a checkpoint are there in their size, as far as can be seen; none is read."""
+def has_all_files(folder: Path) -> bool:
+    """Whether all files of a checkpoint exist with the right size, as far as is known; none is read."""
     try:
         facts = read_manifest(folder, remedy="")
         return all((folder / entry.name).stat().st_size == entry.size for entry in facts)
     except FileNotFoundError:
         return False
-    except (OSError, TransientError):  # a file system that is away says nothing about it
+    except (OSError, TransientError):  # an unavailable file system does not mean missing files
         return True
     except UserError:
         return False
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that nobody needs; a kill at any moment leaves a draft, and no part under its name."""
+    """Remove a folder. A kill at any moment leaves the full folder, or a draft under a temporary name."""
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     folder.rename(draft)
     if draft.is_symlink():
-        draft.unlink()  # what it leads to is not ours
+        draft.unlink()  # keep the target of the link
     else:
         shutil.rmtree(draft)
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so its step can be saved again; returns where it is."""
+    """Rename a damaged checkpoint, which frees its step for another save; returns the new path."""
     number, target = 1, folder.with_name(folder.name + DAMAGED)
     while os.path.lexists(target):
         number += 1
@@ -320,26 +331,26 @@ def set_aside(folder: Path) -> Path:
 
 
 def damaged_in(folder: Path) -> list[str]:
-    """Names of the checkpoints in `folder` that were moved aside, oldest step first."""
+    """Names of the checkpoints in `folder` that were renamed because of damage, lowest step first."""
     found = [path.name for path in folder.glob(f"step-*{DAMAGED}*") if path.is_dir()]
     return sorted(name for name in found if is_step_name(name.partition(DAMAGED)[0]))
 
 
 def remove_drafts(folder: Path, names: Iterable[str] = ("*",)) -> None:
-    """Remove what writers that were killed have left of files and folders; nobody may be writing these.
+    """Remove the drafts of files and folders that killed writers have left; nothing may be writing them now.
 
-    `names` are patterns of what they were to become.
+    `names` are patterns of the final names.
     """
     for draft in [path for name in names for path in folder.glob(f".{name}.*.tmp")]:
         if DRAFT.fullmatch(draft.name) and draft.is_dir() and not draft.is_symlink():
             shutil.rmtree(draft, ignore_errors=True)
         elif DRAFT.fullmatch(draft.name):
-            with suppress(OSError):  # what cannot be removed is in nobody's way
+            with suppress(OSError):  # a draft that stays does no harm
                 draft.unlink()
 
 
 def sync(path: Path) -> None:
-    """Make what was written to a file, or renamed in a folder, survive a power failure."""
+    """Sync a file's content, or a folder's renames, to disk: they then survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for a writer
     try:
         if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):

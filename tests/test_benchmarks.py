@@ -83,7 +83,7 @@ def test_causality_prints_what_logits_depend_on(tmp_path):
 @pytest.mark.slow
 def test_low_rank_compares_every_method_with_torchs():
     printed = run("low_rank.py", "--rounds", "2", "--shape", "96x64", "--rank", "4")
-    for name in ("qb, warm", "whole split, qb", "power, warm, one step", "random", "sampled, 2 %"):
+    for name in ("qb, warm", "full split, qb", "power, warm, one step", "random", "sampled, 2 %"):
         lines = [line for line in printed.splitlines() if line.strip().startswith(f"{name}  ")]
         assert lines, name
         assert all("× torch.svd_lowrank fp32" in line for line in lines), name
@@ -180,10 +180,10 @@ def test_restart_clocks_a_start_and_a_resume():
 @pytest.mark.slow
 def test_watchdog_prints_what_a_mark_a_beat_and_a_failure_cost():
     printed = run("watchdog.py", "--rounds", "1", "--ranks", "300")
-    for name in ("mark", "beat", "notes of all"):
+    for name in ("mark", "heartbeat", "all heartbeats"):
         assert any(line.startswith(f"  {name} ") and "×" in line for line in printed.splitlines()), name
     assert "300 ranks" in printed
-    assert re.search(r"^a note: 1\d\d bytes$", printed, flags=re.MULTILINE)
+    assert re.search(r"^a heartbeat: 1\d\d bytes$", printed, flags=re.MULTILINE)
 
 
 MISTAKES = [("--recipe", "nvfp5"), ("--shape", "512,256"), ("--rounds", "0"), ("--device", "tpu")]

@@ -215,7 +215,7 @@ def test_what_is_wrong_with_cc_names_cc_and_no_disk(load, monkeypatch, tmp_path)
     cases = {
         'gcc "': 'CC=gcc " cannot be parsed (No closing quotation): set CC',
         "true": "CC=true wrote no library: set CC",
-        garbage: f"what CC={garbage} wrote cannot be loaded",
+        garbage: f"the library that CC={garbage} wrote cannot be loaded",
     }
     for command, expected in cases.items():
         monkeypatch.setenv("CC", command)

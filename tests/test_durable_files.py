@@ -73,7 +73,7 @@ def test_nothing_is_written_through_links_pipes_and_devices(tmp_path, mode, kind
             reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     else:
         path.symlink_to(target if kind == "link" else tmp_path / "none")
-    with pytest.raises(UserError, match=r"is a link or no ordinary file, .*: remove it"):
+    with pytest.raises(UserError, match=r"is a link or not a regular file, .*: remove it"):
         open_regular(path, mode)
     if reader is not None:
         os.close(reader)
@@ -206,7 +206,7 @@ def test_a_damaged_manifest_is_named(folder, text):
 
 def test_a_folder_that_is_no_complete_checkpoint_is_refused(folder):
     (folder / MANIFEST).write_text('{"format": 2, "files": []}')
-    with pytest.raises(UserError, match="has format 2, not 1: use its version"):
+    with pytest.raises(UserError, match="has format 2, not 1: use the version that wrote it"):
         verify_folder(folder, remedy=REMEDY)
     (folder / MANIFEST).unlink()
     with pytest.raises(UserError, match=rf"is incomplete, it has no manifest\.json: {REMEDY}"):

@@ -76,7 +76,7 @@ def test_a_file_that_the_layout_needs_must_be_in_the_manifest(stage_two):
     (stage_two / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=f"does not name {name}; use another"):
         check_files(stage_two, remedy="use another")
-    with pytest.raises(UserError, match=rf"{name} is not named by manifest\.json"):
+    with pytest.raises(UserError, match=rf"{name} is not listed in manifest\.json"):
         verify_folder(stage_two, remedy="use another")
 
 

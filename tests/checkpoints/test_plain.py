@@ -44,5 +44,5 @@ def test_a_latest_that_is_no_file_is_not_waited_for_and_a_name_too_long_is_told(
     assert plain_checkpoint(tmp_path) is None
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").write_text("x" * 5000)
-    with pytest.raises(UserError, match="cannot be looked at"):
+    with pytest.raises(UserError, match="cannot be checked"):
         plain_checkpoint(tmp_path)

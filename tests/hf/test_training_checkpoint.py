@@ -155,7 +155,7 @@ def empty(step):
         (lambda step: (step / MANIFEST).write_text("{"), "is damaged: manifest.json cannot be read"),
         (lambda step: (step / MANIFEST).write_text("[]"), "is damaged: manifest.json cannot be read"),
         (lambda step: (step / MANIFEST).write_text('{"format": 2, "files": []}'), "has format 2, not 1"),
-        (lambda step: (step / MANIFEST).write_text('{"format": 1, "files": []}'), "names no file"),
+        (lambda step: (step / MANIFEST).write_text('{"format": 1, "files": []}'), "lists no file"),
     ],
 )
 def test_damage_of_every_kind_is_one_line_that_names_the_checkpoint(folder, damage, message):

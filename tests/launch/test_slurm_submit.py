@@ -77,7 +77,7 @@ def test_documented_settings_are_valid(tmp_path):
     for container in containers:
         (tmp_path / "c.json").write_text(json.dumps({**cluster, "container": container}))
         assert load_cluster(tmp_path / "c.json", []).container.kind == container["kind"]
-    table = text[: text.index("## How a try ends")]
+    table = text[: text.index("## How an attempt ends")]
     keys = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
     assert sorted(keys) == sorted(ClusterSettings.model_fields)
 

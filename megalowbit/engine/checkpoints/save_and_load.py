@@ -31,7 +31,7 @@ from megalowbit.durable_files import (
     FileFacts,
     atomic_file,
     is_file,
-    is_rest_of_save,
+    is_interrupted_save,
     remove_folder,
     set_aside,
     verify_folder,
@@ -65,7 +65,7 @@ def begin_folder(path: Path, *, is_named_by_user: bool = False) -> None:
         raise UserError(
             f"checkpoint {path} already exists and is not overwritten: remove it, or use another folder"
         )
-    is_there, is_rest = os.path.lexists(path), is_rest_of_save(path)
+    is_there, is_rest = os.path.lexists(path), is_interrupted_save(path)
     if is_named_by_user and is_there and not is_rest:
         raise UserError(
             f"{path} already exists and is not a checkpoint with a {MANIFEST}: use another tag, or remove it"

@@ -37,10 +37,10 @@ from megalowbit.durable_files import (
     MANIFEST,
     complete_steps,
     damaged_in,
+    has_all_files,
     is_file,
-    is_rest_of_save,
+    is_interrupted_save,
     is_step_name,
-    looks_complete,
     remove_drafts,
     set_aside,
     step_name,
@@ -140,7 +140,7 @@ class CheckpointStore:
         for step in steps_in(self.folder):
             if step > newest:
                 path = self.path_of(step)
-                reason = "its save was interrupted" if is_rest_of_save(path) else f"it has no {MANIFEST}"
+                reason = "its save was interrupted" if is_interrupted_save(path) else f"it has no {MANIFEST}"
                 logger.warning("%s is incomplete (%s): ignored", path, reason)
 
     def _damage_of(self, path: Path) -> str | None:
@@ -252,7 +252,7 @@ class CheckpointStore:
 
     def _clear_incomplete(self, path: Path) -> None:
         """Remove the rest of an interrupted save; move a folder that lost its manifest aside."""
-        if is_rest_of_save(path):
+        if is_interrupted_save(path):
             remove_checkpoint(path)
         else:
             self._set_aside(path, f"checkpoint {path} has no {MANIFEST}")
@@ -266,7 +266,7 @@ class CheckpointStore:
         try:
             remove_drafts(self.folder)
             steps = self.steps()
-            complete = [step for step in steps if looks_complete(self.path_of(step))]
+            complete = [step for step in steps if has_all_files(self.path_of(step))]
             kept = set(complete if self.keep is None else complete[-self.keep :])
             kept |= {step for step in complete if self.path_of(step) == saved or step in spare}
             for step in steps_in(self.folder):

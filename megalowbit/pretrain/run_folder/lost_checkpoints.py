@@ -19,7 +19,7 @@ from megalowbit.durable_files import (
     MANIFEST,
     complete_steps,
     damaged_in,
-    is_rest_of_save,
+    is_interrupted_save,
     step_name,
     steps_in,
 )
@@ -91,7 +91,7 @@ def _evidence_of_note(folder: RunFolder) -> str | None:
     if step is not None:
         return f"{folder.saved.name} says so of step {step}"
     for each in steps_in(folder.checkpoints):
-        if not is_rest_of_save(folder.checkpoints / step_name(each)):
+        if not is_interrupted_save(folder.checkpoints / step_name(each)):
             return f"{step_name(each)} is there"
     return None
 
