@@ -103,7 +103,7 @@ def check_quantised(module: torch.nn.Module, recipe: Any) -> None:
 def draw_own_numbers(model: torch.nn.Module, grid: ProcessGrid) -> None:
     """Let every data-parallel rank round its own data with its own random numbers."""
     for layer in bit_layers(model).values():
-        layer.draw_as(grid.data_rank)
+        layer.set_data_rank(grid.data_rank)
 
 
 def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | None, seed: int) -> Any:

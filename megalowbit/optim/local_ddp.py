@@ -125,10 +125,10 @@ class LocalDDP(torch.nn.Module):
     def _draw_own_numbers(self) -> None:
         """Let low-bit layers, which this folder does not import, draw numbers of their rank in the group."""
         streams: dict[Any, None] = {}
-        low_bit: list[Any] = [each for each in self.module.modules() if hasattr(each, "draw_as")]
+        low_bit: list[Any] = [each for each in self.module.modules() if hasattr(each, "set_data_rank")]
         for layer in low_bit:
             if self.data_parallel_group is not None:
-                layer.draw_as(process_group.rank(self.data_parallel_group), overrides=False)
+                layer.set_data_rank(process_group.rank(self.data_parallel_group), overrides=False)
             if layer.random_stream is not None:
                 streams[layer.random_stream] = None
         device = next((parameter.device for parameter in self.module.parameters()), None)

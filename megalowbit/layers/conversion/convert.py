@@ -154,7 +154,7 @@ def set_chooser(model: nn.Module, chooser: Chooser | None) -> None:
             f"{type(model).__name__} has no BitLinear layer whose precision could be chosen: convert it first"
         )
     for layer in layers:
-        layer.chooser, layer._waiting = chooser, None
+        layer.chooser, layer._pending_probe = chooser, None
 
 
 def random_stream(model: nn.Module) -> RandomStream | None:

@@ -106,7 +106,7 @@ class MatmulContext:
         ]
         self.maxima.update(self.shards.maxima(requests))
 
-    def show_operands(self, **operands: Tensor) -> None:
+    def probe_operands(self, **operands: Tensor) -> None:
         """Pass the operands to the probe, in this order, before any of them is quantised."""
         if self.probe is None or (self.is_replay and "grad_output" not in operands):
             return
@@ -116,7 +116,7 @@ class MatmulContext:
             if largest is not None:
                 self.probed_maxima[role] = largest
 
-    def show_product(
+    def probe_product(
         self, product: str, left: MatmulOperand, right: MatmulOperand, result: Tensor, bias: Tensor | None
     ) -> None:
         """Pass a product to the probe; see `Probe.product`."""

@@ -79,14 +79,14 @@ def forward_products(
     wanted = [plan.input, plan.backward_input] if keeps_input else [plan.input]
     wanted += [plan.weight, plan.backward_weight] if keeps_weight else [plan.weight]
     context.exchange_maxima(wanted, {"input": input, "weight": weight})
-    context.show_operands(input=input, weight=weight)
+    context.probe_operands(input=input, weight=weight)
 
     ready = _ready_dtype(context, "output", input.device)
     x = context.quantize(split_input, plan.input, operand_dtype=ready)
     w = context.weight(
         weight, plan.weight, lambda: context.quantize(split_weight(), plan.weight, operand_dtype=ready)
     )
-    whole, dtype = w if factors is None else factors.beside(w), context.compute_dtype
+    whole, dtype = w if factors is None else factors.attach_to(w), context.compute_dtype
     sums_output = context.shards is not None and context.shards.is_row
     own_bias = None if sums_output else bias
     output = _product(context, "output", x, whole, out_dtype=dtype, bias=own_bias)
@@ -148,7 +148,7 @@ def backward_products(
         fp8_product.measure_products((grad, weight), (grad_t, input))
     if weight is not None:
         assert grad is not None  # made above
-        whole = weight if factors is None else factors.beside(weight)
+        whole = weight if factors is None else factors.attach_to(weight)
         grad_input = _product(context, "grad_input", grad, whole, out_dtype=dtypes.input)
         grad_input = grad_input.view(*grad_output.shape[:-1], in_features)
     summing = None if context.shards is None else context.shards.start_sum_grad_input(grad_input)
@@ -179,7 +179,7 @@ def _quantize_gradient(
         return None, None
     operand = context.split(grad_output, "grad_output")
     context.exchange_maxima(wanted, {"grad_output": grad_output})
-    context.show_operands(grad_output=grad_output)
+    context.probe_operands(grad_output=grad_output)
     made: dict[Quantization, MatmulOperand] = {}
     for each, product in wanted.items():
         # Report the first quantised copy only; a copy that is not quantised has no counts.
@@ -225,7 +225,7 @@ def _product(
             bias=bias,
             signs=context.hadamard_signs if is_transformed else None,
         )
-    context.show_product(product, left, right, result, bias)
+    context.probe_product(product, left, right, result, bias)
     return result
 
 

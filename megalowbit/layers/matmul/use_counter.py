@@ -62,7 +62,7 @@ class UseCounter:
         return self._uses - 1
 
 
-class OwnStream:
+class LayerStream:
     """The random stream of a layer without a shared one, seeded at its first use from torch's CPU generator.
 
     Attributes:
@@ -83,7 +83,7 @@ class OwnStream:
             self.stream.advance()
         return self.stream
 
-    def keep_torchs_generator_in_step(self, step: int, use: int, *, is_replay: bool) -> None:
+    def repeat_seed_draw(self, step: int, use: int, *, is_replay: bool) -> None:
         """Draw the seed again if checkpointing repeats the forward that drew it.
 
         Checkpointing has reset torch's generator to its state before the seed was drawn. Without this draw,

@@ -37,7 +37,7 @@ class WeightFactors(NamedTuple):
     s: Tensor
     v: Tensor
 
-    def beside(self, residual: MatmulOperand) -> MatmulOperand:
+    def attach_to(self, residual: MatmulOperand) -> MatmulOperand:
         """The weight as an operand: Q(W_R), which a cache may keep, together with these factors."""
         values = self.s.detach().to(torch.promote_types(self.s.dtype, torch.float32))
         left, right = self.u.detach().t(), self.v.detach()

@@ -190,7 +190,7 @@ def test_a_chooser_is_set_on_every_layer_and_taken_off_again():
     assert not chooser.asked
     set_chooser(model, chooser)
     restore(model)
-    assert not {"chooser", "_chosen", "_waiting"} & {key for layer in model for key in layer.__dict__}
+    assert not {"chooser", "_chosen", "_pending_probe"} & {key for layer in model for key in layer.__dict__}
     assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
 
 
