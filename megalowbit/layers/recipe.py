@@ -1,18 +1,21 @@
-"""Recipes: which quantiser each operand of the three GEMMs gets, and which layers stay out.
+"""Recipes: which quantiser each operand of the three GEMMs gets, and which layers are not converted.
 
     output      = input · weightᵀ          q_forward_input,       q_forward_weight
     grad_input  = grad_output · weight     q_backward_outputgrad, q_backward_weight
     grad_weight = grad_outputᵀ · input     q_backward_outputgrad, q_backward_input
 
-Two layouts. `single_copy`: each tensor is quantised once, in blocks along its last axis, and its codes serve
-both GEMMs (transposed where need be); a backward quantiser of another name than the forward one quantises the
-tensor a second time. `per_gemm`: each GEMM gets operands in blocks along the axis it sums over, as FP4 tensor
-cores demand; `hadamard` then transforms both operands of grad_weight along the tokens first.
+Two layouts:
 
-An operand may be split first: a low-rank part, whose factors are quantised, and the residual, which the
-operand's own quantiser rounds. Quantiser field names are those of the Metis configuration, but for
-`q_backward_outputgrad_for_weight`: with it, grad_weight has a quantised output gradient of its own in
-`single_copy` too. What a recipe's GEMMs run in is `gemm`.
+- `single_copy`: each tensor is quantised once, in blocks along its last axis, and its codes serve both GEMMs
+  (transposed if needed). If the backward quantiser has another name than the forward one, the tensor is
+  quantised a second time.
+- `per_gemm`: each GEMM gets operands in blocks along the axis it sums over, as FP4 tensor cores require.
+  `hadamard` then transforms both operands of grad_weight along the tokens first.
+
+An operand may be split first, into a low-rank part, whose factors are quantised, and a residual, which the
+operand's own quantiser rounds. The names of quantiser fields are those of the Metis configuration, except
+`q_backward_outputgrad_for_weight`: it gives grad_weight a separately quantised output gradient in
+`single_copy` too. `gemm` sets the precision of the GEMMs.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ OPERAND_FIELDS = (
     "q_backward_weight",
     "q_backward_outputgrad",
 )
-OWN_GRADIENT = "q_backward_outputgrad_for_weight"  # optional: without it, grad_weight takes grad_input's
+OWN_GRADIENT = "q_backward_outputgrad_for_weight"  # optional: by default grad_weight shares grad_input's
 _NATIVE_FORMATS: tuple[tuple[str, tuple[int, int] | None], ...] = (("e4m3", (1, 16)), ("e8m0", (1, 32)))
 SPLIT_FIELDS = {
     "split_input": OperandSplit,
@@ -63,21 +66,22 @@ class Recipe:
         q_backward_input: see above.
         q_backward_weight: see above.
         q_backward_outputgrad: see above.
-        q_backward_outputgrad_for_weight: grad_weight's own quantiser of the output gradient; `None`, or the
-            name above: it is quantised once for both. With "single_copy" and gemm "bf16" only.
-        keep: patterns (`*`, `?`, `[…]`) of module names left in high precision, with all below them.
-        layout: "single_copy" or "per_gemm", see above.
-        hadamard: random Hadamard transform of grad_weight's operands; with "per_gemm" only.
-        gemm: "bf16"; "fp8" multiplies MXFP4 operands in FP8 where that is exact; "fp4" on FP4 tensor cores.
+        q_backward_outputgrad_for_weight: quantiser of the output gradient for grad_weight. `None`, or the
+        same
+            name as above: quantised once for both products. Needs "single_copy" and gemm "bf16".
+        keep: patterns (`*`, `?`, `[…]`) of module names that stay in high precision, with all modules inside.
+        layout: "single_copy" or "per_gemm", see the module docstring.
+        hadamard: random Hadamard transform of grad_weight's operands; needs "per_gemm".
+        gemm: "bf16"; "fp8" multiplies MXFP4 operands in FP8 if that is exact; "fp4" uses FP4 tensor cores.
         split_input: low-rank split of the input, a block of `OperandSplit`'s fields; `None`: not split.
-        split_weight: of the weight, at each use of it ("in time"); parameters stay as they are.
-        split_grad_output: of the output gradient.
-        parameter_split: of the weight into parameters, between steps; see `ParameterSplit`.
-        keep_first: blocks at the model's beginning left in high precision, a number or a share of them all.
-        keep_last: likewise, at its end.
+        split_weight: low-rank split of the weight at each use ("in time"); parameters do not change.
+        split_grad_output: low-rank split of the output gradient.
+        parameter_split: split of the weight into parameters, between steps; see `ParameterSplit`.
+        keep_first: blocks at the model's beginning that stay in high precision, as a number or a share.
+        keep_last: the same at its end.
 
     Raises:
-        UserError: a quantiser is unknown, `keep` is not a list of strings, or the fields do not fit together.
+        UserError: a quantiser is unknown, `keep` is not a list of strings, or fields cannot be combined.
     """
 
     name: str
@@ -128,7 +132,7 @@ class Recipe:
 
     @property
     def outputgrad_for_weight(self) -> str:
-        """Quantiser of the output gradient in grad_weight: its own, or that of both products."""
+        """Quantiser of the output gradient in grad_weight."""
         return self.q_backward_outputgrad_for_weight or self.q_backward_outputgrad
 
     @staticmethod
@@ -136,9 +140,9 @@ class Recipe:
         """Build a recipe from a configuration block: `{"base": "nvfp4", "keep": ["*.h.0.*"]}`.
 
         Args:
-            values: fields of `Recipe`, and `base`, the named recipe that fills those left out, also those
-                within a split that both have, as far as its method reads them. Without a name of its own
-                the result is called after its base, with what was changed.
+            values: fields of `Recipe`, and `base`, a named recipe that provides the missing ones. That
+                includes missing fields of a split that both have, if its method reads them. Without `name`,
+                the result is named after its base and the changed fields.
 
         Raises:
             UserError: a key is unknown, a value is wrong, or fields are missing and there is no base.
@@ -159,12 +163,12 @@ class Recipe:
         missing = [field for field in OPERAND_FIELDS if field not in changes]
         if missing:
             raise UserError(
-                f"recipe block lacks {', '.join(missing)}: give them, or a base ({', '.join(recipes())})"
+                f"recipe block lacks {', '.join(missing)}: add them, or a base ({', '.join(recipes())})"
             )
         return Recipe(**{"name": "custom", **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `from_dict` gives back an equal recipe."""
+        """Plain values for JSON; `from_dict` returns an equal recipe."""
         return {**asdict(self), "keep": list(self.keep)}
 
     def __str__(self) -> str:
@@ -190,11 +194,11 @@ class Recipe:
 def operand_quantizers(recipe: Recipe, product: str) -> tuple[str, str]:
     """Names of the quantisers of a product's operands, left and right."""
     left, right = (getattr(recipe, field) for field in PRODUCTS[product])
-    return left or recipe.q_backward_outputgrad, right  # grad_weight's own may be left out
+    return left or recipe.q_backward_outputgrad, right  # grad_weight's own quantiser is optional
 
 
 def _described(field: str, split: OperandSplit | ParameterSplit) -> str:
-    """A split in a few words: its rank, if it has one, its schedule, and what differs from the defaults."""
+    """A split in a few words: its rank, if it has one, its schedule, and fields that are not the default."""
     if isinstance(split, ParameterSplit):
         always: tuple[str, ...] = ("rank", "warmup_steps", "merge_steps", "optimizer_state")
     else:
@@ -208,7 +212,7 @@ def _described(field: str, split: OperandSplit | ParameterSplit) -> str:
 
 
 def _over_base(base: Recipe, key: str, value: object) -> object:
-    """A configuration's value in the form a recipe holds it, what a split leaves out taken from the base."""
+    """A configuration's value as a recipe stores it; a split's missing fields come from the base."""
     if key in SPLIT_FIELDS:
         below = getattr(base, key)
         if isinstance(value, Mapping) and below is not None:
@@ -237,11 +241,12 @@ def recipes() -> dict[str, Recipe]:
     | `mxfp4`            | the same in MXFP4                                                              |
     | `nvidia-nvfp4`     | one copy for each product, 16 × 16 weight tiles, Hadamard, last blocks in bf16 |
     |                    | (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149)                      |
-    | `metis-nvfp4`      | `nvfp4` with the mean over tokens split from inputs: of all splits the best in |
-    |                    | docs/experiments.md, and the cheapest                                          |
-    | `metis-seed`       | what the GPT-2 script of the Metis repository sets, with its arithmetic        |
+    | `metis-nvfp4`      | `nvfp4`, with the mean over tokens split off from inputs: the best and the     |
+    |                    | cheapest of all splits in docs/experiments.md                                  |
+    | `metis-seed`       | the settings of the GPT-2 script of the Metis repository, with its arithmetic  |
     | `fp8`              | E4M3, output gradients E5M2, one scale a tensor                                |
-    | `speculative-int8` | blocks of 128 in INT8, or E5M2 where outliers are; output gradients stochastic |
+    | `speculative-int8` | blocks of 128 in INT8, or E5M2 if they have outliers; output gradients         |
+    |                    | stochastic                                                                     |
     | `bf16`             | quantises nothing                                                              |
     """
     nvfp4 = _uniform("nvfp4", "nvfp4e2m1bnosr", outputgrad="nvfp4e2m1b")
@@ -274,11 +279,12 @@ def recipes() -> dict[str, Recipe]:
 
 
 def recipe(value: str | Recipe | Mapping[str, Any]) -> Recipe:
-    """A recipe from its name, from a configuration block (`Recipe.from_dict`), or as it is.
+    """Return a recipe, from its name or a configuration block (`Recipe.from_dict`); a recipe is returned as
+    is.
 
     Raises:
-        UserError: the name is unknown (the message lists the names and the nearest one), or the block is not
-            valid.
+        UserError: the name is unknown (the message lists the names and the nearest one), or the block is
+            invalid.
     """
     if isinstance(value, Recipe):
         return value
@@ -291,7 +297,7 @@ def recipe(value: str | Recipe | Mapping[str, Any]) -> Recipe:
 
 
 def _check_quantizer(recipe: str, field: str, value: object) -> None:
-    """Refuse what is no quantizer's name."""
+    """Reject a value that is not a quantizer name."""
     if not isinstance(value, str):
         raise UserError(f"recipe {recipe!r}: {field} must be a quantizer name, not {shown(value)}")
     try:
@@ -301,7 +307,7 @@ def _check_quantizer(recipe: str, field: str, value: object) -> None:
 
 
 def _check_own_gradient(recipe: Recipe) -> None:
-    """Refuse a quantiser of grad_weight's own for the output gradient where it is no name, or has no use."""
+    """Reject a separate quantiser of grad_weight's output gradient that is unknown or cannot be used."""
     value = recipe.q_backward_outputgrad_for_weight
     if value is None:
         return
@@ -314,13 +320,13 @@ def _check_own_gradient(recipe: Recipe) -> None:
         chosen = getattr(recipe, field)
         if chosen != needed:
             raise UserError(
-                f'recipe {recipe.name!r}: {OWN_GRADIENT} goes with {field} "{needed}", not "{chosen}": '
+                f'recipe {recipe.name!r}: {OWN_GRADIENT} needs {field} "{needed}", not "{chosen}": '
                 f'set it to null, or {field} to "{needed}"'
             )
 
 
 def _check_choices(recipe: Recipe) -> None:
-    """Refuse a layout, GEMM or flag there is not."""
+    """Reject an unknown layout or GEMM, or a flag that is not a bool."""
     for field, choices in (("layout", LAYOUTS), ("gemm", GEMMS)):
         value = getattr(recipe, field)
         if value not in choices:
@@ -340,13 +346,13 @@ def _encoding(name: str) -> Encoding | None:
 
 
 def _check_hadamard(recipe: Recipe) -> None:
-    """Refuse a Hadamard transform without copies or blocks of its own."""
+    """Reject a Hadamard transform without the layout `per_gemm` or without block quantisers."""
     if not recipe.hadamard:
         return
     if recipe.layout != "per_gemm":
         raise UserError(
-            f"recipe {recipe.name!r}: hadamard transforms operands of grad_weight alone, which needs copies "
-            'of their own: set layout to "per_gemm"'
+            f"recipe {recipe.name!r}: hadamard transforms the operands of grad_weight only, which needs a "
+            'separate copy of them: set layout to "per_gemm"'
         )
     for field in ("q_backward_outputgrad", "q_backward_input"):
         if _encoding(getattr(recipe, field)) is None:
@@ -357,7 +363,7 @@ def _check_hadamard(recipe: Recipe) -> None:
 
 
 def _check_fp8(recipe: Recipe) -> None:
-    """Refuse operands that FP8 does not hold exactly."""
+    """Reject operands that FP8 cannot hold exactly."""
     for field in OPERAND_FIELDS:
         name = getattr(recipe, field)
         encoding = _encoding(name)
@@ -370,7 +376,7 @@ def _check_fp8(recipe: Recipe) -> None:
 
 
 def _check_fp4(recipe: Recipe) -> None:
-    """Refuse operands that FP4 tensor cores do not take."""
+    """Reject operands that FP4 tensor cores cannot read."""
     if recipe.layout != "per_gemm":
         raise UserError(
             f'recipe {recipe.name!r}: gemm "fp4" needs blocks along the axis summed over: '
@@ -386,8 +392,8 @@ def _check_fp4(recipe: Recipe) -> None:
         )
         if not fits or formats[0] != formats[1]:
             raise UserError(
-                f'recipe {recipe.name!r}: gemm "fp4" multiplies NVFP4 (1 × 16) or MXFP4 by the same, but '
-                f'{product} has {names[0]!r} and {names[1]!r}: choose such a pair, or gemm "bf16"'
+                f'recipe {recipe.name!r}: gemm "fp4" multiplies two NVFP4 (1 × 16) or two MXFP4 operands, '
+                f'but {product} has {names[0]!r} and {names[1]!r}: choose such a pair, or gemm "bf16"'
             )
 
 
@@ -403,20 +409,20 @@ def _checked_patterns(name: str, keep: object) -> tuple[str, ...]:
 
 
 def _check_blocks(recipe: Recipe) -> None:
-    """Refuse numbers of blocks to keep that are neither a number nor a share."""
+    """Reject numbers of blocks to keep that are neither a count nor a share."""
     for field in ("keep_first", "keep_last"):
         value = getattr(recipe, field)
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         is_share = isinstance(value, float) and math.isfinite(value) and 0 <= value < 1
         if not is_count and not is_share:
             raise UserError(
-                f"recipe {recipe.name!r}: {field} = {shown(value)}: expected a number of blocks, or their "
-                "share between 0 and 1"
+                f"recipe {recipe.name!r}: {field} = {shown(value)}: expected a number of blocks, or a share "
+                "between 0 and 1"
             )
 
 
 def _check_splits(recipe: Recipe) -> None:
-    """Refuse splits of operands that are not quantised, or split twice."""
+    """Reject splits of operands that are not quantised, and weights that are split twice."""
     for field, quantizers in (
         ("split_input", ("q_forward_input", "q_backward_input")),
         ("split_weight", ("q_forward_weight", "q_backward_weight")),
@@ -428,8 +434,8 @@ def _check_splits(recipe: Recipe) -> None:
         names = [name for name in quantizers if getattr(recipe, name) is not None]
         if all(quantizer(getattr(recipe, name)).is_identity for name in names):
             raise UserError(
-                f"recipe {recipe.name!r}: {field} splits what is not quantised: name a quantizer for "
-                f"{' or '.join(names)}, or set {field} to null"
+                f"recipe {recipe.name!r}: {field} splits an operand that is not quantised: name a "
+                f"quantizer for {' or '.join(names)}, or set {field} to null"
             )
         if field == "split_weight" and split.broadcast_dim is not None:
             raise UserError(f"recipe {recipe.name!r}: split_weight has no slices: set broadcast_dim to null")
@@ -439,6 +445,4 @@ def _check_splits(recipe: Recipe) -> None:
             "set one of them to null"
         )
     if recipe.parameter_split is not None and not recipe.quantizes:
-        raise UserError(
-            f"recipe {recipe.name!r}: parameter_split needs layers that quantise: name quantizers"
-        )
+        raise UserError(f"recipe {recipe.name!r}: parameter_split needs quantised layers: name quantizers")

@@ -268,7 +268,7 @@ def test_a_gradient_that_one_product_quantises_may_be_split():
 
 
 def test_a_recipe_that_quantises_nothing_cannot_split_parameters():
-    with pytest.raises(UserError, match="parameter_split needs layers that quantise"):
+    with pytest.raises(UserError, match="parameter_split needs quantised layers"):
         recipe({"base": "bf16", "parameter_split": {"rank": 4}})
 
 

@@ -79,7 +79,7 @@ def test_a_scaler_gets_the_hooks_it_needs_and_no_others(scaler, has_watch, has_p
 
 
 def test_a_scaler_that_probes_needs_the_model():
-    with pytest.raises(UserError, match=r"NormRatioGradScaler .* needs the model: .*Instruments.attach"):
+    with pytest.raises(UserError, match=r"NormRatioGradScaler .* needs the model for that: .*Instruments.attach"):
         complete_instruments(None, NormRatioGradScaler(), list(Blocks().named_parameters()))
 
 

@@ -290,7 +290,7 @@ def test_half_of_a_split_is_refused_where_missing_keys_are_not(kept, is_split):
     layer = split(make()) if is_split else make()
     model = nn.Sequential(layer)
     before = copy.deepcopy(model.state_dict())
-    message = rf"0\.{kept[0]}.* without .* is half of a split weight: load all four, or the whole"
+    message = rf"0\.{kept[0]}.* without .* is an incomplete split weight: load all four, or the full"
     with pytest.raises(RuntimeError, match=message):
         model.load_state_dict({f"0.{name}": value for name, value in source.items()}, strict=False)
     assert layer.is_split is is_split
