@@ -1,7 +1,7 @@
-"""The strategies a configuration may name under `"grad_scaler"`, and the scaler that it means.
+"""The strategies that a configuration may name under `"grad_scaler"`, and how a scaler is built from it.
 
-A new strategy is a file beside this one with its class and its settings, and their line in `Strategy`. An
-argument of another strategy is refused rather than ignored.
+A new strategy is a file in this folder with its class and settings, and a line in `Strategy`. An argument of
+another strategy is rejected, not ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STRATEGIES: dict[str, type[GradScalerSettings]] = models_by_type(Strategy)
 
 
 def _without_foreign_arguments(values: Any) -> Any:
-    """Refuse arguments of other strategies; an argument that is null has its default."""
+    """Reject arguments of other strategies; a null argument gets its default."""
     if isinstance(values, GradScalerSettings):
         return values
     if not isinstance(values, Mapping):
@@ -74,12 +74,12 @@ AnyGradScalerSettings = Annotated[Strategy, BY_TYPE, BeforeValidator(_without_fo
 
 
 def default_scaler_type(precision: Precision) -> Literal["dynamic", "none"]:
-    """The `type` used where the settings name none."""
+    """The `type` that is used if the settings name none."""
     return "dynamic" if precision == "fp16" else "none"
 
 
 def build_grad_scaler(settings: GradScalerSettings, precision: Precision) -> GradScaler | None:
-    """Make the scaler the settings describe.
+    """Build the scaler that the settings describe.
 
     Raises:
         UserError: fp16 without a scaler, or fp32 with one.
