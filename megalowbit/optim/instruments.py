@@ -145,8 +145,8 @@ def adapt(
         scaling = instruments.layer_scaling
         if scaling is not None:
             scalings[scaling] = list(map(max, amaxes, scalings.get(scaling, amaxes)))
-    blamed = [scaling.update(amaxes, not is_applied, loss_scale) for scaling, amaxes in scalings.items()]
-    if grad_scaler is not None and any(blamed):
+    attributed = [scaling.update(amaxes, not is_applied, loss_scale) for scaling, amaxes in scalings.items()]
+    if grad_scaler is not None and any(attributed):
         grad_scaler.restart_growth()
     elif grad_scaler is not None:
         grad_scaler.update(not is_applied, joined_statistics(statistics))

@@ -1,8 +1,8 @@
-"""`"lr_schedule"` of the configuration: with what share of its learning rate each step trains.
+"""`"lr_schedule"` of the configuration: the factor of the learning rate at each step.
 
 A schedule is one settings class with one function, and its line in `Schedule`. Steps are counted from 0, and
-only those that were applied. A warm-up is linear and begins at 1 / `warmup_steps` instead of 0, because a
-first step at 0 trains nothing; a decay would reach `min_lr_ratio` with the step after the last one.
+only applied steps count. A warm-up is linear and begins at 1 / `warmup_steps` instead of 0, because a first
+step at 0 trains nothing. A decay would reach `min_lr_ratio` at the step after the last one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class ScheduleSettings(SettingsModel):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
 
     def factor(self, step: int) -> float:
-        """The share of its learning rate with which step number `step` trains, in [0, 1]."""
+        """The factor of the learning rate at step number `step`, in [0, 1]."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return self._factor_after_warmup(step - self.warmup_steps)
 
     @abstractmethod
     def _factor_after_warmup(self, step: int) -> float:
-        """The same, for steps counted from the end of the warm-up."""
+        """The factor at a step counted from the end of the warm-up."""
 
 
 class ConstantSchedule(ScheduleSettings):
@@ -86,11 +86,11 @@ class EndingSchedule(ScheduleSettings):
         return self.warmup_steps
 
     def _between(self, share: float) -> float:
-        """`min_lr_ratio` where `share` is 0, and 1 where it is 1."""
+        """Interpolate: `min_lr_ratio` if `share` is 0, 1 if it is 1."""
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * share
 
     def _progress(self, step: int) -> float:
-        """How much of the decay lies behind, in [0, 1]; it takes all steps after the warm-up."""
+        """The completed part of the decay, in [0, 1]; the decay takes all steps after the warm-up."""
         num_steps = self.total_steps - self.warmup_steps
         return min(1.0, step / num_steps) if num_steps else 1.0
 
@@ -154,7 +154,7 @@ SCHEDULES: dict[str, type[ScheduleSettings]] = models_by_type(Schedule)
 
 
 def wants_total_steps(section: dict[str, Any]) -> bool:
-    """Whether a schedule, as it is written, leaves its `total_steps` to the run."""
+    """Whether a schedule, as written in the configuration, takes its `total_steps` from the run."""
     kind = section.get("type")
     schedule = SCHEDULES.get(kind) if isinstance(kind, str) else None
     if schedule is None or "total_steps" not in schedule.model_fields:

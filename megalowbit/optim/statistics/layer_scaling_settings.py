@@ -1,6 +1,6 @@
-"""`"layer_scaling"` of the configuration: a factor of its own for the gradients of each block.
+"""`"layer_scaling"` of the configuration: a separate factor for the gradients of each block.
 
-Apart from `layer_scaling`, so that settings are checked without importing torch.
+In a separate file, so that settings are checked without importing torch.
 """
 
 from __future__ import annotations
