@@ -1,7 +1,7 @@
 """The `"model"` section of the configuration: an architecture to initialise, or weights to start from.
 
-Read before torch is imported, so only the combination of keys is checked here; the files behind them are
-checked by `model.build_model`.
+It is read before torch is imported, so only the combination of keys is checked here; `checkpoint.build_model`
+checks the files.
 """
 
 from __future__ import annotations

@@ -196,11 +196,11 @@ def test_a_split_is_printed_with_what_it_reads(field, block, expected):
         ({"gemm": "fp4"}, 'set layout to "per_gemm"'),
         (
             {"layout": "per_gemm", "q_backward_outputgrad_for_weight": "int8"},
-            'q_backward_outputgrad_for_weight goes with layout "single_copy", not "per_gemm": set it to null',
+            'q_backward_outputgrad_for_weight needs layout "single_copy", not "per_gemm": set it to null',
         ),
         (
             {"base": "mxfp4", "gemm": "fp8", "q_backward_outputgrad_for_weight": "mxfp4e2m1b"},
-            'q_backward_outputgrad_for_weight goes with gemm "bf16", not "fp8": set it to null, or gemm to',
+            'q_backward_outputgrad_for_weight needs gemm "bf16", not "fp8": set it to null, or gemm to',
         ),
         (
             {"gemm": "fp4", "layout": "per_gemm", "q_forward_weight": "nvfp4e2m1bnosr:tile16"},
@@ -228,7 +228,7 @@ WRONG = {
     "a flag for a number": ({"keep_first": True}, "keep_first = True"),
     "a split of what is not quantised": (
         {"q_backward_outputgrad": "fp32", "split_grad_output": {"rank": 4}},
-        "split_grad_output splits what is not quantised",
+        "split_grad_output splits an operand that is not quantised",
     ),
     "a split of what neither product quantises": (
         {

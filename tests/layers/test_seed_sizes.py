@@ -22,9 +22,14 @@ def run(layer, tokens, *, leading=()):
 @pytest.mark.parametrize(
     ("in_features", "out_features", "tokens", "message"),
     [
-        (24, 32, 16, "in_features = 24 is no multiple of 16, .*q_forward_input.*recipe.keep"),
-        (32, 24, 16, "out_features = 24 is no multiple of 16, .*q_backward_outputgrad.*recipe.keep"),
-        (32, 32, 10, "tokens = 10 is no multiple of 16, .*split_grad_output.q_factors.*choose batch size.*"),
+        (24, 32, 16, "in_features = 24 is not a multiple of 16, .*q_forward_input.*recipe.keep"),
+        (32, 24, 16, "out_features = 24 is not a multiple of 16, .*q_backward_outputgrad.*recipe.keep"),
+        (
+            32,
+            32,
+            10,
+            "tokens = 10 is not a multiple of 16, .*split_grad_output.q_factors.*choose batch size.*",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_in_forward_by_name(in_features, out_features, tokens, message):
@@ -83,7 +88,7 @@ def test_an_axis_is_refused_exactly_where_its_quantiser_would_fail(chosen, axis)
     run(BitLinear(32, 48, recipe=chosen), 64)
     sizes[axis] = 40
     layer = BitLinear(sizes["in_features"], sizes["out_features"], recipe=chosen)
-    with pytest.raises(UserError, match=f"{axis} = 40 is no multiple"):
+    with pytest.raises(UserError, match=f"{axis} = 40 is not a multiple"):
         layer(torch.randn(sizes["tokens"], sizes["in_features"]))
     layer._needed_blocks = ()  # unchecked, the quantiser itself fails, later
     with pytest.raises(UserError, match="needs a last axis of whole blocks"):

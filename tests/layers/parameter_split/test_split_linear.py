@@ -225,10 +225,10 @@ def test_converting_leaves_the_original_layer_without_factors():
 
 def test_a_recipe_that_needs_other_factors_is_refused():
     layer = make("nvfp4")
-    with pytest.raises(UserError, match="parameter_split of rank 3, but the layer was made with none"):
+    with pytest.raises(UserError, match="parameter_split of rank 3, but the layer was created with none"):
         layer.recipe = recipe(SPLIT)
     layer = make()
-    with pytest.raises(UserError, match="of rank 4, but the layer was made with one of rank 3"):
+    with pytest.raises(UserError, match="of rank 4, but the layer was created with one of rank 3"):
         layer.recipe = recipe({**SPLIT, "parameter_split": {"rank": 4}})
     layer.recipe = "mxfp4"
     assert layer.recipe == recipe("mxfp4")

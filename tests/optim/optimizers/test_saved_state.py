@@ -142,7 +142,7 @@ DAMAGE = [
     (("state", 0, "exp_avg"), torch.zeros(()).expand(2, 3), "not a dense tensor"),
     (("state", 0, "exp_avg"), torch.zeros(2, 3, device="meta"), "not a dense tensor"),
     (("state", 0, "exp_avg"), torch.zeros(2, 3).to_sparse(), "not a dense tensor"),
-    (("state", 0, "exp_avg"), None, "exp_avg of parameter 0 = None is no tensor"),
+    (("state", 0, "exp_avg"), None, "exp_avg of parameter 0 = None is not a tensor"),
     (("state", 0, "exp_avg_sq"), [1.0], "exp_avg_sq of parameter 0"),
     (("state", 1, "exp_avg_sq"), torch.zeros(1), r"exp_avg_sq of parameter 1 has shape \(1,\)"),
     (("state", 0, "exp_avg_sq"), DELETED, "state of parameter 0 holds"),
