@@ -243,7 +243,7 @@ def by_callable():
 def refusals():
     """Messages of what cannot be combined."""
 
-    def attach_to(**more):
+    def beside(**more):
         block = more.pop("block", {})
         config = settings(**more)
         config["megalowbit"].update(block)
