@@ -17,7 +17,7 @@ from megalowbit.checkpoints.plain import plain_checkpoint, way_in
 from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError
 from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
-from megalowbit.hf.generation import give_back, prepare_for_training, remember
+from megalowbit.hf.generation import prepare_for_training, restore_generation, store_generation
 from megalowbit.hf.model import (
     SavableTokenizer,
     fill_weights,
@@ -137,7 +137,7 @@ def export_checkpoint(
         (dtype,) = stored_dtypes
     kept = find_checkpoint(source).parent / TOKENIZER_FOLDER
     is_kept = tokenizer is None and kept.is_dir()
-    remember(model, stored.generation)
+    store_generation(model, stored.generation)
     save_hf(model, folder, tokenizer, dtype=dtype, tokenizer_files=kept if is_kept else None)
 
 
@@ -148,7 +148,7 @@ def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) 
     convert(model, stored.recipe)
     fill_weights(model, stored.state_dict, where)
     restore(model)
-    give_back(stored.generation, model)
+    restore_generation(stored.generation, model)
     return model
 
 

@@ -23,22 +23,22 @@ FILE = "generation_config.json"
 
 def prepare_for_training(model: PreTrainedModel) -> None:
     """Disable the key-value cache, and store its state and the generation settings on the model."""
-    remember(model, _settings_of(model))
+    store_generation(model, _settings_of(model))
     model.config.use_cache = False
 
 
-def remember(model: Any, settings: dict[str, Any] | None) -> None:
-    """Store settings returned by `remembered` on `model`, or on a module made from one."""
+def store_generation(model: Any, settings: dict[str, Any] | None) -> None:
+    """Store settings returned by `stored_generation` on `model`, or on a module made from one."""
     if settings is not None:
         setattr(model, ATTRIBUTE, settings)
 
 
-def remembered(model: Any) -> dict[str, Any] | None:
+def stored_generation(model: Any) -> dict[str, Any] | None:
     """The stored settings of a model that was prepared for training; None for any other model."""
     return getattr(model, ATTRIBUTE, None)
 
 
-def give_back(settings: dict[str, Any] | None, model: PreTrainedModel) -> None:
+def restore_generation(settings: dict[str, Any] | None, model: PreTrainedModel) -> None:
     """Restore a model's settings from before training; without settings, enable the cache."""
     from transformers import GenerationConfig
 

@@ -17,7 +17,7 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.families.registry import family
-from megalowbit.hf.generation import give_back, remembered, save_model
+from megalowbit.hf.generation import restore_generation, save_model, stored_generation
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import copy_tokenizer
 from megalowbit.hf.weight_files import find_weight_files, stored_dtypes
@@ -159,7 +159,7 @@ def save_hf(
     plain = _plain_copy(model, whole)
     if dtype is not None:
         plain = plain.to(dtype)
-    give_back(remembered(model), plain)
+    restore_generation(stored_generation(model), plain)
     if tokenizer is not None:
         for settings in (plain.config, plain.generation_config):
             if settings is not None:

@@ -31,7 +31,7 @@ from megalowbit.durable_files import (
     write_manifest,
 )
 from megalowbit.errors import UserError
-from megalowbit.hf.generation import prepare_for_training, remembered
+from megalowbit.hf.generation import prepare_for_training, stored_generation
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megalowbit.hf.tokenizer_files import copy_tokenizer
@@ -162,7 +162,7 @@ def write_start_checkpoint(
             "hf_config": model.config.to_dict(),
             "recipe": report.recipe.to_dict(),
             "config": {},
-            "generation": remembered(converted),
+            "generation": stored_generation(converted),
         },
     }
     with new_folder(Path(folder)) as draft:

@@ -136,8 +136,8 @@ class LocalDDP(torch.nn.Module):
             if layer.random_stream is not None:
                 streams[layer.random_stream] = None
         device = next((parameter.device for parameter in self.module.parameters()), None)
-        mine = tuple((stream.seed, stream.rank) for stream in streams)
-        process_group.check_numbers_differ(mine or None, self.data_parallel_group, device)
+        local = tuple((stream.seed, stream.rank) for stream in streams)
+        process_group.check_numbers_differ(local or None, self.data_parallel_group, device)
 
     def _broadcast(self) -> None:
         group = self.data_parallel_group

@@ -48,7 +48,7 @@ class Steppable(Protocol):
         """Whether `measure` returns the same norm and flag on all ranks of `training_group`."""
 
     @property
-    def is_late_flag_possible(self) -> bool:
+    def can_defer_host_read(self) -> bool:
         """Whether `update` can be launched before the host knows whether gradients overflowed."""
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
@@ -93,11 +93,11 @@ def take_step(optimizer: Steppable, closure: object = None) -> StepReport:
     with optimizer.timed("inspect"):
         measured = _measure(optimizer, is_exact=False)
         figures = [each.take(optimizer.training_group) for each in instruments]
-    is_late = optimizer.is_late_flag_possible
-    if is_late:
+    is_deferred = optimizer.can_defer_host_read
+    if is_deferred:
         _update(optimizer, measured, None)
     facts, numbers = measured.read(figures)
-    is_applied = is_late and not facts.found_inf
+    is_applied = is_deferred and not facts.found_inf
     if facts.found_inf:  # rare: check in float64 whether only a square exceeded fp32
         measured = _measure(optimizer, is_exact=True)
         facts, _ = measured.read()

@@ -65,7 +65,7 @@ class _Values:
     def get_full_hp_grad(self) -> Tensor:
         """A copy of the gradient; asked for only where `.grad` is None."""
         optimizer, parameter = self._both()
-        if not optimizer.gradients.are_there():
+        if not optimizer.gradients.exist():
             raise ValueError(NOT_THERE)  # DeepSpeed's at stages 1 and 2
         found = optimizer.gradients.of(parameter)
         assert found is not None

@@ -17,9 +17,9 @@ from torch import nn
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.conversion.bare_weights import BareWeight, bare_weights
 from megalowbit.layers.conversion.blocks import reasons_to_keep_blocks
 from megalowbit.layers.conversion.report import KeptLayer, MissedWeight
+from megalowbit.layers.conversion.standalone_weights import StandaloneWeight, standalone_weights
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.tensor_parallel.bitlinear import LOW_BIT
 
@@ -45,12 +45,12 @@ def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
         UserError: see `reasons_to_keep`.
     """
     layers = linear_layers(model)
-    bare = bare_weights(model, layers, output_heads(model))
-    reasons = reasons_to_keep(model, layers, recipe, bare)
+    standalone = standalone_weights(model, layers, output_heads(model))
+    reasons = reasons_to_keep(model, layers, recipe, standalone)
     if not recipe.quantizes:
-        reasons, bare = {name: reasons.get(name, "the recipe quantises nothing") for name in layers}, {}
+        reasons, standalone = {name: reasons.get(name, "the recipe quantises nothing") for name in layers}, {}
     kinds = {name: type(layer).__name__ for name, layer in layers.items()}
-    kinds |= {name: each.kind for name, each in bare.items()}
+    kinds |= {name: each.kind for name, each in standalone.items()}
     return Selection(
         {name: layer for name, layer in layers.items() if name not in reasons},
         tuple(KeptLayer(name, kind, reasons[name]) for name, kind in kinds.items() if name in reasons),
@@ -58,7 +58,7 @@ def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
             MissedWeight(
                 name, each.shape, f"a parameter of {each.kind}, and no linear layer's weight", each.owner_name
             )
-            for name, each in bare.items()
+            for name, each in standalone.items()
             if name not in reasons
         ),
     )
@@ -82,7 +82,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def reasons_to_keep(
-    model: nn.Module, layers: dict[str, nn.Module], recipe: Recipe, bare: Mapping[str, BareWeight]
+    model: nn.Module, layers: dict[str, nn.Module], recipe: Recipe, standalone: Mapping[str, StandaloneWeight]
 ) -> dict[str, str]:
     """The reason for each kept layer or weight, by name; swapped and missed ones have none.
 
@@ -104,15 +104,15 @@ def reasons_to_keep(
             reasons[name] = "a subclass of nn.Linear, not a plain linear layer"
         elif owners[id(layer.weight)] > 1:
             reasons[name] = "its weight is tied to another module's"
-    for name, weight in bare.items():
+    for name, weight in standalone.items():
         if any(_matches(name, pattern) for pattern in recipe.keep):
             reasons[name] = "named by the recipe's keep"
         elif weight.reason is not None:
             reasons[name] = weight.reason
     for pattern in recipe.keep:
-        if not any(_matches(name, pattern) for name in (*layers, *bare)):
+        if not any(_matches(name, pattern) for name in (*layers, *standalone)):
             raise _matches_nothing(pattern, layers)
-    holders = {name: each.owner for name, each in bare.items()}
+    holders = {name: each.owner for name, each in standalone.items()}
     return {**reasons_to_keep_blocks(model, layers, recipe, holders), **reasons}
 
 
@@ -146,6 +146,6 @@ def _matches_nothing(pattern: str, layers: dict[str, nn.Module]) -> UserError:
 
 def missed_weights(model: nn.Module, recipe: Recipe) -> tuple[MissedWeight, ...]:
     """`ConversionReport.missed` of a model that the recipe may have converted already."""
-    if not recipe.quantizes or not bare_weights(model, linear_layers(model), output_heads(model)):
+    if not recipe.quantizes or not standalone_weights(model, linear_layers(model), output_heads(model)):
         return ()
     return select_layers(model, recipe).missed

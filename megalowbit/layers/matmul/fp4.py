@@ -128,7 +128,7 @@ def multiply(
     if a.codes.numel() == 0:
         return None
     if len(b.codes) % SIZE_MULTIPLE:
-        _say_unfit(len(b.codes))
+        _log_unsupported_size(len(b.codes))
         return None
     with no_autocast(device.type):
         is_final = bias is None and out_dtype in (torch.bfloat16, torch.float16)
@@ -137,7 +137,7 @@ def multiply(
 
 
 @functools.lru_cache(maxsize=256)
-def _say_unfit(columns: int) -> None:
+def _log_unsupported_size(columns: int) -> None:
     """Log once for each size that products with this number of columns run in bf16."""
     logger.info(
         'gemm "fp4": products with %d columns run in bf16, because FP4 tensor cores need a multiple of %d',

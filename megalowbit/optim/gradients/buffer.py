@@ -68,7 +68,7 @@ class GradBuffer:
         self._hooks: dict[int, list[Any]] = {}
         # by parameter id: the alias of `main_grad` that becomes `.grad`, and its address when it was made
         self._aliases: dict[int, tuple[torch.Tensor, int]] = {}
-        self._shown: set[int] = set()  # ids of parameters whose `.grad` is this alias
+        self._aliased: set[int] = set()  # ids of parameters whose `.grad` is this alias
         for parameter in reversed(unique):
             _leave_buffer(parameter)
             view = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
@@ -77,7 +77,7 @@ class GradBuffer:
             if parameter.dtype != torch.float32:
                 parameter.grad_dtype = None  # any dtype: half during backward, fp32 afterwards
             self._hooks[id(parameter)] = [
-                parameter.register_hook(partial(self._make_way, parameter)),
+                parameter.register_hook(partial(self._clear_grad, parameter)),
                 parameter.register_post_accumulate_grad_hook(self._accumulate),
             ]
             offset += parameter.numel()
@@ -92,14 +92,14 @@ class GradBuffer:
             UserError: a `.grad` has another shape or device than its parameter, or is sparse.
         """
         for parameter in self.parameters:
-            self._take_in(parameter, names)
+            self._collect_grad(parameter, names)
 
     def has_gradients(self) -> bool:
         """Whether there is any gradient since the last step, also if it is zero; call `collect` first.
 
         Reads the device if no backward has run, because other code may have written to a `main_grad`.
         """
-        return bool(self._shown) or any(bool(each.any()) for each in self._gradients())
+        return bool(self._aliased) or any(bool(each.any()) for each in self._gradients())
 
     def before_reduction(self) -> torch.Tensor:
         """Call this directly before averaging over ranks; records which gradients are not finite on this
@@ -115,7 +115,7 @@ class GradBuffer:
             zip(map(id, self.parameters), _squares_of(self._gradients()), strict=True)
         )
         for parameter in self.parameters:
-            self._show(parameter)
+            self._set_alias(parameter)
         return self.flat
 
     @property
@@ -149,22 +149,22 @@ class GradBuffer:
     @torch.no_grad()
     def zero(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Clear the gradients of `parameters` or all, including a `.grad` that was not collected yet."""
-        mine = self.parameters if parameters is None else list(parameters)
-        views: list[torch.Tensor] = [parameter.main_grad for parameter in mine]  # type: ignore[attr-defined]
-        if len(mine) == len(self.parameters):
+        chosen = self.parameters if parameters is None else list(parameters)
+        views: list[torch.Tensor] = [parameter.main_grad for parameter in chosen]  # type: ignore[attr-defined]
+        if len(chosen) == len(self.parameters):
             self.flat.zero_()
             here = self.flat.untyped_storage().data_ptr()  # other code may have replaced a `main_grad`
             views = [view for view in views if view.untyped_storage().data_ptr() != here]
         if views:
             torch._foreach_zero_(views)
-        self.was_zeroed(mine)
+        self.mark_zeroed(chosen)
 
-    def was_zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
+    def mark_zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
         """Call this after zeroing `main_grad`s in another way; sets the `.grad`s to None."""
         self._squares_before = None
         for parameter in parameters:
             parameter.grad = None
-            self._shown.discard(id(parameter))
+            self._aliased.discard(id(parameter))
 
     def detach(self) -> None:
         """Remove the hooks and views; the parameters get ordinary gradients again."""
@@ -176,7 +176,7 @@ class GradBuffer:
         for hook in self._hooks.pop(id(parameter)):
             hook.remove()
         parameter.main_grad.zero_()  # type: ignore[attr-defined]
-        self.was_zeroed([parameter])
+        self.mark_zeroed([parameter])
         self._aliases.pop(id(parameter), None)
         parameter.grad_dtype = parameter.dtype
         del parameter.main_grad, parameter.grad_buffer  # type: ignore[attr-defined]
@@ -202,35 +202,35 @@ class GradBuffer:
             cpu_kernels.accumulate(main_grad, gradient, factor)
         else:
             main_grad.add_(gradient, alpha=factor)
-        self._show(parameter)
+        self._set_alias(parameter)
 
-    def _make_way(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
+    def _clear_grad(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
         """Remove `.grad` before autograd adds to it; `_accumulate` then gets only the new gradient."""
         # checked first because it is cheaper than checking which backward this is
-        if (parameter.grad is not None or id(parameter) in self._shown) and _is_accumulating():
-            self._take_in(parameter)
+        if (parameter.grad is not None or id(parameter) in self._aliased) and _is_accumulating():
+            self._collect_grad(parameter)
             parameter.grad = None
 
-    def _take_in(self, parameter: torch.nn.Parameter, names: Mapping[int, str] | None = None) -> None:
+    def _collect_grad(self, parameter: torch.nn.Parameter, names: Mapping[int, str] | None = None) -> None:
         gradient, key = parameter.grad, id(parameter)
         main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
         if gradient is None:
-            if key in self._shown:  # other code has cleared it
+            if key in self._aliased:  # other code has cleared it
                 main_grad.zero_()
-                self._shown.discard(key)
+                self._aliased.discard(key)
             return
         alias, address = self._aliases.get(key, (None, 0))
         if gradient is alias and gradient.data_ptr() == address:
             if address != main_grad.data_ptr():  # other code has replaced `main_grad`: use the new one
-                self._show(parameter)
+                self._set_alias(parameter)
             return
         if gradient.is_sparse:
             raise UserError(SPARSE)
         check_fit((names or {}).get(key, "a parameter"), gradient, main_grad.shape, main_grad.device)
         main_grad.copy_(gradient.detach())
-        self._show(parameter)
+        self._set_alias(parameter)
 
-    def _show(self, parameter: torch.nn.Parameter) -> None:
+    def _set_alias(self, parameter: torch.nn.Parameter) -> None:
         """Set `.grad` to an alias of `main_grad`; not a view, because `detach_` fails on views."""
         main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
         alias, _ = self._aliases.get(id(parameter), (None, 0))
@@ -240,7 +240,7 @@ class GradBuffer:
             alias.set_(main_grad)  # type: ignore[call-overload]  # the stub only accepts storages
             self._aliases[id(parameter)] = alias, address
         parameter.grad = alias
-        self._shown.add(id(parameter))
+        self._aliased.add(id(parameter))
 
 
 def check_fit(name: str, gradient: torch.Tensor, shape: torch.Size, device: torch.device) -> None:

@@ -68,7 +68,7 @@ class StepGradients:
         for buffer in self._buffers():
             buffer.collect(self._names)
 
-    def are_there(self) -> bool:
+    def exist(self) -> bool:
         """Whether there is any gradient since the last step, from a backward or set by hand."""
         self.collect()
         if any(buffer.has_gradients() for buffer in self._buffers()):
@@ -94,20 +94,20 @@ class StepGradients:
         if others:
             torch._foreach_zero_(others)
 
-    def were_zeroed(self) -> None:
+    def mark_zeroed(self) -> None:
         """Call this after an update that has cleared all `main_grad`s while reading them."""
         for buffer in self._buffers():
-            buffer.was_zeroed(self._models_in(buffer))
+            buffer.mark_zeroed(self._models_in(buffer))
 
-    def overflow_here(self, *, is_before: bool) -> RankOverflow:
+    def local_overflow(self, *, is_before: bool) -> RankOverflow:
         """The non-finite gradients of this rank, in the order of backward; reads the device.
 
         Args:
             is_before: if this package averaged the gradients, check them as they were before that.
         """
-        mine, buffers = {id(model) for model in self._models}, self._buffers()
+        trained, buffers = {id(model) for model in self._models}, self._buffers()
         found = [
-            each for one in buffers for each in one.overflowed(is_before=is_before) if id(each[1]) in mine
+            each for one in buffers for each in one.overflowed(is_before=is_before) if id(each[1]) in trained
         ]
         # the reverse order of parameters is roughly the order of backward
         for place, model in enumerate(reversed(self._others())):
@@ -158,7 +158,7 @@ def locate(each: Sequence[StepGradients], group: dist.ProcessGroup | None) -> Ov
     one.
     """
     for is_before in (True, False):
-        seen = [gradients.overflow_here(is_before=is_before) for gradients in each]
+        seen = [gradients.local_overflow(is_before=is_before) for gradients in each]
         found = locate_overflow(joined(seen), group)
         if found is not None:
             return found

@@ -104,7 +104,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         self.fp32_from_float16_groups: list[list[torch.Tensor]] = []
         self.fp32_from_fp32_groups: list[list[torch.nn.Parameter]] = []
         for group in self.optimizer.param_groups:
-            self._adopt_group(group)
+            self._replace_group_params(group)
         groups, state = self.optimizer.param_groups, self.optimizer.state
         # required by torch's step hooks; adds the same groups again
         torch.optim.Optimizer.__init__(self, groups, self.optimizer.defaults)
@@ -220,9 +220,9 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         )
 
     @property
-    def is_late_flag_possible(self) -> bool:
+    def can_defer_host_read(self) -> bool:
         """Whether the inner optimizer can skip a step on the device."""
-        return self._inner_step.is_late_flag_possible
+        return self._inner_step.can_defer_host_read
 
     def update(self, measured: Measurement, facts: GradientFacts | None) -> None:
         """Update masters and model; without `facts` the device skips if the flag is set."""
@@ -241,7 +241,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         """Clear the gradients, unless the update has cleared them while reading them."""
         self.report = report
         if report.is_applied and self._are_gradients_cleared:
-            self.gradients.were_zeroed()
+            self.gradients.mark_zeroed()
         else:
             self.gradients.zero()
 
@@ -348,7 +348,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         if halves:
             torch._foreach_copy_([model for model, _ in halves], [master for _, master in halves])
 
-    def _adopt_group(self, group: dict[str, Any]) -> None:
+    def _replace_group_params(self, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def _parts_of(self, state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:

@@ -126,9 +126,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return len(self.chained_optimizers) == 1 and self.chained_optimizers[0].is_flag_shared
 
     @property
-    def is_late_flag_possible(self) -> bool:
+    def can_defer_host_read(self) -> bool:
         """Whether all can skip on the device."""
-        return all(each.is_late_flag_possible for each in self.chained_optimizers)
+        return all(each.can_defer_host_read for each in self.chained_optimizers)
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """The first optimizer's timers are used for all."""

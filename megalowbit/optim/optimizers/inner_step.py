@@ -72,7 +72,7 @@ class InnerStep:
         return "fused" if isinstance(self.optimizer, FUSED) and all(map(_is_fused, groups)) else "plain"
 
     @property
-    def is_late_flag_possible(self) -> bool:
+    def can_defer_host_read(self) -> bool:
         """Whether `run` may be called before the host knows if the gradients overflowed."""
         return self.path != "plain"
 

@@ -58,7 +58,7 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
         self.cast_parameters = cast_parameters
         super().__init__(optimizer, grad_scaler=grad_scaler, **options)
 
-    def _adopt_group(self, group: dict[str, Any]) -> None:
+    def _replace_group_params(self, group: dict[str, Any]) -> None:
         halves, masters, fp32, inner = [], [], [], []
         for index, parameter in enumerate(group["params"]):
             if not parameter.requires_grad:
@@ -100,7 +100,7 @@ class FP32Optimizer(MegatronOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         super().__init__(optimizer, grad_scaler=None, **options)
 
-    def _adopt_group(self, group: dict[str, Any]) -> None:
+    def _replace_group_params(self, group: dict[str, Any]) -> None:
         group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
         for index, parameter in enumerate(group["params"]):
             _check_dtype(parameter, (torch.float32,), index, len(self.fp32_from_fp32_groups))

@@ -273,13 +273,13 @@ class LayerScaling:
                 f"layer_scaling state = {shown(state)} must be a mapping with applied_steps and blocks: load "
                 "an earlier checkpoint"
             )
-        mine = {block.names[0] for block in self._blocks}
+        expected = {block.names[0] for block in self._blocks}
         kept = set(_Block.SAVED)
         is_alike = all(isinstance(one, Mapping) and one.keys() == kept for one in saved.values())
-        if saved.keys() != mine or not is_alike:
+        if saved.keys() != expected or not is_alike:
             raise UserError(
                 f"layer_scaling state of {shown(sorted(map(str, saved)))} does not fit the blocks "
-                f"{shown(sorted(mine))}: resume with the model it was saved with"
+                f"{shown(sorted(expected))}: resume with the model it was saved with"
             )
         steps = plain_number(state["applied_steps"])
         if not (is_whole(steps) and steps >= 0):

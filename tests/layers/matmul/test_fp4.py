@@ -115,7 +115,7 @@ def test_a_layers_products_reach_the_hardware_with_scales_and_bias(hardware, dty
 
 
 def test_sizes_that_do_not_fit_run_in_bf16_are_counted_and_said_once(hardware, caplog):
-    native_fp4._say_unfit.cache_clear()
+    native_fp4._log_unsupported_size.cache_clear()
     with caplog.at_level(logging.INFO, logger="megalowbit"):
         layer, got = trained(NATIVE, 40, 24)
         trained(NATIVE, 40, 24)

@@ -42,8 +42,8 @@ def test_the_block_that_does_not_fit_is_named_with_its_quantiser_in_one_line():
         check_sharded_recipe(recipe("speculative-int8"), "layer x", is_row=True, shards=[192])
     assert str(caught.value) == (
         "layer x: a shard of 192 features does not hold whole blocks of 128 of 'int8e5m2b': "
-        "lower tensor_parallel.autotp_size, keep the layer in high precision, or use formats with one scale a "
-        "tensor (recipe fp8; in speculation also a ladder without mixed)"
+        "lower tensor_parallel.autotp_size, keep the layer in high precision, or use formats with one scale "
+        "a tensor (recipe fp8; in speculation also a ladder without mixed)"
     )
 
 

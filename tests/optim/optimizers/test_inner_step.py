@@ -130,7 +130,7 @@ IDS = [*ONE_PASS, *(f"fused {name}" for name in FUSED), *PLAIN]
 def test_every_path_steps_as_the_optimizer_itself_and_rounds_to_the_weights(make, path, half):
     trainee = Trainee(make, half=half, split=True)
     assert trainee.step.path == path
-    assert trainee.step.is_late_flag_possible == (path != "plain")
+    assert trainee.step.can_defer_host_read == (path != "plain")
     steps = [gradients(0), [None, *gradients(1)[1:]], gradients(2)]
     for given in steps:
         trainee.run(given, scale=1024.0)

@@ -24,7 +24,7 @@ NO_MATRIX = re.compile(r"bias$|emb|^w[tp]e$|^pos")  # parameter names: biases of
 ROUTER = re.compile(r"router|moe_?gate$|top_?k_?gate$", re.IGNORECASE)  # class names
 
 
-class BareWeight(NamedTuple):
+class StandaloneWeight(NamedTuple):
     """A parameter of one or several matrices that is outside linear layers.
 
     Attributes:
@@ -45,9 +45,9 @@ class BareWeight(NamedTuple):
         return type(self.owner).__name__
 
 
-def bare_weights(
+def standalone_weights(
     model: nn.Module, layers: Mapping[str, nn.Module], heads: Collection[int]
-) -> dict[str, BareWeight]:
+) -> dict[str, StandaloneWeight]:
     """Matrices outside a model's linear layers and output heads (`heads`: their ids), by name, each once."""
     outside = {id(module) for layer in layers.values() for module in layer.modules()}
     outside |= {id(module) for module in model.modules() if _is_outside(module) or id(module) in heads}
@@ -64,7 +64,7 @@ def bare_weights(
         for name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) not in seen and _is_matrix(name, parameter):
                 full = f"{owner_name}.{name}" if owner_name else name
-                found[full] = BareWeight(owner, owner_name, _shape(parameter), _reason_to_keep(owner))
+                found[full] = StandaloneWeight(owner, owner_name, _shape(parameter), _reason_to_keep(owner))
                 seen.add(id(parameter))
     return found
 
