@@ -80,7 +80,7 @@ class EngineSurface(ZeROOptimizer, MegatronOptimizer):
 
     def begin_step(self, loss_scale: float) -> None:
         """Reject a step without gradients, in which the moments alone would change the weights."""
-        if not self.gradients.are_there():
+        if not self.gradients.exist():
             raise UserError(NO_GRADIENTS)
         super().begin_step(loss_scale)
 

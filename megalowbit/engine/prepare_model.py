@@ -104,7 +104,7 @@ def check_quantised(module: torch.nn.Module, recipe: Any) -> None:
 def set_random_ranks(model: torch.nn.Module, grid: ProcessGrid) -> None:
     """Give every data-parallel rank different random numbers for stochastic rounding."""
     for layer in bit_layers(model).values():
-        layer.set_random_rank(grid.data_rank)
+        layer.set_data_rank(grid.data_rank)
 
 
 def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | None, seed: int) -> Any:

@@ -1,8 +1,9 @@
-"""What the other rooms need to know of a model family, in one description.
+"""The description of a model family: names of its modules and configuration fields in transformers.
 
-Names of modules and of configuration fields are those of transformers. A new family is a file that makes a
-`Family`, and a line in `registry`. Conversion finds linear layers by their type, so it needs no description;
-the list of projections is there to notice one that was not found.
+To add a family, write a file that makes a `Family`, and add a line to `registry`. Conversion finds linear
+layers by their type and needs no description; the list of projections serves to detect one that was not
+found.
+
 Not covered: encoders, cross-attention, mixtures of experts.
 """
 
@@ -15,15 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # as `layer_types` of transformers says it
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types` in transformers
 
 
 class Projection(NamedTuple):
-    """How tensor-parallel ranks share a projection.
+    """How a projection is sharded over tensor-parallel ranks.
 
     Attributes:
-        is_row: each has some of the input features; otherwise some of the output features.
-        num_parts: parts of equal size side by side in the output features (3: q, k and v in one projection);
+        is_row: shard the input features; otherwise the output features.
+        num_parts: number of parts of equal size along the output features (3: q, k and v in one projection);
             each rank gets its share of every part.
     """
 
@@ -35,7 +36,7 @@ COLUMN, ROW = Projection(), Projection(is_row=True)
 
 
 def full_attention(config: PretrainedConfig) -> list[str]:
-    """Every block attends to all earlier tokens."""
+    """Full attention in every block."""
     return [FULL] * config.num_hidden_layers
 
 
@@ -44,30 +45,30 @@ class Family:
     """One model family.
 
     Attributes:
-        model_type: as `config.json` says it.
-        config_class: name of its configuration in transformers.
-        model_class: name of its causal language model in transformers.
+        model_type: its value in `config.json`.
+        config_class: name of its configuration class in transformers.
+        model_class: name of its causal language model class in transformers.
 
         blocks: dotted name of the list of blocks in the model.
-        projections: linear layers by their names in a block, and how tensor ranks share them.
-        head_norms: norms by their names in a block that work on each attention head; under tensor
-            parallelism a rank has them whole and applies them to its own heads.
-        tokens, positions, dropout, rotary, norm, head: dotted names of what is in no block: token embedding,
-            learned positions, dropout after the embedding, rotary angles, final norm, output projection;
-            None where the family has none.
+        projections: linear layers by their names in a block, and how each is sharded.
+        head_norms: names of norms in a block that act on each attention head; under tensor parallelism a rank
+            holds them in full and applies them to its own heads.
+        tokens, positions, dropout, rotary, norm, head: dotted names of modules outside the blocks: token
+            embedding, learned positions, dropout after the embedding, rotary angles, final norm, output
+            projection; None if the family has none.
         attention: kind of each block's mask, `FULL` or `SLIDING`, from the configuration.
 
-        divided: fields of the configuration that the number of tensor ranks must divide.
-        attention_sizes: attributes of attention modules that a rank's share of the heads makes smaller.
+        divided: configuration fields that must be divisible by the number of tensor-parallel ranks.
+        attention_sizes: attributes of attention modules that are smaller on a rank with a share of the heads.
         refused_when_divided: fields that must be false or unset under tensor parallelism.
 
         num_layers, hidden_size, num_heads, position_limit, activation: names of configuration fields.
-        num_key_value_heads: likewise; None: as many as heads.
+        num_key_value_heads: the same; None: equal to the number of heads.
         sizes: further fields that are whole numbers ≥ 1.
-        optional_sizes: likewise, or `None`.
+        optional_sizes: further fields that are whole numbers ≥ 1, or `None`.
         dropouts: fields that are probabilities.
-        numbers: fields that are numbers > 0, with the largest that makes sense.
-        further_fields: fields that are understood when read, and stored under another name.
+        numbers: fields that are numbers > 0, with the largest sensible value.
+        further_fields: fields that are read but stored under another name.
     """
 
     model_type: str
@@ -102,13 +103,13 @@ class Family:
     further_fields: tuple[str, ...] = ()
 
     def load_config_class(self) -> Any:
-        """The configuration class, imported now."""
+        """Import and return the configuration class."""
         import transformers
 
         return getattr(transformers, self.config_class)
 
     def load_model_class(self) -> Any:
-        """The model class, imported now."""
+        """Import and return the model class."""
         import transformers
 
         return getattr(transformers, self.model_class)
@@ -122,7 +123,7 @@ class Family:
         return [f"{block}.{name}" for block in self.block_names(config) for name in self.projections]
 
     def projection(self, module_name: str) -> Projection | None:
-        """How tensor ranks share the module of this dotted name; None if it is no projection."""
+        """The sharding of the module with this dotted name; None if it is not a projection."""
         return next(
             (found for name, found in self.projections.items() if module_name.endswith(f".{name}")), None
         )

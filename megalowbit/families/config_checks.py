@@ -1,4 +1,4 @@
-"""Checks of a model's configuration, for what transformers finds later or not at all."""
+"""Checks of a model's configuration for errors that transformers reports late or not at all."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megalowbit.json_text import is_finite_number
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Beyond any model there is. A slip of the keyboard is refused here, not after minutes of building.
+# Beyond any existing model, so a typing error is rejected here, not after minutes of building.
 MAX_LAYERS = 10_000
 MAX_WIDTH = 2**20  # of the residual stream
 MAX_HEADS = 2**16
 MAX_POSITIONS = 2**26
-MAX_SIZE = 2**28  # anything else: vocabulary, MLP
+MAX_SIZE = 2**28  # other sizes: vocabulary, MLP
 
 
 def check_config(config: PretrainedConfig, where: str) -> None:
-    """Refuse sizes and names that no model can be built from; `where` is the file they were read from.
+    """Reject sizes and names that no model can be built from; `where` is the file they were read from.
 
     Raises:
-        UserError: naming field, value and what is allowed.
+        UserError: names the field, its value and the allowed values.
     """
     names = family(config.model_type)
     problems = Problems()
@@ -64,12 +64,12 @@ def _check_sizes(config: PretrainedConfig, names: Family, where: str, problems: 
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             problems.add(UserError(f"{where}: {field} must be a whole number ≥ 1, not {shown(value)}"))
         elif value > limit:
-            message = f"{where}: {field} {shown(value)} is beyond any model: write {limit} at most"
+            message = f"{where}: {field} {shown(value)} is larger than in any model: the maximum is {limit}"
             problems.add(UserError(message))
 
 
 def _check_token_ids(config: PretrainedConfig, where: str) -> None:
-    defaults = type(config)()  # GPT-2's end of text is 50256 where nobody said so, whatever the vocabulary
+    defaults = type(config)()  # unset, GPT-2's end of text is 50256, whatever the size of the vocabulary
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(config, field)
         if value == getattr(defaults, field):
@@ -84,7 +84,7 @@ def _check_token_ids(config: PretrainedConfig, where: str) -> None:
 
 def _check_heads(config: PretrainedConfig, names: Family, where: str) -> None:
     hidden_size, num_heads = getattr(config, names.hidden_size), getattr(config, names.num_heads)
-    # a head's size may be any; where nobody has chosen one, it is this quotient
+    # the head size is free; if unset, it is this quotient
     head_dim = getattr(config, "head_dim", None)
     if hidden_size % num_heads and head_dim in (None, hidden_size // num_heads):
         raise UserError(
@@ -101,7 +101,7 @@ def _check_heads(config: PretrainedConfig, names: Family, where: str) -> None:
 
 
 def _check_attention(config: PretrainedConfig, names: Family, where: str) -> None:
-    """Refuse kinds of attention that the family's blocks have not, and a window without a size."""
+    """Reject attention kinds that the family's blocks do not have, and a window without a size."""
     for kind in names.attention(config):
         if kind not in (FULL, SLIDING):
             raise UserError(f"{where}: {unknown_name('kind in layer_types', kind, (FULL, SLIDING))}")
@@ -112,10 +112,10 @@ def _check_attention(config: PretrainedConfig, names: Family, where: str) -> Non
 
 
 def check_fits(config: PretrainedConfig, *, vocab_size: int, sequence_length: int) -> None:
-    """Refuse a tokenizer's size and a sample's length that a model of this configuration cannot take.
+    """Reject a tokenizer size or sample length that a model of this configuration cannot process.
 
     Raises:
-        UserError: token ids beyond the embedding, or sequences beyond the position limit.
+        UserError: token ids exceed the embedding, or sequences exceed the position limit.
     """
     if vocab_size > config.vocab_size:
         raise UserError(

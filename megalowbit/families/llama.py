@@ -1,4 +1,4 @@
-"""LLaMA: rotary angles, RMSNorm, gated MLP, fewer heads of keys and values than of queries."""
+"""LLaMA: rotary positions, RMSNorm, gated MLP, fewer key and value heads than query heads."""
 
 from megalowbit.families.base import COLUMN, ROW, Family
 

@@ -1,4 +1,4 @@
-"""Mistral: LLaMA whose blocks attend to the last `sliding_window` tokens only, if that is set."""
+"""Mistral: LLaMA, but if `sliding_window` is set, blocks attend to the last `sliding_window` tokens only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3, the dense one: LLaMA with norms on each head's q and k; some blocks may have a window."""
+"""Qwen3 (dense): LLaMA with norms on each head's q and k; some blocks may use a sliding window."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The families there are, a line each."""
+"""The supported model families, one line each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def family(model_type: object) -> Family:
     """The family of a `model_type`.
 
     Raises:
-        UserError: there is none.
+        UserError: the `model_type` is unknown.
     """
     found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if found is None:

@@ -1,1 +1,1 @@
-"""Hugging Face models and checkpoints in and out."""
+"""Reading and writing Hugging Face models and checkpoints."""

@@ -1,8 +1,9 @@
-"""Checkpoints in and out: what `"model"` names becomes a model, a training checkpoint an HF folder.
+"""Builds models from the `"model"` section, imports Hugging Face folders, and exports training checkpoints.
 
-Two kinds of folder are read: Hugging Face's (`config.json` and weights) and our own training checkpoints
-(`training_checkpoint`). A model to train always comes out in fp32 and without low-bit layers; precision and
-conversion are the caller's. Not covered: optimizer states, which the engine restores on `--resume`.
+Two kinds of folder are read: Hugging Face's (`config.json` and weights), and megalowbit's training
+checkpoints (`training_checkpoint`). A model to train is always returned in fp32 and without low-bit layers;
+the caller chooses precision and conversion. Not covered: optimizer states, which the engine restores on
+`--resume`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megalowbit.checkpoints.plain import loading_advice, plain_checkpoint
 from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError
 from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
-from megalowbit.hf.generation import give_back, prepare_for_training, remember
+from megalowbit.hf.generation import prepare_for_training, restore_generation, store_generation
 from megalowbit.hf.model import (
     SavableTokenizer,
     fill_weights,
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
 
 
 def read_config(settings: ModelSettings) -> PretrainedConfig:
-    """The configuration `settings` describes, overrides applied and checked.
+    """The configuration that `settings` describe, with overrides applied, and checked.
 
     Raises:
-        UserError: no such file, not a configuration of a known family, unknown fields, impossible values.
+        UserError: no such file, not a configuration of a known family, unknown fields, invalid values.
     """
     if settings.config is not None:
         raw = read_json_object(settings.config)
@@ -60,16 +61,16 @@ def read_config(settings: ModelSettings) -> PretrainedConfig:
 
 
 def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> PreTrainedModel:
-    """Build the model `settings` describes: fp32, in training mode, without key-value cache.
+    """Build the model that `settings` describe: fp32, in training mode, without key-value cache.
 
     Args:
         settings: the `"model"` section.
-        seed: decides random weights, whatever the rank.
+        seed: seed of random weights, which are the same on every rank.
         device: `"cpu"`, or `"meta"` for a model of the same shapes without weights (a dry run).
 
     Raises:
-        UserError: as `read_config`; missing, superfluous, misshapen or damaged weights in a checkpoint, or
-            weights that are NaN or infinite.
+        UserError: see `read_config`; also for missing, unexpected, misshapen or damaged weights in a
+            checkpoint, or weights that are NaN or infinite.
     """
     if device not in ("cpu", "meta"):
         raise ValueError(f"device must be cpu or meta: {device!r}")
@@ -83,27 +84,27 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
     if settings.config is None and device != "meta":
         refuse_nonfinite(model, str(_source(settings)))
     prepare_for_training(model)
-    model.loss_type = "ForCausalLM"  # transformers finds it by class name and misses GPT2LMHeadModel's
+    model.loss_type = "ForCausalLM"  # transformers finds none for GPT2LMHeadModel
     return model.train()
 
 
 def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4") -> Path:
-    """Turn a Hugging Face folder into a training checkpoint to start from, in the dtype of its weights.
+    """Convert a Hugging Face folder to a training checkpoint to start from, in the dtype of its weights.
 
     Args:
         source: `config.json` and weights of a model of a known family.
         folder: a new folder.
-        recipe: what the model will be trained with.
+        recipe: the recipe that the model will be trained with.
 
     Returns:
-        The step folder inside `folder`, beside which the source's tokenizer lies, if it has one.
+        The step folder inside `folder`; the source's tokenizer, if it has one, is copied next to it.
 
     Raises:
-        UserError: as `build_model` for `source` and as `write_start_checkpoint` for `folder`.
+        UserError: see `build_model` for `source` and `write_start_checkpoint` for `folder`.
     """
-    refuse_existing(folder)  # before the minutes a large model takes
+    refuse_existing(folder)  # first, because a large model takes minutes
     if is_training_checkpoint(source):
-        raise UserError(f"{source} is a training checkpoint already: start from it as it is")
+        raise UserError(f"{source} is already a training checkpoint: start from it directly")
     config = config_from_dict(read_json_object(_config_file(source)), {}, str(source))
     model = load_weights(config, source, dtype="auto")
     refuse_nonfinite(model, str(source))
@@ -116,17 +117,17 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     tokenizer: SavableTokenizer | None = None,
 ) -> None:
-    """Turn a training checkpoint into an ordinary Hugging Face folder.
+    """Convert a training checkpoint to an ordinary Hugging Face folder.
 
     Args:
         source: a step folder, a `checkpoints/` folder or a run's folder.
         folder: a new folder.
-        dtype: of the saved weights; `None`: the one that the model computed in. fp32 is exact.
-        tokenizer: saved beside the weights; `None`: that of a checkpoint to start from, if it has kept one.
+        dtype: of the saved weights; `None`: the one in which the model computed. fp32 is exact.
+        tokenizer: saved with the weights; `None`: the tokenizer kept in a checkpoint to start from, if any.
 
     Raises:
         UserError: no undamaged checkpoint in `source`; `folder` exists and is not empty, or cannot be
-        written.
+            written.
     """
     refuse_existing(folder)
     stored = read_checkpoint(source)
@@ -136,18 +137,18 @@ def export_checkpoint(
         (dtype,) = stored_dtypes
     kept = find_checkpoint(source).parent / TOKENIZER_FOLDER
     is_kept = tokenizer is None and kept.is_dir()
-    remember(model, stored.generation)
+    store_generation(model, stored.generation)
     save_hf(model, folder, tokenizer, dtype=dtype, tokenizer_files=kept if is_kept else None)
 
 
 def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) -> PreTrainedModel:
-    """The stored model in fp32, turned back into plain layers."""
+    """The stored model in fp32, with plain layers."""
     config = config_from_dict(stored.hf_config, overrides, where)
     model = random_model(config, seed=0, where=where)
     convert(model, stored.recipe)
     fill_weights(model, stored.state_dict, where)
     restore(model)
-    give_back(stored.generation, model)
+    restore_generation(stored.generation, model)
     return model
 
 
@@ -167,11 +168,11 @@ def _checkpoint_of(settings: ModelSettings) -> Path:
 def _config_file(folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(
-            f"checkpoint {folder} is no folder: name a Hugging Face folder or one of our checkpoints"
+            f"checkpoint {folder} is not a folder: name a Hugging Face folder or a training checkpoint"
         )
     refuse_irregular_files("checkpoint", folder, TEMPLATES)
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(
-            f"checkpoint {folder} has no {CONFIG_FILE} and no training checkpoint in it: name another"
+            f"checkpoint {folder} has no {CONFIG_FILE} and contains no training checkpoint: name another"
         )
     return folder / CONFIG_FILE

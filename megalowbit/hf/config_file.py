@@ -1,8 +1,8 @@
-"""Hugging Face configurations: `config.json` in, checked and with overrides, and every mistake in one line.
+"""Reads Hugging Face's `config.json`, applies overrides, and reports each mistake in one line.
 
-A file a person wrote is read strictly: transformers ignores a field it does not know, and "n_layers" instead
-of "n_layer" would train a model of another depth. A checkpoint's file was written by a program, often by
-another version of transformers, and may hold fields unknown here.
+A file written by a person is read strictly: transformers ignores an unknown field, and "n_layers" instead of
+"n_layer" would train a model of another depth. A checkpoint's file was written by a program, often by another
+version of transformers, and may have fields that are unknown here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CONFIG_FILE = "config.json"
-# Written by other versions of transformers, without effect on the weights of these families.
+# Written by other versions of transformers, without effect on the weights of the supported families.
 IDLE_FIELDS = ("torch_dtype", "n_ctx", "task_specific_params", "gradient_checkpointing", "auto_map")
-# Fields of a stored model that mean more than its architecture, and why such a model is not read.
+# Fields of a stored model that describe more than its architecture, and why such a model is rejected.
 REFUSED_FIELDS = {
     "quantization_config": "its weights are quantised already: save the model unquantised",
     "compression_config": "its weights are compressed: save the model unquantised",
-    "transformers_weights": "it names its weights itself: call them model.safetensors and remove the field",
+    "transformers_weights": "it names its own weight files: call them model.safetensors and remove the field",
 }
 
 
@@ -33,13 +33,13 @@ def config_from_dict(
     """A checked configuration from the fields of a `config.json`.
 
     Args:
-        raw: the fields, `model_type` among them.
-        overrides: fields to change; unknown ones are always refused.
+        raw: the fields, including `model_type`.
+        overrides: fields to change; unknown ones are always rejected.
         where: the file's name, for messages.
-        is_strict: refuse unknown fields in `raw` too.
+        is_strict: reject unknown fields in `raw` too.
 
     Raises:
-        UserError: naming field, value and remedy.
+        UserError: names field, value and remedy.
     """
     if "model_type" not in raw:
         names = " or ".join(f'"{name}"' for name in FAMILIES)
@@ -53,12 +53,12 @@ def config_from_dict(
     for name in overrides:
         if name not in known or name == "model_type":
             raise unknown_name("field in model.overrides", name, known)
-    # an alias ("hidden_size" of GPT-2's "n_embd") must replace the field it stands for, not stand beside it
+    # an alias ("hidden_size" for GPT-2's "n_embd") must replace the original field, not be added to it
     fields = raw | {config_class.attribute_map.get(name, name): value for name, value in overrides.items()}
     _refuse_fields(fields, where)
     try:
         config = config_class.from_dict(fields)
-    except Exception as error:  # whatever its classes raise of values that they cannot take
+    except Exception as error:  # its classes raise different exceptions for invalid values
         reason = shortened(" ".join(str(error).split()))
         raise UserError(f"{where} is not a valid {raw['model_type']} configuration: {reason}") from error
     check_config(config, where)
@@ -70,7 +70,7 @@ def _refuse_fields(fields: dict[str, Any], where: str) -> None:
         if fields.get(name) is not None:
             raise UserError(f"{where} has {name} {shown(fields[name])}: {reason}")
     for name, value in fields.items():
-        # transformers takes "owner/name" for a kernel, which it downloads and runs
+        # transformers treats "owner/name" as a kernel, which it downloads and runs
         if name.strip("_").removesuffix("_internal").endswith("_implementation") and "/" in str(value):
             raise UserError(
                 f"{where} has {name} {shown(value)}, code that would be downloaded: remove the field"

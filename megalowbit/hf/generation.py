@@ -1,8 +1,8 @@
-"""How a model generates text: kept beside the model while it trains, and given back with every export.
+"""Generation settings of a model: stored on the model during training, and written with every export.
 
-Training turns the key-value cache off, and makes copies of models from their configuration, of which the
-values of `generation_config.json` are no part. So what a model came with is remembered on it, goes into its
-checkpoints (`"generation"` in their header) and from there into the folders that are written.
+Training disables the key-value cache and builds copies of models from their configuration, which does not
+include `generation_config.json`. Therefore the original settings are stored as an attribute of the model,
+saved in its checkpoints (`"generation"` in their header), and written from there into exported folders.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ FILE = "generation_config.json"
 
 
 def prepare_for_training(model: PreTrainedModel) -> None:
-    """Turn the key-value cache off, and remember that it was on and how the model generates."""
-    remember(model, _settings_of(model))
+    """Disable the key-value cache, and store its state and the generation settings on the model."""
+    store_generation(model, _settings_of(model))
     model.config.use_cache = False
 
 
-def remember(model: Any, settings: dict[str, Any] | None) -> None:
-    """Let `model`, or a module made of one, carry what `remembered` of another has returned."""
+def store_generation(model: Any, settings: dict[str, Any] | None) -> None:
+    """Store settings returned by `stored_generation` on `model`, or on a module made from one."""
     if settings is not None:
         setattr(model, ATTRIBUTE, settings)
 
 
-def remembered(model: Any) -> dict[str, Any] | None:
-    """Plain values, of a model that was prepared for training; None of any other."""
+def stored_generation(model: Any) -> dict[str, Any] | None:
+    """The stored settings of a model that was prepared for training; None for any other model."""
     return getattr(model, ATTRIBUTE, None)
 
 
-def give_back(settings: dict[str, Any] | None, model: PreTrainedModel) -> None:
-    """Set a model as it was before training; without settings, as most are: with the cache on."""
+def restore_generation(settings: dict[str, Any] | None, model: PreTrainedModel) -> None:
+    """Restore a model's settings from before training; without settings, enable the cache."""
     from transformers import GenerationConfig
 
     model.config.use_cache = True if settings is None else settings["use_cache"]
@@ -50,13 +50,13 @@ def give_back(settings: dict[str, Any] | None, model: PreTrainedModel) -> None:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """`save_pretrained`, also of a model whose generation settings transformers refuses to write."""
+    """`save_pretrained`, also for a model whose generation settings transformers refuses to write."""
     generation = model.generation_config
     try:
         if generation is not None:
             generation.validate(strict=True)
-    except ValueError:  # as of published models that set a temperature without sampling
-        logger.warning("%s: transformers calls the model's values invalid; they are kept as they are", FILE)
+    except ValueError:  # for example published models that set a temperature without sampling
+        logger.warning("%s: transformers calls the model's values invalid; they are saved unchanged", FILE)
         model.generation_config = type(generation)()
         model.save_pretrained(folder)
         model.generation_config = generation

@@ -1,8 +1,8 @@
-"""Hugging Face models: random ones, ones with the weights of a folder, and saving.
+"""Hugging Face models: random initialisation, loading the weights of a folder, and saving.
 
-Random weights depend on the seed alone: every rank initialises the same ones, on the CPU, without touching
-the global generator. Saving works on a copy of the weights, so a model in the middle of training, low-bit
-layers, hooks and all, is not disturbed. Not covered: models larger than the memory of a host.
+Random weights depend on the seed only. Every rank initialises the same ones, on the CPU, without changing the
+global generator. Saving uses a copy of the weights, so it does not disturb a model during training, with its
+low-bit layers and hooks. Not covered: models larger than the memory of a host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.families.registry import family
-from megalowbit.hf.generation import give_back, remembered, save_model
+from megalowbit.hf.generation import restore_generation, save_model, stored_generation
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import copy_tokenizer
 from megalowbit.hf.weight_files import find_weight_files, stored_dtypes
@@ -31,7 +31,7 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class SavableTokenizer(Protocol):
-    """What `save_hf` needs of a tokenizer: ours and those of transformers have it."""
+    """The part of a tokenizer that `save_hf` uses; megalowbit's and transformers' tokenizers have it."""
 
     eos_token_id: Any
 
@@ -44,10 +44,10 @@ def random_model(
 ) -> PreTrainedModel:
     """An fp32 model with random weights that depend on `config` and `seed` only.
 
-    The device is `"cpu"`, or `"meta"` for no weights; `where` is what `config` was read from, for messages.
+    `device` is `"cpu"`, or `"meta"` for no weights. `where` is the source of `config`, for messages.
 
     Raises:
-        UserError: values that transformers accepts in a file and fails on, or more weights than memory.
+        UserError: values that transformers accepts in a file but cannot build, or more weights than memory.
     """
     model_class = family(config.model_type).load_model_class()
     try:
@@ -62,15 +62,15 @@ def random_model(
 
 
 def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype | str) -> PreTrainedModel:
-    """The model of a Hugging Face folder, every weight of it from there.
+    """Load the model of a Hugging Face folder, which must contain every weight.
 
     Args:
         config: read from `folder`, perhaps with overrides.
-        folder: `model.safetensors` or another form transformers knows.
-        dtype: of the result; `"auto"` for the stored one, of several the one that holds all.
+        folder: contains `model.safetensors` or another form that transformers supports.
+        dtype: of the result; `"auto"`: the stored dtype, or the narrowest that holds all stored ones.
 
     Raises:
-        UserError: no weights, damaged ones, or others than `config` asks for.
+        UserError: weights are missing, damaged, or differ from those of `config`.
     """
     model_class = family(config.model_type).load_model_class()
     try:
@@ -85,11 +85,11 @@ def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype |
                 trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are in the report, with their names
+                ignore_mismatched_sizes=True,  # the report lists them by name
             )
     except UserError:
         raise
-    except Exception as error:  # a damaged pickle raises whatever its bytes happen to spell
+    except Exception as error:  # a damaged pickle can raise anything
         reason = _first_line(error) or type(error).__name__
         raise UserError(f"the weights in {folder} cannot be loaded ({reason}): replace the folder") from error
     for name, found, expected in sorted(report["mismatched_keys"]):
@@ -102,16 +102,16 @@ def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype |
 def fill_weights(
     model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor], where: str, *, is_assigned: bool = False
 ) -> None:
-    """Put `state_dict`, which must be complete, into `model`, one tensor at a time.
+    """Copy `state_dict`, which must be complete, into `model`, one tensor at a time.
 
     Args:
-        model: of the same architecture, converted or not like the one the weights are from.
-        state_dict: the weights in the parameters' own layout; may read each when it is asked for.
-        where: what they are from, for messages.
-        is_assigned: take over the tensors themselves, with their dtype, instead of copying their values.
+        model: of the same architecture as the source of the weights, converted or not in the same way.
+        state_dict: the weights in the parameters' layout; may read each one on access.
+        where: the source of the weights, for messages.
+        is_assigned: use the tensors themselves, with their dtype, instead of copying their values.
 
     Raises:
-        UserError: names or shapes differ; nothing has been changed then.
+        UserError: names or shapes differ; then nothing has changed.
     """
     with parameter_layout(model):
         expected = model.state_dict(keep_vars=True)
@@ -127,7 +127,7 @@ def fill_weights(
     with torch.no_grad():
         for name, target in expected.items():
             target.copy_(state_dict[name])
-    for layer in bit_layers(model).values():  # as loading a state dict would have found out
+    for layer in bit_layers(model).values():  # loading a state dict would detect this
         layer.is_split = layer.holds_split()
 
 
@@ -140,18 +140,18 @@ def save_hf(
     whole: Mapping[str, torch.Tensor] | None = None,
     tokenizer_files: Path | None = None,
 ) -> None:
-    """Save `model` as an ordinary Hugging Face checkpoint for `from_pretrained`; whole or not at all.
+    """Save `model` as an ordinary Hugging Face checkpoint for `from_pretrained`, completely or not at all.
 
-    The model itself is left as it is: its weights are copied to the CPU and low-bit layers are turned back
-    into plain ones there.
+    The model does not change: its weights are copied to the CPU, and low-bit layers are converted back in the
+    copy.
 
     Args:
         model: converted or not, on any device.
         folder: a new folder.
-        tokenizer: saved beside the weights; its end-of-text id becomes the model's.
+        tokenizer: saved with the weights; its end-of-text id becomes the model's.
         dtype: of the saved weights; `None` keeps the model's.
-        whole: the model's weights where ranks hold parts of it, see `plain_state_dict`.
-        tokenizer_files: folder of a tokenizer that is copied beside the weights as it is.
+        whole: the model's full weights if ranks hold parts of them, see `plain_state_dict`.
+        tokenizer_files: folder of a tokenizer whose files are copied unchanged.
 
     Raises:
         UserError: `folder` exists and is not empty, or cannot be written.
@@ -159,7 +159,7 @@ def save_hf(
     plain = _plain_copy(model, whole)
     if dtype is not None:
         plain = plain.to(dtype)
-    give_back(remembered(model), plain)
+    restore_generation(stored_generation(model), plain)
     if tokenizer is not None:
         for settings in (plain.config, plain.generation_config):
             if settings is not None:
@@ -180,18 +180,18 @@ def _misshapen(where: str, name: str, found: Sequence[int], expected: Sequence[i
 
 
 def refuse_nonfinite(model: PreTrainedModel, where: str) -> None:
-    """Check that all weights are numbers: with one that is not, no loss of the model would be.
+    """Check that all weights are finite; otherwise no loss of the model would be.
 
     Raises:
-        UserError: naming the first weight with NaN or infinity.
+        UserError: names the first weight with NaN or infinity.
     """
     for name, parameter in model.named_parameters():
-        # two numbers a tensor, and NaN is the extreme of all that has one; no mask of its size is made
+        # aminmax gives two numbers a tensor, NaN if it has one, and needs no mask of the tensor's size
         if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
             count = int((~parameter.detach().isfinite()).sum())
             raise UserError(
-                f"{where}: weight {name} has {count} values that are NaN or infinite, so that no loss would "
-                "be finite: take an earlier or another checkpoint"
+                f"{where}: weight {name} has {count} values that are NaN or infinite, which makes every loss "
+                "non-finite: use another checkpoint"
             )
 
 
@@ -203,14 +203,13 @@ def _widest(stored: Mapping[str, torch.dtype | str]) -> torch.dtype:
 
 
 def _refuse_integers(model: PreTrainedModel, stored: dict[str, torch.dtype | str], where: str) -> None:
-    # Folders of a bare GPT-2 lack the first part of the names.
+    # Folders of a GPT-2 without a head lack the first part of the names.
     named = model.named_parameters(remove_duplicate=False)
     own = {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in named}
     for name, dtype in sorted(stored.items()):
         if name.removeprefix(f"{model.base_model_prefix}.") in own and dtype not in WEIGHT_DTYPES:
             raise UserError(
-                f"{where}: weight {name} is {dtype}, whose scale is not known here: "
-                "save the model unquantised"
+                f"{where}: weight {name} is {dtype}, whose scale is unknown: save the model unquantised"
             )
 
 
@@ -223,16 +222,16 @@ def _refuse_differences(missing: Any, unexpected: Any, where: str) -> None:
         raise UserError(f"{where} lacks the weight {min(missing)} and {len(missing) - 1} others: replace it")
     if unexpected:
         raise UserError(
-            f"{where} has the weight {min(unexpected)} and {len(unexpected) - 1} others, for which its "
-            "configuration has no place: correct its config.json or the overrides"
+            f"{where} has the weight {min(unexpected)} and {len(unexpected) - 1} others that its "
+            "configuration does not have: correct its config.json or the overrides"
         )
 
 
 def _plain_copy(model: PreTrainedModel, whole: Mapping[str, torch.Tensor] | None = None) -> PreTrainedModel:
     """A copy on the CPU with plain layers, made from the weights alone.
 
-    `copy.deepcopy` would also copy what hooks and observers hold: the engine, its optimizer, the run's
-    writers.
+    `copy.deepcopy` would also copy objects that hooks and observers reference: the engine, its optimizer, the
+    run's writers.
     """
     config = type(model.config).from_dict(model.config.to_dict())
     copy = random_model(config, seed=0, device="meta")
@@ -242,7 +241,7 @@ def _plain_copy(model: PreTrainedModel, whole: Mapping[str, torch.Tensor] | None
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the CPU generator inside the block and leave it as it was afterwards."""
+    """Seed the CPU generator inside the block and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -250,7 +249,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hold back progress bars, and the report of wrong weights, which is judged here and said in one line."""
+    """Hide progress bars and the report of wrong weights, which is checked here and raised in one line."""
     from transformers.utils import logging
 
     verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and never in place of another."""
+"""A folder that is created completely or not at all, and never replaces another one."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megalowbit.errors import UserError, file_system_error
 
 
 def refuse_existing(folder: Path) -> None:
-    """Check that `folder` may be written: absent, or an empty folder.
+    """Check that `folder` may be written: it does not exist, or is an empty folder.
 
     Raises:
-        UserError: there is something under that name, or it cannot be a name.
+        UserError: the name is in use, or is invalid.
     """
     try:
         is_free = (
             not any(folder.iterdir()) if folder.is_dir() else not (folder.exists() or folder.is_symlink())
         )
-    except OSError as error:  # a name of more than 255 bytes, a folder that may not be looked into
+    except OSError as error:  # a name of more than 255 bytes, or a folder that may not be read
         raise UserError(f"{folder} cannot be used ({error.strerror}): name another folder") from error
     if not is_free:
-        raise UserError(f"{folder} exists already and is never overwritten: name a new folder")
+        raise UserError(f"{folder} already exists and is never overwritten: name a new folder")
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `folder` when the block ends well, and removed otherwise.
+    """Yield a temporary folder that is renamed to `folder` if the block succeeds, and removed otherwise.
 
     Raises:
         UserError: `folder` exists and is not empty, or cannot be written.
@@ -43,9 +43,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         draft.mkdir(parents=True)
         yield draft
         draft.rename(folder)
-    except (OSError, SafetensorError) as error:  # the latter is how a full disk under weights shows
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error when the disk is full
         reason = getattr(error, "strerror", None) or error
-        message = f"{folder} cannot be written ({reason}): check the place and its free room"
+        message = f"{folder} cannot be written ({reason}): check the path and the free space"
         raise file_system_error(message, error) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

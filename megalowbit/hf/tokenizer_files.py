@@ -1,8 +1,8 @@
-"""The files of a tokenizer, copied as they are: special tokens, chat template and all.
+"""Copies the files of a tokenizer unchanged, including special tokens and chat template.
 
-A tokenizer that is read and written again comes back in another version's form, and needs an end-of-sequence
-token here. Files that lie beside the weights of a Hugging Face folder are known by their names; `config.json`
-goes with them, for older ones say there of which kind they are. Code (`.py`) is left behind.
+A tokenizer that is read and written again gets the form of another version, and must have an end-of-sequence
+token here. The files in a Hugging Face folder are recognised by their names. `config.json` is copied too,
+because older tokenizers name their class there. Code (`.py`) is not copied.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megalowbit.json_text import refuse_irregular_files
 
-FOLDER = "tokenizer"  # in a run's folder, and in one of a checkpoint to start from
+FOLDER = "tokenizer"  # in a run's folder, and in that of a checkpoint to start from
 MAIN_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
 FURTHER_FILES = (
     "merges.txt",
@@ -26,7 +26,7 @@ CONFIG = "config.json"
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a tokenizer lies in `folder`."""
+    """Whether `folder` contains a tokenizer."""
     return any(path.is_file() for pattern in MAIN_FILES for path in folder.glob(pattern))
 
 
@@ -34,13 +34,13 @@ def copy_tokenizer(source: Path, target: Path, *, with_config: bool) -> None:
     """Copy a tokenizer's files, if there are any.
 
     Args:
-        source: a Hugging Face folder, which may be one of links into its cache.
-        target: made if need be.
-        with_config: `config.json` too, where no other lies in `target`.
+        source: a Hugging Face folder, possibly with links into its cache.
+        target: created if it does not exist.
+        with_config: also copy `config.json`, unless `target` has one.
 
     Raises:
         OSError: a file cannot be read or written.
-        UserError: a FIFO, a socket or a device lies among them.
+        UserError: a FIFO, a socket or a device is among the files.
     """
     if not has_tokenizer(source):
         return

@@ -1,9 +1,9 @@
 """A callback for HuggingFace's Trainer: low-bit training as configured, or an error before the first step.
 
-Trainer reads its DeepSpeed configuration and ignores a `"megalowbit"` block, makes its own optimizer, and
-knows nothing of a model's random stream. At the start of training the callback compares block, layers, stream
-and optimizer. With each checkpoint it saves where the stream stands, in `trainer_state.json`, and a resumed
-run draws on from there. Not saved: directions that splits carry from micro-batch to micro-batch.
+Trainer ignores the `"megalowbit"` block in its DeepSpeed configuration, builds its own optimizer, and has no
+access to a model's random stream. At the start of training the callback checks block, layers, stream and
+optimizer. With each checkpoint it saves the position of the stream in `trainer_state.json`, and a resumed run
+continues from there. Not saved: directions that splits carry from micro-batch to micro-batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MegalowbitCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self) -> None:
-        self.random_stream: dict[str, int] | None = None  # as the last checkpoint has it
+        self.random_stream: dict[str, int] | None = None  # as in the last checkpoint
         self._model: nn.Module | None = None
 
     def on_train_begin(
@@ -43,16 +43,16 @@ class MegalowbitCallback(TrainerCallback, ExportableState):
         optimizer: object = None,
         **_: Any,
     ) -> None:
-        """Check what trains, and set the random stream to where a resumed checkpoint left it."""
+        """Check the training setup, and set the random stream to its position in a resumed checkpoint."""
         if args.n_gpu > 1:
             raise UserError(
                 f"Trainer wraps the model in nn.DataParallel for {args.n_gpu} GPUs, and its copies share one "
-                "random stream: start one process a GPU with torchrun or deepspeed"
+                "random stream: start one process for each GPU with torchrun or deepspeed"
             )
         settings = getattr(args, "hf_deepspeed_config", None)
         if settings is not None and find_engine(model) is None:
             raise UserError(
-                "Trainer was given a DeepSpeed configuration and made no engine: Accelerate ignores it on "
+                "Trainer got a DeepSpeed configuration but made no engine: Accelerate ignores it on "
                 "CPUs (use_cpu, ACCELERATE_USE_CPU); see docs/other-loops.md, or leave out deepspeed="
             )
         check_training(model, optimizer=optimizer, config=None if settings is None else settings.config)
@@ -61,11 +61,11 @@ class MegalowbitCallback(TrainerCallback, ExportableState):
         saved = state.stateful_callbacks.get(name)
         if state.global_step:
             self._resume(saved, state.global_step)
-        # Trainer looks for the key when it saves: a checkpoint written without this callback lacks it
+        # Trainer expects the key when it saves, but a checkpoint written without this callback lacks it
         state.stateful_callbacks[name] = self.state()
 
     def state(self) -> dict[str, Any]:
-        """What Trainer writes to `trainer_state.json`."""
+        """The state that Trainer writes to `trainer_state.json`."""
         stream = None if self._model is None else random_stream(self._model)
         self.random_stream = None if stream is None else stream.state_dict()
         return {"args": {}, "attributes": {"random_stream": self.random_stream}}
@@ -78,8 +78,8 @@ class MegalowbitCallback(TrainerCallback, ExportableState):
             return
         if position is None:
             logger.warning(
-                "the checkpoint of step %d was saved without MegalowbitCallback and does not say where the "
-                "random stream stood: stochastic rounding goes on from micro-batch %d",
+                "the checkpoint of step %d was saved without MegalowbitCallback and lacks the position "
+                "of the random stream: stochastic rounding continues from micro-batch %d",
                 step,
                 stream.step,
             )

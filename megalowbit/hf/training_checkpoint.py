@@ -1,10 +1,10 @@
-"""Our training checkpoints, read without DeepSpeed, and weights-only ones to start from.
+"""megalowbit's training checkpoints, read without DeepSpeed, and weights-only ones to start from.
 
-A checkpoint is a folder `step-00000040/` of files written by `torch.save` (`"megalowbit"` in the first
-says which model and recipe it is) and `manifest.json` (size and SHA-256 of every file); the highest step that
-has one is the newest, for the trainer as for the tools. Everything is verified before it is unpickled. What
-the other files hold at which ZeRO stage and number of ranks, the room `checkpoints` knows. Not covered:
-shards of tensor-parallel ranks saved before layouts were written.
+A checkpoint is a folder `step-00000040/` with files written by `torch.save` (`"megalowbit"` in the first one
+names model and recipe) and `manifest.json` (size and SHA-256 of every file). The newest checkpoint is the one
+of the highest step with a manifest, for the trainer and for the tools. Everything is verified before it is
+unpickled. The package `checkpoints` knows what the other files contain at each ZeRO stage and number of
+ranks. Not covered: shards of tensor-parallel ranks saved before layouts were written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megalowbit.durable_files import (
     write_manifest,
 )
 from megalowbit.errors import UserError
-from megalowbit.hf.generation import prepare_for_training, remembered
+from megalowbit.hf.generation import prepare_for_training, stored_generation
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megalowbit.hf.tokenizer_files import copy_tokenizer
@@ -51,14 +51,14 @@ OUR_KEY = "megalowbit"
 
 
 class TrainingCheckpoint(NamedTuple):
-    """What a model is rebuilt from.
+    """The contents from which a model is rebuilt.
 
     Attributes:
         hf_config: fields of the Hugging Face configuration.
-        recipe: how the model was converted.
-        state_dict: parameters of the converted model as they are, on the CPU, each tensor read when it is
-            asked for: fp32 masters where there are any.
-        half_state_dict: the same in the dtype that the model computed in.
+        recipe: the recipe of the conversion.
+        state_dict: parameters of the converted model in their own layout, on the CPU, each tensor read on
+            access: fp32 masters if there are any.
+        half_state_dict: the same in the dtype in which the model computed.
         generation: see `hf.generation`; None in older checkpoints.
     """
 
@@ -70,12 +70,12 @@ class TrainingCheckpoint(NamedTuple):
 
 
 def is_training_checkpoint(path: Path) -> bool:
-    """Whether `path` is, or leads to, one of our checkpoints (damaged ones included)."""
+    """Whether `path` is or contains a training checkpoint, also a damaged one."""
     return _is_step_folder(path) or bool(steps_in(path)) or (path / CHECKPOINTS_FOLDER).is_dir()
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The step folder meant by `path`: itself, or the newest complete one of a run or its `checkpoints/`.
+    """The step folder for `path`: itself, or the newest complete one of a run or its `checkpoints/`.
 
     Raises:
         UserError: there is none.
@@ -86,7 +86,7 @@ def find_checkpoint(path: Path) -> Path:
         if steps := complete_steps(folder):
             return folder / step_name(steps[-1])
     raise UserError(
-        f"no complete training checkpoint in {path}: name a run's folder or a step-… folder below it"
+        f"no complete training checkpoint in {path}: name a run's folder or a step-… folder in it"
     )
 
 
@@ -94,18 +94,18 @@ def read_checkpoint(folder: Path) -> TrainingCheckpoint:
     """Verify and read the checkpoint that `find_checkpoint` finds.
 
     Raises:
-        UserError: none there, a file missing or damaged, another format.
+        UserError: there is none, a file is missing or damaged, or the format is another one.
     """
     step = find_checkpoint(folder)
     if not _is_step_folder(folder) and (passed := _passed_over(step)):
-        logger.warning("%s is read, for %s is incomplete or damaged", step, ", ".join(passed))
+        logger.warning("reading %s, because %s is incomplete or damaged", step, ", ".join(passed))
     verify_folder(step, remedy="use an older checkpoint")
     with reading(f"checkpoint {step}"):
         return _read_contents(step)
 
 
 def _passed_over(step: Path) -> list[str]:
-    """Names of what lies beside the newest complete checkpoint, of later steps."""
+    """Names of incomplete or damaged checkpoints of later steps than the newest complete one."""
     names = [*map(step_name, steps_in(step.parent)), *damaged_in(step.parent)]
     return [name for name in names if _number_of(name) > _number_of(step.name)]
 
@@ -138,10 +138,10 @@ def write_start_checkpoint(
     """Write the weights of a plain model as a checkpoint to start training from.
 
     Args:
-        model: an unconverted Hugging Face model; left as it is. Weights are stored in its dtype.
-        recipe: what the model is converted with.
+        model: an unconverted Hugging Face model; it does not change. Weights are stored in its dtype.
+        recipe: the recipe of the conversion.
         folder: a new folder, for `step-00000000/`, `latest` and `tokenizer/`.
-        tokenizer_files: folder whose tokenizer, if there is one, is kept beside the step as it is.
+        tokenizer_files: folder whose tokenizer files, if any, are copied unchanged next to the step.
 
     Returns:
         The step folder.
@@ -162,7 +162,7 @@ def write_start_checkpoint(
             "hf_config": model.config.to_dict(),
             "recipe": report.recipe.to_dict(),
             "config": {},
-            "generation": remembered(converted),
+            "generation": stored_generation(converted),
         },
     }
     with new_folder(Path(folder)) as draft:

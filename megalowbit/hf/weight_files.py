@@ -1,9 +1,11 @@
-"""Which weight files of a Hugging Face folder transformers reads, and what they hold, without the values.
+"""The weight files of a Hugging Face folder that transformers would read, and their dtypes, without the
+values.
 
-transformers casts every stored tensor to the dtype asked for, an int8 one as well, whose values then lack
-their scale; it follows an index wherever that points, takes tensors that the index does not name, and where
-two files hold the same one keeps the last. So the files are found here first, in its order of preference
-(one safetensors file, safetensors by an index, then pickles likewise), and compared with their index.
+transformers casts every stored tensor to the requested dtype, even an int8 one, whose scale is then lost. It
+follows an index to any path, loads tensors that the index does not name, and if two files contain the same
+tensor, uses the last one. Therefore the files are found here first, in transformers' order of preference (one
+safetensors file, safetensors by an index, then pickles in the same order), and compared with their index.
+
 Not read: variants (`model.fp16.safetensors`), GGUF, adapters, distributed checkpoints of transformers.
 """
 
@@ -54,9 +56,9 @@ class WeightFiles(NamedTuple):
     """The files of one set of weights.
 
     Attributes:
-        paths: all that are read.
-        index_file: names them; None for a single one.
-        weight_map: which file the index says that a tensor lies in, relative to the folder.
+        paths: all files that are read.
+        index_file: the index that names them; None for a single file.
+        weight_map: the file of each tensor according to the index, relative to the folder.
     """
 
     paths: tuple[Path, ...]
@@ -65,7 +67,7 @@ class WeightFiles(NamedTuple):
 
     @property
     def is_safetensors(self) -> bool:
-        """Whether they are safetensors, or else pickles."""
+        """Whether they are safetensors; otherwise they are pickles."""
         return self.paths[0].name.endswith(SAFETENSORS)
 
 
@@ -73,13 +75,13 @@ def find_weight_files(folder: Path) -> WeightFiles:
     """The files that transformers reads from `folder`.
 
     Raises:
-        UserError: there are none of a kind that is read here; an index is damaged, or names a file that is
-            missing or lies elsewhere; the folder holds an adapter, a distributed checkpoint, a FIFO.
+        UserError: there are no supported files; an index is damaged, or names a file that is missing or
+            outside the folder; the folder contains an adapter, a distributed checkpoint, or a FIFO.
     """
     refuse_irregular_files("checkpoint", folder)
     if (folder / ADAPTER).exists():
         raise UserError(
-            f"{folder} holds an adapter ({ADAPTER}), not a whole model: save its base with it merged in"
+            f"{folder} holds an adapter ({ADAPTER}), not a full model: merge it into its base and save that"
         )
     for path in sorted(folder.iterdir()):
         if DISTRIBUTED.fullmatch(path.name):
@@ -99,10 +101,11 @@ def find_weight_files(folder: Path) -> WeightFiles:
 
 
 def stored_dtypes(files: WeightFiles) -> dict[str, torch.dtype | str]:
-    """The dtype of every tensor by its name; in safetensors' own word where torch has none.
+    """The dtype of every tensor by its name; safetensors' name of the dtype if torch has none.
 
     Raises:
-        UserError: files and index differ, two files hold the same tensor, or a pickle holds other things.
+        UserError: files and index differ, two files contain the same tensor, or a pickle contains other
+            objects.
         Exception: of many kinds, if a file is damaged.
     """
     found: dict[str, torch.dtype | str] = {}
@@ -129,7 +132,7 @@ def _refuse_other_places(index: Path, named: Mapping[str, str], places: dict[str
                 f"{index} does not name the weight {name}, which {places[name]} holds: replace the folder"
             )
         if name not in places or places[name] != PurePosixPath(named[name]).as_posix():
-            where = f"it lies in {places[name]}" if name in places else "it is in none of the files"
+            where = f"it is in {places[name]}" if name in places else "it is in none of the files"
             raise UserError(
                 f"{index} names {named[name]} for the weight {name}, but {where}: replace the folder"
             )
@@ -140,7 +143,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(content.get("metadata"), dict):
         raise UserError(
-            f'{index} is no index of weights: it lacks "weight_map" or "metadata"; replace the folder'
+            f'{index} is not an index of weights: it lacks "weight_map" or "metadata"; replace the folder'
         )
     for name, file in weight_map.items():
         if not isinstance(file, str):
@@ -149,7 +152,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _inside(folder: Path, name: str, index: Path) -> Path:
-    """The file that an index names, if it lies in its folder, or where the Hugging Face cache keeps it."""
+    """The file that an index names, if it is in the folder or in the folder's Hugging Face cache."""
     pure, said = PurePosixPath(name), f"{index} names {shown(name)}"
     if pure.is_absolute() or ".." in pure.parts:
         raise UserError(f"{said}, which leads out of its folder: replace the folder")
@@ -158,10 +161,10 @@ def _inside(folder: Path, name: str, index: Path) -> Path:
     path = folder / pure
     try:
         is_there = path.is_file()
-    except (OSError, ValueError):  # too long for a name, or with a NUL
+    except (OSError, ValueError):  # the name is too long, or contains a NUL
         is_there = False
     if not is_there:
-        raise UserError(f"{said}, which is not there: complete the folder")
+        raise UserError(f"{said}, which does not exist: complete the folder")
     home, target = folder.resolve(), path.resolve()
     # models--gpt2/snapshots/<revision>/model.safetensors -> ../../blobs/<digest>
     blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
@@ -179,16 +182,16 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.dtype | str]]:
         return
     try:
         content = torch.load(path, map_location="meta", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's own message advises to execute it
+    except pickle.UnpicklingError as error:  # torch's message advises to load it with code execution
         raise UserError(
-            f"{path} is not loaded: it is damaged, or holds more than tensors, which would be executed: "
-            "save the model as safetensors"
+            f"{path} is not loaded: it is damaged, or contains objects other than tensors, which could "
+            "execute code: save the model as safetensors"
         ) from error
     items = content.items() if isinstance(content, dict) else [("", content)]
     for name, value in items:
         if not isinstance(value, torch.Tensor):
             raise UserError(
-                f"{path} holds {name or 'a'} {type(value).__name__} where a tensor is expected: "
-                "save the model's state dict alone"
+                f"{path} holds {name or 'a'} {type(value).__name__} instead of a tensor: "
+                "save only the model's state dict"
             )
         yield name, value.dtype

@@ -1,1 +1,1 @@
-"""Linear layers whose three GEMMs run on low-precision operands, their recipes, and conversion of models."""
+"""Linear layers whose three GEMMs run on low-precision operands, their recipes, and model conversion."""

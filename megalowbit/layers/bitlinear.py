@@ -1,12 +1,13 @@
 """BitLinear: `nn.Linear` whose three GEMMs run on low-precision operands.
 
-Parameters, their names, shapes and dtypes are those of `nn.Linear`, and its state dict is that of the layer
-it stands for (`state_dict_layout`), so checkpoints pass both ways. It computes in its input's dtype, or in
-autocast's where that is on; the weight is quantised from the dtype it is kept in. Slots, filled by
-`megalowbit.convert` and its callers: the layer's name, a random stream shared by the model, an observer, a
-chooser. Without a stream the layer makes its own at its first forward, seeded from torch's default CPU
-generator. With a chooser, a compiled model runs the layer as it is, behind a graph break: what it multiplies
-with may change from step to step.
+Names, shapes and dtypes of the parameters are those of `nn.Linear`. The state dict is that of the layer it
+replaces (`state_dict_layout`), so checkpoints can be exchanged in both directions. It computes in its input's
+dtype, or in autocast's if that is enabled. The weight is quantised from the dtype in which it is stored.
+
+`megalowbit.convert` and its callers fill the layer's slots: its name, a random stream shared by the model, an
+observer, a chooser. Without a shared stream the layer creates one at its first forward, seeded from torch's
+default CPU generator. With a chooser, a compiled model runs the layer outside the graph (a graph break),
+because its precision may change from step to step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megalowbit.layers.matmul.function import lowbit_linear
 from megalowbit.layers.matmul.quantizations import OPERANDS
 from megalowbit.layers.matmul.sharded_operands import ShardedOperands
 from megalowbit.layers.matmul.slots import Chooser, Observer, Probe
-from megalowbit.layers.matmul.use_counter import OwnStream, Use, UseCounter, is_recomputing
+from megalowbit.layers.matmul.use_counter import LayerStream, Use, UseCounter, is_recomputing
 from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.parameter_split.split_linear import SplitLinear
@@ -39,7 +40,7 @@ from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.state import SplitState
 from megalowbit.values import whole_number
 
-# What `fill_slots` gives a layer beside what `nn.Linear` has.
+# Attributes that `fill_slots` adds to those of `nn.Linear`.
 SLOTS = (
     "_recipe",
     "_needed_blocks",
@@ -49,9 +50,9 @@ SLOTS = (
     "observer",
     "chooser",
     "_chosen",
-    "_waiting",
+    "_pending_probe",
     "random_stream",
-    "_own_stream",
+    "_layer_stream",
     "_uses",
     "weight_slot",
     "split_states",
@@ -67,26 +68,28 @@ class BitLinear(SplitLinear):
         in_features: size of the input's last axis; need not be a multiple of the block size.
         out_features: size of the output's last axis.
         bias: whether to add one (kept in high precision).
-        recipe: a recipe, its name, or a configuration block.
+        recipe: a recipe, the name of one, or a configuration block.
         device: of the parameters.
         dtype: of the parameters.
 
     Attributes:
-        recipe: the quantisers; may be set, as the argument, between a backward and the next forward.
+        recipe: the quantizers. May be set, in the same forms as the argument, between a backward and the next
+            forward.
         layer_name: its name in the model; part of the key of its random numbers.
-        observer: takes counts in training mode, or `None`.
-        chooser: says what the products run with, from step to step, and may look at them; `None`: they run
-            with `recipe`. Copies and pickles have none.
-        random_stream: shared by the model's layers; whoever attaches it advances it. `None`: the layer's own.
-        weight_slot: where quantised weights are kept between micro-batches, or `None`.
-        split_states: of split operands, by role: directions from which the next factorisation starts.
-        product_counts: how many products have run in what: `{"output": {"fp8": 3, "bf16": 1}, …}`.
-        is_transposed: whether it stands for a transformers `Conv1D`, which keeps its weight as (in, out).
+        observer: receives counts in training mode, or `None`.
+        chooser: chooses the recipe for each step and may inspect operands and products; `None`: `recipe` is
+            used. Copies and pickles have none.
+        random_stream: shared by the model's layers and advanced by the model's forward hook. `None`: the
+            layer has its own.
+        weight_slot: cache for quantised weights between micro-batches, or `None`.
+        split_states: for split operands, by role: directions from which the next factorisation starts.
+        product_counts: number of products by product and precision: `{"output": {"fp8": 3, "bf16": 1}, …}`.
+        is_transposed: whether it replaces a transformers `Conv1D`, which stores its weight as (in, out).
         is_split: whether the weight is W_R + U·diag(S)·V, see `SplitLinear`.
-        handle: by which a compiled graph names the layer and its recipe; see `compiled`.
+        handle: identifies the layer and its recipe in a compiled graph; see `compiled`.
 
     Raises:
-        UserError: a size is not a whole number ≥ 0, or the recipe is not valid.
+        UserError: a size is not a whole number ≥ 0, or the recipe is invalid.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class BitLinear(SplitLinear):
         self.fill_slots(recipe_of(recipe))
 
     def fill_slots(self, recipe: Recipe, *, layer_name: str = "", is_transposed: bool = False) -> None:
-        """Set everything that `nn.Linear` does not have; its parameters stay as they are."""
+        """Set all attributes that `nn.Linear` does not have; parameters do not change."""
         self.is_split = False
         if recipe.parameter_split is not None:
             self.add_factors(recipe.parameter_split)
@@ -115,23 +118,23 @@ class BitLinear(SplitLinear):
         self.is_transposed = is_transposed
         self.observer: Observer | None = None
         self.chooser: Chooser | None = None
-        self._chosen: Recipe | None = None  # the chooser's last recipe, which fits the layer
-        self._waiting: tuple[int, Probe] | None = None  # of a micro-batch, until its forward is repeated
+        self._chosen: Recipe | None = None  # the chooser's last recipe, already checked
+        self._pending_probe: tuple[int, Probe] | None = None  # (micro-batch, probe), for a repeated forward
         self.random_stream: RandomStream | None = None
-        self._own_stream = OwnStream()
+        self._layer_stream = LayerStream()
         self._uses = UseCounter()
         self.product_counts: dict[str, dict[str, int]] = {}
 
     @property
     def recipe(self) -> Recipe:
-        """The quantisers."""
+        """The quantizers."""
         return self._recipe
 
     @recipe.setter
     def recipe(self, recipe: str | Recipe | Mapping[str, Any]) -> None:
         resolved = recipe_of(recipe)
         self.check_recipe(resolved)
-        # A compiled model guards on the handle, and so compiles again; kept weights were another recipe's.
+        # A compiled model guards on the handle, so it recompiles. Cached weights belong to the old recipe.
         self._recipe, self.handle = resolved, register(self)
         self._needed_blocks = needed_blocks(resolved)
         if self.weight_slot is not None:
@@ -139,12 +142,12 @@ class BitLinear(SplitLinear):
 
     @property
     def shards(self) -> ShardedOperands | None:
-        """Which operands are shards of a tensor-parallel layer; `None`: none is."""
+        """Which operands are shards of a tensor-parallel layer; `None`: none."""
         return None
 
     @property
     def title(self) -> str:
-        """The layer in messages."""
+        """The layer's name in messages."""
         if self.layer_name:
             return f"BitLinear {self.layer_name!r}"
         return f"BitLinear({self.in_features}, {self.out_features})"
@@ -153,14 +156,15 @@ class BitLinear(SplitLinear):
         """Multiply: y = Q(x) · Q(W)ᵀ + b.
 
         Args:
-            input: (…, in_features), one axis at least.
+            input: (…, in_features), at least one axis.
 
         Returns:
             (…, out_features), in the input's dtype or autocast's.
 
         Raises:
-            UserError: the last axis has another size, the input is no dense tensor or on another device, has
-                no axis `broadcast_dim` of the recipe's splits, or not the sizes `seed_compat` needs.
+            UserError: the last axis has another size, the input is not a dense tensor or is on another
+                device, it lacks the axis `broadcast_dim` of the recipe's splits, or a size that `seed_compat`
+                needs.
         """
         self._check_input(input)
         device = input.device.type
@@ -182,8 +186,8 @@ class BitLinear(SplitLinear):
         return lowbit_linear(input, self.weight, self.bias, context, factors)
 
     def _choose(self, chooser: Chooser, use: Use, *, needs_grad: bool) -> tuple[Recipe, Probe | None]:
-        """What the chooser has for this use of the layer."""
-        assert not self.is_split  # its products are others; choosers refuse recipes that split parameters
+        """The chooser's recipe and probe for this use of the layer."""
+        assert not self.is_split  # choosers reject recipes that split parameters
         recipe = chooser.recipe(self.layer_name, self.recipe)
         if recipe is not self._recipe and recipe is not self._chosen:
             self.check_recipe(recipe)
@@ -191,19 +195,21 @@ class BitLinear(SplitLinear):
         if not use.is_training:
             return recipe, None
         if use.is_replay:
-            is_first = self._waiting is not None and self._waiting[0] == use.step and use.number == 0
-            return recipe, self._waiting[1] if self._waiting is not None and is_first else None
+            is_first = (
+                self._pending_probe is not None and self._pending_probe[0] == use.step and use.number == 0
+            )
+            return recipe, self._pending_probe[1] if self._pending_probe is not None and is_first else None
         probe = chooser.probe(self.layer_name, use)
         if probe is not None and not needs_grad and use.number == 0 and self.random_stream is not None:
-            self._waiting = use.step, probe
-        elif use.number and self._waiting is not None and self._waiting[0] == use.step:
-            self._waiting = None  # which of the uses a forward repeats cannot be told
+            self._pending_probe = use.step, probe
+        elif use.number and self._pending_probe is not None and self._pending_probe[0] == use.step:
+            self._pending_probe = None  # several uses: unknown which one a forward repeats
         return recipe, probe
 
     def _check_input(self, input: object) -> None:
         if not isinstance(input, Tensor) or input.layout != torch.strided:
             got = f"a tensor of layout {input.layout}" if isinstance(input, Tensor) else type(input).__name__
-            raise UserError(f"{self.title} expects a torch tensor, a dense one, got {got}: convert it")
+            raise UserError(f"{self.title} expects a dense torch tensor, got {got}: convert it")
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise UserError(
                 f"{self.title} expects a last axis of {self.in_features}, "
@@ -217,11 +223,11 @@ class BitLinear(SplitLinear):
         for role in ("input", "grad_output") if torch.is_grad_enabled() else ("input",):
             settings: OperandSplit | None = getattr(self.recipe, f"split_{role}")
             axis = None if settings is None else settings.broadcast_dim
-            if axis is not None and axis >= input.dim() - 1:  # gradients of the output have the same axes
+            if axis is not None and axis >= input.dim() - 1:  # the output gradient has the same leading axes
                 axes = f"0 to {input.dim() - 2}" if input.dim() > 1 else "none"
                 raise UserError(
-                    f"{self.title}: split_{role}.broadcast_dim = {axis} is no leading axis of an input of "
-                    f"shape {tuple(input.shape)} (those are: {axes}): set another, or null"
+                    f"{self.title}: split_{role}.broadcast_dim = {axis} is not a leading axis of an input of "
+                    f"shape {tuple(input.shape)} (leading axes: {axes}): set another, or null"
                 )
         if self._needed_blocks:
             sizes = {
@@ -235,22 +241,25 @@ class BitLinear(SplitLinear):
         """Count a use of the layer.
 
         Args:
-            step: the micro-batch, where the caller knows it better than the stream.
+            step: the micro-batch, if the caller knows it better than the stream.
         """
         is_replay = is_recomputing()
-        own = self._own_stream
+        own = self._layer_stream
         stream = self.random_stream or own.advance(is_training=self.training, is_replay=is_replay)
         step = stream.step if step is None else step
         number = self._uses.next(step, is_replay=is_replay)
         if self.random_stream is None:
-            own.keep_torchs_generator_in_step(step, number, is_replay=is_replay)
+            own.repeat_seed_draw(step, number, is_replay=is_replay)
         return Use(step, number, is_replay, self.training)
 
-    def set_random_rank(self, rank: int, *, overrides: bool = True) -> None:
-        """Draw the random numbers of this data-parallel rank, also where the stream was given another."""
+    def set_data_rank(self, rank: int, *, overrides: bool = True) -> None:
+        """Set the data-parallel rank whose random numbers the layer draws.
+
+        With `overrides=False`, a stream that was given a rank keeps it.
+        """
         stream = self.random_stream
         if stream is None:
-            stream, self._own_stream.rank = self._own_stream.stream, rank
+            stream, self._layer_stream.rank = self._layer_stream.stream, rank
         if stream is not None and (overrides or stream.given_rank is None):
             stream.rank = rank
 
@@ -263,18 +272,18 @@ class BitLinear(SplitLinear):
         recipe: Recipe | None = None,
         probe: Probe | None = None,
     ) -> MatmulContext:
-        """What the products of one use need beside their tensors; forward and backward may both ask.
+        """The context of one use of the layer; forward and backward may both call it.
 
         Args:
-            use: as `begin_use` returned it.
-            compute_dtype: of the GEMMs and the output.
-            needs_grad: whether a graph is being recorded.
-            recipe: of this use; by default the layer's.
-            probe: who looks at it, or `None`.
+            use: as returned by `begin_use`.
+            compute_dtype: dtype of the GEMMs and the output.
+            needs_grad: whether autograd records a graph.
+            recipe: for this use; default: the layer's.
+            probe: inspects operands and products, or `None`.
         """
         recipe = self.recipe if recipe is None else recipe
-        stream = self.random_stream or self._own_stream.stream
-        assert stream is not None  # begin_use has made one
+        stream = self.random_stream or self._layer_stream.stream
+        assert stream is not None  # created by begin_use
         observer = self.observer if use.is_training else None
         return MatmulContext(
             recipe=recipe,
@@ -284,7 +293,7 @@ class BitLinear(SplitLinear):
             observe=None if observer is None else partial(self._observe, observer),
             count=self._count,
             weights=self.weight_slot,
-            # what ZeRO 3 gathers for each use lies elsewhere each time
+            # ZeRO 3 gathers the weight to another address for each use
             keeps_until_cleared=self.shards is not None or hasattr(self.weight, "ds_id"),
             is_replay=use.is_replay,
             needs_grad=needs_grad,
@@ -309,7 +318,7 @@ class BitLinear(SplitLinear):
             observer.observe(self.layer_name, role, counts, error)
 
     def _split_state(self, use: Use, role: str) -> SplitState:
-        """What the split of an operand keeps; an evaluation leaves no trace."""
+        """The state that the split of an operand keeps; an evaluation gets a copy, so it changes nothing."""
         state = self.split_states.setdefault(role, SplitState())
         return state if use.is_training else state.copy()
 
@@ -318,11 +327,11 @@ class BitLinear(SplitLinear):
         paths[path] = paths.get(path, 0) + 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles take along: not the chooser, which knows the original's layers alone."""
-        return {**self.__dict__, "chooser": None, "_chosen": None, "_waiting": None}
+        """State for copies and pickles: without the chooser, which belongs to the original's layers."""
+        return {**self.__dict__, "chooser": None, "_chosen": None, "_pending_probe": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a copied or unpickled state; handle and weight cache are those of the original."""
+        """Restore a copied or unpickled state, with a new handle and without the original's weight cache."""
         super().__setstate__(state)
         self.weight_slot, self.handle = None, register(self)
         self._needed_blocks = needed_blocks(self._recipe)

@@ -1,15 +1,15 @@
-"""What low-bit layers carry from micro-batch to micro-batch: within a process, and as states to save.
+"""State that low-bit layers carry from micro-batch to micro-batch, as snapshots and as state dicts.
 
-A step that is done again must round with the numbers of the first time and start its splits from the same
-directions. Four things say where a model's layers are: the micro-batch of the shared random stream, how
-often each layer was used in it, the states of its splits (with their counts, so a step counts once), and the
-quantised weights kept for the step, which are forgotten, to be counted again. `take_layers` copies no tensor.
+A repeated step must round with the same numbers and start its splits from the same directions. A snapshot
+therefore records the micro-batch of the shared random stream and the states of the splits (with their counts,
+so a step counts once). Restoring it also resets how often each layer was used in the micro-batch, and clears
+the cached quantised weights, so they are counted again. `take_layers` copies no tensor.
 
-Files hold the states of splits. Directions of inputs and output gradients are those of a rank's data, so
-every rank saves its own. Those of weights are equal on all ranks and have to stay so: ranks that quantised
-one weight from different directions would multiply by different matrices. They are saved once, and every
-rank goes on from them, also one that was not there. A state of another recipe or another model does no harm:
-what does not fit starts cold, and is counted. Counts are saved too, and cover a run that was resumed.
+Files hold the states of splits. The directions of inputs and output gradients depend on a rank's data, so
+every rank saves its own. Those of weights are equal on all ranks and must stay equal: otherwise ranks would
+multiply by different quantised weights. They are saved once, and every rank continues from them, including
+ranks that are new. A state of another recipe or model does no harm: entries that do not fit start cold, and
+this is counted. Counts are saved too, and continue when a run resumes.
 
 Not covered: layers without a shared stream (`convert` gives them one).
 """
@@ -34,7 +34,7 @@ ROLES = (*OWN_ROLES, *SHARED_ROLES)
 
 @dataclass(frozen=True)
 class LayerSnapshot:
-    """Where the layers of a model were.
+    """State of a model's layers between two steps.
 
     Attributes:
         stream: state of the shared random stream; None without one.
@@ -46,7 +46,7 @@ class LayerSnapshot:
 
 
 def take_layers(model: nn.Module) -> LayerSnapshot:
-    """Note where the layers are, between two steps."""
+    """Take a snapshot of the layers, between two steps."""
     stream = random_stream(model)
     splits = {
         name: {role: state.copy() for role, state in layer.split_states.items()}
@@ -56,20 +56,20 @@ def take_layers(model: nn.Module) -> LayerSnapshot:
 
 
 def restore_layers(model: nn.Module, snapshot: LayerSnapshot) -> None:
-    """Put the layers back where they were; a snapshot may be put back several times."""
+    """Restore the layers from a snapshot, which can be used several times."""
     stream = random_stream(model)
     if stream is not None and snapshot.stream is not None:
         stream.load_state_dict(snapshot.stream)
     for name, layer in bit_layers(model).items():
-        # new states each time: what is kept in the snapshot must stay as it is
+        # copies, because the layers change their states and the snapshot must not change
         layer.split_states = {role: state.copy() for role, state in snapshot.splits[name].items()}
     forget_uses(model)
 
 
 def forget_uses(model: nn.Module) -> None:
-    """Call it where a micro-batch gets a number it may have had before: its first use is no second one.
+    """Reset the use counters and cached weights, if a micro-batch number is used again.
 
-    Quantised weights that were kept for it are forgotten too.
+    Without this, the first use of the repeated micro-batch would count as a second one.
     """
     for layer in bit_layers(model).values():
         layer._uses = UseCounter()
@@ -78,7 +78,7 @@ def forget_uses(model: nn.Module) -> None:
 
 
 def has_splits(model: nn.Module, roles: Collection[str] = ROLES) -> bool:
-    """Whether any layer splits one of these operands as it goes."""
+    """Whether any layer splits one of these operands at each use."""
     return any(
         getattr(layer.recipe, f"split_{role}") is not None
         for layer in bit_layers(model).values()
@@ -89,7 +89,7 @@ def has_splits(model: nn.Module, roles: Collection[str] = ROLES) -> bool:
 def split_state_dict(model: nn.Module, roles: Collection[str] = ROLES) -> dict[str, dict[str, Any]]:
     """States of these operands: layer → operand → `SplitState.state_dict()`.
 
-    `OWN_ROLES` are what each rank has to save, `SHARED_ROLES` what one saves for all.
+    Every rank saves `OWN_ROLES`; one rank saves `SHARED_ROLES` for all.
     """
     states = {
         name: {role: state.state_dict() for role, state in layer.split_states.items() if role in roles}
@@ -99,16 +99,16 @@ def split_state_dict(model: nn.Module, roles: Collection[str] = ROLES) -> dict[s
 
 
 def load_split_state_dict(model: nn.Module, saved: Mapping[str, Any], roles: Collection[str] = ROLES) -> None:
-    """Continue from saved states; operands of these roles without one start cold, others are left alone.
+    """Continue from saved states; operands of these roles without one start cold, others do not change.
 
     Raises:
-        UserError: `saved` is no such state, or of a model with other layers.
+        UserError: `saved` is not a split state, or belongs to a model with other layers.
     """
     layers = bit_layers(model)
     for name, states in saved.items():
         if name not in layers or not isinstance(states, Mapping) or not states.keys() <= set(roles):
             raise UserError(
-                f"split state holds {shown(name)}: {shown(states)}, which is no layer of this model: "
+                f"split state holds {shown(name)}: {shown(states)}, which is not a layer of this model: "
                 "resume with the model it was saved with"
             )
     for name, layer in layers.items():
@@ -120,7 +120,7 @@ def load_split_state_dict(model: nn.Module, saved: Mapping[str, Any], roles: Col
 
 
 def split_counts(model: nn.Module) -> dict[str, int]:
-    """How factors were found so far, over all layers: `{"cold": 16, "warm": 9584, …}`."""
+    """How often factors were found in each way so far, over all layers: `{"cold": 16, "warm": 9584, …}`."""
     total: dict[str, int] = {}
     for layer in bit_layers(model).values():
         for state in layer.split_states.values():

@@ -1,15 +1,19 @@
-"""BitLinear inside a compiled model: two opaque operators that run exactly the eager code.
+"""BitLinear in a compiled model: two opaque operators that run the eager code.
 
-Traced into, a layer would leave its random key, its use counter and its observer in the graph as constants
-of the first step, and its quantiser as hundreds of operations that a compiler may reorder, contract and so
-round differently. As an operator for forward and one for backward it stays one node: no graph break, no
-recompilation from step to step, the same bits as without `torch.compile`. See docs/decisions/0004.
+If torch traced into a layer, its random key, use counter and observer would become constants of the first
+step, and its quantizer would become hundreds of operations that a compiler may reorder, contract and so round
+differently. With one operator for forward and one for backward, the layer is one node of the graph: no graph
+break, no recompilation from step to step, and the same bits as without `torch.compile`. See
+docs/decisions/0004.
 
-An operator takes tensors and plain values only, so a layer is named by an integer, looked up at run time in
-a registry that does not keep layers alive. The micro-batch comes in as a tensor, which `advance` counts up
-within the graph; what backward must know of its forward (step, use, exponent ranges) travels in a small CPU
-tensor, the saved handle, whose memory also keeps the layer alive until then. Quantised weights out of a cache
-are copied, since a compiler may reuse the memory of what an operator returns.
+An operator takes tensors and plain values only. Therefore
+
+- an integer handle identifies the layer. It is looked up at run time in a registry with weak references.
+- the micro-batch is passed as a tensor, which `advance` increments within the graph.
+- backward gets step, use and exponent ranges of its forward in a small CPU tensor, the saved handle, whose
+  memory also keeps the layer alive until then.
+
+Cached quantised weights are copied, because a compiler may reuse the memory of an operator's results.
 """
 
 from __future__ import annotations
@@ -34,19 +38,19 @@ from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.random_stream import RandomStream, check_advance
 
-SAVED_LENGTH = 8  # of a saved handle: use (4), exponent ranges of input and weight (2 each)
-_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # neither merged nor replayed
+SAVED_LENGTH = 8  # entries of a saved handle: use (4), exponent ranges of input and weight (2 each)
+_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # do not merge, do not replay
 
 
 class CompiledLayer(Protocol):
-    """What the operators need of the layer that a handle names; `BitLinear` is one."""
+    """The interface of a layer that the operators use; `BitLinear` implements it."""
 
     handle: int
     random_stream: RandomStream | None
 
     @property
     def recipe(self) -> Recipe:
-        """The quantisers."""
+        """The quantizers."""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -54,27 +58,27 @@ class CompiledLayer(Protocol):
 
     @property
     def title(self) -> str:
-        """The layer in messages."""
+        """The layer's name in messages."""
 
     def begin_use(self, step: int | None = None) -> Use:
         """Count a use of the layer."""
 
     def context(self, use: Use, *, compute_dtype: torch.dtype, needs_grad: bool) -> MatmulContext:
-        """What the products of one use need beside their tensors."""
+        """The context of one use of the layer."""
 
 
 @functools.lru_cache(maxsize=1)
 def _layers() -> tuple[WeakValueDictionary[int, CompiledLayer], Iterator[int]]:
-    """The registry and the handles to come: state of the process, on purpose.
+    """The registry and the next handles: deliberately state of the process.
 
-    An operator is a function of the process and takes no objects, so whatever leads from its plain arguments
-    to a layer has to be found from here. See docs/decisions/0004.
+    An operator belongs to the process and takes no objects, so it must find a layer from its plain arguments
+    here. See docs/decisions/0004.
     """
     return WeakValueDictionary(), itertools.count(1)
 
 
 def register(layer: CompiledLayer) -> int:
-    """A handle by which the operators find a layer; it never names another one."""
+    """A handle by which the operators find the layer; it is never reused for another one."""
     layers, handles = _layers()
     handle = next(handles)
     layers[handle] = layer
@@ -86,21 +90,21 @@ def _layer(handle: int) -> CompiledLayer:
     if layer is None:
         raise UserError(
             f"a compiled graph runs BitLinear number {handle}, which has been freed: "
-            "keep the model as long as what was compiled from it"
+            "keep the model alive as long as its compiled form"
         )
     return layer
 
 
 class _SavedHandle(np.ndarray):
-    """Memory of a saved handle. A tensor's storage holds on to its array, and the array to the layer."""
+    """Memory of a saved handle: a tensor's storage references this array, and the array the layer."""
 
     layer: CompiledLayer
 
     @staticmethod
     def tensor(values: Sequence[int], layer: CompiledLayer) -> Tensor:
-        """A saved handle (int64, on the CPU) whose saved copies keep the layer alive.
+        """A saved handle (int64, on the CPU) that keeps the layer alive.
 
-        A graph has no context at run time that could hold an object: only saved tensors last till backward.
+        At run time a graph has no context that could hold an object; only saved tensors last until backward.
         """
         array = np.array(values, dtype=np.int64).view(_SavedHandle)
         array.layer = layer
@@ -115,7 +119,7 @@ def compiled_linear(
     factors: WeightFactors | None,
     compute_dtype: torch.dtype,
 ) -> Tensor:
-    """The layer's forward, as one node of a traced graph."""
+    """The layer's forward as one node of a traced graph."""
     has_graph = torch.is_grad_enabled()
     stream = layer.random_stream
     needs_weight = any(part.requires_grad for part in (weight, *(factors or ())))
@@ -136,8 +140,8 @@ def compiled_linear(
 
 @torch.library.custom_op("megalowbit::advance", mutates_args=("step",))
 def advance(step: Tensor) -> None:
-    """Count up the micro-batch (0-dim int64 on the CPU), except where checkpointing repeats a forward."""
-    # The tensor is the argument, not the stream: so the compiler sees that layers read what is written here.
+    """Increment the micro-batch (0-dim int64 on the CPU), unless checkpointing repeats a forward."""
+    # The argument is the tensor, not the stream, so the compiler sees that layers read what is written here.
     if not is_recomputing():
         check_advance(int(step))
         step += 1
@@ -149,7 +153,7 @@ def _(step: Tensor) -> None:
 
 
 class _ForwardArguments(NamedTuple):
-    """Of the operator for forward; `step` is the micro-batch, where the layer shares a stream."""
+    """Arguments of the forward operator; `step` is the micro-batch if the layer shares a stream."""
 
     input: Tensor
     weight: Tensor
@@ -224,7 +228,7 @@ def _(*values: Any) -> list[Tensor]:
 
 
 class _BackwardArguments(NamedTuple):
-    """Of the operator for backward; `saved` is what forward returned beside its output."""
+    """Arguments of the backward operator; `saved` is what forward returned after its output."""
 
     grad_output: Tensor
     saved: list[Tensor]

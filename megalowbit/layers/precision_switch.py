@@ -1,13 +1,16 @@
 """The late precision switch: layers of a model in training stop quantising.
 
-NVFP4 training ends with a gap to bf16 that the last part of a run can close in higher precision; forward
-alone is enough for most of it (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149, closed 1.5 % to
-0.5 % so). Each layer gets a recipe derived from its own. Scope "forward": the operands of `output` are used
-as they are, and those of the backward products are quantised as before, the saved input and weight too, so
-that the memory of a step stays what it was; observers then hear of output gradients alone. Scope "all":
-nothing is quantised, and weights are no longer split into parameters; those that are stay so.
+NVFP4 training ends with a gap to bf16, and the last part of a run can close it in higher precision. Switching
+the forward pass alone closes most of it (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149: from 1.5 %
+to 0.5 %). Each layer gets a recipe derived from its current one:
 
-Not covered: going back. A run that wants its former recipe sets `layer.recipe` itself.
+- Scope "forward": the operands of `output` are not quantised. Those of the backward products are quantised as
+  before, including the saved input and weight, so a step needs the same memory. Observers then get output
+  gradients only.
+- Scope "all": nothing is quantised, and weights are no longer split into parameters. Weights that are split
+  stay split.
+
+Not covered: switching back. To return to the former recipe, set `layer.recipe`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from megalowbit.quantize.names import quantizer
 
 Scope = Literal["forward", "all"]
 IDENTITY = "fp32"
-# What stops being quantised, and what the recipe's name says then.
+# Fields that stop being quantised, and the addition to the recipe's name.
 SCOPES: dict[str, tuple[tuple[str, ...], str]] = {
     "forward": (("q_forward_input", "q_forward_weight"), "forward in high precision"),
     "all": (OPERAND_FIELDS, "all in high precision"),
@@ -32,17 +35,17 @@ SCOPES: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def switch_precision(model: nn.Module, scope: Scope = "forward") -> int:
-    """Let all BitLinear layers of a model stop quantising, between a backward and the next forward.
+    """Stop quantisation in all BitLinear layers of a model; call it between a backward and the next forward.
 
     Args:
         model: a converted model.
-        scope: "forward" or "all", see above.
+        scope: "forward" or "all", see the module docstring.
 
     Returns:
-        How many layers were switched; those that have nothing to switch stay as they are.
+        The number of switched layers; layers that quantise nothing in this scope do not change.
 
     Raises:
-        UserError: the scope is unknown, the model has no BitLinear, or none that quantises what is meant.
+        UserError: the scope is unknown, the model has no BitLinear, or none that quantises in this scope.
     """
     _check_scope(scope)
     layers = [module for module in model.modules() if isinstance(module, BitLinear)]
@@ -79,7 +82,7 @@ def switched(recipe: Recipe, scope: Scope) -> Recipe:
     if _is_identity(names["q_backward_weight"]):
         changes["split_weight"] = None
     if all(name is None or _is_identity(name) for name in names.values()):
-        # These say how quantised operands are made and multiplied, and a recipe without any refuses them.
+        # These fields describe quantised operands, and a recipe without any rejects them.
         changes.update(layout="single_copy", hadamard=False, gemm="bf16", parameter_split=None)
         changes.update(split_grad_output=None)
     base = recipe.name.removesuffix(f", {SCOPES['forward'][1]}")  # "all" may follow "forward"

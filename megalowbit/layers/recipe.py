@@ -166,7 +166,7 @@ class Recipe:
         missing = [field for field in OPERAND_FIELDS if field not in changes]
         if missing:
             raise UserError(
-                f"recipe block lacks {', '.join(missing)}: give them, or a base ({', '.join(recipes())})"
+                f"recipe block lacks {', '.join(missing)}: add them, or a base ({', '.join(recipes())})"
             )
         return Recipe(**{"name": "custom", **changes})
 
@@ -244,11 +244,12 @@ def recipes() -> dict[str, Recipe]:
     | `mxfp4`            | the same in MXFP4                                                              |
     | `nvidia-nvfp4`     | one copy for each product, 16 × 16 weight tiles, Hadamard, last blocks in bf16 |
     |                    | (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149)                      |
-    | `metis-nvfp4`      | `nvfp4` with the mean over tokens split from inputs: of all splits the best in |
-    |                    | docs/experiments.md, and the cheapest                                          |
-    | `metis-seed`       | what the GPT-2 script of the Metis repository sets, with its arithmetic        |
+    | `metis-nvfp4`      | `nvfp4`, with the mean over tokens split off from inputs: the best and the     |
+    |                    | cheapest of all splits in docs/experiments.md                                  |
+    | `metis-seed`       | the settings of the GPT-2 script of the Metis repository, with its arithmetic  |
     | `fp8`              | E4M3, output gradients E5M2, one scale a tensor                                |
-    | `speculative-int8` | blocks of 128 in INT8, or E5M2 where outliers are; output gradients stochastic |
+    | `speculative-int8` | blocks of 128 in INT8, or E5M2 if they have outliers; output gradients         |
+    |                    | stochastic                                                                     |
     | `bf16`             | quantises nothing                                                              |
     """
     nvfp4 = _uniform("nvfp4", "nvfp4e2m1bnosr", outputgrad="nvfp4e2m1b")
@@ -393,8 +394,8 @@ def _check_fp4(recipe: Recipe) -> None:
         )
         if not fits or formats[0] != formats[1]:
             raise UserError(
-                f'recipe {recipe.name!r}: gemm "fp4" multiplies NVFP4 (1 × 16) or MXFP4 by the same, but '
-                f'{product} has {names[0]!r} and {names[1]!r}: choose such a pair, or gemm "bf16"'
+                f'recipe {recipe.name!r}: gemm "fp4" multiplies two NVFP4 (1 × 16) or two MXFP4 operands, '
+                f'but {product} has {names[0]!r} and {names[1]!r}: choose such a pair, or gemm "bf16"'
             )
 
 
@@ -446,6 +447,4 @@ def _check_splits(recipe: Recipe) -> None:
             "set one of them to null"
         )
     if recipe.parameter_split is not None and not recipe.quantizes:
-        raise UserError(
-            f"recipe {recipe.name!r}: parameter_split needs layers that quantise: name quantizers"
-        )
+        raise UserError(f"recipe {recipe.name!r}: parameter_split needs quantised layers: name quantizers")

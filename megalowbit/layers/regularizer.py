@@ -1,19 +1,22 @@
-"""The dual-range regulariser of Metis: weights neither large nor close to zero.
+"""The dual-range regulariser of Metis: it keeps weights from becoming large or close to zero.
 
     R = λ · Σ_W (α₁·ΣW² + α₂·Σ 1/(W² + ε)) / numel(W)
 
-It is decoupled from the loss: its gradient, λ/numel · (2α₁W − 2α₂W/(W² + ε)²), is added to the sums of
-gradients once per optimizer step, just before they are inspected and clipped, so it behaves as a term of the
-loss would and costs no graph. The second term peaks at |W| = √(ε/3) with 0.65·λα₂/numel·ε^-1.5: with ε =
-1e-8 that is 6.5e11·λα₂/numel, and elements within about ±(2λα₂/(numel·cap))^⅓ of zero get the cap instead.
-The cap bounds an element, not their norm: a 768 × 3072 weight of deviation 0.02 has a norm of 220 with
-λ = 1e-4 and ε = 1e-8 (1.7 % capped), by which clipping then shrinks the loss's gradient too. With ε near the
-square of a small weight, 1e-5 … 1e-4 here, it is 0.5 … 0.02 and nothing is capped.
-A weight split into parameters is regularised whole, since 1/(W² + ε) would punish its small residual; the
-capped gradient goes to the four parts by the chain rule.
-Of a weight in tensor-parallel shards, numel is the whole's, and each rank adds R of its own shard; `value` is
-summed over the ranks.
-Source: the Metis repository, which has (W + 1e-6)^-2 with a pole at W = -1e-6.
+It is decoupled from the loss. Its gradient, λ/numel · (2α₁W − 2α₂W/(W² + ε)²), is added to the summed
+gradients once per optimizer step, just before they are checked and clipped. The effect is that of a term of
+the loss, without a graph.
+
+Size of the second term: its gradient peaks at |W| = √(ε/3) with 0.65·λα₂/numel·ε^-1.5. With ε = 1e-8 that is
+6.5e11·λα₂/numel, so elements within about ±(2λα₂/(numel·cap))^⅓ of zero get the cap instead. The cap bounds
+each element, not the norm: a 768 × 3072 weight of standard deviation 0.02 has a norm of 220 with λ = 1e-4 and
+ε = 1e-8 (1.7 % capped), and clipping by that norm also shrinks the loss's gradient. With ε near the square of
+a small weight, 1e-5 … 1e-4 here, the norm is 0.5 … 0.02 and nothing is capped.
+
+A weight split into parameters is regularised as a whole, since 1/(W² + ε) would penalise its small residual.
+The capped gradient reaches the four parts by the chain rule. For a tensor-parallel shard, numel is that of
+the full weight, and each rank adds R of its shard; `value` is summed over the ranks.
+
+Source: the Metis repository, which uses (W + 1e-6)^-2 with a pole at W = -1e-6.
 """
 
 from __future__ import annotations
@@ -31,18 +34,18 @@ from megalowbit.layers.settings import RegularizerSettings
 from megalowbit.layers.tensor_parallel.linear import Sharding, tensor_group_of
 from megalowbit.spectral.weight_split import WeightParts, first_moments, full_weight
 
-CHUNK = 2**22  # elements in fp32 at a time: 16 MiB each for W, its square and its gradient; more where split
+CHUNK = 2**22  # elements in fp32 at a time: 16 MiB each for W, its square and its gradient; more if split
 
 
 class DualRangeRegularizer:
     """Adds the gradient of the regulariser to that of the loss.
 
-    It holds layers and not parameters: what a layer has is looked up at each step. All their trainable
-    parameters of two and more axes are regularised; a split weight is one of them, in four parts, of which
-    those that are trained get a gradient.
+    It holds layers, not parameters, and looks the parameters up at each step. All trainable parameters with
+    two or more axes are regularised. A split weight counts as one, in four parts, and the trained parts get a
+    gradient.
 
     Args:
-        layers: by name, as from `megalowbit.bit_layers`; any modules will do.
+        layers: by name, as from `megalowbit.bit_layers`; can be any modules.
         settings: λ, α₁, α₂, ε and the cap.
 
     Attributes:
@@ -64,10 +67,10 @@ class DualRangeRegularizer:
 
     @torch.no_grad()
     def add_gradients(self, loss_scale: float = 1.0) -> Tensor:
-        """Add to `main_grad`, or to `.grad` where a parameter has no `main_grad`. Once per optimizer step.
+        """Add to `main_grad`, or to `.grad` if a parameter has no `main_grad`. Once per optimizer step.
 
         Args:
-            loss_scale: S by which the gradients there are multiplied.
+            loss_scale: S by which these gradients are multiplied.
 
         Returns:
             R itself, without S: 0-dim float64 on the weights' device.
@@ -77,14 +80,14 @@ class DualRangeRegularizer:
             for weight in self.weights()
         ]
         values += [self._add_to_parts(parts, loss_scale) for parts in self._split_layers()]
-        self.value = values[0]  # the constructor has seen a weight, and weights do not go
+        self.value = values[0]  # the constructor has checked that there is a weight
         for value in values[1:]:
             self.value = self.value + value.to(self.value.device)
         self.value = self.sum_over_shards(self.value)
         return self.value
 
     def sum_over_shards(self, value: Tensor) -> Tensor:
-        """R of all tensor-parallel ranks, from that of each; all layers are cut or none. Collective."""
+        """Sum R over the tensor-parallel ranks; either all layers are sharded or none. Collective."""
         group = tensor_group_of(self.layers.values())
         return value if group is None else group.sum(value.clone())
 
@@ -92,13 +95,13 @@ class DualRangeRegularizer:
     def add_piece(self, weight: Tensor, gradient: Tensor, loss_scale: float, *, numel: int) -> Tensor:
         """Add the gradient of a weight, or of some of its elements, to that of the loss, in place.
 
-        Chunks go by rows, so that strided weights and gradients work too.
+        Chunks consist of rows, so strided weights and gradients work too.
 
         Args:
-            weight: elements of the weight, in one axis or more and any precision.
-            gradient: theirs, in the same shape.
+            weight: elements of the weight, with one or more axes, in any precision.
+            gradient: the gradient of these elements, in the same shape.
             loss_scale: S by which `gradient` is multiplied.
-            numel: elements of the whole weight.
+            numel: number of elements of the full weight.
 
         Returns:
             R of these elements, without S: 0-dim float64 on the weight's device.
@@ -112,7 +115,7 @@ class DualRangeRegularizer:
         return total
 
     def _add_to_parts(self, parts: WeightParts, loss_scale: float) -> Tensor:
-        """One split weight's share. Rows of W need W_R and U of those rows only, so chunks go by rows too."""
+        """Add the gradient of one split weight. Rows of W need only these rows of W_R and U."""
         rows, share = _rows_at_a_time(parts.residual), self.settings.strength / parts.residual.numel()
         residual, u, s, v = (_gradient_of(part) if part.requires_grad else None for part in parts)
         total = torch.zeros((), dtype=torch.float64, device=parts.residual.device)
@@ -133,7 +136,7 @@ class DualRangeRegularizer:
         return total
 
     def _value_and_slope(self, values: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """R of some weights in fp32, 0-dim float64, and its capped gradient; `share` is λ/numel."""
+        """R of some weights (fp32), 0-dim float64, and its capped gradient; `share` is λ/numel."""
         settings = self.settings
         square = values.square()
         value = settings.alpha1 * square.sum(dtype=torch.float64)
@@ -143,9 +146,9 @@ class DualRangeRegularizer:
         return value * share, slope.mul_(share).clamp_(-settings.max_gradient, settings.max_gradient)
 
     def weights(self) -> Iterator[nn.Parameter]:
-        """Weights that are one parameter; those in four parts are not among them."""
+        """Weights that are one parameter, without those split into four parts."""
         for layer in self.layers.values():
-            # Factors are no weights; those of a split that has not happened yet are zeros.
+            # Factors are not weights; before their layer is split they are zeros.
             is_split = isinstance(layer, SplitLinear) and layer.is_split
             in_parts = ("weight", *SPLIT_NAMES) if is_split else SPLIT_NAMES
             for name, parameter in layer.named_parameters(recurse=False):
@@ -154,7 +157,7 @@ class DualRangeRegularizer:
                     yield parameter
 
     def _split_layers(self) -> Iterator[WeightParts]:
-        """Weights in four parts, of which one at least is trained."""
+        """Weights in four parts, of which at least one is trained."""
         for layer in self.layers.values():
             if isinstance(layer, SplitLinear) and layer.is_split and layer.weight.numel():
                 parts = WeightParts(*layer.parts())
@@ -165,12 +168,12 @@ class DualRangeRegularizer:
 def build_regularizer(
     model: nn.Module, settings: RegularizerSettings, trained: Collection[Tensor]
 ) -> DualRangeRegularizer | None:
-    """The regulariser of a model's low-bit layers, or None where its strength is 0.
+    """The regulariser of a model's low-bit layers, or None if its strength is 0.
 
-    Layers with a weight that is not among the `trained` parameters are left alone.
+    Layers whose weight is not among the `trained` parameters are skipped.
 
     Raises:
-        UserError: it is on, and no low-bit layer is trained.
+        UserError: the strength is not 0, and no low-bit layer is trained.
     """
     if not settings.strength:
         return None
@@ -190,8 +193,8 @@ def _rows_at_a_time(weight: Tensor) -> int:
 
 
 def _gradient_of(weight: Tensor) -> Tensor:
-    """Where the weight's gradient adds up; made of zeros if the loss has given it none."""
-    if weight.grad is not None:  # where there is a `main_grad`, its memory, or what will be copied there
+    """The tensor in which the weight's gradient is summed; new zeros if the loss has given it none."""
+    if weight.grad is not None:  # with a `main_grad`, this is its memory, or is copied there later
         return weight.grad
     gradient: Tensor | None = getattr(weight, "main_grad", None)
     if gradient is None:

@@ -1,7 +1,7 @@
-"""Sizes that quantisers of the Metis repository (`seed_compat`) need: they do not pad their blocks of 16.
+"""Sizes required by the quantizers of the Metis repository (`seed_compat`), which do not pad blocks of 16.
 
-Which axis a quantiser sees follows from the recipe alone, also for what runs in backward. So a layer checks
-them all in its forward, and the message names the layer.
+The recipe alone determines along which axis each quantizer blocks its operand, in backward too. A layer
+therefore checks all sizes in its forward, and the message names the layer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _REMEDIES = {
 
 
 class NeededBlocks(NamedTuple):
-    """A quantiser without padding.
+    """A quantizer without padding.
 
     Attributes:
-        axis: whose size must hold whole blocks: "in_features", "out_features" or "tokens".
-        field: of the recipe that names the quantiser.
-        name: of the quantiser.
-        multiple: what the size must be a multiple of.
+        axis: the axis that must hold whole blocks: "in_features", "out_features" or "tokens".
+        field: the recipe field that names the quantizer.
+        name: the quantizer's name.
+        multiple: the size must be a multiple of this.
         is_of_backward: whether only gradients need it.
     """
 
@@ -45,8 +45,8 @@ class NeededBlocks(NamedTuple):
 
 
 def needed_blocks(recipe: Recipe) -> tuple[NeededBlocks, ...]:
-    """All quantisers of a recipe that do not pad, with the axes that they see."""
-    found = []  # field, axis, quantiser, whether of backward
+    """All quantizers of a recipe that do not pad, with the axes of their blocks."""
+    found = []  # field, axis, quantizer, whether of backward
     for each in dict.fromkeys(Quantizations.of(recipe)):
         rows, cols = AXES[each.operand]
         found.append(
@@ -67,9 +67,9 @@ def needed_blocks(recipe: Recipe) -> tuple[NeededBlocks, ...]:
 def check_sizes(
     needed: tuple[NeededBlocks, ...], title: str, sizes: dict[str, int], is_training: bool
 ) -> None:
-    """Refuse sizes (of each axis) that a quantiser would refuse, now or in backward.
+    """Reject sizes that a quantizer would reject now or in backward.
 
-    In training there may be a backward; activation checkpointing hides that from a forward.
+    In training a backward may follow; activation checkpointing hides this from a forward.
 
     Raises:
         UserError: a size does not hold whole blocks.
@@ -77,7 +77,7 @@ def check_sizes(
     for axis, field, name, multiple, is_of_backward in needed:
         if sizes[axis] % multiple and (is_training or not is_of_backward):
             raise UserError(
-                f"{title}: {axis} = {sizes[axis]} is no multiple of {multiple}, which {name!r} ({field}) "
+                f"{title}: {axis} = {sizes[axis]} is not a multiple of {multiple}, which {name!r} ({field}) "
                 f"needs because it does not pad: {_REMEDIES[axis]}, or name a quantizer without seed_compat"
             )
 

@@ -1,14 +1,14 @@
-"""State dicts in transformers' layout: of a layer that stands for a `Conv1D`, the weight is (in, out).
+"""State dicts in transformers' layout: a layer that replaces a `Conv1D` has its weight as (in, out).
 
-Such a layer keeps its parameter as (out, in), like every other. What it writes into a state dict is a
-transposed view of the parameter (a copy where the parameter is part of a flat buffer), and what it reads is
-expected the same way, so `save_pretrained`, `load_state_dict` and their callers find the names and shapes of
-the unconverted model. The files of our own checkpoints hold parameters as they are; whoever writes or reads
-those does it inside `parameter_layout`.
-Not covered: `torch.func.functional_call`, which takes parameters and not state dicts. Of a converted GPT-2,
-torch refuses FSDP 1's sharded state dicts, which must be contiguous, and `broadcast_from_rank0` of
-`torch.distributed.checkpoint.state_dict` with FSDP 2, which takes shapes from parameters; full state dicts
-work.
+Such a layer stores its parameter as (out, in), like every other. Into a state dict it writes a transposed
+view of the parameter (a copy if the parameter is part of a flat buffer), and it expects the same when
+reading. So `save_pretrained`, `load_state_dict` and their callers find the names and shapes of the
+unconverted model. megalowbit's checkpoint files hold parameters in their own layout; code that writes or
+reads them uses `parameter_layout`.
+
+Not covered: `torch.func.functional_call`, which takes parameters and not state dicts. With a converted GPT-2,
+torch rejects FSDP 1's sharded state dicts, which must be contiguous, and, with FSDP 2, `broadcast_from_rank0`
+of `torch.distributed.checkpoint.state_dict`, which takes shapes from parameters. Full state dicts work.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Of a weight with the shape of the parameter, where it should be the other way round.
+# Hint for a weight that has the shape of the parameter instead of the transposed one.
 OUT_BY_IN = (
-    " (it is stored as (out, in), as state dicts of converted models once were: transpose it, and square "
+    " (it is stored as (out, in), as in older state dicts of converted models: transpose it, and square "
     "weights such as attn.c_proj too)"
 )
 
 
 def _transposed(weight: Tensor) -> Tensor:
-    """A view, or a copy of a parameter in a flat buffer of ZeRO 1 or 2.
+    """A transposed view, or a copy if the parameter is in a flat buffer of ZeRO 1 or 2.
 
-    transformers' `save_pretrained` looks for overlaps of tensors that share a buffer, and fails on a
-    transposed view there.
+    transformers' `save_pretrained` searches for overlaps of tensors that share a buffer, and fails on a
+    transposed view of one.
     """
     is_in_buffer = weight.untyped_storage().nbytes() > weight.nbytes
     return weight.t().contiguous() if is_in_buffer else weight.t()
 
 
 class HFStateDict(nn.Linear):
-    """A linear layer whose state dict is that of the layer it stands for.
+    """A linear layer whose state dict is that of the layer it replaces.
 
     Attributes:
-        is_transposed: whether that is a transformers `Conv1D`, which keeps its weight as (in, out).
+        is_transposed: whether that layer is a transformers `Conv1D`, which stores its weight as (in, out).
     """
 
     is_transposed: bool = False
     _is_in_parameter_layout = False
 
     def put_in_hf_layout(self, state: MutableMapping[str, Any], prefix: str) -> None:
-        """Replace this layer's parameters in a state dict, in place, by what the Hugging Face model has.
+        """Convert this layer's entries of a state dict to those of the Hugging Face model, in place.
 
-        A weight that ZeRO 3 has partitioned stays so.
+        A weight that ZeRO 3 has partitioned does not change.
         """
         weight = state.get(f"{prefix}weight")
         if self.is_transposed and isinstance(weight, Tensor) and weight.dim() == 2:
@@ -77,7 +77,7 @@ class HFStateDict(nn.Linear):
             expected = self.weight.shape[::-1]
             if given.shape == expected:
                 given = given.t()
-                # an assigned tensor becomes the parameter, and those are contiguous
+                # an assigned tensor becomes the parameter, which must be contiguous
                 given = given.contiguous() if local_metadata.get("assign_to_params_buffers") else given
                 state_dict = {**state_dict, key: given}
             else:
@@ -93,9 +93,9 @@ class HFStateDict(nn.Linear):
 
 
 def put_in_hf_layout(model: nn.Module, state: MutableMapping[str, Any]) -> None:
-    """Turn a state dict that holds the parameters of `model` as they are into that of the Hugging Face model.
+    """Convert a state dict of the parameters of `model` to that of the Hugging Face model, in place.
 
-    It is changed in place, and has whole tensors, where ranks hold parts of them.
+    It must have full tensors, also if ranks hold parts of them.
     """
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, HFStateDict):
@@ -104,7 +104,7 @@ def put_in_hf_layout(model: nn.Module, state: MutableMapping[str, Any]) -> None:
 
 @contextmanager
 def parameter_layout(model: nn.Module) -> Iterator[None]:
-    """Inside, state dicts that `model` and its parts give and take hold the parameters as they are."""
+    """Within this context, state dicts of `model` and its parts hold the parameters as stored: (out, in)."""
     layers = [layer for layer in model.modules() if isinstance(layer, HFStateDict)]
     changed = [layer for layer in layers if not layer._is_in_parameter_layout]
     for layer in changed:
@@ -117,7 +117,7 @@ def parameter_layout(model: nn.Module) -> Iterator[None]:
 
 
 def _size_mismatch(key: str, given: Tensor, expected: Any) -> str:
-    """In torch's words, which programs look for."""
+    """Torch's own message, which programs search for."""
     hint = OUT_BY_IN if given.shape == expected[::-1] else ""
     return (
         f"size mismatch for {key}: copying a param with shape {given.shape} from checkpoint, "

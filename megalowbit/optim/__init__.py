@@ -1,1 +1,1 @@
-"""Loss scaling, fp32 gradients and masters, norm and clipping: one optimizer step, and the facts about it."""
+"""Loss scaling, fp32 gradients and master weights, norm and clipping, and the report of an optimizer step."""

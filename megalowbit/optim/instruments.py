@@ -1,8 +1,8 @@
-"""What looks at gradients, or scales them, while backward makes them: watch, probe, factors by block.
+"""Hooks on gradients during backward: amax watch, gradient probe, layer scaling.
 
-Scale strategies and layer scaling need figures that are gone once gradients have been added up in fp32; these
-hooks take them. They must be there before the gradient buffer, whose hooks take `.grad` away. A step puts
-their figures into the one packet that the host reads, and tells strategies what they mean.
+Scale strategies and layer scaling need statistics that are lost once gradients are summed in fp32; these
+hooks collect them. They must be registered before the gradient buffer, whose hooks remove `.grad`. A step
+adds their statistics to the single host read and passes them to the strategy.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megalowbit.optim.statistics.probe import GradientProbe
 
 @dataclass(frozen=True, kw_only=True)
 class Instruments:
-    """Hooks on a model's gradients; None where nobody asks for their figures.
+    """Hooks on a model's gradients; None if nothing needs their statistics.
 
     Attributes:
         watch: largest half-precision gradients, by group of parameters.
         probe: norms of sampled gradients in fp32 and in half precision.
-        layer_scaling: factors by block; its groups are the watch's.
+        layer_scaling: factors by block; its groups are those of the watch.
     """
 
     watch: GradientWatch | None = None
@@ -47,11 +47,11 @@ class Instruments:
         *,
         layer_scaling: LayerScalingSettings | Mapping[str, Any] | None = None,
     ) -> Instruments:
-        """Hook onto `model` what a scaler and layer scaling ask for; before the optimizer is made.
+        """Register the hooks that a scaler and layer scaling need; call it before building the optimizer.
 
         Args:
             model: with its final parameters.
-            grad_scaler: whose `sample` says how much is looked at.
+            grad_scaler: the scaler; its `sample` sets the share of parameters or layers to sample.
             layer_scaling: scales the blocks of the model if enabled: `{"enabled": True}`, or settings.
 
         Raises:
@@ -59,7 +59,7 @@ class Instruments:
         """
         if any(hasattr(parameter, "main_grad") for parameter in model.parameters()):
             raise UserError(
-                "gradients are being added up already, so instruments would see sums: call "
+                "gradients are already being summed in main_grad, so instruments would see sums: call "
                 "Instruments.attach before LocalDDP and before the optimizer"
             )
         if isinstance(layer_scaling, Mapping):
@@ -78,14 +78,14 @@ class Instruments:
 
     @property
     def factor_of(self) -> FactorOf | None:
-        """What a gradient buffer has to divide by."""
+        """The factors that a gradient buffer must divide out."""
         return self.layer_scaling.factor_of if self.layer_scaling is not None else None
 
     def take(self, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-        """This step's figures, (n,) each and on the device; collective over `group`. See `read`.
+        """This step's statistics, (n,) each, on the device; collective over `group`. See `read`.
 
         Args:
-            group: ranks that take the step together; None: this process alone.
+            group: ranks that take the step together; None: this process only.
         """
         taken = []
         if self.watch is not None:
@@ -96,10 +96,10 @@ class Instruments:
         return taken
 
     def read(self, numbers: Sequence[float], loss_scale: float) -> tuple[GradientStatistics, list[float]]:
-        """What the numbers of `take` mean, once they have been read from the device.
+        """Interpret the numbers of `take` after the host read.
 
         Returns:
-            Statistics for a strategy, and the stored maxima by group for layer scaling.
+            Statistics for a strategy, and the stored amax of each group for layer scaling.
         """
         num_groups = self.watch.num_groups if self.watch is not None else 0
         amaxes, probed = list(numbers[:num_groups]), numbers[num_groups:]
@@ -112,14 +112,14 @@ class Instruments:
             return statistics, amaxes
         reference, half, flushed, nonzero, compared = probed
         if not (compared > 0 and math.isfinite(reference) and math.isfinite(half)):
-            return statistics, amaxes  # no layer took part, or what it saw was not finite
-        # all zero: the layers' own output gradients have been flushed, which is no less of a loss
+            return statistics, amaxes  # no layer took part, or its gradients were not finite
+        # all zero: the layers' own output gradients were flushed to zero, which also counts as a loss
         ratio = math.sqrt(reference / half) if half > 0 else math.inf
         share = flushed / nonzero if nonzero > 0 else 1.0
         return replace(statistics, norm_ratio=ratio, flushed_fraction=share), amaxes
 
     def prepare(self, grad_scaler: GradScaler | None) -> None:
-        """Arm the probe for the coming step, if the scaler wants it."""
+        """Arm the probe for the coming step, if the scaler needs it."""
         if self.probe is not None:
             self.probe.is_armed = grad_scaler is not None and grad_scaler.wants_probe
 
@@ -132,10 +132,10 @@ def adapt(
     is_applied: bool,
     loss_scale: float,
 ) -> None:
-    """Let scaler and factors by block learn from a step, and arm probes for the next one.
+    """Update the scaler and the factors by block after a step, and arm probes for the next one.
 
-    `each` belongs to one optimizer of those stepped together, under one scaler; `numbers` are what each of
-    them took, and `loss_scale` is S of that step.
+    `each` has one entry for each optimizer stepped together under one scaler. `numbers` are the statistics
+    that each of them took, and `loss_scale` is S of that step.
     """
     statistics = []
     scalings: dict[LayerScaling, list[float]] = {}  # several optimizers may share one
@@ -145,8 +145,8 @@ def adapt(
         scaling = instruments.layer_scaling
         if scaling is not None:
             scalings[scaling] = list(map(max, amaxes, scalings.get(scaling, amaxes)))
-    blamed = [scaling.update(amaxes, not is_applied, loss_scale) for scaling, amaxes in scalings.items()]
-    if grad_scaler is not None and any(blamed):
+    attributed = [scaling.update(amaxes, not is_applied, loss_scale) for scaling, amaxes in scalings.items()]
+    if grad_scaler is not None and any(attributed):
         grad_scaler.restart_growth()
     elif grad_scaler is not None:
         grad_scaler.update(not is_applied, joined_statistics(statistics))
@@ -155,7 +155,7 @@ def adapt(
 
 
 def joined_statistics(each: Sequence[GradientStatistics]) -> GradientStatistics:
-    """What several optimizers of one step saw, as one: the largest maximum, the first probe that told."""
+    """Merge the statistics of several optimizers of one step: the largest amax, the first probe result."""
     amaxes = [one.amax for one in each if one.amax is not None]
     probed = next((one for one in each if one.norm_ratio is not None), each[0])
     return replace(probed, amax=max(amaxes, default=None))
@@ -166,15 +166,15 @@ def complete_instruments(
     grad_scaler: GradScaler | None,
     named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
 ) -> Instruments:
-    """`instruments` with the watch that they or the scaler need, and the probe armed for the first step.
+    """`instruments`, completed by the watch that they or the scaler need, with the probe armed.
 
     Raises:
-        UserError: the scaler probes, and there is no probe.
+        UserError: the scaler needs a probe, and there is none.
     """
     instruments = instruments or Instruments()
     if grad_scaler is not None and grad_scaler.probes and instruments.probe is None:
         raise UserError(
-            f"{type(grad_scaler).__name__} compares gradients with fp32 ones, for which it needs the model: "
+            f"{type(grad_scaler).__name__} compares gradients with fp32 ones and needs the model for that: "
             "pass instruments=Instruments.attach(model, grad_scaler)"
         )
     scaling = instruments.layer_scaling
@@ -183,8 +183,8 @@ def complete_instruments(
         if any(hasattr(parameter, "main_grad") for _, parameter in named_parameters):
             who = "layer scaling" if scaling is not None else type(grad_scaler).__name__
             raise UserError(
-                f"{who} looks at gradients before they are added up: call instruments = "
-                "Instruments.attach(model, grad_scaler, …) first, and pass them on to LocalDDP and the "
+                f"{who} needs gradients before they are summed: call instruments = "
+                "Instruments.attach(model, grad_scaler, …) first, and pass them to LocalDDP and the "
                 "optimizer"
             )
         watch = GradientWatch(

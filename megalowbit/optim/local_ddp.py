@@ -1,8 +1,9 @@
-"""Data parallelism as Megatron's local DDP has it: fp32 gradients, one buffer, one all-reduce a step.
+"""Data parallelism like Megatron's local DDP: fp32 gradients, one buffer, one all-reduce a step.
 
-Gradients add up in fp32 over the micro-batches of a step, and are averaged over the ranks when the loop says
-so: at the step, not at every backward, and without rounding sums to half precision as torch's
-DistributedDataParallel does. The optimizers of this package find the `main_grad`s and use them as they are.
+Gradients are summed in fp32 over the micro-batches of a step. The loop averages them over the ranks once a
+step, not at every backward, and without rounding sums to half precision as torch's DistributedDataParallel
+does. The optimizers of this package find the `main_grad`s and use them directly.
+
 Not covered: overlap of communication with backward, and sharding of gradients.
 """
 
@@ -27,7 +28,7 @@ def is_expert(parameter: torch.Tensor) -> bool:
 
 
 def _refuse_ranks_without_group() -> None:
-    """Each rank would take itself for the only one, and train a model of its own in silence."""
+    """Reject a launch of several ranks without a process group: each rank would train a separate model."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks.isdecimal() and int(ranks) > 1 and not process_group.is_initialized():
         raise UserError(
@@ -37,7 +38,7 @@ def _refuse_ranks_without_group() -> None:
 
 
 class LocalDDP(torch.nn.Module):
-    """A module whose replicas on all ranks start alike and get the same gradients.
+    """A module whose replicas start with the same weights on all ranks and get the same gradients.
 
     ```
     model = LocalDDP(model.half())
@@ -46,22 +47,25 @@ class LocalDDP(torch.nn.Module):
     ```
 
     Parameters and buffers are broadcast from the group's first rank. Low-bit layers draw the random numbers
-    of this process's rank in the group, unless `convert` was given another. Parameters marked
-    `allreduce = False` are this rank's own: they are not broadcast, and their gradients, to which the tokens
-    of all ranks have contributed already, are only divided by the size of the group. Source: Megatron-LM's
-    class `DistributedDataParallel` of its own.
+    of this process's rank in the group, unless `convert` was given another rank.
+
+    Parameters marked `allreduce = False` (experts) belong to this rank: they are not broadcast. The tokens of
+    all ranks have already contributed to their gradients, which are therefore only divided by the size of the
+    group.
+
+    Source: Megatron-LM's local class `DistributedDataParallel`.
 
     Args:
         module: on its final device, with parameters of their final dtype.
-        data_parallel_group: ranks that hold replicas; by default all, or this process alone where no process
+        data_parallel_group: ranks that hold replicas; default: all ranks, or this process only if no process
             group is initialised.
-        instruments: those of the optimizer, which must exist before gradients are added up.
+        instruments: those of the optimizer, which must be created before gradients are summed.
 
     Attributes:
         module: the inner module.
 
     Raises:
-        UserError: parameters lie on several devices, two ranks would draw the same random numbers, or a
+        UserError: parameters are on several devices, two ranks would draw the same random numbers, or a
             launcher has started several ranks and torch.distributed is not initialised.
     """
 
@@ -77,7 +81,7 @@ class LocalDDP(torch.nn.Module):
         self.data_parallel_group = data_parallel_group
         _refuse_ranks_without_group()
         self._world_size = process_group.world_size(data_parallel_group)
-        self._set_random_ranks()
+        self._set_data_ranks()
         if self._world_size > 1:
             self._broadcast()
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -87,53 +91,53 @@ class LocalDDP(torch.nn.Module):
         self._own = GradBuffer(filter(is_expert, trainable), factor_of=factor_of)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the inner module returns."""
+        """Run the inner module."""
         return self.module(*args, **kwargs)
 
     def zero_grad_buffer(self) -> None:
-        """Set all `main_grad`s to zero; an optimizer of this package does so after each step anyway."""
+        """Set all `main_grad`s to zero; an optimizer of this package also does so after each step."""
         self._averaged.zero()
         self._own.zero()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
-        """The same as `zero_grad_buffer`; `module.zero_grad()` and `.grad = None` forget gradients too."""
+        """The same as `zero_grad_buffer`; `module.zero_grad()` and `.grad = None` also clear gradients."""
         self.zero_grad_buffer()
 
     @torch.no_grad()
     def allreduce_gradients(self) -> None:
-        """Average the gradients over the group: one collective, in which every rank must take part.
+        """Average the gradients over the group: one collective, which every rank must call.
 
-        A `.grad` that was cleared or set since the backward counts as it is; every parameter has one then.
-        An infinity or NaN of one rank reaches all, so all of them skip the step.
+        A `.grad` that was cleared or set since the backward is respected. Afterwards every parameter has a
+        `.grad`. An infinity or NaN on one rank reaches all ranks, so all of them skip the step.
         """
         if self._world_size == 1:
             return
         averaged, own = self._averaged.before_reduction(), self._own.before_reduction()
         for gradients in (averaged, own):
-            gradients.mul_(1 / self._world_size)  # before the sum, as Megatron does it: no overflow by it
-        if averaged.numel():  # nothing to send lies on no device that the group could read
+            gradients.mul_(1 / self._world_size)  # before the sum, like Megatron, so the sum cannot overflow
+        if averaged.numel():  # an empty buffer may be on a device that the group cannot use
             dist.all_reduce(averaged, op=dist.ReduceOp.SUM, group=self.data_parallel_group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner module's, under its own names."""
+        """The state dict of the inner module, under its own names."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Into the inner module. Masters of an optimizer follow by its `reload_model_params`."""
+        """Load into the inner module; then call `reload_model_params` of the optimizer for its masters."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
-    def _set_random_ranks(self) -> None:
-        """Let low-bit layers, which this folder does not import, draw numbers of their rank in the group."""
+    def _set_data_ranks(self) -> None:
+        """Set the data-parallel rank of low-bit layers, and check that all ranks draw different numbers."""
         streams: dict[Any, None] = {}
-        low_bit: list[Any] = [each for each in self.module.modules() if hasattr(each, "set_random_rank")]
+        low_bit: list[Any] = [each for each in self.module.modules() if hasattr(each, "set_data_rank")]
         for layer in low_bit:
             if self.data_parallel_group is not None:
-                layer.set_random_rank(process_group.rank(self.data_parallel_group), overrides=False)
+                layer.set_data_rank(process_group.rank(self.data_parallel_group), overrides=False)
             if layer.random_stream is not None:
                 streams[layer.random_stream] = None
         device = next((parameter.device for parameter in self.module.parameters()), None)
-        mine = tuple((stream.seed, stream.rank) for stream in streams)
-        process_group.check_numbers_differ(mine or None, self.data_parallel_group, device)
+        local = tuple((stream.seed, stream.rank) for stream in streams)
+        process_group.check_numbers_differ(local or None, self.data_parallel_group, device)
 
     def _broadcast(self) -> None:
         group = self.data_parallel_group

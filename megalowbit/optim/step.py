@@ -1,11 +1,15 @@
-"""The order of one step, whichever optimizer takes it, with one late read by the host.
+"""The order of one optimizer step, with one deferred host read.
 
-Everything up to the masters is launched on the device without knowing whether gradients overflowed: norm,
-flag, clip factor, and an update that skips itself where the flag is set. Then the host reads flag, norm and
-figures in one packet. Only a flag costs more: squares may have overflowed where gradients had not, so that
-all is measured again in float64 before a step is given up; and the ranks tell each other where it happened.
-Optimizers that cannot skip by themselves (ZeRO's, and inner ones that torch does not fuse) have the packet
-read before their update.
+Everything up to the master weights is launched on the device before the host knows whether gradients
+overflowed: norm, flag, clip factor, and an update that skips itself if the flag is set. Then the host reads
+flag, norm and statistics in one copy. More is needed only if the flag is set:
+
+- Squares may have overflowed although the gradients did not, so the gradients are measured again in float64
+  before the step is skipped.
+- The ranks exchange where the overflow happened.
+
+Optimizers that cannot skip on the device (ZeRO's, and inner optimizers without a fused implementation) read
+the flag before their update.
 """
 
 from __future__ import annotations
@@ -25,15 +29,15 @@ from megalowbit.optim.loss_scale.base import GradScaler
 
 
 class Steppable(Protocol):
-    """What an optimizer does in a step; `take_step` calls the methods in this order."""
+    """The parts of a step that an optimizer implements; `take_step` calls the methods in this order."""
 
     @property
     def grad_scaler(self) -> GradScaler | None:
-        """Whose scale the gradients are multiplied by; None: 1."""
+        """The scaler of the gradients; None: they are not scaled."""
 
     @property
     def all_instruments(self) -> Sequence[Instruments]:
-        """Those of each optimizer that is stepped here."""
+        """The instruments of each optimizer that is stepped here."""
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
@@ -41,45 +45,45 @@ class Steppable(Protocol):
 
     @property
     def is_flag_shared(self) -> bool:
-        """Whether `measure` comes to one norm and flag on all ranks of `training_group`."""
+        """Whether `measure` returns the same norm and flag on all ranks of `training_group`."""
 
     @property
-    def is_late_flag_possible(self) -> bool:
-        """Whether `update` may be launched before the host knows if gradients overflowed."""
+    def can_defer_host_read(self) -> bool:
+        """Whether `update` can be launched before the host knows whether gradients overflowed."""
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
-        """A timer of "inspect" or "update", where somebody wants to know."""
+        """A timer of "inspect" or "update", or a null context."""
 
     def begin_step(self, loss_scale: float) -> None:
-        """Make the gradients, which are multiplied by `loss_scale`, ready to be measured."""
+        """Prepare the gradients, which are multiplied by `loss_scale`, to be measured."""
 
     def measure(self, *, is_exact: bool) -> Measurement:
-        """Look at the scaled gradients without reading the device; collective.
+        """Measure the scaled gradients without a host read; collective.
 
-        `is_exact`: in float64, where squares of finite gradients may be too large for fp32.
+        `is_exact`: use float64, because squares of finite gradients may be too large for fp32.
         """
 
     def update(self, measured: Measurement, facts: GradientFacts | None) -> None:
-        """Unscale and clip the gradients, step the weights.
+        """Unscale and clip the gradients, and update the weights.
 
         Args:
-            measured: by `measure`.
-            facts: the same, read by the host, of gradients that are finite. None: not read yet, and nothing
-                may change where the flag is set.
+            measured: the result of `measure`.
+            facts: the same, read by the host, for finite gradients. None: not read yet; then nothing may
+                change if the flag is set.
         """
 
     def locate(self) -> Overflow | None:
-        """Where gradients overflowed; collective, reads the device."""
+        """Locate overflowed gradients; collective, reads the device."""
 
     def end_step(self, report: StepReport) -> None:
-        """Keep the report, and forget the gradients: one that stayed would be applied a second time."""
+        """Store the report and clear the gradients, which would otherwise be applied a second time."""
 
 
 @torch.no_grad()
 def take_step(optimizer: Steppable, closure: object = None) -> StepReport:
-    """Apply the gathered gradients, or none of them if any is not finite; collective.
+    """Apply the accumulated gradients, or skip the step if any is not finite; collective.
 
-    `closure` is in torch's signature of `step`, and is refused.
+    `closure` exists because torch's `step` has one; it is rejected.
     """
     if closure is not None:
         raise TypeError("step takes no closure: call backward first")
@@ -89,12 +93,12 @@ def take_step(optimizer: Steppable, closure: object = None) -> StepReport:
     with optimizer.timed("inspect"):
         measured = _measure(optimizer, is_exact=False)
         figures = [each.take(optimizer.training_group) for each in instruments]
-    is_late = optimizer.is_late_flag_possible
-    if is_late:
+    is_deferred = optimizer.can_defer_host_read
+    if is_deferred:
         _update(optimizer, measured, None)
     facts, numbers = measured.read(figures)
-    is_applied = is_late and not facts.found_inf
-    if facts.found_inf:  # rare: was it only a square that fp32 does not hold?
+    is_applied = is_deferred and not facts.found_inf
+    if facts.found_inf:  # rare: check in float64 whether only a square exceeded fp32
         measured = _measure(optimizer, is_exact=True)
         facts, _ = measured.read()
     if not facts.found_inf and not is_applied:
@@ -116,7 +120,7 @@ def _measure(optimizer: Steppable, *, is_exact: bool) -> Measurement:
     measured, group = optimizer.measure(is_exact=is_exact), optimizer.training_group
     if group is None or process_group.world_size(group) == 1 or optimizer.is_flag_shared:
         return measured
-    # all ranks skip together, and clip what they hold alike by one norm; neither is ever NaN
+    # All ranks skip together, and clip shared parameters by the same norm. Neither value is ever NaN.
     packet = torch.stack([measured.flag, torch.where(measured.flag > 0, 0.0, measured.norm)])
     dist.all_reduce(packet, op=dist.ReduceOp.MAX, group=group)
     flag, norm = packet.unbind()

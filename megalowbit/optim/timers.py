@@ -1,9 +1,10 @@
-"""Where a step's time goes, measured without stopping the device.
+"""Time of each phase of a step, measured without synchronising the device.
 
-A timer that synchronises the device before and after each phase, as Megatron's do, makes the step slower
-than it was. On CUDA a phase is therefore a pair of events in the stream, read when the device has passed them
-by itself; on other devices, where calls return when they are done, it is the host's clock.
-Not covered: several streams in one phase; the times are of the stream that is current.
+A timer that synchronises the device before and after each phase, like Megatron's, makes the step slower. On
+CUDA a phase is therefore a pair of events in the stream, which are read after the device has passed them. On
+other devices calls return when they are done, and the host's clock is used.
+
+Not covered: several streams in one phase; only the current stream is timed.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class StepTimers:
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self._device = torch.device(device) if device is not None else torch.device("cpu")
-        self._pending: deque[tuple[str, Any, Any]] = deque()  # CUDA events not yet seen to have passed
-        self._finished: dict[str, tuple[float, int]] = {}  # milliseconds and times since the last report
+        self._pending: deque[tuple[str, Any, Any]] = deque()  # CUDA events that may not have passed yet
+        self._finished: dict[str, tuple[float, int]] = {}  # (milliseconds, count) since the last report
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time what the `with` block does, as `phase`."""
+        """Time the `with` block as `phase`."""
         if self._device.type != "cuda":
             start = time.perf_counter()
             yield
@@ -57,7 +58,7 @@ class StepTimers:
     def milliseconds(self) -> dict[str, float]:
         """Mean milliseconds of each phase that has finished since the last call, in order of first finish.
 
-        Never waits: phases the device is still busy with are in a later answer.
+        Never waits: phases that are still running on the device are reported by a later call.
         """
         self._collect()
         means = {phase: total / count for phase, (total, count) in self._finished.items()}
@@ -65,7 +66,7 @@ class StepTimers:
         return means
 
     def _finish(self, phase: str, milliseconds: float) -> None:
-        # a sum and a count: nothing grows where nobody reads
+        # keep a sum and a count, so that memory does not grow if nothing reads them
         total, count = self._finished.get(phase, (0.0, 0))
         self._finished[phase] = (total + milliseconds, count + 1)
 
@@ -77,5 +78,5 @@ class StepTimers:
 
 
 def timed(timers: StepTimers | None, phase: str) -> AbstractContextManager[None]:
-    """`timers(phase)`, or nothing at all where there are no timers."""
+    """`timers(phase)`, or a null context without timers."""
     return nullcontext() if timers is None else timers(phase)

@@ -28,7 +28,7 @@ from megalowbit.errors import UserError, file_system_error
 from megalowbit.families.config_checks import check_fits
 from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
-from megalowbit.hf.generation import remembered
+from megalowbit.hf.generation import stored_generation
 from megalowbit.hf.training_checkpoint import FORMAT
 from megalowbit.layers.carried_state import (
     OWN_ROLES,
@@ -178,7 +178,7 @@ class Job:
                 "hf_config": self.engine.module.config.to_dict(),
                 "recipe": self.recipe.to_dict(),
                 "config": self.config.to_dict(),
-                "generation": remembered(self.engine.module),
+                "generation": stored_generation(self.engine.module),
             },
             "progress": {
                 "loader": self.loader.state_dict(),

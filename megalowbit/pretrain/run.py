@@ -23,7 +23,7 @@ from megalowbit.engine.run_checks.ranks_agree import (
     installation_facts,
 )
 from megalowbit.errors import TransientError, UserError, file_system_error
-from megalowbit.hf.generation import remember, remembered
+from megalowbit.hf.generation import store_generation, stored_generation
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.conversion.convert import added_counts, product_counts
 from megalowbit.layers.recipe import recipe as recipe_of
@@ -243,7 +243,7 @@ def export(job: Job, console: Console) -> None:
     if job.is_pipeline:  # gathered weights are those of plain layers, of which no stage has all
         whole = gather_weights(model)
         model = random_model(model.config, seed=0, device="meta")
-        remember(model, remembered(job.engine.module))
+        store_generation(model, stored_generation(job.engine.module))
     agree(lambda: save_hf(model, job.folder.hf, job.loader.tokenizer, whole=whole))
     console.print(f"HuggingFace checkpoint: {job.folder.hf}")
 

@@ -1,1 +1,1 @@
-"""Tensors in and out of low precision: quantisers by name, packed tensors, their counts, random streams."""
+"""Tensors in and out of low precision: quantizers by name, packed tensors, their counts, random streams."""

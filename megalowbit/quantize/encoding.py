@@ -1,4 +1,4 @@
-"""What quantisers and backends hand to each other: encodings, requests, packed results and their counts.
+"""What quantizers and backends hand to each other: encodings, requests, packed results and their counts.
 
 An encoding is a block format and how numbers get into it. A request names a matrix with everything that is
 wanted of it: a new option is a field there, read where it matters.
@@ -62,7 +62,7 @@ _FITTING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """How a quantiser chooses scales and codes.
+    """How a quantizer chooses scales and codes.
 
     Attributes:
         format: of the result.

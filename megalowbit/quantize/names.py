@@ -1,4 +1,4 @@
-"""The names users type for quantisers: `base`, or `base:option:option`; docs/formats.md explains each.
+"""The names users type for quantizers: `base`, or `base:option:option`; docs/formats.md explains each.
 
 | base                                            | elements and scales                        | rounding   |
 |-------------------------------------------------|--------------------------------------------|------------|
@@ -71,7 +71,7 @@ def quantizer_names() -> tuple[str, ...]:
 
 
 def quantizer(name: str) -> Quantizer:
-    """The quantiser called `name`.
+    """The quantizer called `name`.
 
     Raises:
         UserError: the base or an option is unknown (the message lists the names and the nearest one), or an

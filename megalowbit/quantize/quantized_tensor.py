@@ -1,4 +1,4 @@
-"""What a quantiser returns: packed codes with their scales, or the tensor itself where nothing is packed.
+"""What a quantizer returns: packed codes with their scales, or the tensor itself where nothing is packed.
 
 A GEMM takes `operand()`: element codes times block scale, without the tensor's scale. For E2M1 under E4M3
 scales such a product has at most six significant bits between 2⁻¹⁰ and 2688, under E8M0 scales two, so bf16
@@ -68,7 +68,7 @@ class QuantizedTensor:
         format: of codes and scales.
         counts: int64, one for each of `COUNT_NAMES`, or `None` if not asked for.
         error: float64, one for each of `ERROR_NAMES`, or `None`.
-        ready_operand: the operand, where the quantiser has made it on the way; never saved.
+        ready_operand: the operand, where the quantizer has made it on the way; never saved.
     """
 
     codes: Tensor

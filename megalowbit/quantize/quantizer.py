@@ -1,4 +1,4 @@
-"""Quantisers: from a tensor to codes and scales, in one of the named ways.
+"""Quantizers: from a tensor to codes and scales, in one of the named ways.
 
 A tensor of any shape is flattened to (rows, cols) and cut into blocks; partial blocks are padded with zeros
 that are cropped again on the way out. What happens to a block is the encoding's business; how it is computed,
@@ -35,7 +35,7 @@ class Options(NamedTuple):
 
 
 class Quantizer(ABC):
-    """What all quantisers share. Stateless: one object serves any number of tensors.
+    """What all quantizers share. Stateless: one object serves any number of tensors.
 
     Attributes:
         name: what users type.

@@ -260,5 +260,5 @@ def check_rounding(device: torch.device, encode: Encode) -> None:
     if problem is not None:
         raise RuntimeError(
             f"stochastic rounding on device {device} {problem}, and gradients would be biased: "
-            "use a nearest-even quantiser (…nosr), or MEGALOWBIT_BACKEND=torch"
+            "use a nearest-even quantizer (…nosr), or MEGALOWBIT_BACKEND=torch"
         )

@@ -1,4 +1,4 @@
-"""The quantiser in plain torch operations: every format, every device, the definition of the fast paths.
+"""The quantizer in plain torch operations: every format, every device, the definition of the fast paths.
 
 Each step is one rounded fp32 operation on whole matrices; nothing is fused and nothing is clever. Slow paths
 through it are chosen by `backends`, never silently: where a compiler or Triton is missing, the log says so.

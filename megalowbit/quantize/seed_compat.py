@@ -39,7 +39,7 @@ class Rounded(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """One of the repository's quantisers.
+    """One of the repository's quantizers.
 
     Attributes:
         round: from fp32 (rows, blocks, elements of a block) and as many uniform numbers.

@@ -1,10 +1,10 @@
 """Statistics of a whole tensor: the maximum its scale is chosen by, and moments; apart from quantising it.
 
 `tensor_maximum` is for shards: each rank asks here, the ranks take the largest of their answers, and the
-quantiser gets it as `tensor_amax`. The result is what the quantiser would find itself: under block scales a
+quantizer gets it as `tensor_amax`. The result is what the quantizer would find itself: under block scales a
 block with an infinity or a NaN does not count, under the tensor's only scale it counts as infinite, which
 spoils the tensor. No result is NaN: a maximum may be taken by a library whose MAX drops NaN.
-Not covered: scales from the mean magnitude, and quantisers with an arithmetic of their own.
+Not covered: scales from the mean magnitude, and quantizers with an arithmetic of their own.
 
 `tensor_moments` finds the largest magnitude and the sum of squares in float64: by C on CPUs, which reads a
 tensor once, as it lies in memory; by plain torch otherwise, which reads it twice, in pieces. Both give the
@@ -126,7 +126,7 @@ def _has_kernel(dtype: torch.dtype, forced: str) -> bool:
 
 
 def needs_maximum(quantizer: Quantizer) -> bool:
-    """Whether a quantiser's result depends on the largest magnitude of the whole tensor.
+    """Whether a quantizer's result depends on the largest magnitude of the whole tensor.
 
     Raises:
         UserError: it depends on the whole tensor in another way, so that shards cannot be quantised alone.
@@ -143,11 +143,11 @@ def needs_maximum(quantizer: Quantizer) -> bool:
 
 @torch.no_grad()
 def tensor_maximum(x: Tensor, encoding: Encoding, signs: int | None = None) -> Tensor:
-    """The largest magnitude times `q_scalar`, of what the quantiser will see.
+    """The largest magnitude times `q_scalar`, of what the quantizer will see.
 
     Args:
         x: floating (rows, cols), any strides, may be empty; blocks lie along the columns.
-        encoding: of the quantiser.
+        encoding: of the quantizer.
         signs: of a Hadamard transform along the columns, whose number then is a multiple of 16.
 
     Returns:

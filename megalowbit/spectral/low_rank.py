@@ -9,7 +9,7 @@ find V, `random` projects on random directions.
 Factors of the first two are singular vectors only in the limit; columns of U are orthonormal in `qb`, those
 of V in `sampled`. A direction the matrix does not have gives zeros, so k columns come out of any matrix;
 in bf16 so does one below a two-thousandth of the strongest.
-Matrices here are stored as rows (k, n), as the quantisers take them.
+Matrices here are stored as rows (k, n), as the quantizers take them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The residual is what the *quantised* factors leave over, so that their rounding errors are not lost
 ("compensated"); against the unquantised ones, as in the Metis repository, it misses them, and the whole
-becomes worse than no split at all ("seed"). Factors go through their quantiser as Uᵀ and Vᵀ, in blocks along
+becomes worse than no split at all ("seed"). Factors go through their quantizer as Uᵀ and Vᵀ, in blocks along
 rows and columns of M.
 
 Whoever multiplies by U·diag(S) takes `scaled_left` in `product_dtype`, as the residual did: then the same

@@ -73,7 +73,7 @@ def test_layers_that_nobody_converted_draw_numbers_of_their_rank_from_equal_seed
     for rank in range(2):
         net = program.alone()
         for layer in mlb.bit_layers(net).values():
-            layer.set_random_rank(rank)
+            layer.set_data_rank(rank)
         found.append(program.gradients(net))
     assert found[0] != found[1]
     for rank in seen:

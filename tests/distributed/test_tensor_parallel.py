@@ -162,7 +162,7 @@ def test_copies_of_the_model_and_restored_layers(seen):
 
 def test_what_cannot_be_cut_is_refused_in_one_line(seen):
     expected = {
-        "splits": "split_input, which needs whole tensors",
+        "splits": "split_input, which needs full tensors",
         "blocks": "does not hold whole blocks of 32",
         "heads": "does not divide the model's num_key_value_heads 1",
         "mean": "needs the whole tensor at once",

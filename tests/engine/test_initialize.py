@@ -256,7 +256,7 @@ def test_a_converted_model_is_left_as_it_is():
     assert bit_layers(engine.module) == layers
 
 
-def test_a_recipe_without_quantisers_leaves_plain_layers():
+def test_a_recipe_without_quantizers_leaves_plain_layers():
     engine, *_ = initialize(model=model(), config=quantised("bf16"))
     assert bit_layers(engine.module) == {}
 

@@ -173,7 +173,7 @@ def test_a_gpt2_at_stage_three_is_refused_before_it_is_exported_transposed(gathe
             ask(engine)
         assert str(seen.value) == (
             "at ZeRO stage 3 this engine and DeepSpeed's tools export the weight of "
-            "transformer.h.0.attn.c_attn transposed (square ones in silence): use stage 2 or less, or make "
+            "transformer.h.0.attn.c_attn transposed (no error for square ones): use stage 2 or less, or make "
             "the engine with megalowbit.initialize"
         )
 

@@ -58,7 +58,7 @@ def inputs(shape):
 
 
 def check(x, name):
-    """Compare codes, scales and operand with the book; returns what the quantiser made."""
+    """Compare codes, scales and operand with the book; returns what the quantizer made."""
     encoding, (rows, cols) = quantizer(name).encoding, x.shape
     size = encoding.format.block[1]
     got = reference.encode(EncodeRequest(x, encoding, random_key=KEY, operand_dtype=torch.float32))

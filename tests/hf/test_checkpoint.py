@@ -142,8 +142,8 @@ def test_a_checkpoint_of_a_training_run_is_exported_as_it_stands(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "is no folder: name a Hugging Face folder"),
-        (lambda folder: folder.mkdir(), r"has no config\.json and no training checkpoint in it"),
+        (lambda folder: None, "is not a folder: name a Hugging Face folder"),
+        (lambda folder: folder.mkdir(), r"has no config\.json and contains no training checkpoint"),
     ],
 )
 def test_a_folder_that_is_neither_kind_is_refused(tmp_path, make, message):
@@ -160,11 +160,11 @@ def test_a_folder_that_is_neither_kind_is_refused(tmp_path, make, message):
 def test_nothing_is_overwritten_by_either_way(tmp_path):
     hf_folder(tmp_path / "source")
     import_checkpoint(tmp_path / "source", tmp_path / "start")
-    with pytest.raises(UserError, match="source exists already"):
+    with pytest.raises(UserError, match="source already exists"):
         export_checkpoint(tmp_path / "start", tmp_path / "source")
-    with pytest.raises(UserError, match="start exists already"):
+    with pytest.raises(UserError, match="start already exists"):
         import_checkpoint(tmp_path / "source", tmp_path / "start")
-    with pytest.raises(UserError, match="is a training checkpoint already"):
+    with pytest.raises(UserError, match="is already a training checkpoint"):
         import_checkpoint(tmp_path / "start", tmp_path / "again")
 
 

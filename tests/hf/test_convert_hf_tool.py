@@ -46,7 +46,7 @@ def test_there_and_back_from_the_command_line(tmp_path, kind):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["to-megalowbit", "nowhere", "out"], "checkpoint nowhere is no folder"),
+        (["to-megalowbit", "nowhere", "out"], "checkpoint nowhere is not a folder"),
         (["to-hf", "nowhere", "out"], "no complete training checkpoint in nowhere"),
         (["to-hf", "nowhere", "out", "--dtype", "int8"], "unknown dtype 'int8': known: float32"),
         (["to-hf", "nowhere", "out", "--tokenizer", "bpe"], '--tokenizer "bpe" needs a trained tokenizer'),
@@ -55,7 +55,8 @@ def test_there_and_back_from_the_command_line(tmp_path, kind):
         (["to-hf", "nowhere", "x" * 300], "cannot be used (File name too long)"),
         (["to-megalowbit", "x" * 300, "out"], "out (File name too long): name other folders"),
         (["to-megalowbit", "docs", "docs/../docs/new/start"], "start is inside "),
-        (["to-hf", "nowhere", "tests"], "tests exists already and is never overwritten"),
+        (["to-hf", "nowhere", "tests"], "tests already exists and is never overwritten"),
+        (["to-mars", "a", "b"], "invalid choice: 'to-mars'"),
         (["to-hf", "a"], "the following arguments are required: OUT; see --help"),
     ],
 )

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from megalowbit.engine.pipeline.setup import pipeline_module
 from megalowbit.hf.checkpoint import build_model, export_checkpoint, import_checkpoint
-from megalowbit.hf.generation import FILE, remembered
+from megalowbit.hf.generation import FILE, stored_generation
 from megalowbit.hf.model import save_hf
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.convert import convert
@@ -61,9 +61,9 @@ def test_the_values_go_through_our_checkpoints(tmp_path, generation):
 
 def test_stages_of_a_pipeline_carry_the_values(tmp_path):
     model = build_model(ModelSettings(checkpoint=source(tmp_path / "hf", **CASES[0])), seed=0)
-    expected = remembered(model)
+    expected = stored_generation(model)
     assert expected["generation_config"]["temperature"] == 0.6
-    assert remembered(pipeline_module(model, num_stages=1)) == expected
+    assert stored_generation(pipeline_module(model, num_stages=1)) == expected
 
 
 def test_a_random_model_is_exported_with_the_cache_on(tmp_path):

@@ -45,7 +45,7 @@ def test_what_exists_is_not_touched(tmp_path):
     (tmp_path / "file").write_text("precious")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("a", "file", "link"):
-        with pytest.raises(UserError, match="exists already and is never overwritten"):
+        with pytest.raises(UserError, match="already exists and is never overwritten"):
             refuse_existing(tmp_path / name)
     assert (tmp_path / "a" / "mine").read_text() == "precious"
 
@@ -78,7 +78,7 @@ def test_the_working_directory_itself_may_be_filled(tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with (
-        pytest.raises(UserError, match=r"file/a cannot be written \(.*\): check the place"),
+        pytest.raises(UserError, match=r"file/a cannot be written \(.*\): check the path"),
         new_folder(tmp_path / "file" / "a"),
     ):
         pass
@@ -95,6 +95,6 @@ def test_a_disk_that_is_full_under_weights_is_one_line(tmp_path):
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    with pytest.raises(UserError, match=r"/a cannot be written \(.*File too large.*\): check the place"):
+    with pytest.raises(UserError, match=r"/a cannot be written \(.*File too large.*\): check the path"):
         write()
     assert names(tmp_path) == []

@@ -110,7 +110,9 @@ def test_an_older_checkpoint_than_the_newest_is_told(folder, caplog):
     read_checkpoint(folder.parent)
     (record,) = caplog.records
     later = "step-00000007, step-00000009.damaged"
-    assert record.getMessage() == f"{folder / 'step-00000000'} is read, for {later} is incomplete or damaged"
+    assert (
+        record.getMessage() == f"reading {folder / 'step-00000000'}, because {later} is incomplete or damaged"
+    )
     caplog.clear()
     read_checkpoint(folder / "step-00000000")  # named, and so meant
     assert not caplog.records

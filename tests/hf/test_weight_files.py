@@ -107,7 +107,7 @@ def test_quantised_weights_are_refused_whatever_their_files_are_called(tmp_path,
         (folder / "model.safetensors").rename(folder / "renamed.safetensors")
         path = folder / "model.safetensors.index.json"
         path.write_text(path.read_text().replace('"model.safetensors"', '"renamed.safetensors"'))
-    check_refused(folder, rf"weight {C_FC} is {dtype}, whose scale is not known here")
+    check_refused(folder, rf"weight {C_FC} is {dtype}, whose scale is unknown")
 
 
 def test_whole_weights_under_any_names_are_read(tmp_path):
@@ -156,9 +156,9 @@ def test_the_links_of_the_hugging_face_cache_are_followed(tmp_path):
         ({"weight_map": ["a.safetensors"]}, 'lacks "weight_map" or "metadata"'),
         ({"metadata": None}, 'lacks "weight_map" or "metadata"'),
         ({"weight_map": {C_FC: 3}}, "names 3 for the weight"),
-        ({"weight_map": {C_FC: "none.safetensors"}}, "which is not there: complete the folder"),
-        ({"weight_map": {C_FC: "x" * 300 + ".safetensors"}}, "which is not there: complete the folder"),
-        ({"weight_map": {C_FC: "a\0.safetensors"}}, "which is not there: complete the folder"),
+        ({"weight_map": {C_FC: "none.safetensors"}}, "which does not exist: complete the folder"),
+        ({"weight_map": {C_FC: "x" * 300 + ".safetensors"}}, "which does not exist: complete the folder"),
+        ({"weight_map": {C_FC: "a\0.safetensors"}}, "which does not exist: complete the folder"),
         ({"weight_map": {C_FC: "weights.pt"}}, "a file of another kind"),
         (
             {"weight_map": {C_FC: "a.safetensors"}},
@@ -214,7 +214,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, model_class, 
     [
         ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantised already: save the model unq"),
         ("compression_config", {"format": "int-quantized"}, "are compressed: save the model unquantised"),
-        ("transformers_weights", "other.safetensors", "names its weights itself"),
+        ("transformers_weights", "other.safetensors", "names its own weight files"),
         ("attn_implementation", "somebody/attention", "code that would be downloaded"),
         ("_attn_implementation", "somebody/attention", "code that would be downloaded"),
     ],
@@ -290,7 +290,7 @@ def test_a_pickle_that_holds_more_than_tensors_is_refused_without_torchs_advice(
         path.write_bytes(content)
     else:
         torch.save(content, path)
-    with pytest.raises(UserError, match="or holds more than tensors") as caught:
+    with pytest.raises(UserError, match="or contains objects other than tensors") as caught:
         load_weights(GPT2, tmp_path / "hf", dtype=torch.float32)
     assert "weights_only" not in str(caught.value)
     assert not (tmp_path / "executed").exists()
@@ -300,7 +300,7 @@ def test_a_pickle_that_holds_more_than_tensors_is_refused_without_torchs_advice(
 def test_a_pickle_of_something_else_is_one_line(tmp_path, content):
     GPT2.save_pretrained(tmp_path / "hf")
     torch.save(content, tmp_path / "hf" / "pytorch_model.bin")
-    check_refused(tmp_path / "hf", "where a tensor is expected: save the model's state dict alone")
+    check_refused(tmp_path / "hf", "instead of a tensor: save only the model's state dict")
 
 
 @pytest.mark.parametrize("named", ["float16", "float32"])

@@ -8,11 +8,11 @@ from megalowbit.layers.bitlinear import BitLinear
 @pytest.mark.parametrize(
     ("input", "message"),
     [
-        (None, "expects a torch tensor, a dense one, got NoneType"),
-        (torch.zeros(2, 64).numpy(), "expects a torch tensor, a dense one, got ndarray"),
+        (None, "expects a dense torch tensor, got NoneType"),
+        (torch.zeros(2, 64).numpy(), "expects a dense torch tensor, got ndarray"),
         (
             torch.eye(64).to_sparse(),
-            "expects a torch tensor, a dense one, got a tensor of layout torch.sparse_coo",
+            "expects a dense torch tensor, got a tensor of layout torch.sparse_coo",
         ),
         (torch.zeros(2, 64, device="meta"), "has its weight on cpu, got an input on meta"),
         (torch.zeros(2, 63), "expects a last axis of 64"),

@@ -129,7 +129,7 @@ def test_weights_go_on_alike_on_a_rank_that_was_not_there():
         assert [(each["cold"], each["warm"]) for each in counts] == [(1, 3), (1, 3)]
         counts = [layer.split_states["input"].counts for layer in (one, other)]
         assert [(each["cold"], each["warm"]) for each in counts] == [(1, 3), (1, 0)]
-    with pytest.raises(UserError, match="no layer of this model"):
+    with pytest.raises(UserError, match="not a layer of this model"):
         load_split_state_dict(new, own, SHARED_ROLES)
 
 
@@ -196,5 +196,5 @@ def test_a_model_without_splits_has_no_state():
 
 @pytest.mark.parametrize("saved", [{"3": {}}, {"0": 5}, {"0": {"outputs": {}}}])
 def test_states_of_another_model_are_refused(saved):
-    with pytest.raises(UserError, match="no layer of this model"):
+    with pytest.raises(UserError, match="not a layer of this model"):
         load_split_state_dict(converted(), saved)

@@ -199,7 +199,7 @@ def test_a_layer_alone_draws_its_own_numbers():
     grad = torch.randn(8, 32)
     one, other = (torch.autograd.grad(run(x), x, grad)[0] for _ in range(2))
     assert not torch.equal(one, other)
-    assert layer._own_stream.stream.step == 2
+    assert layer._layer_stream.stream.step == 2
 
 
 def test_frozen_tensors_get_no_gradient():

@@ -27,7 +27,7 @@ def matrix(rows, cols, seed, *, dtype=FP32, scale=1.0):
 
 
 def by_the_book(x, size=128):
-    """What the quantiser makes of a matrix, rounded to fp32 once, in float64."""
+    """What the quantizer makes of a matrix, rounded to fp32 once, in float64."""
     scales, codes, _ = book.encoded(x.detach().double().numpy(), size)
     return torch.from_numpy(book.decoded(scales, codes, size, x.shape[1])).float().double()
 
@@ -57,7 +57,7 @@ def test_products_equal_float64_up_to_the_roundings_promised(compute, has_bias):
 
 @pytest.mark.parametrize("other", ["nvfp4e2m1bnosr", "int8", "int8b", "fp32"])
 @pytest.mark.parametrize("compute", [BF16, FP16, FP32])
-def test_they_multiply_operands_of_other_quantisers(other, compute):
+def test_they_multiply_operands_of_other_quantizers(other, compute):
     x, w = matrix(16, 256, 4), matrix(24, 256, 5, dtype=compute, scale=0.02)
     left, right = quantizer("int8e5m2b").quantize(x), quantizer(other).quantize(w)
     got = multiply(left, right, transpose_right=True, compute_dtype=compute, out_dtype=FP32)

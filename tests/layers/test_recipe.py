@@ -121,7 +121,7 @@ def test_layouts_and_gemms_that_fit_survive_their_dictionary(block):
     assert Recipe.from_dict(json.loads(json.dumps(chosen.to_dict()))) == chosen
 
 
-def test_what_a_recipe_does_beyond_its_quantisers_is_printed():
+def test_what_a_recipe_does_beyond_its_quantizers_is_printed():
     text = str(recipe({"base": "mxfp4", "layout": "per_gemm", "hadamard": True, "gemm": "fp8"}))
     assert "one copy for each GEMM; Hadamard transform before grad_weight; GEMMs in fp8" in text
     assert ";" not in str(recipe("nvfp4")).replace("; backward", "")
@@ -268,7 +268,7 @@ def test_a_gradient_that_one_product_quantises_may_be_split():
 
 
 def test_a_recipe_that_quantises_nothing_cannot_split_parameters():
-    with pytest.raises(UserError, match="parameter_split needs layers that quantise"):
+    with pytest.raises(UserError, match="parameter_split needs quantised layers"):
         recipe({"base": "bf16", "parameter_split": {"rank": 4}})
 
 

@@ -22,9 +22,14 @@ def run(layer, tokens, *, leading=()):
 @pytest.mark.parametrize(
     ("in_features", "out_features", "tokens", "message"),
     [
-        (24, 32, 16, "in_features = 24 is no multiple of 16, .*q_forward_input.*recipe.keep"),
-        (32, 24, 16, "out_features = 24 is no multiple of 16, .*q_backward_outputgrad.*recipe.keep"),
-        (32, 32, 10, "tokens = 10 is no multiple of 16, .*split_grad_output.q_factors.*choose batch size.*"),
+        (24, 32, 16, "in_features = 24 is not a multiple of 16, .*q_forward_input.*recipe.keep"),
+        (32, 24, 16, "out_features = 24 is not a multiple of 16, .*q_backward_outputgrad.*recipe.keep"),
+        (
+            32,
+            32,
+            10,
+            "tokens = 10 is not a multiple of 16, .*split_grad_output.q_factors.*choose batch size.*",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_in_forward_by_name(in_features, out_features, tokens, message):
@@ -57,7 +62,7 @@ def test_a_checkpointed_forward_is_checked_before_its_backward():
 
 
 def every_single_use():
-    """Recipes of which one quantiser alone does not pad, with the axis that it sees."""
+    """Recipes of which one quantizer alone does not pad, with the axis that it sees."""
     plain = dict.fromkeys(
         ("q_forward_input", "q_forward_weight", "q_backward_input", "q_backward_weight"), "int8"
     ) | {"q_backward_outputgrad": "int8"}
@@ -78,14 +83,14 @@ def every_single_use():
 
 
 @pytest.mark.parametrize(("chosen", "axis"), list(every_single_use()))
-def test_an_axis_is_refused_exactly_where_its_quantiser_would_fail(chosen, axis):
+def test_an_axis_is_refused_exactly_where_its_quantizer_would_fail(chosen, axis):
     sizes = {"in_features": 32, "out_features": 48, "tokens": 64}
     run(BitLinear(32, 48, recipe=chosen), 64)
     sizes[axis] = 40
     layer = BitLinear(sizes["in_features"], sizes["out_features"], recipe=chosen)
-    with pytest.raises(UserError, match=f"{axis} = 40 is no multiple"):
+    with pytest.raises(UserError, match=f"{axis} = 40 is not a multiple"):
         layer(torch.randn(sizes["tokens"], sizes["in_features"]))
-    layer._needed_blocks = ()  # unchecked, the quantiser itself fails, later
+    layer._needed_blocks = ()  # unchecked, the quantizer itself fails, later
     with pytest.raises(UserError, match="needs a last axis of whole blocks"):
         run(layer, sizes["tokens"])
 

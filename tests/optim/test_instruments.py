@@ -79,7 +79,9 @@ def test_a_scaler_gets_the_hooks_it_needs_and_no_others(scaler, has_watch, has_p
 
 
 def test_a_scaler_that_probes_needs_the_model():
-    with pytest.raises(UserError, match=r"NormRatioGradScaler .* needs the model: .*Instruments.attach"):
+    with pytest.raises(
+        UserError, match=r"NormRatioGradScaler .* needs the model for that: .*Instruments.attach"
+    ):
         complete_instruments(None, NormRatioGradScaler(), list(Blocks().named_parameters()))
 
 
@@ -106,11 +108,11 @@ def test_hooks_that_would_come_too_late_are_refused():
     with pytest.raises(UserError, match=r"call Instruments\.attach before LocalDDP and before the optimizer"):
         Instruments.attach(model, None)
     named = list(model.named_parameters())
-    with pytest.raises(UserError, match=r"MaxValueGradScaler looks at gradients before they are added up"):
+    with pytest.raises(UserError, match=r"MaxValueGradScaler needs gradients before they are summed"):
         complete_instruments(None, MaxValueGradScaler(), named)
     scaling = Instruments(layer_scaling=LayerScaling(model, ["layers.0"]))
     for scaler in (None, ConstantGradScaler(1.0)):
-        with pytest.raises(UserError, match="layer scaling looks at gradients before"):
+        with pytest.raises(UserError, match="layer scaling needs gradients before"):
             complete_instruments(scaling, scaler, named)
     assert complete_instruments(None, DynamicGradScaler(), named).watch is None
 

@@ -1,4 +1,4 @@
-"""The maximum that shards agree on is the one that a quantiser finds itself."""
+"""The maximum that shards agree on is the one that a quantizer finds itself."""
 
 import math
 
@@ -50,7 +50,7 @@ def test_an_empty_shard_has_a_maximum_of_zero():
     assert tensor_maximum(torch.empty(0, 16), quantizer(NAMES[0]).encoding) == 0
 
 
-def test_which_quantisers_need_one():
+def test_which_quantizers_need_one():
     assert needs_maximum(quantizer("nvfp4e2m1b"))
     assert needs_maximum(quantizer("int8"))
     assert not needs_maximum(quantizer("mxfp4e2m1b"))

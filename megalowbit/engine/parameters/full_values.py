@@ -65,7 +65,7 @@ class _Values:
     def get_full_hp_grad(self) -> Tensor:
         """A copy of the gradient; DeepSpeed calls it only if `.grad` is None."""
         optimizer, parameter = self._both()
-        if not optimizer.gradients.are_there():
+        if not optimizer.gradients.exist():
             raise ValueError(NOT_THERE)  # as at stages 1 and 2
         found = optimizer.gradients.of(parameter)
         assert found is not None

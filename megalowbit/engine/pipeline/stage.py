@@ -40,7 +40,7 @@ from megalowbit.engine.pipeline.parts import (
 )
 from megalowbit.engine.pipeline.stage_bounds import empty_stage
 from megalowbit.errors import UserError
-from megalowbit.hf.generation import remember, remembered
+from megalowbit.hf.generation import store_generation, stored_generation
 from megalowbit.layers.conversion.convert import random_stream
 from megalowbit.layers.conversion.stream_hook import AdvanceStream
 
@@ -92,7 +92,7 @@ class PipelinedModel(PipelineModule):
             ) from None
         self._check_stages(len(parts))
         self.config = model.config
-        remember(self, remembered(model))
+        store_generation(self, stored_generation(model))
         self.partition = partition
         self.num_parameters_of_all_stages = sum(each.numel() for each in model.parameters())
         self._block_inputs = BlockInputs(model)

@@ -76,7 +76,7 @@ class ZeroSurface(LastStep):
     """
 
     is_flag_shared = True  # pieces are measured over all ranks
-    is_late_flag_possible = False  # DeepSpeed's step needs the flag on the host
+    can_defer_host_read = False  # DeepSpeed's step decides on the host
 
     gradients: GradientPieces
     _loss_scaler: ZeroLossScaler

@@ -1,1 +1,1 @@
-"""Linear layers out, BitLinear in, and back: which layers a recipe converts, and what is refused."""
+"""Conversion of linear layers to BitLinear and back, and which layers a recipe converts, keeps or rejects."""

@@ -1,9 +1,9 @@
 """The first and last transformer blocks of a model, which a recipe may leave in high precision.
 
-Families are not known here: blocks are the modules in the one list (`nn.ModuleList`) that holds linear
-layers and lies in no other such list, such as `model.layers`. Modules in it without linear layers do not
-count. A model with no such list, or with several (an encoder and a decoder), is refused: a guess would
-quietly train another model than the one meant.
+This module does not know model families. The blocks are the modules in the only outermost `nn.ModuleList`
+that holds linear layers, such as `model.layers`. Modules in it without linear layers do not count. A model
+without such a list, or with several (an encoder and a decoder), is rejected, because a wrong guess would
+silently train another model than intended.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def reasons_to_keep_blocks(
     recipe: Recipe,
     others: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, str]:
-    """Why layers in the blocks that `recipe.keep_first` and `keep_last` speak of stay as they are.
+    """Reasons to keep the layers in the blocks that `recipe.keep_first` and `keep_last` select.
 
-    Shares of the number of blocks are rounded up. `others` are further names, with the modules that hold what
-    they name; they make no block.
+    Shares of the number of blocks are rounded up. `others` are further names with the modules that hold the
+    named parameters; they are not searched for blocks.
 
     Returns:
-        Reason by name; empty where the recipe keeps no blocks.
+        Reason by name; empty if the recipe keeps no blocks.
 
     Raises:
         UserError: the model has no list of blocks, or several, or no block would be left to quantise.
@@ -65,7 +65,7 @@ def find_blocks(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Mo
     """
     linear = {id(layer) for layer in layers.values()}
     found: dict[str, nn.ModuleList] = {}
-    inside: set[int] = set()  # of a list found; parents come before what is in them
+    inside: set[int] = set()  # modules inside a list already found; parents come before children
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and id(module) not in inside and _holds(module, linear):
             found[name] = module
@@ -83,7 +83,7 @@ def find_blocks(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Mo
 
 
 def count_blocks(share: int | float, num_blocks: int) -> int:
-    """A number of blocks as it is; a share of them rounded up."""
+    """The number of blocks to keep; a share is rounded up."""
     if isinstance(share, int):
         return share
     return max(1, math.ceil(share * num_blocks - _ROUNDING)) if share else 0

@@ -1,14 +1,16 @@
-"""Conversion of models: linear layers out, BitLinear in, and back.
+"""Conversion of models: replaces linear layers by BitLinear layers and back.
 
-`convert` swaps every `nn.Linear` and every transformers `Conv1D` (a linear layer with its weight
-transposed) of a model in place. It keeps the output head, layers with tied weights, subclasses of
-`nn.Linear`, what the recipe's `keep` names and the blocks it leaves out, and says so (`kept_layers`). A
-matrix that is in no linear layer, such as experts in one parameter, is reported as missed; who starts a run
-refuses it. A linear layer's parameters stay the same objects; a Conv1D's weight becomes a new parameter,
-(out, in), so convert before building an optimizer. No data is touched on the meta device.
+`convert` replaces every `nn.Linear` and every transformers `Conv1D` (a linear layer with a transposed weight)
+of a model in place. It keeps, and lists in its report, the output head, layers with tied weights, subclasses
+of `nn.Linear`, layers named in the recipe's `keep`, and the blocks that the recipe excludes (`kept_layers`).
+A matrix outside linear layers, such as experts in one parameter, is reported as missed; a training run
+rejects such a model. Embeddings and norms are never changed.
 
-The model also gets one random stream, advanced by a hook at each training forward of the model converted: one
-forward is one micro-batch. Embeddings and norms are never touched.
+A linear layer's parameters stay the same objects. A Conv1D's weight (in, out) becomes a new parameter (out,
+in), so convert before building an optimizer. On the meta device no data is touched.
+
+The model also gets one random stream. A hook advances it at each training forward of the converted model: one
+forward is one micro-batch.
 """
 
 from __future__ import annotations
@@ -45,24 +47,24 @@ def convert(
     seed: int = 0,
     rank: int | None = None,
 ) -> ConversionReport:
-    """Swap a model's linear layers for `BitLinear`, in place.
+    """Replace a model's linear layers by `BitLinear`, in place.
 
     Args:
-        model: any module with linear layers below it.
-        recipe: a recipe, its name, or a configuration block.
-        seed: of the random stream for stochastic rounding; the same on all ranks.
-        rank: data-parallel rank: ranks draw different numbers for their own data. `None`: this process's in
-            torch.distributed's default group, as soon as there is one, or in the group that `LocalDDP` got.
-            `megalowbit.initialize` sets it whatever was given. Pass it where tensor-parallel ranks of your
-            own hold the same data: they need the same rank.
+        model: any module that contains linear layers.
+        recipe: a recipe, the name of one, or a configuration block.
+        seed: seed of the random stream for stochastic rounding; the same on all ranks.
+        rank: data-parallel rank; ranks draw different numbers for their data. `None`: this process's rank in
+            torch.distributed's default group, once it exists, or in the group passed to `LocalDDP`.
+            `megalowbit.initialize` always overrides it. Pass it if tensor-parallel ranks, made without
+            megalowbit, hold the same data: they need the same rank.
 
     Returns:
-        What was swapped, kept and missed, by name.
+        The swapped layers, kept layers and missed weights, by name.
 
     Raises:
         UserError: the recipe quantises but nothing could be swapped, a `keep` pattern matches nothing, the
-            blocks to keep cannot be told, the model is itself a linear layer, it has been converted before,
-            or seed or rank is no whole number.
+            blocks to keep cannot be found, the model is itself a linear layer, it was converted before, or
+            seed or rank is not a whole number.
     """
     chosen = recipe_of(recipe)
     stream = RandomStream(seed, rank)
@@ -82,12 +84,12 @@ def convert(
 
 
 def restore(model: nn.Module) -> None:
-    """Put plain `nn.Linear` and `Conv1D` back, with the values trained since, and remove the stream's hook.
+    """Convert back to plain `nn.Linear` and `Conv1D` with the trained values, and remove the stream's hook.
 
-    The weight of a layer split into parameters is merged, in a new parameter.
+    The weight of a layer split into parameters is merged into a new parameter.
 
     Raises:
-        UserError: the model is itself a BitLinear, or a Conv1D is due and transformers is not imported.
+        UserError: the model is itself a BitLinear, or was a Conv1D and transformers is not imported.
     """
     if isinstance(model, BitLinear):
         raise UserError(
@@ -106,7 +108,7 @@ def bit_layers(model: nn.Module) -> dict[str, BitLinear]:
 
 
 def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The state dict of the model with all its layers plain, copied to the CPU; the model stays as it is.
+    """The state dict of the model with all its layers plain, copied to the CPU; the model does not change.
 
     Args:
         model: converted or not.
@@ -114,7 +116,7 @@ def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None
             `engine.parameters.full_weights.full_state_dict` returns it.
 
     Raises:
-        UserError: the model is cut over tensor-parallel ranks, and `whole` is missing.
+        UserError: the model is sharded over tensor-parallel ranks, and `whole` is missing.
     """
     given = model.state_dict() if whole is None else whole
     state = {
@@ -137,13 +139,13 @@ def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None
 
 
 def set_observer(model: nn.Module, observer: Observer | None) -> None:
-    """Attach an observer to every BitLinear of a model, or detach it with `None`."""
+    """Attach an observer to every BitLinear of a model; `None` detaches it."""
     for layer in bit_layers(model).values():
         layer.observer = observer
 
 
 def set_chooser(model: nn.Module, chooser: Chooser | None) -> None:
-    """Let a chooser say what the BitLinear layers of a model run with, or take it off again with `None`.
+    """Attach a chooser, which picks the precision of a model's BitLinear layers; `None` detaches it.
 
     Raises:
         UserError: there is a chooser, but the model has no BitLinear.
@@ -154,11 +156,11 @@ def set_chooser(model: nn.Module, chooser: Chooser | None) -> None:
             f"{type(model).__name__} has no BitLinear layer whose precision could be chosen: convert it first"
         )
     for layer in layers:
-        layer.chooser, layer._waiting = chooser, None
+        layer.chooser, layer._pending_probe = chooser, None
 
 
 def random_stream(model: nn.Module) -> RandomStream | None:
-    """The stream `convert` gave this model; `None` where it swapped nothing."""
+    """The stream that `convert` gave this model; `None` if it swapped nothing."""
     for layer in bit_layers(model).values():
         if layer.random_stream is not None:
             return layer.random_stream
@@ -166,9 +168,9 @@ def random_stream(model: nn.Module) -> RandomStream | None:
 
 
 def cache_weights(model: nn.Module) -> WeightCache:
-    """Let every BitLinear of a model keep its quantised weight until the cache returned is cleared.
+    """Make every BitLinear of a model keep its quantised weight until the returned cache is cleared.
 
-    Whoever updates the weights must clear it each time, see `weight_cache`. A second call starts anew.
+    Clear it after every update of the weights, see `weight_cache`. A second call starts with empty caches.
     """
     layers = bit_layers(model).values()
     for layer in layers:
@@ -177,12 +179,12 @@ def cache_weights(model: nn.Module) -> WeightCache:
 
 
 def product_counts(model: nn.Module) -> dict[str, dict[str, int]]:
-    """How many products of a model's layers have run in what, by product: `{"output": {"fp8": 24}, …}`."""
+    """Number of products of a model's layers by product and precision: `{"output": {"fp8": 24}, …}`."""
     return added_counts(layer.product_counts for layer in bit_layers(model).values())
 
 
 def added_counts(tables: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Sums of tables as of `product_counts`."""
+    """Sum tables of the form that `product_counts` returns."""
     total: dict[str, dict[str, int]] = {}
     for table in tables:
         for product, paths in table.items():
@@ -193,7 +195,7 @@ def added_counts(tables: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str,
 
 
 def refuse_partitioned(model: nn.Module) -> None:
-    """Refuse a model that was built under `deepspeed.zero.Init`, whose parameters look empty.
+    """Reject a model that was built under `deepspeed.zero.Init`, whose parameters look empty.
 
     Raises:
         UserError: names the first such parameter.
@@ -201,9 +203,9 @@ def refuse_partitioned(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):  # DeepSpeed's mark
             raise UserError(
-                f"parameter {name} is cut into pieces already, by deepspeed.zero.Init or an earlier engine "
-                "at stage 3, so its exact values are gone: build the model outside of zero.Init, for "
-                "mlb.initialize cuts it (transformers enters zero.Init by itself while a "
+                f"parameter {name} is already partitioned, by deepspeed.zero.Init or an earlier engine at "
+                "stage 3, so its exact values are lost: build the model outside of zero.Init, because "
+                "mlb.initialize partitions it (transformers enters zero.Init while a "
                 "TrainingArguments(deepspeed=…) or HfDeepSpeedConfig with stage 3 exists: build the model "
                 "before)"
             )
@@ -218,7 +220,7 @@ def _refuse_unfit(model: nn.Module) -> None:
         )
     if random_stream(model) is not None:
         raise UserError(
-            f"this {type(model).__name__} has been converted before: call megalowbit.restore(model) first"
+            f"this {type(model).__name__} was converted before: call megalowbit.restore(model) first"
         )
 
 
@@ -233,7 +235,7 @@ def _nothing_to_swap(model: nn.Module, recipe: Recipe, selection: Selection) -> 
 
 
 def _swap(model: nn.Module, layers: Mapping[str, nn.Module], recipe: Recipe) -> tuple[SwappedLayer, ...]:
-    """Put a BitLinear in the place of each layer."""
+    """Replace each layer by a BitLinear."""
     made = {name: _to_bitlinear(layer, recipe, name) for name, layer in layers.items()}
     _replace_children(model, {id(layer): made[name] for name, layer in layers.items()})
     return tuple(
@@ -251,7 +253,7 @@ def _replace_children(model: nn.Module, replacements: Mapping[int, nn.Module]) -
 
 
 def _to_bitlinear(layer: nn.Module, recipe: Recipe, name: str) -> BitLinear:
-    # The whole state moves over: parameters, hooks, training mode, attributes others have hung on the layer.
+    # Copy the whole state: parameters, hooks, training mode, and attributes that other code has added.
     target = LOW_BIT.get(type(layer), BitLinear)
     new = target.__new__(target)
     new.__dict__.update(layer.__dict__)
@@ -260,7 +262,7 @@ def _to_bitlinear(layer: nn.Module, recipe: Recipe, name: str) -> BitLinear:
         weight = _transposed(layer._parameters["weight"])
         new._parameters = {**layer._parameters, "weight": weight}
         new.out_features, new.in_features = weight.shape
-    # a shard of a Conv1D's weight has been transposed already, and says so
+    # a shard of a Conv1D's weight was transposed when it was made, and its attribute says so
     is_transposed = is_conv1d or layer.__dict__.get("is_transposed", False)
     new.fill_slots(recipe, layer_name=name, is_transposed=is_transposed)
     return new
@@ -287,7 +289,7 @@ def _from_bitlinear(layer: BitLinear) -> nn.Module:
 
 def _plain_class(layer: BitLinear) -> type[nn.Module]:
     if isinstance(layer, ParallelBitLinear):
-        return layer.plain_class  # of a Conv1D too: a shard of it is a linear layer
+        return layer.plain_class  # also for a Conv1D: its shard is a linear layer
     conv1d = conv1d_class()
     if layer.is_transposed and conv1d is None:
         raise UserError(f"layer {layer.layer_name!r} was a Conv1D: import transformers before restoring it")

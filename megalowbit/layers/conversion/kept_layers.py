@@ -1,7 +1,7 @@
-"""What of a model a recipe leaves as it is, and why: output head, tied weights, what `keep` names, blocks.
+"""Which layers a recipe keeps, and why: output head, tied weights, names in `keep`, blocks.
 
-Weights that are in no linear layer are missed where there is no such reason. Transformers is not imported
-here: a model that has `Conv1D` layers has imported it.
+Weights outside linear layers without such a reason are missed. This module does not import transformers: a
+model with `Conv1D` layers has imported it already.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import nn
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.conversion.bare_weights import BareWeight, bare_weights
 from megalowbit.layers.conversion.blocks import reasons_to_keep_blocks
 from megalowbit.layers.conversion.report import KeptLayer, MissedWeight
+from megalowbit.layers.conversion.standalone_weights import StandaloneWeight, standalone_weights
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.tensor_parallel.bitlinear import LOW_BIT
 
 
 class Selection(NamedTuple):
-    """What a recipe does with a model.
+    """The decisions of a recipe about a model's layers.
 
     Attributes:
         to_swap: linear layers by name, in the model's order.
         kept: see `ConversionReport`.
-        missed: see there.
+        missed: see `ConversionReport`.
     """
 
     to_swap: dict[str, nn.Module]
@@ -39,18 +39,18 @@ class Selection(NamedTuple):
 
 
 def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
-    """Which linear layers are to be swapped, which are kept and why, and what is missed.
+    """Which linear layers to swap, which to keep and why, and which weights are missed.
 
     Raises:
-        UserError: as `reasons_to_keep`.
+        UserError: see `reasons_to_keep`.
     """
     layers = linear_layers(model)
-    bare = bare_weights(model, layers, output_heads(model))
-    reasons = reasons_to_keep(model, layers, recipe, bare)
+    standalone = standalone_weights(model, layers, output_heads(model))
+    reasons = reasons_to_keep(model, layers, recipe, standalone)
     if not recipe.quantizes:
-        reasons, bare = {name: reasons.get(name, "the recipe quantises nothing") for name in layers}, {}
+        reasons, standalone = {name: reasons.get(name, "the recipe quantises nothing") for name in layers}, {}
     kinds = {name: type(layer).__name__ for name, layer in layers.items()}
-    kinds |= {name: each.kind for name, each in bare.items()}
+    kinds |= {name: each.kind for name, each in standalone.items()}
     return Selection(
         {name: layer for name, layer in layers.items() if name not in reasons},
         tuple(KeptLayer(name, kind, reasons[name]) for name, kind in kinds.items() if name in reasons),
@@ -58,14 +58,14 @@ def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
             MissedWeight(
                 name, each.shape, f"a parameter of {each.kind}, and no linear layer's weight", each.owner_name
             )
-            for name, each in bare.items()
+            for name, each in standalone.items()
             if name not in reasons
         ),
     )
 
 
 def conv1d_class() -> type[nn.Module] | None:
-    """The `Conv1D` of transformers; None where nobody has imported it."""
+    """The `Conv1D` of transformers; None if transformers is not imported."""
     module = sys.modules.get("transformers.pytorch_utils")
     return getattr(module, "Conv1D", None)
 
@@ -82,9 +82,9 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def reasons_to_keep(
-    model: nn.Module, layers: dict[str, nn.Module], recipe: Recipe, bare: Mapping[str, BareWeight]
+    model: nn.Module, layers: dict[str, nn.Module], recipe: Recipe, standalone: Mapping[str, StandaloneWeight]
 ) -> dict[str, str]:
-    """Reason by name of linear layers and bare weights; those that are swapped or missed have none.
+    """The reason for each kept layer or weight, by name; swapped and missed ones have none.
 
     Raises:
         UserError: a pattern of the recipe's `keep` matches nothing, or see `reasons_to_keep_blocks`.
@@ -101,18 +101,18 @@ def reasons_to_keep(
         elif isinstance(layer, BitLinear):
             reasons[name] = "already a BitLinear"
         elif type(layer) not in plain:
-            reasons[name] = "a subclass of its own, not a plain linear layer"
+            reasons[name] = "a subclass of nn.Linear, not a plain linear layer"
         elif owners[id(layer.weight)] > 1:
             reasons[name] = "its weight is tied to another module's"
-    for name, weight in bare.items():
+    for name, weight in standalone.items():
         if any(_matches(name, pattern) for pattern in recipe.keep):
             reasons[name] = "named by the recipe's keep"
         elif weight.reason is not None:
             reasons[name] = weight.reason
     for pattern in recipe.keep:
-        if not any(_matches(name, pattern) for name in (*layers, *bare)):
+        if not any(_matches(name, pattern) for name in (*layers, *standalone)):
             raise _matches_nothing(pattern, layers)
-    holders = {name: each.owner for name, each in bare.items()}
+    holders = {name: each.owner for name, each in standalone.items()}
     return {**reasons_to_keep_blocks(model, layers, recipe, holders), **reasons}
 
 
@@ -133,7 +133,7 @@ def _output_head(module: nn.Module) -> nn.Module | None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names this layer or a module it lies in."""
+    """Whether a pattern matches this layer or a module that contains it."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(len(parts), 0, -1))
 
@@ -145,7 +145,7 @@ def _matches_nothing(pattern: str, layers: dict[str, nn.Module]) -> UserError:
 
 
 def missed_weights(model: nn.Module, recipe: Recipe) -> tuple[MissedWeight, ...]:
-    """What `ConversionReport.missed` says, of a model that the recipe may have converted already."""
-    if not recipe.quantizes or not bare_weights(model, linear_layers(model), output_heads(model)):
+    """`ConversionReport.missed` of a model that the recipe may have converted already."""
+    if not recipe.quantizes or not standalone_weights(model, linear_layers(model), output_heads(model)):
         return ()
     return select_layers(model, recipe).missed

@@ -1,11 +1,13 @@
-"""A converted model in a loop that is not ours: whether it trains as its configuration says.
+"""Checks for a converted model in another library's training loop: does it train as configured?
 
-Stock DeepSpeed, HuggingFace's Trainer and Accelerate leave a `"megalowbit"` block alone, build optimizers of
-their own, and may replace layers. Nothing is patched. What is ours and in play looks around instead: the
-hook that advances the random stream, at the first training forward in a DeepSpeed engine, and
-`check_training`, which a script or `MegalowbitCallback` calls. An engine is found by the hook that it puts on
-its module. Not seen: a model without low-bit layers in a script that calls nothing of ours; an engine around
-a module that contains the converted one.
+Stock DeepSpeed, HuggingFace's Trainer and Accelerate ignore the `"megalowbit"` block, build their own
+optimizers, and may replace layers. Nothing is patched. Instead, two places check:
+
+- the hook that advances the random stream, at the first training forward in a DeepSpeed engine,
+- `check_training`, which a script or `MegalowbitCallback` calls.
+
+An engine is found by the hook that it registers on its module. Not detected: a model without low-bit layers
+in a script that calls nothing of megalowbit; an engine around a module that contains the converted one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from megalowbit.quantize.random_stream import own_rank
 logger = logging.getLogger(__name__)
 
 BLOCK = "megalowbit"
-# sections of launch/pretrain.py, which mlb.initialize leaves alone too
+# sections of launch/pretrain.py, which mlb.initialize ignores too
 OF_THE_RUN = frozenset({"model", "data", "run", "checkpoint", "telemetry", "loss_guard"})
 OFF: tuple[object, ...] = (None, False, {}, "global", {"enabled": False})
 
@@ -39,47 +41,47 @@ def check_training(
     optimizer: object = None,
     config: str | Path | Mapping[str, Any] | None = None,
 ) -> None:
-    """Make sure that a model trains in low precision as its configuration says; before the first step.
+    """Check before the first step that a model trains in low precision as its configuration says.
 
-    For scripts with an engine of stock DeepSpeed, Accelerate or a loop of their own; in Trainer
+    For scripts with an engine of stock DeepSpeed, with Accelerate, or with their own loop; in Trainer,
     `MegalowbitCallback` calls it. Local to each rank.
 
     Args:
-        model: converted; as it is, or in the engine or wrapper that trains it.
-        optimizer: that steps it; an engine's own is found.
-        config: DeepSpeed's configuration with the `"megalowbit"` block; an engine's own is found.
+        model: the converted model, or the engine or wrapper that trains it.
+        optimizer: the optimizer that steps it; an engine's optimizer is found.
+        config: DeepSpeed's configuration with the `"megalowbit"` block; an engine's is found.
 
     Raises:
-        UserError: the model has no low-bit layers or lost them, the block asks for what nobody does, layers
-            and block name different recipes, the optimizer expects a loss scale or gradients that the loop
-            does not give, the random stream is another rank's, or stock DeepSpeed's stage 3 would export
-            weights otherwise than transformers reads them. All that is wrong, in one line.
+        UserError: lists all problems in one line: the model has no low-bit layers or lost them, the block
+            sets a key that nothing acts on, layers and block name different recipes, the optimizer expects a
+            loss scale or gradients that the loop does not provide, the random stream belongs to another rank,
+            or stock DeepSpeed's stage 3 would export weights in another layout than transformers reads.
     """
     inner, engine = _unwrapped(model)
     if engine is not None and hasattr(engine, "process_grid"):
-        return  # made by megalowbit.initialize, which has checked it
+        return  # made by megalowbit.initialize, which has already checked it
     problems = _problems(inner, engine, optimizer, config)
     if isinstance(model, nn.DataParallel):
         problems.append(
             "nn.DataParallel copies the model for each device, and its copies share one random stream: start "
-            "one process a device"
+            "one process for each device"
         )
     if problems:
         raise UserError("; ".join(problems))
 
 
 def check_engine(model: nn.Module, names: tuple[str, ...]) -> None:
-    """What the stream's hook does at a model's first training forward; outside engines it counts layers only.
+    """Check at a model's first training forward, from the stream's hook; without an engine, layers only.
 
-    `names` are those of the layers that were converted.
+    `names` are those of the converted layers.
 
     Raises:
-        UserError: as `check_training`.
+        UserError: see `check_training`.
     """
     engine = find_engine(model)
     if engine is not None and hasattr(engine, "process_grid"):
         return
-    if engine is None:  # single layers may have been put back by hand
+    if engine is None:  # a user may have converted single layers back by hand
         layers = [each for name, each in model.named_modules() if name in names]
         if layers and not any(_holds_low_bit(each) for each in layers):
             raise UserError(_replaced(names, names[0], layers[0]))
@@ -91,15 +93,15 @@ def check_engine(model: nn.Module, names: tuple[str, ...]) -> None:
     if precision != "fp32" and own_rank() == 0:
         scale = "its own loss scale" if precision == "fp16" else "its own search for inf and NaN"
         logger.warning(
-            "low-bit layers train in an engine of stock DeepSpeed, with %s and its own optimizer: for "
-            "those of megalowbit (grad_scaler, fp32 gradients at every stage) make the engine with "
+            "low-bit layers train in an engine of stock DeepSpeed, with %s and its own optimizer: to use "
+            "megalowbit's (grad_scaler, fp32 gradients at every stage), make the engine with "
             "megalowbit.initialize",
             scale,
         )
 
 
 def find_engine(model: nn.Module) -> Any | None:
-    """The DeepSpeed engine around a model, by the hook that it has put on it; None if there is none."""
+    """The DeepSpeed engine around a model, found by its hook on the model; None if there is none."""
     for hook in (*model._forward_pre_hooks.values(), *model._forward_hooks.values()):
         if not str(getattr(hook, "__module__", "")).startswith("deepspeed."):
             continue
@@ -167,7 +169,7 @@ def _layer_problems(
 
 
 def _holds_low_bit(module: nn.Module) -> bool:
-    """Whether a module is a BitLinear or wraps one: adapters, checkpointing and FSDP do."""
+    """Whether a module is a BitLinear or wraps one, as adapters, checkpointing and FSDP do."""
     return any(isinstance(each, BitLinear) for each in module.modules())
 
 
@@ -192,8 +194,8 @@ def _block_problems(block: Mapping[str, Any], engine: Any | None) -> list[str]:
                 )
         elif key != "precision":
             problems.append(
-                f"{BLOCK}.{key} = {shown(value)} is acted on by megalowbit.initialize alone: remove it, or "
-                "make the engine with that"
+                f"{BLOCK}.{key} = {shown(value)} only works with megalowbit.initialize: remove it, or make "
+                "the engine with megalowbit.initialize"
             )
     return problems
 
@@ -202,9 +204,9 @@ def _optimizer_problems(optimizers: list[object], engine: Any | None) -> list[st
     for wrapper in optimizers:
         optimizer: Any = wrapper
         while hasattr(optimizer, "optimizer") and not hasattr(optimizer, "params_have_main_grad"):
-            optimizer = optimizer.optimizer  # of Accelerate, of DeepSpeed
+            optimizer = optimizer.optimizer  # wrappers of Accelerate and DeepSpeed
         if not hasattr(optimizer, "params_have_main_grad"):
-            continue  # none of megalowbit's
+            continue  # not one of megalowbit's
         kind = type(optimizer).__name__
         if optimizer.grad_scaler is not None:
             return [
@@ -219,8 +221,8 @@ def _optimizer_problems(optimizers: list[object], engine: Any | None) -> list[st
             ]
         if engine is not None:
             return [
-                f"{kind} is stepped by an engine of stock DeepSpeed, which keeps to other gradients: make "
-                "the engine with megalowbit.initialize(optimizer=…)"
+                f"{kind} is stepped by an engine of stock DeepSpeed, which keeps its gradients elsewhere: "
+                "make the engine with megalowbit.initialize(optimizer=…)"
             ]
     return []
 
@@ -236,23 +238,23 @@ def _stream_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> lis
     remedy = "leave rank= out of megalowbit.convert"
     if not (dist.is_available() and dist.is_initialized()):
         remedy = (
-            "this loop takes each process for the only one, so start all with its launcher (with Accelerate "
+            "this loop treats each process as the only one, so start all with its launcher (with Accelerate "
             "on CPUs as docs/other-loops.md says), or, if there is one process, leave out rank="
         )
     return [
-        f"the random stream is that of rank {wrong.rank} and this is rank {rank}, whose numbers must be its "
-        f"own: {remedy}"
+        f"the random stream belongs to rank {wrong.rank} and this is rank {rank}, which needs its own random "
+        f"numbers: {remedy}"
     ]
 
 
 def _export_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> list[str]:
-    """At stage 3 DeepSpeed, Trainer and Accelerate export parameters as they lie, and no state dict."""
+    """At stage 3 DeepSpeed, Trainer and Accelerate export parameters as stored, not a state dict."""
     if engine is None or not engine.zero_optimization_partition_weights():
         return []
     for name, layer in layers.items():
         if not layer.is_transposed and not layer.has_factors:
             continue
-        fault = "transposed (square ones in silence)" if layer.is_transposed else "without its split parts"
+        fault = "transposed (no error for square ones)" if layer.is_transposed else "without its split parts"
         return [
             f"at ZeRO stage 3 this engine and DeepSpeed's tools export the weight of {name} {fault}: use "
             "stage 2 or less, or make the engine with megalowbit.initialize"
@@ -273,7 +275,7 @@ def _recipe(block: Mapping[str, Any]) -> Recipe | None:
 def _block_of(config: object) -> Mapping[str, Any]:
     if isinstance(config, (str, Path)):
         if not Path(config).exists():
-            return {}  # DeepSpeed takes encoded text too, and has read it
+            return {}  # DeepSpeed also takes encoded text, and has read it
         config = read_json_object(Path(config))
     block = config.get(BLOCK) if isinstance(config, Mapping) else None
     if block is None:

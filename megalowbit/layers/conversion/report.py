@@ -1,4 +1,4 @@
-"""What a conversion did: which layers were swapped, which were kept and why, and which weights it missed."""
+"""The report of a conversion: swapped layers, kept layers with reasons, and missed weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalowbit.layers.recipe import Recipe
 
 @dataclass(frozen=True)
 class SwappedLayer:
-    """A layer that is a BitLinear now; `kind` is what it was."""
+    """A layer that was replaced by a BitLinear; `kind` is its former class."""
 
     name: str
     kind: str
@@ -23,7 +23,7 @@ class SwappedLayer:
 
 @dataclass(frozen=True)
 class KeptLayer:
-    """A linear layer that was left as it is, and the reason."""
+    """A linear layer that was not replaced, and the reason."""
 
     name: str
     kind: str
@@ -32,13 +32,13 @@ class KeptLayer:
 
 @dataclass(frozen=True)
 class MissedWeight:
-    """A matrix, or several in one parameter, that takes part in a projection and stays in high precision.
+    """A parameter of one or several matrices that takes part in a projection but stays in high precision.
 
     Attributes:
-        name: of the parameter.
-        shape: of it.
+        name: name of the parameter.
+        shape: shape of the parameter.
         reason: why it was not swapped.
-        owner_name: of the module that holds it, by which a recipe's `keep` may name it.
+        owner_name: name of the module that holds it; a recipe's `keep` can list it.
     """
 
     name: str
@@ -49,13 +49,14 @@ class MissedWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """Result of `convert`; prints on one screen, layers of equal pattern on one line.
+    """Result of `convert`. Its text fits on one screen, with one line for layers of the same pattern.
 
     Attributes:
         recipe: the recipe applied.
         swapped: in the model's order.
-        kept: in the model's order; linear layers, then what else the recipe keeps, convolutions and routers.
-        missed: weights that no low-bit layer can stand for, in the model's order.
+        kept: in the model's order; linear layers, then other parameters that the recipe keeps, convolutions
+            and routers.
+        missed: weights that no low-bit layer can replace, in the model's order.
     """
 
     recipe: Recipe
@@ -83,7 +84,7 @@ class ConversionReport:
 
 
 def refuse_missed(missed: Collection[MissedWeight], recipe: Recipe) -> None:
-    """Refuse to train a model of whose projections some would quietly stay in high precision.
+    """Refuse to train a model if some of its projections would silently stay in high precision.
 
     Raises:
         UserError: `missed` is not empty.
@@ -96,14 +97,14 @@ def refuse_missed(missed: Collection[MissedWeight], recipe: Recipe) -> None:
 
 
 def describe_missed(missed: Collection[MissedWeight], recipe: Recipe) -> str:
-    """One line about weights of which there is at least one."""
+    """One line about the missed weights; there must be at least one."""
     first, others = next(iter(missed)), len(missed) - 1
     which = f"weight {first.name} {first.shape}" + (f" and {others} more" if others else "")
     return f"recipe {recipe.name!r} does not reach {which}: {first.reason}"
 
 
 def keep_pattern(missed: Collection[MissedWeight]) -> str:
-    """What a recipe's `keep` may hold for the first of them and its like in other blocks."""
+    """A pattern for a recipe's `keep` that matches the first of them and the same in other blocks."""
     first = next(iter(missed))
     return _pattern(first.owner_name or first.name)
 

@@ -1,10 +1,12 @@
-"""The hook that advances a model's random stream, and looks whether the stream is this process's own.
+"""The hook that advances a model's random stream, and checks that each process has its own stream.
 
-Two processes under torch's DistributedDataParallel may have been given one rank (0 everywhere, or the local
-rank on two nodes). Then averaging their gradients leaves the noise of rounding as it is. One process cannot
-see the other's rank; but it knows its own in DDP's group and in the world, and a third number is a mistake.
-Nothing is exchanged, since other ranks may not be in a forward. `LocalDDP` and `PrecisionController` compare
-ranks when they are made. Not covered: FSDP, other engines, and compiled replicas, whose forward is traced.
+Under torch's DistributedDataParallel, two processes may have been given the same rank (0 everywhere, or the
+local rank on two nodes). Their rounding errors are then equal, and averaging gradients does not reduce them.
+A process cannot see the rank given to another one. But it knows its own rank in DDP's group and in the world,
+and any other number is a mistake. Nothing is exchanged, because other ranks may not be in a forward.
+`LocalDDP` and `PrecisionController` compare ranks when they are created.
+
+Not covered: FSDP, other engines, and compiled replicas, whose forward is traced.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from megalowbit.quantize.random_stream import RandomStream
 class AdvanceStream:
     """Forward pre-hook: each training forward is one micro-batch.
 
-    An object rather than a closure, so that deepcopy and pickle take the stream along. It also runs where
-    nothing else of ours does, so it looks who trains the model: at the first forward, and where other hooks
-    have come or gone since, as an engine's do.
+    A class and not a closure, so deepcopy and pickle include the stream. Often it is the only megalowbit code
+    in a training loop, so it also checks which engine trains the model: at the first forward, and whenever
+    other hooks were added or removed since, as engines do.
     """
 
     layer_names: tuple[str, ...] = ()
@@ -39,7 +41,7 @@ class AdvanceStream:
         self.layer_names = layer_names
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Advance the stream, except where checkpointing repeats a forward."""
+        """Advance the stream, unless checkpointing repeats a forward."""
         del args
         if not module.training:
             return
@@ -53,15 +55,15 @@ class AdvanceStream:
             self.stream.advance()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles take along: a copy is another engine's."""
+        """State for copies and pickles; a copy may get another engine, so it checks again."""
         return {name: value for name, value in self.__dict__.items() if name != "hooks_seen"}
 
 
 def check_replica(stream: RandomStream) -> None:
-    """To be called in a forward.
+    """Check the stream's rank within a forward.
 
     Raises:
-        UserError: DDP runs it, and the rank that the stream was given is not this process's.
+        UserError: DDP runs the forward, and the stream was given a rank that is not this process's.
     """
     replica: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
     if replica is None or stream.given_rank is None:

@@ -1,4 +1,4 @@
-"""What one use of a layer needs beside its tensors, and how it quantises its operands with it."""
+"""The settings and services of one use of a layer, and the quantisation of its operands."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from megalowbit.spectral.state import SplitState
 
 
 class SplitOperand(NamedTuple):
-    """An operand ready to be quantised, split where the recipe says so.
+    """An operand ready to be quantised, split if the recipe says so.
 
     Attributes:
-        tensor: the operand, or what its low-rank part leaves of it.
-        low_rank: the low-rank part; `None` where the operand is not split.
-        whole: the operand before it was split.
-        factors: of a weight split into parameters, of which `tensor` is W_R; else `None`.
+        tensor: the operand; if it is split, its residual.
+        low_rank: the low-rank part; `None` if the operand is not split.
+        whole: the operand before it was split; `None` if it is not split.
+        factors: U, S and V of a weight split into parameters, of which `tensor` is W_R; else `None`.
     """
 
     tensor: Tensor
@@ -41,33 +41,32 @@ class SplitOperand(NamedTuple):
     factors: WeightFactors | None = None
 
     def for_quantizer(self, quantizer: Quantizer) -> SplitOperand:
-        """What this quantiser gets: an operand that it leaves as it is, is not split either."""
+        """The operand for this quantizer: unsplit if the quantizer changes nothing."""
         return SplitOperand(self.whole) if self.whole is not None and quantizer.is_identity else self
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulContext:
-    """One use of a layer: what its three products need beside their tensors.
+    """One use of a layer: what its three products need in addition to their tensors.
 
     Attributes:
-        recipe: quantisers of the five operands, layout and GEMM.
-        compute_dtype: of the GEMMs and of the output.
-        random_key: (role, device) → the key of that operand's stochastic rounding.
-        hadamard_signs: of the random Hadamard transform, where the recipe asks for one.
-        observe: takes (role, counts, error) of each quantised operand; `None` counts nothing.
-        count: takes (product, what it ran in) of each product; `None` counts nothing.
-        weights: where quantised weights are kept, or `None`.
-        keeps_until_cleared: see `WeightSlot.get`.
-        is_replay: whether this forward repeats an earlier one, whose operands have been reported already.
-        needs_grad: whether a graph is being recorded; without one nothing is prepared for backward.
+        recipe: quantizers of the operands, layout and GEMM.
+        compute_dtype: dtype of the GEMMs and of the output.
+        random_key: (role, device) → key of that operand's stochastic rounding.
+        hadamard_signs: signs of the random Hadamard transform, if the recipe uses one.
+        observe: receives (role, counts, error) of each quantised operand; `None`: nothing is counted.
+        count: receives (product, the precision it ran in) of each product; `None`: nothing is counted.
+        weights: the layer's slot in the weight cache, or `None`.
+        keeps_until_cleared: `until_cleared` of `WeightSlot.get`.
+        is_replay: whether this forward repeats an earlier one, whose operands were already reported.
+        needs_grad: whether autograd records a graph; otherwise nothing is prepared for backward.
         step: the micro-batch.
-        sizes: in_features and out_features of the layer, of which a rank may be a fraction.
-        split_state: role → what the split of that operand keeps from use to use.
-        shards: which operands are shards of a tensor-parallel layer; `None`: none is.
-        maxima: role → largest magnitude of the whole operand, of which this rank has a shard; see
-            `exchange_maxima`.
-        probe: looks at operands and products, or `None`; see `slots`.
-        probed_maxima: operand → its largest magnitude, where the probe has found it.
+        sizes: full in_features and out_features of the layer; a tensor-parallel rank may hold a part of them.
+        split_state: role → the state that the split of that operand keeps between uses.
+        shards: which operands are shards of a tensor-parallel layer; `None`: none.
+        maxima: role → amax of the full operand, of which this rank has a shard; see `exchange_maxima`.
+        probe: inspects operands and products, or `None`; see `slots`.
+        probed_maxima: operand → its amax, if the probe has computed it.
     """
 
     recipe: Recipe
@@ -90,13 +89,13 @@ class MatmulContext:
 
     @cached_property
     def quantizations(self) -> Quantizations:
-        """Those of the recipe."""
+        """The recipe's quantisations."""
         return Quantizations.of(self.recipe)
 
     def exchange_maxima(self, wanted: Iterable[Quantization], operands: Mapping[str, Tensor]) -> None:
-        """Learn from other ranks how large sharded operands are, before they are quantised; collective.
+        """Exchange the amax of sharded operands with the other ranks before quantising them; collective.
 
-        Weights that the cache holds are left out; it holds them on all ranks or on none.
+        Skips weights that the cache holds; it holds them on all ranks or on none.
         """
         if self.shards is None:
             return
@@ -107,8 +106,8 @@ class MatmulContext:
         ]
         self.maxima.update(self.shards.maxima(requests))
 
-    def show_operands(self, **operands: Tensor) -> None:
-        """Show the probe what will be multiplied, in this order, before any of it is quantised."""
+    def probe_operands(self, **operands: Tensor) -> None:
+        """Pass the operands to the probe, in this order, before any of them is quantised."""
         if self.probe is None or (self.is_replay and "grad_output" not in operands):
             return
         for role, operand in operands.items():
@@ -117,21 +116,21 @@ class MatmulContext:
             if largest is not None:
                 self.probed_maxima[role] = largest
 
-    def show_product(
+    def probe_product(
         self, product: str, left: MatmulOperand, right: MatmulOperand, result: Tensor, bias: Tensor | None
     ) -> None:
-        """Show the probe a product; see `Probe.observe_product`."""
+        """Pass a product to the probe; see `Probe.product`."""
         if self.probe is None or (self.is_replay and product == "output"):
             return
         with no_autocast(result.device.type):
             self.probe.observe_product(product, left, right, result, None if bias is None else bias.detach())
 
     def split(self, x: Tensor, role: str) -> SplitOperand:
-        """Split an operand, in the shape the layer got it in, as the recipe says."""
+        """Split an operand, in the shape in which the layer got it, as the recipe says."""
         settings: OperandSplit | None = getattr(self.recipe, f"split_{role}")
         if settings is None:
             return SplitOperand(x)
-        assert self.split_state is not None  # whoever has a recipe with splits has states for them
+        assert self.split_state is not None  # a layer whose recipe has splits provides it
         found = split(
             x.detach(),
             settings,
@@ -159,11 +158,12 @@ class MatmulContext:
         """Quantise one operand.
 
         Args:
-            operand: from `split`; taken as a matrix (rows, cols) where blocks lie along the rows.
-            quantization: how.
-            operand_dtype: make the GEMM's operand on the way, in this dtype; not where blocks lie along the
-                rows.
-            is_reported: false where the observer has the counts of this operand already.
+            operand: from `split`. With `is_transposed` of the quantisation, it is flattened to (rows, cols),
+                and the result is stored as (cols, rows) with blocks along the original rows.
+            quantization: role, quantizer and block axis.
+            operand_dtype: also make the decoded operand of the GEMM, in this dtype; ignored if the result is
+                stored transposed.
+            is_reported: false if the observer has this operand's counts already.
         """
         quantizer = quantization.quantizer
         operand = operand.for_quantizer(quantizer)
@@ -188,7 +188,7 @@ class MatmulContext:
     def weight(
         self, weight: Tensor, quantization: Quantization, quantize: Callable[[], MatmulOperand]
     ) -> MatmulOperand:
-        """A quantised weight: out of the cache, where there is one and the quantiser may be cached."""
+        """A quantised weight: from the cache, if there is one and the quantizer may be cached."""
         if self.weights is None or not _may_be_cached(quantization):
             return quantize()
         return self.weights.get(
@@ -196,7 +196,7 @@ class MatmulContext:
         )
 
     def _cached_weight(self, weight: Tensor, quantization: Quantization) -> MatmulOperand | None:
-        """What `weight` would find in the cache."""
+        """The entry that `weight` would find in the cache."""
         if self.weights is None or not _may_be_cached(quantization):
             return None
         return self.weights.find(
@@ -204,7 +204,7 @@ class MatmulContext:
         )
 
     def _conditions(self, quantization: Quantization) -> dict[str, bool]:
-        """What a cached weight must fulfil."""
+        """The conditions that a cached weight must meet."""
         is_counted = self._observer(quantization) is not None
         return {"is_counted": is_counted, "until_cleared": self.keeps_until_cleared}
 
@@ -212,7 +212,7 @@ class MatmulContext:
         return self.hadamard_signs if quantization.is_transformed else None
 
     def _amax(self, operand: SplitOperand, quantization: Quantization) -> Tensor | None:
-        """The operand's largest magnitude, where other ranks or the probe have found it and it is of use."""
+        """The operand's amax, if other ranks or the probe have found it and the quantizer can use it."""
         role = quantization.role
         if role in self.maxima or not self.probed_maxima:
             return self.maxima.get(role)
@@ -227,20 +227,23 @@ class MatmulContext:
         return self.random_key(quantization.role, x.device) if is_drawn else None
 
     def _observer(self, quantization: Quantization) -> Callable[[str, Tensor, Tensor], None] | None:
-        """Who gets the counts: of each operand once, and of gradients also where a forward is repeated."""
+        """The observer of this operand's counts, or `None`.
+
+        Each operand is reported once. When a forward is repeated, only output gradients are.
+        """
         role, operand = quantization.role, quantization.operand
         is_reported = operand == "grad_output" or (role == operand and not self.is_replay)
         return self.observe if is_reported and not quantization.quantizer.is_identity else None
 
 
 def _may_be_cached(quantization: Quantization) -> bool:
-    """Whether a weight is quantised, and always to the same codes."""
+    """Whether the quantizer changes the weight, and always produces the same codes."""
     chosen = quantization.quantizer
     return not chosen.is_stochastic and not chosen.is_identity
 
 
 def _is_maximum_of(quantizer: Quantizer, largest: Tensor) -> bool:
-    """Whether a quantiser, left alone, would find this largest magnitude and choose its scale by it."""
+    """Whether this is the number from which the quantizer would compute its tensor scale."""
     if not isinstance(quantizer, BlockQuantizer):
         return False
     encoding = quantizer.encoding
@@ -248,8 +251,8 @@ def _is_maximum_of(quantizer: Quantizer, largest: Tensor) -> bool:
         return False
     if encoding.format.block is None:
         return True
-    # Under two levels a block with an infinity does not count, so only a finite number is what it would
-    # find; to ask is free on a CPU alone.
+    # With two levels of scales, a block with an infinity is ignored, so only a finite amax is the one that
+    # the quantizer would find. Reading it on the host is free on a CPU only.
     return encoding.format.scale == "e4m3" and largest.device.type == "cpu" and bool(largest.isfinite())
 
 
@@ -259,8 +262,8 @@ def _report(
     result: OperandTensor,
     operand: SplitOperand,
 ) -> None:
-    """Hand on the counts; the squared norm beside a residual's error is that of the whole operand."""
-    assert result.counts is not None  # asked for
+    """Pass on the counts and the error; the squared norm is that of the operand before it was split."""
+    assert result.counts is not None  # made if there is an observer
     assert result.error is not None
     error, whole = result.error, operand.whole
     if operand.factors is not None:

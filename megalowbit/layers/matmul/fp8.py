@@ -1,17 +1,45 @@
-"""Products of MXFP4 operands on FP8 tensor cores, exactly where that is possible.
+"""Products of MXFP4 operands on FP8 tensor cores, without a second rounding.
 
-An MXFP4 number is an E2M1 element times a power of two for its block, so element · 2^(e − e_max + shift)
-under one power of two for the whole tensor is an FP8 number as long as the tensor's block exponents e lie
-close together: in E4M3 up to 14 below the largest (shift 6: 384 down to 2⁻⁹), in E5M2 up to 28 (shift 13).
-Blocks of zeros do not count. A product runs in FP8 if both operands fit and not both need E5M2 (hardware
-multiplies no such pair), its sizes are multiples of 16 and its scales normal fp32 numbers; otherwise
-`multiply` declines, and the layer multiplies in bf16 and counts that. The spread decides which kernel to
-launch, so the host reads it and waits for the device: once in forward, once in backward, if sizes allow FP8.
+How it works. An MXFP4 number is an E2M1 element times its block's power of two 2^e. FP8 tensor cores know no
+block scales, so each operand is rewritten as FP8 numbers under *one* power of two for the whole tensor:
 
-Operands are exact, sums need not be: Hopper's tensor cores are reported to keep about 14 bits while adding up
-FP8 products, against which partial sums can be added in fp32 every 128 elements (DeepSeek-V3,
-arXiv:2412.19437, section 3.3.2). `use_fast_accum=False` asks PyTorch for the exacter sums it has. What error
-is left on a GPU has not been measured here; the skipped test on accumulation measures it where there is one.
+    FP8 number = element · 2^(e − e_max + shift)        tensor factor = 2^(e_max − shift)
+
+This is exact if the block exponents e lie close enough together. E4M3 holds exponents up to 14 below the
+largest (shift 6: numbers from 384 down to 2⁻⁹), E5M2 up to 28 (shift 13). Blocks of zeros do not count.
+
+A product runs in FP8 if
+
+- both operands fit, and not both need E5M2 (the hardware has no such product),
+- all sizes are multiples of 16,
+- the tensor factors and their product are normal fp32 numbers.
+
+Otherwise `multiply` returns `None`, and the layer multiplies in bf16 and counts that.
+
+Layouts. `torch._scaled_mm(a, b)` takes a (m, k) row-major and b (k, n) *column-major*, that is strides (1,
+k). Both therefore have the summed axis contiguous. `decode_fp8` writes row-major matrices, so a is decoded as
+(m, k), and b as (n, k) and passed as its transpose, a view:
+
+    product        a, decoded from              b.t(), decoded from
+    output         input (M, K)                 weight (N, K)
+    grad_input     grad_output (M, N)           weight, transposed to (K, N)
+    grad_weight    grad_output, to (N, M)       input, transposed to (K, M)
+
+That is the stored order for `output` and a transposing decode where another axis is summed over. (With the
+layout `per_gemm` the stored operands of backward are transposed already.)
+
+Dtypes. Operands are E4M3 or E5M2 with an fp32 factor each, 0-dim on the device. The result has the dtype
+of the output or gradient; with a bias it is fp32 first. Operands are kept for backward as
+MXFP4, 4.25 bits an element.
+
+Cost. The spread of the exponents decides which kernel to launch, so the host reads it and waits for the
+device: once in forward, once in backward, if the sizes allow FP8.
+
+Operands are exact, but sums need not be. Hopper's tensor cores are reported to keep about 14 bits while
+adding up FP8 products; a remedy is to add partial sums in fp32 every 128 elements (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2). `use_fast_accum=False` asks PyTorch for its more exact sums. The remaining
+error on a GPU has not been measured here; a test on accumulation measures it if there is a GPU and is skipped
+otherwise.
 """
 
 from __future__ import annotations
@@ -30,9 +58,9 @@ from megalowbit.quantize.encoding import DEPTH, E4M3, E5M2, SHIFT
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, matrix_shape
 
 SIZE_MULTIPLE = 16
-_NAN, _BIAS = 255, 127  # of E8M0
-_HIGHEST = _BIAS + 125  # above it an element may be infinite as bf16 decodes it, see `gemms`
-_NONE = ExponentRange(lowest=_BIAS, highest=_BIAS)  # of a tensor of zeros
+_NAN, _BIAS = 255, 127  # E8M0 codes: NaN, and the code of 2^0
+_HIGHEST = _BIAS + 125  # above it an element may decode to infinity in bf16, see `gemms`
+_NONE = ExponentRange(lowest=_BIAS, highest=_BIAS)  # for a tensor of zeros
 
 
 def why_unavailable(device: torch.device) -> str | None:
@@ -47,7 +75,7 @@ def why_unavailable(device: torch.device) -> str | None:
 
 
 def measure(*operands: MatmulOperand) -> None:
-    """Find out the exponent ranges of MXFP4 operands that have none yet, in one host read for all."""
+    """Find the exponent ranges of MXFP4 operands that have none yet, with one host read for all."""
     unknown = [
         operand
         for operand in {id(each): each for each in operands}.values()
@@ -61,7 +89,7 @@ def measure(*operands: MatmulOperand) -> None:
 
 
 def measure_products(*products: tuple[MatmulOperand | None, MatmulOperand | None]) -> None:
-    """Measure the operands, left and right, of products to come, in one host read; `None`: not wanted."""
+    """Measure both operands of each coming product in one host read; skip pairs with a `None`."""
     wanted: list[MatmulOperand] = []
     for left, right in products:
         if left is not None and right is not None and _may_fit(left, right):
@@ -70,9 +98,9 @@ def measure_products(*products: tuple[MatmulOperand | None, MatmulOperand | None
 
 
 def _may_fit(left: MatmulOperand, right: MatmulOperand) -> bool:
-    """Whether formats and sizes allow FP8; exponents may still forbid it."""
+    """Whether formats and sizes allow FP8; the exponents may still rule it out."""
     sizes = (*matrix_shape(left.tensor.shape), *matrix_shape(right.tensor.shape))
-    is_fake = isinstance(left.tensor.codes, FakeTensor)  # an estimate of memory, without exponents to read
+    is_fake = isinstance(left.tensor.codes, FakeTensor)  # a memory estimate: no exponents to read
     fits = not is_fake and _is_mxfp4(left) and _is_mxfp4(right)
     return fits and all(n > 0 and n % SIZE_MULTIPLE == 0 for n in sizes)
 
@@ -83,15 +111,16 @@ def _is_mxfp4(operand: MatmulOperand) -> bool:
 
 
 def _exponent_ends(operand: MatmulOperand) -> tuple[Tensor, Tensor]:
-    """Lowest and highest exponent code of blocks that count, 0-dim int64; -1 as highest if there are none."""
+    """Lowest and highest exponent code of non-zero blocks, 0-dim int64; -1 as highest if there are none."""
     codes, scales = operand.tensor.codes, operand.tensor.scales
     assert codes is not None, "MXFP4"
     assert scales is not None, "MXFP4"
     if codes.numel() == 0:
         nothing = torch.tensor([_NAN, -1], dtype=torch.int64, device=codes.device)
         return nothing[0], nothing[1]
-    exponents = scales.view(torch.uint8).to(torch.int64)
-    magnitudes = (codes & 0x77).unflatten(1, (exponents.shape[1], -1))
+    exponents = scales.view(torch.uint8).to(torch.int64)  # (rows, blocks), E8M0 codes
+    # codes is (rows, blocks · 16), two 4-bit codes a byte; 0x77 clears both sign bits
+    magnitudes = (codes & 0x77).unflatten(1, (exponents.shape[1], -1))  # (rows, blocks, 16)
     counts = magnitudes.amax(2).ne(0) & (exponents != _NAN)
     return torch.where(counts, exponents, _NAN).amin(), torch.where(counts, exponents, -1).amax()
 
@@ -103,9 +132,10 @@ def dtype_for(exponents: ExponentRange) -> torch.dtype | None:
 
 
 def decode_fp8(operand: MatmulOperand, dtype: torch.dtype, *, transpose: bool = False) -> Tensor:
-    """A measured operand's matrix as FP8, contiguous; times 2^`scale_exponent` it is the decoded matrix.
+    """Decode a measured MXFP4 operand to FP8; times 2^`scale_exponent` this is the decoded matrix.
 
-    `operand` is MXFP4, and `dtype` as `dtype_for` says. Transposed, the result is (cols, rows).
+    `dtype` is what `dtype_for` returned. The result is (rows, cols) of the stored matrix, or (cols, rows)
+    with `transpose`. It is row-major in both cases: the transpose is written out, not a view.
     """
     tensor, exponents = operand.tensor, operand.exponents
     assert isinstance(tensor, QuantizedTensor)
@@ -116,16 +146,20 @@ def decode_fp8(operand: MatmulOperand, dtype: torch.dtype, *, transpose: bool = 
 
         return decode_on_gpu(tensor.codes, tensor.scales, rows, cols, dtype=dtype, transpose=transpose)[0]
     depth, codes = DEPTH[dtype], tensor.codes
-    stored = tensor.scales.view(torch.uint8).to(torch.int32)
+    # Each block selects a row of the table by how far its exponent is below the largest one.
+    stored = tensor.scales.view(torch.uint8).to(torch.int32)  # (rows, blocks)
     row = (stored - (exponents.highest - depth)).clamp(0, depth).masked_fill(stored == _NAN, depth + 1)
-    words = codes.unflatten(1, (row.shape[1], -1)).to(torch.int32)
-    pairs = _table(tensor, dtype)[words + row.unsqueeze(2) * 256]  # (rows, blocks, 16), two numbers each
-    matrix = pairs.flatten(1).view(torch.uint8)[:, :cols]
+    words = codes.unflatten(1, (row.shape[1], -1)).to(torch.int32)  # (rows, blocks, 16) bytes, two codes each
+    pairs = _table(tensor, dtype)[words + row.unsqueeze(2) * 256]  # the same shape, two FP8 numbers each
+    matrix = pairs.flatten(1).view(torch.uint8)[:, :cols]  # the last block may reach beyond cols
     return (matrix.t() if transpose else matrix).contiguous().view(dtype)
 
 
 def _table(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """FP8 numbers of a byte of two codes, as int16, by exponents below the largest; the last row is NaN."""
+    """Lookup table (depth + 2) · 256 of int16: a byte of two codes → two FP8 numbers.
+
+    Row i belongs to block exponents depth − i below the largest; the last row is NaN.
+    """
     depth, shift = DEPTH[dtype], SHIFT[dtype]
     powers = [2.0 ** (exponent - depth + shift) for exponent in range(depth + 1)]
     rows = torch.tensor([*powers, math.nan], dtype=torch.float32, device="cpu")
@@ -137,7 +171,7 @@ def _table(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_exponent(exponents: ExponentRange, dtype: torch.dtype) -> int:
-    """The exponent of the power of two that a tensor's FP8 numbers are to be multiplied by."""
+    """The exponent of the power of two by which a tensor's FP8 numbers are multiplied."""
     return exponents.highest - _BIAS - SHIFT[dtype]
 
 
@@ -150,9 +184,9 @@ def multiply(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor | None:
-    """Multiply in FP8 as `gemms.multiply`; `None` where operands would not be exact or sizes do not fit.
+    """Multiply in FP8, with the arguments of `gemms.multiply`; `None` if not exact or if sizes do not fit.
 
-    Transposes are of what is stored.
+    `transpose_left` and `transpose_right` refer to the stored matrices.
 
     Raises:
         UserError: the device has no FP8.
@@ -162,7 +196,7 @@ def multiply(
         return None
     device = codes.device
     reason = why_unavailable(device)
-    if reason is not None:  # whatever the sizes: a run must not end up in bf16 because none of them fits
+    if reason is not None:  # checked before the sizes: a run must not end up all in bf16 without an error
         raise UserError(f'gemm "fp8" cannot run on {device}: {reason}; set gemm to "bf16" in the recipe')
     if not _may_fit(left, right):
         return None
@@ -170,7 +204,9 @@ def multiply(
     chosen = _choose(left, right)
     if chosen is None:
         return None
-    a = decode_fp8(left, chosen[0], transpose=transpose_left)
+    a = decode_fp8(left, chosen[0], transpose=transpose_left)  # (m, k) row-major
+    # _scaled_mm needs its second operand (k, n) column-major, so decode (n, k) row-major and pass the
+    # transposed view. For `output` the stored weight is (N, K) already and is not transposed.
     b = decode_fp8(right, chosen[1], transpose=not transpose_right).t()
     scales = [_scale(operand, dtype) for operand, dtype in zip((left, right), chosen, strict=True)]
     with no_autocast(device.type):
@@ -179,21 +215,21 @@ def multiply(
             b,
             scale_a=scales[0],
             scale_b=scales[1],
-            out_dtype=torch.float32 if bias is not None else out_dtype,
+            out_dtype=torch.float32 if bias is not None else out_dtype,  # `finish` adds the bias in fp32
             use_fast_accum=False,
         )
         return finish(product, None, bias, out_dtype)
 
 
 def _scale(operand: MatmulOperand, dtype: torch.dtype) -> Tensor:
-    """What a measured operand's FP8 numbers are to be multiplied by, 0-dim fp32."""
+    """The factor of a measured operand's FP8 numbers, 0-dim fp32."""
     scale, codes = 2.0 ** scale_exponent(operand.exponents or _NONE, dtype), operand.tensor.codes
     assert codes is not None, "MXFP4"
     return torch.full((), scale, dtype=torch.float32, device=codes.device)
 
 
 def _choose(left: MatmulOperand, right: MatmulOperand) -> tuple[torch.dtype, torch.dtype] | None:
-    """FP8 dtypes of both operands, which have been measured; `None` where the product has to run in bf16."""
+    """FP8 dtypes of both operands, which have been measured; `None` if the product has to run in bf16."""
     assert left.exponents is not None, "measure the operand first"
     assert right.exponents is not None, "measure the operand first"
     dtypes = dtype_for(left.exponents), dtype_for(right.exponents)

@@ -1,10 +1,17 @@
-"""The autograd function of a low-bit linear layer: quantise, three GEMMs, gradients.
+"""The autograd function of a low-bit linear layer: quantise operands, compute products and gradients.
 
-Forward keeps for backward the packed operands (4.5 bits an element), not the tensors they were made from;
-backward decodes them again. Which operand is quantised along which axis is the recipe's layout; only
-gradients somebody asked for are computed, and only what they need is saved.
+    forward      output      = Q(input) (M, K) · Q(weight)ᵀ (K, N) + bias (N,)      → (M, N)
+    backward     grad_input  = Q(grad_output) (M, N) · Q(weight) (N, K)             → (M, K)
+                 grad_weight = Q(grad_output)ᵀ (N, M) · Q(input) (M, K)             → (N, K)
+                 grad_bias   = column sums of grad_output, not quantised            → (N,)
 
-The gradient is the straight-through one: rounding counts as the identity, clipping included.
+M counts tokens: all leading axes of the input, flattened. K is in_features and N out_features. The package's
+docstring lists how each operand is stored.
+
+Forward keeps packed operands for backward (4.5 bits an element for NVFP4), not the tensors they were made
+from. Backward decodes them again. Only requested gradients are computed, and only what they need is saved.
+
+The gradient is the straight-through estimator: rounding and clipping count as the identity.
 """
 
 from __future__ import annotations
@@ -29,19 +36,20 @@ from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import operand_quantizers
 from megalowbit.quantize.quantized_tensor import matrix_shape
 
-# Of each product: which of its operands are transposed, left and right.
+# For each product: whether its left and its right operand are transposed. Operands are stored in the order of
+# their tensors: input (M, K), weight (N, K), grad_output (M, N).
 TRANSPOSES = MappingProxyType(
     {"output": (False, True), "grad_input": (False, False), "grad_weight": (True, False)}
 )
 
 
 class Forward(NamedTuple):
-    """What forward returns and keeps.
+    """The output and what is kept for backward.
 
     Attributes:
         output: (…, out_features).
-        input: operand of grad_weight, or `None` where nobody asked for that.
-        weight: operand of grad_input, or `None`.
+        input: the operand of grad_weight, packed; `None` if that gradient is not needed.
+        weight: the operand of grad_input, packed; `None` if that gradient is not needed.
     """
 
     output: Tensor
@@ -59,33 +67,33 @@ def forward_products(
     keeps_input: bool,
     keeps_weight: bool,
 ) -> Forward:
-    """Quantise, multiply, and make what backward will need.
+    """Quantise the operands, compute the output, and prepare the operands of backward.
 
-    Arguments are those of `lowbit_linear`; `factors` are not part of what is kept. `keeps_input` says whether
-    the weight's gradient, or that of a factor, will be asked for, `keeps_weight` the same of the input's.
+    Arguments are those of `lowbit_linear`. `factors` are not kept here. Set `keeps_input` if the gradient of
+    the weight or of a factor is needed, and `keeps_weight` if that of the input is needed.
     """
     plan = context.quantizations
     split_input = context.split(input, "input")
-    # once, and only where the cache lacks one of the weight's quantised forms
+    # Evaluated once, and only if the cache lacks a quantised form of the weight.
     split_weight = functools.cache(lambda: context.split(weight, "weight")._replace(factors=factors))
     wanted = [plan.input, plan.backward_input] if keeps_input else [plan.input]
     wanted += [plan.weight, plan.backward_weight] if keeps_weight else [plan.weight]
     context.exchange_maxima(wanted, {"input": input, "weight": weight})
-    context.show_operands(input=input, weight=weight)
+    context.probe_operands(input=input, weight=weight)
 
     ready = _ready_dtype(context, "output", input.device)
     x = context.quantize(split_input, plan.input, operand_dtype=ready)
     w = context.weight(
         weight, plan.weight, lambda: context.quantize(split_weight(), plan.weight, operand_dtype=ready)
     )
-    whole, dtype = w if factors is None else factors.beside(w), context.compute_dtype
+    whole, dtype = w if factors is None else factors.attach_to(w), context.compute_dtype
     sums_output = context.shards is not None and context.shards.is_row
     own_bias = None if sums_output else bias
     output = _product(context, "output", x, whole, out_dtype=dtype, bias=own_bias)
     if context.shards is not None and sums_output:
         output = context.shards.sum_output(output, bias)
     return Forward(
-        output.view(*input.shape[:-1], weight.shape[0]),
+        output.view(*input.shape[:-1], weight.shape[0]),  # (M, N) → (…, out_features)
         _input_for_backward(context, split_input, x) if keeps_input else None,
         _weight_for_backward(context, weight, split_weight, w) if keeps_weight else None,
     )
@@ -93,7 +101,7 @@ def forward_products(
 
 def _input_for_backward(context: MatmulContext, input: SplitOperand, forward: MatmulOperand) -> MatmulOperand:
     wanted = context.quantizations.backward_input
-    if wanted == context.quantizations.input:
+    if wanted == context.quantizations.input:  # the same codes: keep them, drop the decoded operand
         return forward.packed()
     return context.quantize(input, wanted)
 
@@ -108,7 +116,7 @@ def _weight_for_backward(
 
 
 class Dtypes(NamedTuple):
-    """Dtypes of what is differentiated; a gradient has the dtype of its tensor."""
+    """Dtypes of the tensors that get a gradient; each gradient has its tensor's dtype."""
 
     input: torch.dtype
     weight: torch.dtype
@@ -126,22 +134,21 @@ def backward_products(
     dtypes: Dtypes,
     needs_bias: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of input, weight and bias; then, of a weight split into parameters, those of U, S and V.
+    """Gradients of input, weight and bias; if the weight is split into parameters, also those of U, S and V.
 
-    `input` and `weight` are what `Forward` kept, `grad_output` is (…, out_features), `dtypes` are those of
-    the gradients; the rest is as for `forward_products`.
+    `input` and `weight` are what `Forward` kept, `grad_output` is (…, out_features), and `dtypes` are those
+    of the gradients. The other arguments are those of `forward_products`.
     """
     grad_input = grad_weight = grad_bias = None
     grad, grad_t = _quantize_gradient(
         context, grad_output, for_input=weight is not None, for_weight=input is not None
     )
-    if (
-        context.recipe.gemm == "fp8" and context.compute_dtype != torch.float64
-    ):  # one host read for both products
+    if context.recipe.gemm == "fp8" and context.compute_dtype != torch.float64:
+        # one host read for both products
         fp8_product.measure_products((grad, weight), (grad_t, input))
     if weight is not None:
         assert grad is not None  # made above
-        whole = weight if factors is None else factors.beside(weight)
+        whole = weight if factors is None else factors.attach_to(weight)
         grad_input = _product(context, "grad_input", grad, whole, out_dtype=dtypes.input)
         grad_input = grad_input.view(*grad_output.shape[:-1], in_features)
     summing = None if context.shards is None else context.shards.start_sum_grad_input(grad_input)
@@ -150,7 +157,7 @@ def backward_products(
         grad_weight = _product(context, "grad_weight", grad_t, input, out_dtype=dtypes.weight)
     if needs_bias and dtypes.bias is not None:
         grad_bias = column_sums(grad_output.reshape(matrix_shape(grad_output.shape)), dtypes.bias)
-    if summing is not None:  # it went on beside the other products
+    if summing is not None:  # the all-reduce ran while the other gradients were computed
         summing.wait()
     if factors is None:
         return grad_input, grad_weight, grad_bias
@@ -161,9 +168,9 @@ def backward_products(
 def _quantize_gradient(
     context: MatmulContext, grad_output: Tensor, *, for_input: bool, for_weight: bool
 ) -> tuple[MatmulOperand | None, MatmulOperand | None]:
-    """The output gradient as grad_input and as grad_weight multiply it, as far as they are asked for."""
+    """The output gradient for grad_input and for grad_weight; `None` if the product is not needed."""
     plan = context.quantizations
-    wanted: dict[Quantization, str] = {}  # quantisation → the first product that takes it
+    wanted: dict[Quantization, str] = {}  # quantisation → the first product that reads it
     if for_input:
         wanted[plan.grad_output] = "grad_input"
     if for_weight:
@@ -172,10 +179,10 @@ def _quantize_gradient(
         return None, None
     operand = context.split(grad_output, "grad_output")
     context.exchange_maxima(wanted, {"grad_output": grad_output})
-    context.show_operands(grad_output=grad_output)
+    context.probe_operands(grad_output=grad_output)
     made: dict[Quantization, MatmulOperand] = {}
     for each, product in wanted.items():
-        # The observer gets it once, and never what is left as it is.
+        # Report the first quantised copy only; a copy that is not quantised has no counts.
         is_first = all(other.quantizer.is_identity for other in made)
         ready = _ready_dtype(context, product, grad_output.device)
         made[each] = context.quantize(operand, each, operand_dtype=ready, is_reported=is_first)
@@ -183,7 +190,7 @@ def _quantize_gradient(
 
 
 def _ready_dtype(context: MatmulContext, product: str, device: torch.device) -> torch.dtype | None:
-    """The dtype a product's operands are needed in: quantisers make them on the way. `None`: packed."""
+    """The dtype in which a product reads its operands, made while quantising; `None`: it reads codes."""
     if context.recipe.gemm != "bf16":
         return None
     exact = [exact_dtype(name) for name in operand_quantizers(context.recipe, product)]
@@ -199,12 +206,12 @@ def _product(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """One product, of split operands too."""
+    """Compute one product, also of split operands."""
     gemm = functools.partial(_gemm, context, product)
     if left.low_rank is None and right.low_rank is None:
         result = gemm(left, right, out_dtype=out_dtype, bias=bias)
     else:
-        if context.recipe.gemm == "bf16":  # the thin products need the residuals' operands too
+        if context.recipe.gemm == "bf16":  # the thin products read the residuals' decoded operands as well
             exact = left.tensor.exact_dtype, right.tensor.exact_dtype
             dtype = gemm_dtype(exact, context.compute_dtype, left.device)
             left, right = left.decoded(dtype), right.decoded(dtype)
@@ -218,7 +225,7 @@ def _product(
             bias=bias,
             signs=context.hadamard_signs if is_transformed else None,
         )
-    context.show_product(product, left, right, result, bias)
+    context.probe_product(product, left, right, result, bias)
     return result
 
 
@@ -231,9 +238,12 @@ def _gemm(
     out_dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
-    """One GEMM of what two operands hold, in what the recipe asks for."""
+    """Run one GEMM of two stored operands in the recipe's precision, or in bf16 if that is not possible."""
     transpose_left, transpose_right = TRANSPOSES[product]
-    arguments: dict[str, Any] = {  # transposes are of what is stored
+    # An operand stored transposed and needed transposed is passed as it is stored: with the layout
+    # `per_gemm`, grad_weight reads grad_outputᵀ (N, M), which needs no transpose, and inputᵀ (K, M), which
+    # does.
+    arguments: dict[str, Any] = {
         "transpose_left": transpose_left != left.is_transposed,
         "transpose_right": transpose_right != right.is_transposed,
         "out_dtype": out_dtype,
@@ -253,7 +263,7 @@ def _gemm(
 
 
 class LowbitLinear(torch.autograd.Function):
-    """output = Q(input) · Q(weight)ᵀ + bias, with low-bit gradients; call `lowbit_linear`."""
+    """output = Q(input) · Q(weight)ᵀ + bias with gradients from low-bit products; call `lowbit_linear`."""
 
     @staticmethod
     def forward(
@@ -261,7 +271,7 @@ class LowbitLinear(torch.autograd.Function):
     ) -> Tensor:
         """See `lowbit_linear`."""
         needs_input, *needs_parts = ctx.needs_input_grad
-        del needs_parts[1:3]  # of bias and context
+        del needs_parts[1:3]  # bias and context
         result = forward_products(
             context,
             input,
@@ -302,14 +312,14 @@ def lowbit_linear(
     context: MatmulContext,
     factors: WeightFactors | None = None,
 ) -> Tensor:
-    """Compute input · weightᵀ + bias with the quantised operands of `context`, differentiable once.
+    """Compute input · weightᵀ + bias with quantised operands; differentiable once.
 
     Args:
-        input: (…, in_features), any rank from 1 on, any strides, may be empty.
+        input: (…, in_features), at least one axis, any strides; may be empty.
         weight: (out_features, in_features).
         bias: (out_features,) or `None`.
-        context: quantisers, dtypes and slots.
-        factors: U, S and V where the weight is W_R + U·diag(S)·V and `weight` is W_R.
+        context: quantizers, dtypes and slots.
+        factors: U, S and V if the weight is W_R + U·diag(S)·V; then `weight` is W_R.
 
     Returns:
         (…, out_features) in `context.compute_dtype`.

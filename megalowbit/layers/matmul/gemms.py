@@ -1,20 +1,31 @@
-"""Matrix products of low-precision operands.
+"""Matrix products of low-precision operands in bf16, fp16, fp32 or fp64.
 
-Operands carry codes × block scale, which bf16 holds exactly (fp32, whatever the layer computes in, for fp32
-scales of blocks); tensor scales multiply the product, in fp32. Operands whose `exact_dtype` is fp16 have the
-range of the tensor itself and are rounded to what the GEMM takes. The layer's compute dtype decides the GEMM:
+A quantised operand enters a GEMM as element × block scale, without its tensor scale. bf16 holds that number
+exactly; formats with fp32 block scales need fp32. The product of the two tensor scales multiplies the result,
+in fp32 (fp64 in an fp64 layer). An operand whose `exact_dtype` is fp16 has the range of the tensor it was
+made from and is rounded to the GEMM's dtype.
 
-- bf16: bf16 operands, fp32 accumulation. The result is rounded once, after scale and bias: on CUDA the
-  product comes out in fp32, a CPU GEMM applies both to its sums. Where the output is to be fp32 while a CPU
-  multiplies in bf16 (autocast), and where a bias is fp32, the product is rounded to bf16 before.
-- fp16, fp32: operands reach 2688, so a product overflows fp16; it is formed in fp32 (fp32 operands on a
-  CPU; bf16 operands with fp32 output on CUDA), scaled, then cast. On CUDA operands with their tensor's own
-  range stay fp16 in an fp16 layer, beside one that is not quantised too; in an fp32 layer they are fp32.
-- fp64: fp64 throughout. An operand that is not quantised enters in the GEMM's dtype with scale 1.
+The layer's compute dtype decides what runs:
 
-One operand is beyond all of these: MXFP4 with scales rounded up takes numbers from 3.5 · 2¹²⁶ on, next to
-fp32's largest, to 2¹²⁸, which is infinite, and times a weight of zero NaN. It stays so: a clamped operand
-would be a wrong number, and a non-finite gradient is one that training sees and skips.
+    compute dtype   device   operands                       sums   GEMM result
+    bf16            CUDA     bf16 (fp32 if needed)          fp32   fp32
+                    CPU      bf16 (fp32 if needed)          fp32   bf16, scale and bias applied to the sums
+    fp16, fp32      CUDA     bf16; fp16 or fp32, see below  fp32   fp32
+                    CPU      fp32                           fp32   fp32
+    fp64            any      fp64                           fp64   fp64
+
+The result is then scaled, the bias is added, and it is rounded once to the output's dtype. Exceptions and
+limits:
+
+- bf16 on a CPU: the product is rounded to bf16 before the bias if the output is fp32 (autocast) or the bias
+  is fp32.
+- fp16 and fp32: NVFP4 operands reach 2688, so a product could overflow fp16. Therefore it is formed in fp32.
+- fp16 and fp32 on CUDA: operands with their tensor's own range stay fp16 in an fp16 layer, also if the other
+  operand is not quantised. In an fp32 layer they are fp32.
+- An operand that is not quantised enters in the GEMM's dtype with scale 1.
+- MXFP4 with scales rounded up turns numbers from 3.5 · 2¹²⁶ (close to fp32's largest) into 2¹²⁸, which is
+  infinite, and infinity times a zero weight is NaN. This stays: a clamped operand would be a wrong number,
+  but training detects a non-finite gradient and skips the step.
 """
 
 from __future__ import annotations
@@ -47,17 +58,19 @@ def multiply(
     """Multiply two operands: left · right + bias.
 
     Args:
-        left: (m, k), or (k, m) with `transpose_left`.
-        right: (k, n), or (n, k) with `transpose_right`.
+        left: its matrix is (m, k), or (k, m) with `transpose_left`.
+        right: its matrix is (k, n), or (n, k) with `transpose_right`.
         transpose_left: multiply by leftᵀ.
         transpose_right: multiply by rightᵀ.
-        compute_dtype: of the layer; decides the GEMM, see above.
-        out_dtype: of the result. What does not fit becomes infinite.
+        compute_dtype: the layer's dtype; decides the GEMM, see the module docstring.
+        out_dtype: dtype of the result. Numbers too large for it become infinite.
         bias: (n,), added in fp32 (fp64).
 
     Returns:
-        (m, n) in `out_dtype`.
+        (m, n) in `out_dtype`, contiguous.
     """
+    # A transpose may be a view with swapped strides, e.g. weight (N, K) row-major gives weightᵀ (K, N) with
+    # strides (1, K). BLAS takes either order, so nothing is copied for it.
     dtype = gemm_dtype([left.exact_dtype, right.exact_dtype], compute_dtype, _device(left))
     a = left.operand(dtype, transpose=transpose_left)
     b = right.operand(dtype, transpose=transpose_right)
@@ -70,17 +83,18 @@ def multiply(
 
 
 def _alpha(a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> float | None:
-    """The scale as a number that a CPU's bf16 GEMM can apply to its sums; `None` where it cannot."""
+    """The scale as a float that a CPU's bf16 GEMM can apply to its sums; `None` if it cannot."""
     if a.device.type != "cpu" or a.dtype != torch.bfloat16 or not backends.is_plain(a, b, scale, bias):
-        return None  # an fp32 GEMM may apply it to an operand, depending on strides
+        return None  # an fp32 GEMM may apply alpha to an operand, depending on strides
     alpha = 1.0 if scale is None else scale.item()
-    return alpha if math.isfinite(alpha) and alpha != 0 else None  # BLAS drops NaN operands where it is 0
+    return alpha if math.isfinite(alpha) and alpha != 0 else None  # with alpha = 0, BLAS drops NaN operands
 
 
 def _scaled_product(
     a: Tensor, b: Tensor, alpha: float, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    is_last = torch.promote_types(out_dtype, a.dtype) == a.dtype  # what is wider gets its bias in there
+    # A wider output or bias (fp32) needs its bias added by `finish`, after the product was rounded to bf16.
+    is_last = torch.promote_types(out_dtype, a.dtype) == a.dtype
     if bias is None or not is_last or torch.promote_types(bias.dtype, a.dtype) != a.dtype:
         product = torch.addmm(a.new_empty(()), a, b, beta=0, alpha=alpha)
         return finish(product, None, bias, out_dtype)
@@ -88,9 +102,9 @@ def _scaled_product(
 
 
 def finish(product: Tensor, scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Compute product · scale + bias in fp32 (fp64), rounded once; overwrites the product if it can.
+    """Compute product · scale + bias in fp32 (fp64), rounded once; overwrites the product if possible.
 
-    `product` is (m, n), `scale` 0-dim (`None`: 1), `bias` (n,) or `None`.
+    `product` is (m, n), `scale` 0-dim (`None` is 1), `bias` (n,) or `None`.
     """
     if scale is None and bias is None:
         return product.to(out_dtype)
@@ -98,16 +112,16 @@ def finish(product: Tensor, scale: Tensor | None, bias: Tensor | None, out_dtype
         out = product if product.dtype == out_dtype else torch.empty_like(product, dtype=out_dtype)
         return kernels_cpu.scale_and_bias(product, 1.0 if scale is None else scale.item(), bias, out)
     if product.dtype == torch.bfloat16 and out_dtype == torch.bfloat16 and bias is None:
-        # A 0-dim factor keeps its fp32 value in a bf16 product on a CPU; the test of exact rounding
-        # holds it.
-        assert scale is not None  # handled above
+        # On a CPU, multiplying a bf16 matrix by a 0-dim fp32 factor keeps the factor in fp32. A test on
+        # exact rounding covers this.
+        assert scale is not None  # the case without scale and bias has returned above
         return product.mul_(scale)
     result = product if product.dtype == out_dtype else torch.empty_like(product, dtype=out_dtype)
     for out, rows in _in_rows(result, product):
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         wide = wide if scale is None else wide.mul_(scale)
         wide = wide if bias is None else wide.add_(bias)
-        out.copy_(wide)  # nothing is moved where both are the same memory
+        out.copy_(wide)  # does nothing if both are the same memory
     return result
 
 
@@ -123,13 +137,13 @@ def column_sums(matrix: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def _has_c_kernel(matrix: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether the C kernel finishes this matrix; it knows fp32, bf16 and fp16."""
+    """Whether the C kernel can finish this matrix; it supports fp32, bf16 and fp16."""
     is_known = torch.float64 not in (matrix.dtype, out_dtype) and matrix.numel() > 0
     return is_known and backends.backend_of(matrix) == "c"
 
 
 def _in_rows(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """A few rows at a time on a CPU, where an fp32 copy of all can cost as much as the GEMM; else all."""
+    """Yield a few rows at a time on a CPU, where an fp32 copy of all could cost as much as the GEMM."""
     rows, cols = matrices[0].shape
     size = max(1, PIECE_ELEMENTS // max(1, cols))
     if matrices[0].device.type != "cpu" or rows <= size or isinstance(matrices[0], FakeTensor):
@@ -141,7 +155,7 @@ def _in_rows(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def gemm_dtype(
     exact: Sequence[torch.dtype | None], compute_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """The dtype of both operands, whose `exact_dtype`s (`None`: not quantised) are `exact`."""
+    """The dtype of both operands, from their `exact_dtype`s (`None`: not quantised)."""
     if compute_dtype == torch.float64 or torch.float32 in exact:
         return torch.promote_types(compute_dtype, torch.float32)
     if compute_dtype == torch.bfloat16:
@@ -158,7 +172,7 @@ def _device(operand: Operand) -> torch.device:
 
 
 def _has_wide_output(device: torch.device) -> bool:
-    """Whether `torch.mm` multiplies matrices of half precision into an fp32 one there."""
+    """Whether `torch.mm` on this device multiplies half-precision matrices into an fp32 one."""
     return device.type == "cuda" and torch.version.hip is None
 
 
@@ -175,7 +189,7 @@ def _combined_scale(left: Operand, right: Operand) -> Tensor | None:
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Keep autocast, where it is on, away from a product."""
+    """Disable autocast around a product if it is enabled."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()

@@ -1,9 +1,12 @@
-"""One operand of a layer's products, with what the products want to know of it.
+"""One operand of a layer's products, and how it is kept for backward.
 
-An operand's matrix may be stored transposed: blocks lie along the last axis of what is stored, and where each
-product is quantised for itself (`layout="per_gemm"`) that axis is the one the product sums over. A split
-operand is a residual, which is what the matrix then holds, and a low-rank part beside it. For backward an
-operand is kept as its parts, as a quantised tensor is.
+The matrix is stored row-major, with blocks along its last axis: (rows, cols) of the tensor flattened to two
+axes, or its transpose (cols, rows) if `is_transposed`. With the layout "per_gemm" the last axis is always the
+one that the product sums over.
+
+A split operand consists of a residual, which is the stored matrix, and a low-rank part, which is never
+transposed. For backward an operand is taken apart into tensors, which autograd saves, and a description
+without tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ OperandTensor = QuantizedTensor | UnquantizedTensor
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentRange:
-    """Exponents of a tensor's blocks that are not all zero, as E8M0 codes; an empty tensor has none."""
+    """Range of the E8M0 exponent codes over a tensor's non-zero blocks; an empty tensor has none."""
 
     lowest: int
     highest: int
@@ -37,11 +40,11 @@ class LowRankPart:
     """The low-rank part of a split operand M = gain · residual + U·diag(values)·Vᵀ.
 
     Attributes:
-        left: Uᵀ (k, rows).
-        values: (k,) fp32 or fp64: singular values, with the gains of the recipe.
-        right: Vᵀ (k, cols).
-        gain: of the residual, 0-dim; `None` is 1.
-        is_row: whether U·diag(values) is a column of ones, so that every row of the part is Vᵀ.
+        left: Uᵀ (k, rows), row-major: each direction is contiguous and has its own blocks.
+        values: (k,) fp32 or fp64: singular values, including the recipe's gains.
+        right: Vᵀ (k, cols), row-major.
+        gain: factor of the residual, 0-dim; `None` is 1.
+        is_row: whether U·diag(values) is a column of ones, so every row of the low-rank part is Vᵀ.
     """
 
     left: OperandTensor
@@ -51,15 +54,16 @@ class LowRankPart:
     is_row: bool = False
 
     def matrices(self, dtype: torch.dtype, *, transpose: bool) -> tuple[Tensor, Tensor]:
-        """(rows, k) and (k, cols) whose product is U·diag(values)·Vᵀ; of its transpose, if asked to.
+        """(rows, k) and (k, cols), whose product is U·diag(values)·Vᵀ; with `transpose`, of its transpose.
 
-        U·diag(values) is rounded to `dtype` as one matrix either way, as where the residual was taken.
+        In both cases U·diag(values) is rounded to `dtype` as one matrix, exactly as when the residual was
+        computed.
         """
         left, right = scaled_left(self.left, self.values, dtype), right_factor(self.right, dtype)
         return (right.t(), left.t()) if transpose else (left, right)
 
     def to_parts(self) -> tuple[tuple[Tensor, ...], LowRankPart]:
-        """As `MatmulOperand.to_parts`."""
+        """See `MatmulOperand.to_parts`."""
         left, rest_left = self.left.to_parts()
         right, rest_right = self.right.to_parts()
         nothing = self.values.new_empty(0, device="cpu")
@@ -70,7 +74,7 @@ class LowRankPart:
         return (*left, *right, self.values, *gain), rest
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> LowRankPart:
-        """As `MatmulOperand.from_parts`."""
+        """See `MatmulOperand.from_parts`."""
         gain = None
         if self.gain is not None:
             *tensors, gain = tensors  # type: ignore[assignment]
@@ -91,10 +95,10 @@ class MatmulOperand:
     """An operand, quantised or not.
 
     Attributes:
-        tensor: quantised, or as it is; of a split operand, the residual.
-        is_transposed: whether the matrix stored is the transpose of the tensor it stands for.
-        exponents: range of its block exponents, once somebody has asked (`fp8_product.measure`).
-        low_rank: the other part of a split operand, never transposed.
+        tensor: quantised, or the values themselves; for a split operand, its residual.
+        is_transposed: whether the stored matrix is the transpose of the original tensor.
+        exponents: range of its block exponents, once measured (`fp8_product.measure`).
+        low_rank: the low-rank part of a split operand, never transposed.
     """
 
     tensor: OperandTensor
@@ -104,18 +108,18 @@ class MatmulOperand:
 
     @property
     def device(self) -> torch.device:
-        """Where it is stored."""
+        """Device of the stored tensors."""
         tensor = self.tensor
         return tensor.values.device if isinstance(tensor, UnquantizedTensor) else tensor.codes.device
 
     def decoded(self, dtype: torch.dtype) -> MatmulOperand:
-        """With the GEMM's operand made, where several products need it."""
+        """A copy with the GEMM's operand decoded, for use in several products."""
         if isinstance(self.tensor, UnquantizedTensor):
             return self
         return replace(self, tensor=replace(self.tensor, ready_operand=self.tensor.operand(dtype)))
 
     def to_parts(self) -> tuple[tuple[Tensor, ...], MatmulOperand]:
-        """Tensors, and a copy of the rest that holds none."""
+        """The operand's tensors, and a copy without tensors."""
         parts, rest = self.tensor.to_parts()
         if self.low_rank is None:
             return parts, replace(self, tensor=rest)
@@ -123,7 +127,7 @@ class MatmulOperand:
         return (*parts, *further), replace(self, tensor=rest, low_rank=low_rank)
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> MatmulOperand:
-        """Inverse of `to_parts`, called on its second result."""
+        """Inverse of `to_parts`; call it on the second result."""
         if self.low_rank is None:
             return replace(self, tensor=self.tensor.from_parts(tensors))
         count = len(self.tensor.to_parts()[0])
@@ -134,15 +138,15 @@ class MatmulOperand:
         )
 
     def packed(self) -> MatmulOperand:
-        """Without what only the present product needs: counts, and the operand made on the way."""
+        """A copy without counts and decoded operand, which only the current product needs."""
         parts, rest = self.to_parts()
         return rest.from_parts(parts)
 
 
 def save_operands(ctx: Any, *operands: MatmulOperand | None, others: Sequence[Tensor] = ()) -> None:
-    """Keep operands, or `None`, and further tensors in an autograd context until backward."""
+    """Save operands (or `None`) and further tensors in an autograd context."""
     tensors: list[Tensor] = []
-    ctx.operands = []  # the rest and the number of tensors of each
+    ctx.operands = []  # for each operand: its description and number of tensors
     for operand in operands:
         parts, rest = ((), None) if operand is None else operand.to_parts()
         tensors += parts
@@ -162,7 +166,7 @@ def restore_operands(ctx: Any) -> tuple[list[MatmulOperand | None], list[Tensor]
 
 @functools.lru_cache(maxsize=256)
 def exact_dtype(name: str) -> torch.dtype | None:
-    """The narrowest dtype that holds a quantiser's operands exactly; `None` where it packs nothing."""
+    """The narrowest dtype that holds a quantizer's decoded operands exactly; `None` if it packs nothing."""
     chosen = quantizer(name)
     if not isinstance(chosen, BlockQuantizer):
         return None
@@ -170,5 +174,5 @@ def exact_dtype(name: str) -> torch.dtype | None:
 
 
 def transposed_values(x: Tensor) -> UnquantizedTensor:
-    """xᵀ of any tensor taken as a matrix (rows, cols), as it is."""
+    """xᵀ (cols, rows) of a tensor flattened to (rows, cols), not quantised; a view if possible."""
     return UnquantizedTensor(values=x.detach().reshape(matrix_shape(x.shape)).t())

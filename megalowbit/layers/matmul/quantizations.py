@@ -1,13 +1,17 @@
-"""Which quantisations a recipe's three products need: of which operand, by which quantiser, along which axis.
+"""The quantisations that a recipe's three products need: operand, quantizer and block axis.
 
     product        left                            right
     output         input                           weight
     grad_input     grad_output                     backward_weight
     grad_weight    grad_output_for_weight          backward_input
 
-Where the codes of one serve two products (most recipes with the layout "single_copy"), both entries are the
-same quantisation. Everything that has to know what will be quantised reads it here: forward and backward,
-what is kept between them, maxima that tensor-parallel ranks exchange, sizes that quantisers need.
+An operand is stored row-major with blocks along its last axis: input (M, K) along K, weight (N, K) along K,
+grad_output (M, N) along N. If `is_transposed`, it is stored as its transpose, and the blocks run along its
+original rows: inputᵀ (K, M) and grad_outputᵀ (N, M) along the tokens, weightᵀ (K, N) along N.
+
+If one set of codes serves two products (most recipes with the layout "single_copy"), both entries are the
+same quantisation. All code that needs to know what is quantised reads it here: forward and backward, saving,
+the exchange of amax between tensor-parallel ranks, and the check of sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer
 
-OPERANDS = MappingProxyType(  # role of a quantisation, part of its random key → what it quantises
+OPERANDS = MappingProxyType(  # role of a quantisation (part of its random key) → the operand
     {
         "input": "input",
         "input_split": "input",
@@ -39,10 +43,10 @@ class Quantization(NamedTuple):
     """One quantisation of an operand.
 
     Attributes:
-        role: tells it from others of the same operand; see `OPERANDS`.
-        name: of the quantiser.
-        field: of the recipe, which names it.
-        is_transposed: whether blocks lie along the operand's rows (tokens, or output features).
+        role: distinguishes the quantisations of one operand; a key of `OPERANDS`.
+        name: the quantizer's name.
+        field: the recipe field with this name.
+        is_transposed: whether blocks run along the operand's rows (tokens, or output features).
         is_transformed: whether the recipe's Hadamard transform applies, along those rows.
     """
 
@@ -54,17 +58,17 @@ class Quantization(NamedTuple):
 
     @property
     def operand(self) -> str:
-        """What it quantises: "input", "weight" or "grad_output"."""
+        """The operand: "input", "weight" or "grad_output"."""
         return OPERANDS[self.role]
 
     @property
     def quantizer(self) -> Quantizer:
-        """The quantiser."""
+        """The quantizer."""
         return quantizer(self.name)
 
 
 class Quantizations(NamedTuple):
-    """Those of a recipe, by product and side as in the table above."""
+    """A recipe's quantisations by product and side, see the table above."""
 
     input: Quantization
     weight: Quantization
@@ -75,7 +79,7 @@ class Quantizations(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Quantizations:
-        """The quantisations that a recipe asks for."""
+        """The quantisations of a recipe."""
         is_per_gemm = recipe.layout == "per_gemm"
         input = Quantization("input", recipe.q_forward_input, "q_forward_input")
         weight = Quantization("weight", recipe.q_forward_weight, "q_forward_weight")
@@ -100,13 +104,13 @@ class Quantizations(NamedTuple):
 
 
 def _serves_backward(recipe: Recipe) -> bool:
-    """Whether forward's codes of the weight serve backward as well."""
+    """Whether the codes that forward made of the weight serve backward as well."""
     is_same = recipe.q_forward_weight == recipe.q_backward_weight
     return is_same and (recipe.layout == "single_copy" or serves_both_axes(recipe.q_forward_weight))
 
 
 def serves_both_axes(name: str) -> bool:
-    """Whether a quantiser gives a transposed matrix the transposed codes: square blocks, or one scale."""
+    """Whether transposing a matrix transposes its codes: with square blocks, or one scale for the tensor."""
     chosen = quantizer(name)
     if chosen.is_identity:
         return True

@@ -1,8 +1,18 @@
-"""What a forward keeps for backward, as a flat list of tensors whose number and shapes are known beforehand.
+"""The tensors that forward keeps for backward, as a flat list with known number and shapes.
 
-A compiled graph is traced on fake tensors: the shape of everything an operator returns must follow from the
-recipe and the shapes of input and weight alone. A template says so for one operand: `empty_parts` makes the
-list a tracer sees, `parts_of` the real one, and `filled` puts the operand together again in backward.
+A compiled graph is traced on fake tensors, so the shape of each returned tensor must follow from the recipe
+and the shapes of input and weight alone. For a quantised operand of matrix shape (rows, cols) the list holds
+
+    codes          uint8, (rows, packed cols)    two 4-bit codes a byte, or one 8-bit code
+    scales         (rows, blocks); (row tiles, column tiles) for square blocks; (0, 0) without blocks
+    tensor scale   fp32, 0-dim, if the format has one
+
+and for a split operand also Uᵀ (k, rows), Vᵀ (k, cols), the singular values (k,) and the gain (0-dim), if
+any. An operand stored transposed has (cols, rows) here, with rows padded to the Hadamard group if it is
+transformed.
+
+A `Template` describes one operand: `empty_parts` makes the list for the tracer, `parts_of` the real one, and
+`filled` restores the operand in backward.
 """
 
 from __future__ import annotations
@@ -33,26 +43,26 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class Template(NamedTuple):
-    """An operand as it is kept.
+    """Description of a kept operand.
 
     Attributes:
-        operand: with stand-ins for its tensors.
-        shapes: shape and dtype of each tensor; sizes may be symbols.
+        operand: the operand, with placeholders for its tensors.
+        shapes: shape and dtype of each tensor; sizes may be symbolic.
     """
 
     operand: MatmulOperand
     shapes: Shapes
 
     def empty_parts(self, like: Tensor) -> list[Tensor]:
-        """The tensors, not filled in, on the device of `like`."""
+        """Uninitialised tensors of these shapes on the device of `like`."""
         return [like.new_empty(shape, dtype=dtype) for shape, dtype in self.shapes]
 
     def filled(self, parts: list[Tensor], exponents: tuple[int, int]) -> tuple[MatmulOperand, list[Tensor]]:
-        """Inverse of `parts_of`: the operand, and the tensors that are left.
+        """Inverse of `parts_of`: the operand, and the remaining tensors.
 
         Args:
-            parts: its tensors, and further ones.
-            exponents: lowest and highest block exponent; negative where nobody asked.
+            parts: the operand's tensors, then others.
+            exponents: lowest and highest block exponent; negative if they were not measured.
         """
         count, (lowest, highest) = len(self.shapes), exponents
         operand = self.operand.from_parts(tuple(parts[:count]))
@@ -63,10 +73,12 @@ class Template(NamedTuple):
 def template(
     recipe: Recipe, operand: str, sizes: tuple[int, int], shape: Sequence[int], dtype: torch.dtype
 ) -> Template:
-    """How "input" or "weight" of a layer is kept; `sizes` are its in_features and out_features."""
+    """The template of a layer's "input" or "weight"; `sizes` are its in_features and out_features."""
     plan = Quantizations.of(recipe)
     kept = plan.backward_input if operand == "input" else plan.backward_weight
     rows, cols = math.prod(shape[:-1]), shape[-1]
+    # (tokens, in_features) for the input, (out_features, in_features) for the weight; per_gemm stores the
+    # transpose, whose last axis is padded to whole Hadamard groups.
     stored_rows = -(-rows // GROUP) * GROUP if kept.is_transformed else rows
     size = (cols, stored_rows) if kept.is_transposed else (rows, cols)
     tensor, shapes = _matrix(_sample(kept.name, dtype), size, dtype)
@@ -84,7 +96,7 @@ def template(
 
 
 def _matrix(sample: OperandTensor, size: tuple[int, int], dtype: torch.dtype) -> tuple[OperandTensor, Shapes]:
-    """A matrix of this size, made as the sample was: without its tensors, and their shapes."""
+    """A matrix of this size in the sample's format, without its tensors; and the shapes of these."""
     parts, rest = sample.to_parts()
     if isinstance(rest, UnquantizedTensor):
         return rest, [(size, parts[0].dtype)]
@@ -94,12 +106,12 @@ def _matrix(sample: OperandTensor, size: tuple[int, int], dtype: torch.dtype) ->
 
 
 def parts_of(operand: MatmulOperand | None, *, is_shared: bool) -> list[Tensor]:
-    """An operand's tensors, none the memory of something else; if `is_shared`, others hold them too."""
+    """An operand's tensors, none sharing memory with others; cloned if `is_shared` (others hold them too)."""
     if operand is None:
         return []
     if isinstance(operand.tensor, UnquantizedTensor):  # the input or the weight itself
         operand = replace(operand, tensor=_copied(operand.tensor))
-    if operand.low_rank is not None:  # directions that a split goes on from
+    if operand.low_rank is not None:  # the directions from which the next split starts
         left, right = _copied(operand.low_rank.left), _copied(operand.low_rank.right)
         operand = replace(operand, low_rank=replace(operand.low_rank, left=left, right=right))
     parts = operand.to_parts()[0]
@@ -107,7 +119,7 @@ def parts_of(operand: MatmulOperand | None, *, is_shared: bool) -> list[Tensor]:
 
 
 def _copied(tensor: OperandTensor) -> OperandTensor:
-    """In memory of its own; codes have it already."""
+    """A copy of unpacked values; codes have their own memory already."""
     if not isinstance(tensor, UnquantizedTensor):
         return tensor
     return UnquantizedTensor(values=tensor.operand().clone(memory_format=torch.contiguous_format))
@@ -115,7 +127,7 @@ def _copied(tensor: OperandTensor) -> OperandTensor:
 
 @functools.lru_cache(maxsize=256)
 def _sample(name: str, dtype: torch.dtype) -> OperandTensor:
-    """Something the quantiser has made, to see what it makes."""
+    """An example of the quantizer's result, to read its structure from."""
     with _disable_current_modes():
         made = quantizer(name).quantize(_zeros(dtype))
     parts, rest = made.to_parts()
@@ -124,8 +136,9 @@ def _sample(name: str, dtype: torch.dtype) -> OperandTensor:
 
 @functools.lru_cache(maxsize=256)
 def _sample_low_rank(settings: OperandSplit, dtype: torch.dtype) -> LowRankPart:
-    """The low-rank part of some split, to see what it is made of."""
-    # A user's gain may ask for more singular values than there are here; whether there is one is enough.
+    """An example of a split's low-rank part, to read its structure from."""
+    # A user's gain may need more singular values than this small sample has; the presence of a gain is
+    # enough.
     plain = replace(settings, broadcast_dim=None, gains="none")
     with _disable_current_modes():
         found = split(_zeros(dtype), plain, SplitState(), rank=1, step=1, is_replay=False, random_key=NO_KEY)

@@ -1,12 +1,15 @@
-"""Which operands of a tensor-parallel layer are shards, and what its ranks exchange.
+"""Sharded operands of a tensor-parallel layer, and what its ranks exchange.
 
-    column-parallel    weight and grad_output in shards, input whole     grad_input is summed over the ranks
-    row-parallel       weight and input in shards, grad_output whole     output is summed over the ranks
+With T tensor-parallel ranks, each rank multiplies
 
-A sharded operand whose scale depends on the largest magnitude of the whole tensor gets that number first: all
-that are quantised in one pass travel in one packet. So scales, and codes rounded to nearest, are those of a
-single process. Whole operands are rounded with the same random numbers on every rank, sharded ones with
-different numbers on each.
+    layer              input           weight          grad_output     summed over the ranks
+    column-parallel    (M, K) full     (N/T, K)        (M, N/T)        grad_input (M, K)
+    row-parallel       (M, K/T)        (N, K/T)        (M, N) full     output (M, N)
+
+A sharded operand may need the amax of the full tensor for its scale. The ranks exchange it before quantising,
+in one all-reduce for all operands of a pass. Scales, and codes rounded to nearest, are therefore those of a
+single process. With stochastic rounding, all ranks use the same random numbers for a full operand, and
+different ones for shards.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ from megalowbit.quantize.tensor_statistics import needs_maximum, tensor_maximum
 
 
 class AmaxRequest(NamedTuple):
-    """An operand about to be quantised, whose largest magnitude may be needed.
+    """An operand about to be quantised, whose amax may be needed.
 
     Attributes:
-        quantization: what will be done with it.
+        quantization: the quantisation to come.
         tensor: the operand, or this rank's shard.
-        signs: of its Hadamard transform, or `None`.
+        signs: signs of its Hadamard transform, or `None`.
     """
 
     quantization: Quantization
@@ -39,24 +42,25 @@ class AmaxRequest(NamedTuple):
     signs: int | None
 
     def local_amax(self) -> Tensor:
-        """The largest magnitude that this rank's quantiser will see: fp32, 0-dim."""
+        """The amax of the matrix that this rank's quantizer gets: fp32, 0-dim."""
         chosen = self.quantization.quantizer
-        assert isinstance(chosen, BlockQuantizer)  # others need none
+        assert isinstance(chosen, BlockQuantizer)  # `needs_maximum` selects these only
         matrix = self.tensor.detach().reshape(matrix_shape(self.tensor.shape))
         if self.quantization.is_transposed:
+            # The transform runs along the tokens, in groups of 16; zeros do not change the amax.
             if self.signs is not None and matrix.shape[0] % 16:
                 matrix = torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[0] % 16))
-            matrix = matrix.t()
+            matrix = matrix.t()  # blocks run along the original rows
         return tensor_maximum(matrix, chosen.encoding, self.signs)
 
 
 @dataclass(frozen=True)
 class ShardedOperands:
-    """What one layer's products need to know about its shards.
+    """Which operands of one layer are shards, and the collectives on them.
 
     Attributes:
-        group: the ranks that hold them.
-        is_row: whether input features are cut, and not output features.
+        group: the tensor-parallel ranks.
+        is_row: row-parallel: the input features are sharded, not the output features.
     """
 
     group: TensorGroup
@@ -67,15 +71,15 @@ class ShardedOperands:
         return OPERANDS[role] in ("weight", "input" if self.is_row else "grad_output")
 
     def shard_of(self, role: str) -> int | None:
-        """This rank, for an operand in shards; `None` for a whole one."""
+        """This rank for a sharded operand; `None` for a full one."""
         return self.group.rank if self.holds(role) else None
 
     def is_reported(self, role: str) -> bool:
-        """Whether this rank reports an operand's counts: of a whole one, only the first rank does."""
+        """Whether this rank reports an operand's counts: all ranks for a shard, rank 0 for a full operand."""
         return self.holds(role) or self.group.rank == 0
 
     def maxima(self, requests: Iterable[AmaxRequest]) -> dict[str, Tensor]:
-        """Largest magnitudes of whole tensors by role, of those that need one; one all-reduce at most."""
+        """Amax of the full tensors by role, for operands that need one; at most one all-reduce."""
         needed = [
             each
             for each in requests
@@ -87,11 +91,11 @@ class ShardedOperands:
         return {each.quantization.role: found[index] for index, each in enumerate(needed)}
 
     def sum_output(self, output: Tensor, bias: Tensor | None) -> Tensor:
-        """The output of all ranks, and the bias once."""
+        """Sum the output over the ranks, then add the bias once."""
         assert self.is_row
         output = self.group.sum(output)
         return output if bias is None else output + bias.to(output.dtype)
 
     def start_sum_grad_input(self, grad_input: Tensor | None) -> Any:
-        """Begin to sum grad_input in place, where it has to be: what to `wait()` for, or `None`."""
+        """Start to sum grad_input in place, if needed; returns an object to `wait()` for, or `None`."""
         return None if self.is_row or grad_input is None else self.group.start_sum(grad_input)

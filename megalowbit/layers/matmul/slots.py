@@ -1,18 +1,25 @@
-"""What may sit in a layer's slots: an observer, which gets counts, and a chooser, which picks recipes.
+"""Protocols for a layer's slots: an observer, which receives counts, and a chooser, which picks recipes.
 
-Telemetry implements `Observer` and speculation `Chooser` and `Probe`; layers only know these protocols, and
-an empty slot costs nothing. A chooser gives each layer its recipe for the step and may look at single uses
-with a probe. In a use, forward shows input and weight, quantises, multiplies, and shows `output`; backward
-shows the output gradient, quantises, and shows `grad_input` and `grad_weight`, as far as they are asked for.
-A weight that comes quantised out of the cache is looked at all the same. Nothing is copied for a probe: it
-must change no tensor, and what it wants to keep it copies. It draws no numbers from torch's generators, and
-autocast is off while it works.
+Telemetry implements `Observer`, speculation implements `Chooser` and `Probe`. Layers know these protocols
+only, and an empty slot costs nothing. A chooser returns each layer's recipe for the step and may inspect
+single uses with a probe.
 
-Activation checkpointing repeats forwards, for which no chooser is asked and no probe is called again; the
-backward behind them is shown to the probe of the forward they repeat. Where reentrant checkpointing repeats a
-layer that one micro-batch uses several times, or a layer without the model's random stream, only forwards are
-shown: which of them is repeated cannot be told. Not covered: weights split into parameters, whose products
-are wider than the weight.
+Order of the calls in one use:
+
+- forward: the probe gets input and weight; they are quantised and multiplied; the probe gets `output`.
+- backward: the probe gets the output gradient; it is quantised; the probe gets `grad_input` and
+  `grad_weight`, if they are computed.
+
+The probe gets the weight also if the quantised one comes from the cache. Nothing is copied for a probe: it
+must not change tensors, and must copy what it keeps. It draws no numbers from torch's generators. Autocast is
+off during its calls.
+
+Activation checkpointing repeats forwards. For these no chooser and no probe is called; the following backward
+is passed to the probe of the repeated forward. With reentrant checkpointing of a layer that one micro-batch
+uses several times, or of a layer without the model's random stream, the probe gets forwards only, because it
+is unknown which one is repeated.
+
+Not covered: weights split into parameters, whose products are wider than the weight.
 """
 
 from __future__ import annotations
@@ -34,16 +41,16 @@ class Observer(Protocol):
         """Take the counts of one tensor; called in training mode only, once for each quantisation.
 
         Args:
-            layer: the layer's name in the model it was converted in.
+            layer: the layer's name in the converted model.
             role: `"input"`, `"weight"` or `"grad_output"`.
-            counts: int64 on the layer's device, one for each of `COUNT_NAMES`; the observer's to keep.
+            counts: int64 on the layer's device, one for each of `COUNT_NAMES`; the observer may keep it.
             error: float64 on the layer's device, one for each of `ERROR_NAMES`.
         """
 
 
 @runtime_checkable
 class Probe(Protocol):
-    """Looks at the operands and products of one use of a layer, in training mode only."""
+    """Inspects the operands and products of one use of a layer; called in training mode only."""
 
     def observe_operand(self, role: str, operand: Tensor) -> Tensor | None:
         """Take an operand as the layer got it, before it is quantised.
@@ -54,35 +61,35 @@ class Probe(Protocol):
                 it in a tensor-parallel layer.
 
         Returns:
-            Its largest magnitude (fp32, 0-dim, on the operand's device) where it was found on the way, which
-            spares the quantiser its search; NaN or an infinity where the operand has one. `None`: not found.
+            Its amax (fp32, 0-dim, on the operand's device) if the probe has computed it; the quantizer then
+            need not search for it. NaN or infinity if the operand has one. `None`: not computed.
         """
 
     def observe_product(
         self, product: str, left: MatmulOperand, right: MatmulOperand, result: Tensor, bias: Tensor | None
     ) -> None:
-        """Take a product that has just been computed from the operands looked at.
+        """Inspect a product just computed from the inspected operands.
 
         Args:
             product: `"output"`, `"grad_input"` or `"grad_weight"`.
-            left: as it was multiplied: input; grad_output; grad_output (which the product transposes).
-            right: as it was multiplied: weight (which the product transposes); weight; input.
-            result: (rows, cols) of this rank alone, before tensor-parallel ranks sum it.
-            bias: (cols,), which `result` of `"output"` contains; `None` where it contains none.
+            left: as multiplied: input; grad_output; grad_output (the product uses its transpose).
+            right: as multiplied: weight (the product uses its transpose); weight; input.
+            result: (rows, cols) of this rank, before tensor-parallel ranks sum it.
+            bias: (cols,), already added to `result` of `"output"`; `None` if no bias was added.
         """
 
 
 @runtime_checkable
 class Chooser(Protocol):
-    """Says what the products of each layer run with."""
+    """Chooses the recipe of each layer's products."""
 
     def recipe(self, layer: str, base: Recipe) -> Recipe:
-        """The recipe of a layer's products; the same within an optimizer step, and on all ranks.
+        """The recipe of a layer's products; constant within an optimizer step, and the same on all ranks.
 
         Args:
-            layer: the layer's name in the model it was converted in.
-            base: the layer's own recipe, from which the result may differ in the names of quantisers alone.
+            layer: the layer's name in the converted model.
+            base: the layer's own recipe; the result may differ from it in quantizer names only.
         """
 
     def probe(self, layer: str, use: Use) -> Probe | None:
-        """Who looks at a use of a layer, or `None`; asked in training mode, never for repeated forwards."""
+        """The probe for a use of a layer, or `None`; called in training mode, never for repeated forwards."""

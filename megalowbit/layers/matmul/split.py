@@ -1,16 +1,22 @@
-"""A product of operands of which at least one is split: the residuals' GEMM and three thin ones.
+"""Products in which at least one operand is split: the residuals' GEMM and three thin products.
+
+A split operand is gain · residual + low-rank part. With left = g·R + A·B and right = h·T + C·D,
 
     (g·R + A·B) · (h·T + C·D) = g·h·R·T + A·(B·(h·T + C·D)) + (g·R·C)·D
 
-The first term runs in whatever the recipe asks for, quantised, as any product. The others have an inner or
-outer size of k, the rank, and run in the layer's dtype on the quantised factors; B·(…) and R·C are rounded
-to it once. So neither operand is ever put together again: what backward keeps are codes, and FP4 hardware
-could do the same.
+    R   (m, inner)   residual, quantised          T   (inner, n)   residual, quantised
+    A   (m, k)       B  (k, inner)                C   (inner, k)   D  (k, n)
 
-A mean row (A is a column of ones) costs no pass over the result: A·(B·…) is one row, added as the bias is.
+k is the rank of the split and `inner` the axis that the product sums over. The first term is a product of
+quantised operands and runs in the precision that the recipe asks for. The other terms have an inner or outer
+size of k. They run in the layer's dtype on the quantised factors, with B·(…) and R·C rounded to it once. No
+operand is ever reassembled: backward keeps codes, and FP4 hardware could do the same.
 
-Where a Hadamard transform H was applied along the axis summed over, R and T hold R·Hᵀ and H·T; B and C are
-transformed likewise where they meet them.
+If A is a column of ones (a mean row), A·(B·…) is one row (1, n) and is added like a bias, without another
+pass over the result.
+
+If a Hadamard transform H was applied along the axis summed over, R and T are stored as R·Hᵀ and H·T. B and C
+are transformed in the same way before they are multiplied by T and R.
 """
 
 from __future__ import annotations
@@ -27,11 +33,11 @@ from megalowbit.quantize.hadamard import GROUP, hadamard
 
 
 class Side(NamedTuple):
-    """One operand of a product, as it enters it.
+    """One operand of a product, with its orientation.
 
     Attributes:
         operand: residual and low-rank part.
-        transpose: whether the product takes the transpose of the tensor the operand stands for.
+        transpose: whether the product takes the transpose of the original tensor (not of the stored matrix).
     """
 
     operand: MatmulOperand
@@ -39,20 +45,23 @@ class Side(NamedTuple):
 
     @property
     def low_rank(self) -> LowRankPart | None:
-        """The low-rank part, if there is one."""
+        """The low-rank part, or `None`."""
         return self.operand.low_rank
 
     @property
     def is_row(self) -> bool:
-        """Whether the low-rank part adds the same row everywhere."""
+        """Whether the low-rank part adds the same row to every row."""
         return self.low_rank is not None and self.low_rank.is_row and not self.transpose
 
     def residual(self, dtype: torch.dtype) -> Tensor:
-        """The residual's codes × block scales as a matrix, without the tensor's scale."""
+        """The residual's element × block scale as a matrix, without the tensor scale.
+
+        For the left operand (m, inner), for the right one (inner, n).
+        """
         return self.operand.tensor.operand(dtype, transpose=self.transpose != self.operand.is_transposed)
 
     def scaled(self, thin: Tensor, dtype: torch.dtype) -> Tensor:
-        """A product with `residual`, times the tensor's scale and the residual's gain."""
+        """A product with `residual`, times the tensor scale and the residual's gain."""
         scale = self.operand.tensor.tensor_scale
         gain = None if self.low_rank is None else self.low_rank.gain
         for factor in (scale, gain):
@@ -71,10 +80,10 @@ def multiply_split(
     bias: Tensor | None,
     signs: int | None,
 ) -> Tensor:
-    """Multiply left · right + bias, where one is split; dtypes and `bias` are as of `gemms.multiply`.
+    """Multiply left · right + bias if at least one is split; dtypes and `bias` are those of `gemms.multiply`.
 
-    `main` takes (out_dtype, bias) and returns the product of the residuals; `signs` are those of the Hadamard
-    transform along the axis summed over, `None` where there was none.
+    `main` takes (out_dtype, bias) and returns the product of the residuals (m, n). `signs` are those of the
+    Hadamard transform along the axis summed over, or `None` without a transform.
 
     Returns:
         (m, n) in `out_dtype`.
@@ -89,7 +98,7 @@ def multiply_split(
         if rows:
             row = rows[0].flatten().to(torch.promote_types(dtype, torch.float32))
             bias = (row if bias is None else row + bias).to(dtype)
-        # What is rounded to fp16 only in the end may be wider than fp16 in between.
+        # Stay in the wider dtype until the end: an intermediate sum may exceed fp16 although the result fits.
         out = main(torch.promote_types(out_dtype, dtype), None if scaled else bias)
         for gain in scaled:
             out.mul_(gain)
@@ -108,25 +117,27 @@ def multiply_split(
 def _thin_terms(
     left: Side, right: Side, dtype: torch.dtype, signs: int | None
 ) -> list[tuple[Tensor | None, Tensor]]:
-    """Pairs (m, k) and (k, n) whose products are to be added; `None` is a column of ones."""
+    """Pairs (m, k) and (k, n) whose products are added to the result; `None` stands for a column of ones."""
     terms: list[tuple[Tensor | None, Tensor]] = []
+    # a (m, k), b (k, inner), c (inner, k), d (k, n)
     a_b = None if left.low_rank is None else left.low_rank.matrices(dtype, transpose=left.transpose)
     c_d = None if right.low_rank is None else right.low_rank.matrices(dtype, transpose=right.transpose)
     if a_b is not None:
         a, b = a_b
-        wide = right.scaled(_transformed(b, signs) @ right.residual(dtype), dtype)
+        wide = right.scaled(_transformed(b, signs) @ right.residual(dtype), dtype)  # (k, n)
         if c_d is not None:
             wide = wide.addmm_(b @ c_d[0], c_d[1])
         terms.append((None if left.is_row else a, wide))
     if c_d is not None:
         c, d = c_d
+        # c.t() is (k, inner), the shape in which the transform runs along the last axis; tall is (m, k)
         tall = left.scaled(left.residual(dtype) @ _transformed(c.t(), signs).t(), dtype)
         terms.append((tall, d))
     return terms
 
 
 def _transformed(matrix: Tensor, signs: int | None) -> Tensor:
-    """(k, inner) after the Hadamard transform along its rows, padded to whole groups as residuals are."""
+    """(k, inner) after the Hadamard transform along its rows, padded to whole groups like the residuals."""
     if signs is None:
         return matrix
     padded = torch.nn.functional.pad(matrix.float(), (0, -matrix.shape[1] % GROUP))

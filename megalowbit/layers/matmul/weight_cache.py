@@ -1,17 +1,24 @@
-"""Quantised weights kept over the micro-batches of one optimizer step.
+"""Cache of quantised weights, kept over the micro-batches of one optimizer step.
 
-A weight changes once a step, but is quantised at each use: by every micro-batch, and again where activation
-checkpointing repeats a forward. A slot on the layer keeps the packed codes (4.5 bits an element, and as
-much again where backward has its own) until whoever updates the weights calls `WeightCache.clear`. Entries
-also remember the weight's memory and version, but optimizers that write through `.data` change neither, so
-clearing is a duty, not a courtesy. It is all there is for weights that ZeRO 3 gathers anew for each use, and
-for shards: their memory and version are a rank's own affair, and tensor ranks exchange the largest magnitudes
-of what they are about to quantise, so each must find what the others find: their observers, too, are set on
-all or on none. Weights rounded stochastically are not kept: they must be drawn anew each micro-batch. What
-was quantised without counts (in evaluation) is quantised again for who wants them, and what was quantised in
-inference mode, which autograd may not save, is found in inference mode only.
+A weight changes once a step but is quantised at each use: in every micro-batch, and again if activation
+checkpointing repeats a forward. A slot on the layer keeps the packed operand (4.5 bits an element for NVFP4:
+codes and scales, row-major as `quantizations` describes), and a second one of the same size if backward has
+its own copy. The decoded operand of the GEMM is not kept.
 
-Which weight is quantised how stands in `quantizations.py`; `context.py` asks for it here first.
+After every update of the weights, the caller must run `WeightCache.clear`. Entries also record the weight's
+memory address and version, but optimizers that write through `.data` change neither. Two kinds of weights
+depend on clearing alone:
+
+- Weights that ZeRO 3 gathers for each use: their address differs each time.
+- Shards of a tensor-parallel layer. Ranks exchange the amax of what they are about to quantise, so all must
+  have the same entries, but address and version differ from rank to rank. For the same reason, observers must
+  be set on all ranks or on none.
+
+Not cached: weights with stochastic rounding, which need new random numbers in each micro-batch. An entry made
+without counts (in evaluation) is replaced when counts are needed. An entry made in inference mode is used in
+inference mode only, because autograd cannot save it.
+
+`quantizations.py` defines how a weight is quantised; `context.py` looks it up here first.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ Key = tuple[object, ...]
 
 
 class Entry(NamedTuple):
-    """One quantised form, what it was made from, whether it was counted, and whether in inference mode."""
+    """A quantised weight, its key, whether it was counted, and whether it was made in inference mode."""
 
     key: Key
     operand: MatmulOperand
@@ -52,16 +59,15 @@ class WeightSlot:
         is_counted: bool = False,
         until_cleared: bool = False,
     ) -> MatmulOperand:
-        """The operand kept for this role and quantiser, or a new one.
+        """The cached operand for this role and quantizer, or a new one.
 
         Args:
             weight: the layer's weight.
-            role: which of its operands.
-            name: of the quantiser.
-            quantize: makes the operand; what it returns may carry a ready operand, which is not kept.
-            is_counted: whether `quantize` reports counts; an operand made without any will then not do.
-            until_cleared: whether an operand will do wherever the weight lies now; for weights that are
-                gathered anew, and for shards.
+            role: the role of the quantisation.
+            name: the quantizer's name.
+            quantize: makes the operand. A decoded operand that comes with it is not cached.
+            is_counted: whether `quantize` reports counts; an entry made without counts is then not used.
+            until_cleared: ignore address and version; for weights that ZeRO 3 gathers, and for shards.
         """
         found = self.find(weight, role, name, is_counted=is_counted, until_cleared=until_cleared)
         if found is not None:
@@ -81,7 +87,7 @@ class WeightSlot:
         is_counted: bool = False,
         until_cleared: bool = False,
     ) -> MatmulOperand | None:
-        """The operand kept for this role and quantiser, if it will do."""
+        """The cached operand for this role and quantizer, if it is valid."""
         entry = self._entries.get((role, name))
         if (
             entry is not None
@@ -93,7 +99,7 @@ class WeightSlot:
         return None
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all entries."""
         self._entries.clear()
 
     def __len__(self) -> int:
@@ -114,7 +120,7 @@ class WeightCache:
         self._slots = tuple(slots)
 
     def clear(self) -> None:
-        """Forget all quantised weights: call it after every update of the weights."""
+        """Remove all quantised weights; call it after every update of the weights."""
         for slot in self._slots:
             slot.clear()
 

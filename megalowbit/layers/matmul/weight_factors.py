@@ -1,13 +1,14 @@
-"""The factors of a weight W = W_R + U·diag(S)·V where it is multiplied, and their gradients.
+"""The factors of a weight W = W_R + U·diag(S)·V: their products and gradients.
 
-Only W_R is quantised. U, S and V hold the strong directions, so a rounding error of theirs would be that of
-the whole weight; they stay in the compute dtype and enter as the low-rank part of a split operand does, in
-thin products. With Q(x) the quantised input, and M = Q(dY)ᵀ·Q(x) what W_R gets as its gradient, the output is
+W_R is (N, K), U (N, k), S (k,) and V (k, K), with N output features, K input features and rank k. Only W_R is
+quantised. U, S and V hold the strong directions: an error in them would be an error of the whole weight. They
+stay in the compute dtype and are multiplied like the low-rank part of a split operand, in thin products. With
+the quantised input Q(x) (M, K) and the gradient of W_R, G = Q(dY)ᵀ·Q(x) (N, K), the output is
 
     y = Q(x)·Q(W_R)ᵀ + (Q(x)·Vᵀ)·(U·S)ᵀ
 
-and the gradients of the factors follow from M by the chain rule: nothing more has to be kept for backward
-than for a plain weight, and two products of size out × in × k replace some over all tokens.
+and the gradients of the factors follow from G by the chain rule. Backward therefore keeps nothing more than
+for a plain weight, and two products of size N × K × k replace several over all tokens.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ class WeightFactors(NamedTuple):
     s: Tensor
     v: Tensor
 
-    def beside(self, residual: MatmulOperand) -> MatmulOperand:
-        """The weight as it is multiplied: Q(W_R), which a cache may keep for longer, and these factors."""
+    def attach_to(self, residual: MatmulOperand) -> MatmulOperand:
+        """The weight as an operand: Q(W_R), which a cache may keep, together with these factors."""
         values = self.s.detach().to(torch.promote_types(self.s.dtype, torch.float32))
         left, right = self.u.detach().t(), self.v.detach()
         low_rank = LowRankPart(UnquantizedTensor(values=left), values, UnquantizedTensor(values=right))
         return replace(residual, low_rank=low_rank)
 
     def gradients(self, grad_weight: Tensor, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of U, S and V: M·Vᵀ·S, diag(Uᵀ·M·Vᵀ), S·Uᵀ·M, each in its factor's dtype.
+        """Gradients of U, S and V: G·Vᵀ·S, diag(Uᵀ·G·Vᵀ), S·Uᵀ·G, each in its factor's dtype.
 
-        `grad_weight` is M (out, in), of the whole weight; S is multiplied, and sums are formed, in fp32
-        (fp64) at least.
+        `grad_weight` is G (out, in), the gradient of the full weight. Multiplication by S and the sums use at
+        least fp32 (fp64).
         """
         dtype = gemm_dtype([None, None], compute_dtype, grad_weight.device)
         wide = torch.promote_types(dtype, torch.float32)
@@ -66,7 +67,7 @@ class WeightFactors(NamedTuple):
     def squared_norm(self, residual: Tensor, squared_norm: Tensor) -> Tensor:
         """‖W_R + U·diag(S)·V‖², 0-dim fp64, without forming the sum.
 
-        `residual` is W_R (out, in) and `squared_norm` ‖W_R‖², 0-dim fp64.
+        `residual` is W_R (out, in) and `squared_norm` is ‖W_R‖², 0-dim fp64.
         """
         wide = torch.promote_types(residual.dtype, torch.float32)
         with no_autocast(residual.device.type):

@@ -1,9 +1,9 @@
-"""One layer's split, in what an optimizer holds of it: masters of W_R, U, S and V, and their state.
+"""The split of one layer's master weights and optimizer state: W into W_R, U, S and V.
 
-W_R keeps the state of the whole weight, whose gradient is its own. Those of U, S and V follow from it by a
-rule for each kind of moment ("project"; counts of steps are copied), or all four start anew ("reset"). What
-is allocated here is the same on ranks that compute and on ranks that only take over. See
-`engine.parameters.split` for who does, and when.
+W_R keeps the optimizer state of the full weight, because both have the same gradient. The state of U, S and V
+is projected from it, by a rule for each kind of moment ("project"; step counts are copied), or the state of
+all four restarts ("reset"). Ranks that compute and ranks that only receive results allocate the same tensors
+here. `engine.parameters.split` decides when to split, and which rank computes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megalowbit.spectral.weight_split import (
 )
 
 Masters = tuple[Tensor, Tensor, Tensor, Tensor]
-# What torch's optimizers keep of a parameter, and by which rule a factor's follows from the whole weight's.
+# Entries of torch's optimizer state, and the rule that projects each from the full weight to a factor.
 MOMENT_RULES = MappingProxyType(
     {
         "exp_avg": first_moments,
@@ -36,7 +36,7 @@ MOMENT_RULES = MappingProxyType(
 
 
 def without_rule(state: Mapping[str, Any]) -> str | None:
-    """The first entry of a weight's optimizer state that cannot be projected; `None` if there is none."""
+    """The first entry of a weight's optimizer state that cannot be projected; `None` if all can."""
     for name, value in state.items():
         if _is_moment(name, value) and name not in MOMENT_RULES:
             return name
@@ -45,12 +45,12 @@ def without_rule(state: Mapping[str, Any]) -> str | None:
 
 @torch.no_grad()
 def largest_singular_value(masters: Masters, *, is_split: bool) -> float:
-    """That of the whole weight, or a bound above it where that is far from float16's end. Reads a device.
+    """The largest singular value of the full weight; an upper bound if that is far below float16's maximum.
 
-    Arguments are those of `split_masters`.
+    Reads the device. Arguments are those of `split_masters`.
     """
     whole = full_weight(WeightParts(*masters)) if is_split else masters[0].detach()
-    bound = torch.linalg.vector_norm(whole, dtype=torch.float64).item()  # of all of them together
+    bound = torch.linalg.vector_norm(whole, dtype=torch.float64).item()  # root of the sum of all squared ones
     if bound < torch.finfo(torch.float16).max:
         return bound
     return torch.linalg.svdvals(whole.double())[0].item()
@@ -68,19 +68,19 @@ def split_masters(
     """Split the weight that the masters hold, in place.
 
     Args:
-        masters: of W_R (the whole weight, where it is not split yet), U, S and V.
-        states: the optimizer's state of each, empty before its first step.
-        is_split: whether the whole weight is W_R + U·diag(S)·V.
-        is_projected: whether state is projected; otherwise it is dropped, as before the first step.
-        is_computed: whether this process computes; otherwise it only makes room.
+        masters: master weights of W_R (the full weight before the first split), U, S and V.
+        states: the optimizer state of each, empty before its first step.
+        is_split: whether the full weight is W_R + U·diag(S)·V.
+        is_projected: project the state; otherwise clear it, as before the first step.
+        is_computed: whether this process computes; otherwise it only allocates the tensors.
 
     Returns:
-        All tensors that were computed, or that the results of another process belong in, in a fixed order.
+        All tensors that were computed, or that receive another process's results, in a fixed order.
     """
     new = None
     if is_computed:
         whole = full_weight(WeightParts(*masters)) if is_split else masters[0].detach()
-        # half precision only under an optimizer without masters
+        # half precision occurs only under an optimizer without master weights
         new = weight_parts(whole if whole.dtype == torch.float64 else whole.float(), len(masters[2]))
         for target, value in zip(masters, new, strict=True):
             target.copy_(value)
@@ -97,7 +97,7 @@ def _project(
     factors: Sequence[Tensor],
     new: WeightParts | None,
 ) -> list[Tensor]:
-    """Replace the factors' state by what follows from the whole weight's; returns its moments."""
+    """Replace the factors' state by a projection of the weight's; returns the new moments."""
     moments = []
     for state in of_factors:
         state.clear()
@@ -118,5 +118,5 @@ def _project(
 
 
 def _is_moment(name: str, value: object) -> bool:
-    """Whether an entry is of the parameter's elements; counts of steps are numbers, or 0-dim tensors."""
+    """Whether an entry has a value per element; step counts are numbers or 0-dim tensors."""
     return isinstance(value, Tensor) and (value.ndim > 0 or name in MOMENT_RULES)

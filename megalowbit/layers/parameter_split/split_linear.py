@@ -1,16 +1,17 @@
 """A linear layer whose weight may be split into parameters: W = W_R + U·diag(S)·V.
 
-A layer whose recipe has `parameter_split` owns `split_u` (out, k), `split_s` (k,) and `split_v` (k, in) from
-its making on, all zero and unused until the split: so parameter lists, optimizer groups and checkpoints have
-one shape before and after. `weight` is W_R then, which alone is quantised; how the factors are multiplied is
-`matmul.weight_factors`. The split itself is `engine.parameters.split`. Whether a layer is split follows from
-what it holds: V has rows of length 1 after a split and zeros before, also where the weight itself is zero.
+A layer whose recipe has `parameter_split` has the parameters `split_u` (out, k), `split_s` (k,) and `split_v`
+(k, in) from its creation. They are zero and unused until the split, so parameter lists, optimizer groups and
+checkpoints have the same structure before and after. After the split, `weight` is W_R, and only W_R is
+quantised. `matmul.weight_factors` multiplies the factors, and `engine.parameters.split` performs the split. A
+layer detects from its parameters whether it is split: the rows of V have length 1 after a split and are zero
+before, even if the weight itself is zero.
 
-In a state dict the weight is whole: `from_pretrained` and other programs read `weight` alone, and must not
-find W_R there. Beside it are `split_u`, `split_s`, `split_v` and `split_residual`, which is W_R (out, in);
-with those the layer goes on bitwise, and they are compared with the whole weight when they are read. A weight
-without parts is a whole one: factors become zero. `weight` and factors without `split_residual` are what our
-checkpoints hold, where `weight` is W_R.
+In a state dict `weight` is the full weight, because `from_pretrained` and other programs read `weight` alone.
+In addition there are `split_u`, `split_s`, `split_v` and `split_residual`, which is W_R (out, in). With these
+the layer continues with the same bits; loading compares them with the full weight. A weight without the other
+parts is a full weight, and the factors become zero. megalowbit's checkpoints contain `weight` and the factors
+without `split_residual`; there `weight` is W_R.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from megalowbit.spectral.weight_split import WeightParts, full_weight
 
 SPLIT_NAMES = ("split_u", "split_s", "split_v")
 RESIDUAL = "split_residual"
-# The whole weight and its four parts may have been rounded to another dtype since, each once and by half an
-# epsilon at most: 2.5 epsilons of the largest of them, if all err alike, and then the sum's own rounding.
+# The full weight and its four parts may each have been rounded to another dtype, with an error of at most
+# half an epsilon: 2.5 epsilons of the largest of them if all errors add up, plus the rounding of the sum.
 MAX_ROUNDINGS = 4
 
 
 class SplitLinear(HFStateDict):
-    """A linear layer with or without factors beside its weight.
+    """A linear layer with or without factors in addition to its weight.
 
     Attributes:
-        split_u, split_s, split_v: where the layer was made with factors.
-        is_split: whether the weight is W_R + U·diag(S)·V; whoever changes the parameters sets it.
-        weight_decay_rules: which factors decay, for `optim.optimizers.param_groups`. Decay of S alone by a
-            factor scales U·diag(S)·V by that factor, as the same decay scales W_R.
+        split_u, split_s, split_v: the factors, if the layer was created with them.
+        is_split: whether the weight is W_R + U·diag(S)·V; set by the code that changes the parameters.
+        weight_decay_rules: which factors decay, for `optim.optimizers.param_groups`. Scaling S alone scales
+            U·diag(S)·V by the same factor as the same decay scales W_R.
     """
 
     split_u: nn.Parameter
@@ -63,19 +64,19 @@ class SplitLinear(HFStateDict):
         return "split_v" in self._parameters
 
     def add_factors(self, settings: ParameterSplit) -> None:
-        """Give the layer zero factors beside its weight."""
+        """Add zero factors to the layer's parameters."""
         weight, rank = self.weight, settings.rank_of(*self.sizes)
         shapes = ((self.out_features, rank), (rank,), (rank, self.in_features))
-        self._parameters = {**self._parameters}  # a layer made from another shares its dictionary
+        self._parameters = {**self._parameters}  # a layer made from another one shares its dictionary
         for name, shape in zip(SPLIT_NAMES, shapes, strict=True):
             zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
             self.register_parameter(name, nn.Parameter(zeros, requires_grad=weight.requires_grad))
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse a recipe whose split does not fit the layer's parameters; without a split any recipe fits.
+        """Reject a recipe whose split does not fit the layer's parameters; a recipe without a split fits.
 
         Raises:
-            UserError: the layer has no factors, or of another rank.
+            UserError: the layer has no factors, or factors of another rank.
         """
         if recipe.parameter_split is None:
             return
@@ -83,30 +84,31 @@ class SplitLinear(HFStateDict):
         found = len(self.split_s) if self.has_factors else 0
         if found != rank:
             raise UserError(
-                f"recipe {recipe.name!r} has a parameter_split of rank {rank}, but the layer was made with "
-                f"{f'one of rank {found}' if found else 'none'}: convert the model with this recipe"
+                f"recipe {recipe.name!r} has a parameter_split of rank {rank}, but the layer was "
+                f"created with {f'one of rank {found}' if found else 'none'}: convert the model "
+                "with this recipe"
             )
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """W_R, which is `weight`, U, S and V."""
+        """W_R (stored in `weight`), U, S and V."""
         return self.weight, self.split_u, self.split_s, self.split_v
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """The whole weight (out, in), split or not, in the dtype of its parameter."""
+        """The full weight (out, in), split or not, in the dtype of its parameter."""
         if not self.is_split:
             return self.weight.detach()
         return _full(*(part.detach() for part in self.parts()))
 
     @torch.no_grad()
     def holds_split(self) -> bool:
-        """Whether the parameters are those of a split weight; tensors without values never are."""
+        """Whether the parameters are those of a split weight; false for tensors without values."""
         if not self.has_factors or self.split_v.is_meta or isinstance(self.split_v, FakeTensor):
             return False
         return bool(self.split_v.any())
 
     def reset_parameters(self) -> None:
-        """A new random weight, whole: factors become zero."""
+        """A new random full weight; factors become zero."""
         super().reset_parameters()
         if self.has_factors:
             for name in SPLIT_NAMES:
@@ -114,7 +116,7 @@ class SplitLinear(HFStateDict):
             self.is_split = False
 
     def put_in_hf_layout(self, state: MutableMapping[str, Any], prefix: str) -> None:
-        """See `HFStateDict`; a split weight is whole there, and W_R moves to `split_residual`."""
+        """See `HFStateDict`; the weight becomes the full one, and W_R moves to `split_residual`."""
         weight, factors = f"{prefix}weight", [prefix + name for name in SPLIT_NAMES]
         if self.is_split and all(name in state for name in (weight, *factors)) and state[weight].dim() == 2:
             residual = state[weight]
@@ -126,7 +128,7 @@ class SplitLinear(HFStateDict):
         try:
             state_dict = self._completed(state_dict, prefix)
         except UserError as error:
-            arguments[-1].append(str(error))  # as torch's own messages are; the layer stays as it is
+            arguments[-1].append(str(error))  # reported with torch's own messages; the layer does not change
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self.is_split = self.holds_split()
@@ -134,12 +136,11 @@ class SplitLinear(HFStateDict):
     def _completed(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
         """A state dict from which the parameters can be read under their own names.
 
-        `state_dict` is left as it is, and may lack everything of the layer.
+        `state_dict` is not modified, and may lack entries of the layer.
 
         Raises:
-            UserError: it has some parts of a split weight and not the others, which is wrong also where
-                missing keys are allowed; or parts that do not add up to the weight beside them; or W_R for a
-                layer that has no factors.
+            UserError: it has only some parts of a split weight, which is an error even if missing keys are
+                allowed; the parts do not add up to the weight; or it has W_R for a layer without factors.
         """
         weight, residual = f"{prefix}weight", prefix + RESIDUAL
         names = [prefix + name for name in SPLIT_NAMES]
@@ -164,7 +165,7 @@ class SplitLinear(HFStateDict):
 
     @torch.no_grad()
     def _check_sum(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Whether parts and whole weight of a state dict are of the same numbers."""
+        """Check that the parts and the full weight in a state dict are the same weight."""
         given = state_dict.get(f"{prefix}weight")
         parts = [state_dict[prefix + name].detach() for name in (RESIDUAL, *SPLIT_NAMES)]
         if given is None or any(each.is_meta or isinstance(each, FakeTensor) for each in (given, *parts)):
@@ -172,7 +173,7 @@ class SplitLinear(HFStateDict):
         given = given.detach().t() if self.is_transposed else given.detach()
         shapes = [part.shape for part in self.parts()]
         if [each.shape for each in (given, *parts)] != [shapes[0], *shapes]:
-            return  # torch says so when it copies
+            return  # torch reports wrong shapes when it copies
         if not all(each.is_floating_point() for each in (given, *parts)):
             return
         whole = _full(*parts)
@@ -192,8 +193,8 @@ def _check_complete(state_dict: Mapping[str, Any], names: list[str]) -> None:
     if lacking:
         found = [name for name in names if name in state_dict]
         raise UserError(
-            f"{', '.join(found)} without {', '.join(lacking)} is half of a split weight: load all four, or "
-            "the whole weight alone"
+            f"{', '.join(found)} without {', '.join(lacking)} is an incomplete split weight: load all four, "
+            "or the full weight alone"
         )
 
 
@@ -202,8 +203,8 @@ def _refuse_residual(state_dict: Mapping[str, Any], weight: str, residual: str, 
     if is_whole or state_dict[names[-1]].is_meta or not bool(state_dict[names[-1]].any()):
         return
     raise UserError(
-        f"{weight} is what is left of a split weight ({', '.join(names)}), and the layer it is for has no "
-        "factors: convert the model with the recipe's parameter_split, or load the whole weight"
+        f"{weight} is the residual of a split weight ({', '.join(names)}), and this layer has no factors: "
+        "convert the model with the recipe's parameter_split, or load the full weight"
     )
 
 

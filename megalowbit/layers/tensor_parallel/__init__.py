@@ -1,4 +1,4 @@
-"""Linear layers of which every tensor-parallel rank holds a shard."""
+"""Linear layers sharded over tensor-parallel ranks."""
 
 from megalowbit.layers.tensor_parallel.linear import Sharding
 

@@ -1,11 +1,11 @@
 """Low-bit layers on shards: `ColumnParallelLinear` and `RowParallelLinear` with BitLinear's three products.
 
-They are what `convert` makes of those layers, and `restore` undoes. Each rank multiplies its shard; what the
-ranks exchange is said in `sharded_operands`. Gradients and outputs are summed in the dtype that the products
-come out in. The bias of a row-parallel layer is added after that sum, so in bf16 it meets a number rounded
-once already, which a single process rounds after the bias.
+`convert` makes them from the plain layers, and `restore` converts them back. Each rank multiplies its shard;
+`sharded_operands` lists what the ranks exchange. Gradients and outputs are summed in the dtype of the
+products. A row-parallel layer adds its bias after that sum, so in bf16 the sum is rounded once before the
+bias is added; a single process rounds after adding it.
 
-Not covered: recipes with splits, which need whole tensors, and quantisers with scales from means.
+Not covered: recipes with splits, which need full tensors, and quantizers with scales from means.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megalowbit.quantize.tensor_statistics import needs_maximum
 
 
 class ParallelBitLinear(BitLinear):
-    """What both kinds share; made by `convert` from the plain layer, whose attributes it keeps."""
+    """Base of both kinds; `convert` makes it from the plain layer, whose attributes it keeps."""
 
     tensor_group: TensorGroup
     plain_class: ClassVar[type[nn.Linear]]
@@ -42,7 +42,7 @@ class ParallelBitLinear(BitLinear):
         """See `check_sharded_recipe`.
 
         Raises:
-            UserError: the layer cannot be quantised so, in shards.
+            UserError: the recipe cannot be applied to shards of this layer.
         """
         super().check_recipe(recipe)
         if self.tensor_group.size > 1:
@@ -50,7 +50,7 @@ class ParallelBitLinear(BitLinear):
             check_sharded_recipe(recipe, self.title, is_row=self.is_row, shards=shards)
 
     def extra_repr(self) -> str:
-        """As BitLinear prints it, and the rank."""
+        """BitLinear's text, and the rank."""
         return f"{super().extra_repr()}, shard {self.tensor_group.rank} of {self.tensor_group.size}"
 
 
@@ -74,17 +74,17 @@ LOW_BIT: dict[type[nn.Module], type[BitLinear]] = {
 
 
 def check_sharded_recipe(recipe: Recipe, title: str, *, is_row: bool, shards: Iterable[int]) -> None:
-    """Refuse a recipe that shards cannot be quantised with, each for itself.
+    """Reject a recipe that cannot quantise each shard separately.
 
-    `shards` are what a rank has of each part of the axis that is cut; messages name the layer by `title`.
+    `shards` are this rank's sizes of each part of the sharded axis; messages name the layer by `title`.
 
     Raises:
-        UserError: it splits operands, a quantiser needs the whole tensor, or blocks would straddle shards.
+        UserError: it splits operands, a quantizer needs the full tensor, or blocks would cross shards.
     """
     for field in SPLIT_FIELDS:
         if getattr(recipe, field) is not None:
             raise UserError(
-                f"recipe {recipe.name!r} has {field}, which needs whole tensors, and {title} is cut over "
+                f"recipe {recipe.name!r} has {field}, which needs full tensors, and {title} is sharded over "
                 f"tensor-parallel ranks: set {field} to null, or tensor_parallel.autotp_size to 1"
             )
     quantizations = sorted(Quantizations.of(recipe), key=lambda each: each.operand != "weight")
@@ -92,7 +92,7 @@ def check_sharded_recipe(recipe: Recipe, title: str, *, is_row: bool, shards: It
         if each.operand not in ("weight", "input" if is_row else "grad_output"):
             continue
         chosen = each.quantizer
-        needs_maximum(chosen)  # says what cannot be quantised in shards
+        needs_maximum(chosen)  # raises if the quantizer cannot work on shards
         block = chosen.encoding.format.block if isinstance(chosen, BlockQuantizer) else None
         if block is None:
             continue
@@ -103,6 +103,6 @@ def check_sharded_recipe(recipe: Recipe, title: str, *, is_row: bool, shards: It
                 raise UserError(
                     f"{title}: a shard of {shard} features does not hold whole blocks of {extent} of "
                     f"{each.name!r}: lower tensor_parallel.autotp_size, keep the layer in high "
-                    "precision, or take formats of one scale a tensor (recipe fp8; with speculation, also "
-                    "candidates without mixed)"
+                    "precision, or use formats with one scale a tensor (recipe fp8; in speculation also a "
+                    "ladder without mixed)"
                 )

@@ -1,13 +1,17 @@
-"""Linear layers of which every tensor-parallel rank holds a shard, and how a tensor is cut into shards.
+"""Linear layers sharded over tensor-parallel ranks, and how a tensor is divided into shards.
 
-Two kinds, used in pairs. A column-parallel layer holds some of the output features: its input is the same on
-all ranks, its output a shard, and the gradients of its input are summed. A row-parallel layer holds some of
-the input features: its input is a shard, the outputs are summed, and the bias, which all ranks hold alike,
-is added once, after the sum. Sums travel in the dtype the products come out in (bf16, where a model computes
-in bf16), as DeepSpeed's AutoTP does; in a group of one rank nothing travels.
+Two kinds, used in pairs:
 
-Who makes the shards and the group is the engine's business. Not covered: layers that gather their output,
-sequence parallelism, uneven shards.
+- A column-parallel layer holds some of the output features: weight (out/T, in) with T ranks. Its input is the
+  same on all ranks and its output is a shard. The gradient of its input is summed over the ranks.
+- A row-parallel layer holds some of the input features: weight (out, in/T). Its input is a shard and its
+  output is summed over the ranks. All ranks hold the full bias, which is added once, after the sum.
+
+Sums are exchanged in the dtype of the products (bf16 if the model computes in bf16), as in DeepSpeed's
+AutoTP. A group of one rank exchanges nothing.
+
+The engine creates the shards and the group. Not covered: layers that gather their output, sequence
+parallelism, uneven shards.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ class Sharding:
 
     Attributes:
         dim: the axis, ≥ 0.
-        parts: sizes along it in the whole tensor; each is cut evenly over the ranks.
+        parts: sizes of the parts along it in the full tensor; each rank gets an equal share of every part.
     """
 
     dim: int
@@ -40,17 +44,17 @@ class Sharding:
         """One rank's shard, in memory of its own: its share of every part, one after the other.
 
         Raises:
-            UserError: the tensor is not as long as the parts, or a part does not divide.
+            UserError: the tensor's size is not the sum of the parts, or a part is not divisible.
         """
         if tensor.shape[self.dim] != sum(self.parts):
             raise UserError(
-                f"a tensor of shape {tuple(tensor.shape)} cannot be cut into parts {self.parts} along axis "
-                f"{self.dim}: use the tensor of the model that the parts were written for"
+                f"a tensor of shape {tuple(tensor.shape)} cannot be divided into parts {self.parts} along "
+                f"axis {self.dim}: use the tensor of the model that the parts were written for"
             )
         for part in self.parts:
             if part % size:
                 raise UserError(
-                    f"a part of {part} does not divide by {size} tensor ranks: choose a divisor of {part}"
+                    f"a part of {part} is not divisible by {size} tensor ranks: choose a divisor of {part}"
                 )
         pieces = [
             part.narrow(self.dim, rank * (part.shape[self.dim] // size), part.shape[self.dim] // size)
@@ -70,19 +74,19 @@ class Sharding:
 
 
 def tensor_group_of(modules: Iterable[nn.Module]) -> TensorGroup | None:
-    """The ranks that share the first sharded layer among some modules, and so all of them; None: none is."""
+    """The tensor-parallel group of the first sharded layer (all have the same); None if none is sharded."""
     groups = (each.__dict__.get("tensor_group") for each in modules)
     return next((group for group in groups if group is not None), None)
 
 
 class _ShardedLinear(HFStateDict):
-    """What both kinds share.
+    """Base of both kinds.
 
     Attributes:
-        in_features, out_features: of the shard.
-        tensor_group: the ranks that hold the others.
-        is_transposed: whether it stands for a transformers `Conv1D`, which keeps its weight as (in, out).
-        is_row: whether input features are cut, and not output features.
+        in_features, out_features: sizes of the shard.
+        tensor_group: the tensor-parallel ranks.
+        is_transposed: whether it replaces a transformers `Conv1D`, which stores its weight as (in, out).
+        is_row: whether the input features are sharded, not the output features.
     """
 
     tensor_group: TensorGroup
@@ -99,22 +103,19 @@ class ColumnParallelLinear(_ShardedLinear):
     is_row = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, in_features), the same on all ranks → (…, out_features), this rank's."""
+        """(…, in_features), the same on all ranks → (…, out_features), this rank's shard."""
         if self.tensor_group.size > 1:
             input = _SumGradient.apply(input, self.tensor_group)
         return nn.functional.linear(input, self.weight, self.bias)
 
 
 class RowParallelLinear(_ShardedLinear):
-    """A linear layer with this rank's share of the input features; made by `parallel_linear`.
-
-    Its bias is whole.
-    """
+    """A linear layer with this rank's share of the input features and the full bias."""
 
     is_row = True
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, in_features), this rank's → (…, out_features), the same on all ranks."""
+        """(…, in_features), this rank's shard → (…, out_features), the same on all ranks."""
         output = nn.functional.linear(input, self.weight)
         if self.tensor_group.size > 1:
             output = _SumOutput.apply(output, self.tensor_group)
@@ -122,7 +123,7 @@ class RowParallelLinear(_ShardedLinear):
 
 
 class _SumGradient(torch.autograd.Function):
-    """The identity, whose gradient is summed over the ranks."""
+    """The identity; its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: TensorGroup) -> Tensor:
@@ -135,7 +136,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _SumOutput(torch.autograd.Function):
-    """The sum over the ranks, whose gradient every rank has already."""
+    """The sum over the ranks; its gradient is already the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, group: TensorGroup) -> Tensor:
@@ -173,7 +174,7 @@ def parallel_linear(
     if bias is not None and not is_row:
         mark_sharding(bias, Sharding(0, tuple(parts)))
     elif bias is not None:
-        bias.tensor_model_parallel = False  # type: ignore[attr-defined]  # it is whole, whoever marked it
+        bias.tensor_model_parallel = False  # type: ignore[attr-defined]  # it is not sharded
     return layer
 
 

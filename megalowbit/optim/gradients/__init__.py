@@ -1,1 +1,1 @@
-"""Gradients between backward and update: their fp32 buffer, norm, overflows, and the report of a step."""
+"""Gradients between backward and update: fp32 buffer, norm, overflow location, and the report of a step."""

@@ -1,15 +1,17 @@
 """fp32 gradients of half-precision parameters, in one contiguous buffer.
 
-Each parameter gets `main_grad`, a view into the buffer. A hook adds each half-precision gradient to it as
-soon as backward has made one, and drops that one, so micro-batches add up in fp32 and half-precision
-gradients never exist all at once. The views stand in reverse order of the parameters, roughly the order in
-which backward fills them, as in Megatron's local DDP. One buffer also means one all-reduce without copies.
+Each parameter gets `main_grad`, a view into the buffer. As soon as backward has computed a half-precision
+gradient, a hook adds it to `main_grad` and frees it. So micro-batches are summed in fp32, and half-precision
+gradients never all exist at the same time. The views are in reverse order of the parameters, roughly the
+order in which backward fills them, like in Megatron's local DDP. One buffer also allows one all-reduce
+without copies.
 
-After a backward `.grad` is the same memory as `main_grad`, in fp32 on a half-precision parameter too
-(`grad_dtype`), so what torch's users do to `.grad` counts: None, as `module.zero_grad()` leaves it, forgets
-the gradient, another tensor replaces it, a change in place changes it. This is looked at before the next
-gradient is added, before a reduction and before a step. A `main_grad` may be written at any other time; the
-buffer is really zero between steps.
+After a backward, `.grad` is the same memory as `main_grad`, in fp32 also on a half-precision parameter
+(`grad_dtype`). Changes to `.grad` therefore count as in torch: setting it to None, as `module.zero_grad()`
+does, clears the gradient, assigning a tensor replaces it, and changes in place change it. The buffer checks
+`.grad` before it adds the next gradient, before a reduction and before a step. `main_grad` may be written at
+any other time. Between steps the buffer contains zeros.
+
 Not covered: overlap of communication with backward; compiled autograd beyond the first micro-batch.
 """
 
@@ -31,20 +33,21 @@ SPARSE = "sparse gradients are not supported: build embeddings with sparse=False
 class GradBuffer:
     """One fp32 buffer and the `main_grad` views of `parameters` in it.
 
-    A parameter that occurs twice (tied weights) has one view; one that gets no gradient keeps zeros, and
-    None as `.grad`. Make it only when the parameters have their final dtype and device: the hooks hold on to
-    both. Parameters that are in another buffer leave it, and `grad_buffer` says where they are.
+    A parameter that occurs twice (tied weights) has one view. One that gets no gradient keeps zeros, and None
+    as `.grad`. Create the buffer when the parameters have their final dtype and device, because the hooks
+    depend on both. Parameters that are in another buffer are removed from it; the attribute `grad_buffer` of
+    a parameter is its buffer.
 
     Args:
         parameters: floating-point parameters, all on one device.
-        factor_of: by what a parameter's gradients were multiplied beyond the loss scale; divided out here.
+        factor_of: the factor of a parameter's gradients in addition to the loss scale; divided out here.
 
     Attributes:
-        flat: (elements,) fp32, what has to be all-reduced.
+        flat: (elements,) fp32, the tensor to all-reduce.
         parameters: each once, in the order given.
 
     Raises:
-        UserError: the parameters lie on several devices.
+        UserError: the parameters are on several devices.
     """
 
     def __init__(
@@ -54,54 +57,55 @@ class GradBuffer:
         devices = {parameter.device for parameter in unique}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
-            raise UserError(f"parameters lie on several devices ({names}): move the model to one of them")
+            raise UserError(f"parameters are on several devices ({names}): move the model to one of them")
         elements = sum(parameter.numel() for parameter in unique)
         self.parameters = unique
         self.flat = torch.zeros(elements, dtype=torch.float32, device=devices.pop() if devices else None)
         self.factor_of = factor_of
-        self._arrivals: dict[int, None] = {}  # ids of parameters in the order of backward: a set in order
-        self._squares_before: dict[int, torch.Tensor] | None = None  # of each parameter, before a reduction
+        self._arrivals: dict[int, None] = {}  # ids of parameters in the order of backward: an ordered set
+        self._squares_before: dict[int, torch.Tensor] | None = None  # by parameter id, before a reduction
         offset = 0
         self._hooks: dict[int, list[Any]] = {}
-        # of each `main_grad`, to be put into `.grad`, with its address as it was made
+        # by parameter id: the alias of `main_grad` that becomes `.grad`, and its address when it was made
         self._aliases: dict[int, tuple[torch.Tensor, int]] = {}
-        self._shown: set[int] = set()  # ids of parameters whose `.grad` was set to that
+        self._aliased: set[int] = set()  # ids of parameters whose `.grad` is this alias
         for parameter in reversed(unique):
             _leave_buffer(parameter)
             view = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
-            parameter.main_grad = view  # type: ignore[attr-defined]  # Megatron's name for it
-            parameter.grad_buffer = self  # type: ignore[attr-defined]  # so that an optimizer finds it
+            parameter.main_grad = view  # type: ignore[attr-defined]  # the name that Megatron uses
+            parameter.grad_buffer = self  # type: ignore[attr-defined]  # an optimizer finds the buffer here
             if parameter.dtype != torch.float32:
-                parameter.grad_dtype = None  # any: halves while backward makes them, then fp32
+                parameter.grad_dtype = None  # any dtype: half during backward, fp32 afterwards
             self._hooks[id(parameter)] = [
-                parameter.register_hook(partial(self._make_way, parameter)),
+                parameter.register_hook(partial(self._clear_grad, parameter)),
                 parameter.register_post_accumulate_grad_hook(self._accumulate),
             ]
             offset += parameter.numel()
 
     @torch.no_grad()
     def collect(self, names: Mapping[int, str] | None = None) -> None:
-        """Let every `main_grad` be what `.grad` says, where someone has cleared or replaced it.
+        """Update every `main_grad` whose `.grad` was cleared or replaced since backward.
 
-        Errors name a parameter by its id in `names`.
+        Error messages name a parameter by its id in `names`.
 
         Raises:
             UserError: a `.grad` has another shape or device than its parameter, or is sparse.
         """
         for parameter in self.parameters:
-            self._take_in(parameter, names)
+            self._collect_grad(parameter, names)
 
     def has_gradients(self) -> bool:
-        """Whether any gradient is there since the last step, zero or not; to be called after `collect`.
+        """Whether there is any gradient since the last step, also if it is zero; call `collect` first.
 
-        Reads the device where no backward has left one, as others may have written to a `main_grad`.
+        Reads the device if no backward has run, because other code may have written to a `main_grad`.
         """
-        return bool(self._shown) or any(bool(each.any()) for each in self._gradients())
+        return bool(self._aliased) or any(bool(each.any()) for each in self._gradients())
 
     def before_reduction(self) -> torch.Tensor:
-        """To be called when gradients will now be averaged over ranks; remembers which were not finite here.
+        """Call this directly before averaging over ranks; records which gradients are not finite on this
+        rank.
 
-        Afterwards every parameter has a gradient, as some rank may have one.
+        Afterwards every parameter has a `.grad`, because some rank may have one.
 
         Returns:
             `flat`.
@@ -111,20 +115,20 @@ class GradBuffer:
             zip(map(id, self.parameters), _squares_of(self._gradients()), strict=True)
         )
         for parameter in self.parameters:
-            self._show(parameter)
+            self._set_alias(parameter)
         return self.flat
 
     @property
     def is_reduced(self) -> bool:
-        """Whether `before_reduction` has been called for the present gradients."""
+        """Whether `before_reduction` was called for the current gradients."""
         return self._squares_before is not None
 
     def overflowed(self, *, is_before: bool) -> list[tuple[int, torch.nn.Parameter]]:
-        """Parameters whose gradient is infinite or NaN, each with its place in the order of backward.
+        """Parameters whose gradient is infinite or NaN, each with its index in the order of backward.
 
         Reads the device.
 
-        `is_before`: as it was at `before_reduction`; else as it is now.
+        `is_before`: check the gradients as they were at `before_reduction`, else as they are now.
         """
         if not self.parameters:
             return []
@@ -144,35 +148,35 @@ class GradBuffer:
 
     @torch.no_grad()
     def zero(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Forget gradients, those of `parameters` or all, also those not yet added."""
-        mine = self.parameters if parameters is None else list(parameters)
-        views: list[torch.Tensor] = [parameter.main_grad for parameter in mine]  # type: ignore[attr-defined]
-        if len(mine) == len(self.parameters):
+        """Clear the gradients of `parameters` or all, including a `.grad` that was not collected yet."""
+        chosen = self.parameters if parameters is None else list(parameters)
+        views: list[torch.Tensor] = [parameter.main_grad for parameter in chosen]  # type: ignore[attr-defined]
+        if len(chosen) == len(self.parameters):
             self.flat.zero_()
-            here = self.flat.untyped_storage().data_ptr()  # others may have put a tensor of theirs in place
+            here = self.flat.untyped_storage().data_ptr()  # other code may have replaced a `main_grad`
             views = [view for view in views if view.untyped_storage().data_ptr() != here]
         if views:
             torch._foreach_zero_(views)
-        self.was_zeroed(mine)
+        self.mark_zeroed(chosen)
 
-    def was_zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
-        """To be called by whoever has zeroed `main_grad`s otherwise; `.grad`s become None here."""
+    def mark_zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Call this after zeroing `main_grad`s in another way; sets the `.grad`s to None."""
         self._squares_before = None
         for parameter in parameters:
             parameter.grad = None
-            self._shown.discard(id(parameter))
+            self._aliased.discard(id(parameter))
 
     def detach(self) -> None:
-        """Remove the hooks and the views; the parameters get ordinary gradients again."""
+        """Remove the hooks and views; the parameters get ordinary gradients again."""
         for parameter in list(self.parameters):
             self.release(parameter)
 
     def release(self, parameter: torch.Tensor) -> None:
-        """Let one parameter go; its place in the buffer stays, as zeros."""
+        """Remove one parameter from the buffer; its place remains, filled with zeros."""
         for hook in self._hooks.pop(id(parameter)):
             hook.remove()
         parameter.main_grad.zero_()  # type: ignore[attr-defined]
-        self.was_zeroed([parameter])
+        self.mark_zeroed([parameter])
         self._aliases.pop(id(parameter), None)
         parameter.grad_dtype = parameter.dtype
         del parameter.main_grad, parameter.grad_buffer  # type: ignore[attr-defined]
@@ -188,7 +192,7 @@ class GradBuffer:
             return
         if gradient.is_sparse:
             raise UserError(SPARSE)
-        if gradient.dtype != parameter.dtype:  # as torch rounds what a custom function returns in fp32
+        if gradient.dtype != parameter.dtype:  # torch also rounds fp32 gradients of custom functions
             gradient = gradient.to(parameter.dtype)
         self._arrivals.pop(id(parameter), None)
         self._arrivals[id(parameter)] = None
@@ -198,51 +202,49 @@ class GradBuffer:
             cpu_kernels.accumulate(main_grad, gradient, factor)
         else:
             main_grad.add_(gradient, alpha=factor)
-        self._show(parameter)
+        self._set_alias(parameter)
 
-    def _make_way(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
-        """Take `.grad` away before autograd adds to it: `_accumulate` does that, and sees the half alone."""
-        # most often there is nothing, which is quicker to see than in which backward this is
-        if (parameter.grad is not None or id(parameter) in self._shown) and _is_accumulating():
-            self._take_in(parameter)
+    def _clear_grad(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
+        """Remove `.grad` before autograd adds to it; `_accumulate` then gets only the new gradient."""
+        # checked first because it is cheaper than checking which backward this is
+        if (parameter.grad is not None or id(parameter) in self._aliased) and _is_accumulating():
+            self._collect_grad(parameter)
             parameter.grad = None
 
-    def _take_in(self, parameter: torch.nn.Parameter, names: Mapping[int, str] | None = None) -> None:
+    def _collect_grad(self, parameter: torch.nn.Parameter, names: Mapping[int, str] | None = None) -> None:
         gradient, key = parameter.grad, id(parameter)
         main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
         if gradient is None:
-            if key in self._shown:  # someone has cleared it
+            if key in self._aliased:  # other code has cleared it
                 main_grad.zero_()
-                self._shown.discard(key)
+                self._aliased.discard(key)
             return
         alias, address = self._aliases.get(key, (None, 0))
         if gradient is alias and gradient.data_ptr() == address:
-            if (
-                address != main_grad.data_ptr()
-            ):  # someone has put another tensor there, which holds from now on
-                self._show(parameter)
+            if address != main_grad.data_ptr():  # other code has replaced `main_grad`: use the new one
+                self._set_alias(parameter)
             return
         if gradient.is_sparse:
             raise UserError(SPARSE)
         check_fit((names or {}).get(key, "a parameter"), gradient, main_grad.shape, main_grad.device)
         main_grad.copy_(gradient.detach())
-        self._show(parameter)
+        self._set_alias(parameter)
 
-    def _show(self, parameter: torch.nn.Parameter) -> None:
-        """Put an alias of `main_grad` into `.grad`; no view, of which `detach_` would be an error."""
+    def _set_alias(self, parameter: torch.nn.Parameter) -> None:
+        """Set `.grad` to an alias of `main_grad`; not a view, because `detach_` fails on views."""
         main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
         alias, _ = self._aliases.get(id(parameter), (None, 0))
         address = main_grad.data_ptr()
         if alias is None or alias.data_ptr() != address or alias.dtype != main_grad.dtype:
             alias = torch.empty(0, dtype=main_grad.dtype, device=main_grad.device)
-            alias.set_(main_grad)  # type: ignore[call-overload]  # its stubs know storages only
+            alias.set_(main_grad)  # type: ignore[call-overload]  # the stub only accepts storages
             self._aliases[id(parameter)] = alias, address
         parameter.grad = alias
-        self._shown.add(id(parameter))
+        self._aliased.add(id(parameter))
 
 
 def check_fit(name: str, gradient: torch.Tensor, shape: torch.Size, device: torch.device) -> None:
-    """Refuse a `.grad` set by hand that does not fit the parameter `name`, of this shape and device.
+    """Reject a `.grad` set by hand whose shape or device differs from that of the parameter `name`.
 
     Raises:
         UserError: names both shapes and devices.
@@ -255,10 +257,10 @@ def check_fit(name: str, gradient: torch.Tensor, shape: torch.Size, device: torc
 
 
 def _is_accumulating() -> bool:
-    """Whether a hook runs in a backward that adds gradients up; not in `torch.autograd.grad`."""
+    """Whether a hook runs in a backward that accumulates gradients; false in `torch.autograd.grad`."""
     try:
         return torch._C._will_engine_execute_node(torch._C._current_autograd_node())
-    except RuntimeError:  # what torch answers of a leaf in `autograd.grad`
+    except RuntimeError:  # raised for a leaf in `autograd.grad`
         return False
 
 
@@ -269,7 +271,7 @@ def _leave_buffer(parameter: torch.nn.Parameter) -> None:
 
 
 def _squares_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of squares of each, (tensors,); not finite where a tensor is not."""
+    """Sum of squares of each tensor, (tensors,); not finite if the tensor is not."""
     if not tensors:
         return torch.zeros(0)
     if all(map(cpu_kernels.supports, tensors)) and cpu_kernels.is_available():

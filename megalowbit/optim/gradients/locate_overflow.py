@@ -1,9 +1,10 @@
-"""Where did gradients overflow: which tensor was first, on which rank.
+"""Locating an overflow: the first tensor and its rank.
 
-Asked only after a step that overflowed, so it may read from the device and talk: every rank tells which of
-its gradients are not finite, in the order in which backward made them, and all come to the same answer.
-Gradients that were averaged before anyone looked are infinite on all ranks alike; then no rank is named.
-Not covered: which micro-batch it was, and activations' gradients, in which an overflow often begins.
+Runs only after a step that overflowed, so it may read the device and communicate. Every rank sends which of
+its gradients are not finite, in the order of backward, and all ranks derive the same answer. If gradients
+were averaged before they were checked, the same ones are infinite on all ranks; then no rank is named.
+
+Not covered: the micro-batch, and gradients of activations, in which an overflow often begins.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from megalowbit.optim.gradients.report import Overflow
 
 @dataclass(frozen=True, kw_only=True)
 class RankOverflow:
-    """What one rank saw.
+    """The non-finite gradients of one rank.
 
     Attributes:
         rank: in the whole job.
-        tensors: place in the order of backward and name of each gradient that is not finite, ascending.
-        num_gradients: how many gradients the rank has.
-        is_own: whether they are known to have been looked at before any averaging over ranks.
-        later_stages: how many stages of a pipeline have run their backward before this rank's.
+        tensors: (index in the order of backward, name) of each gradient that is not finite, ascending.
+        num_gradients: number of gradients of the rank.
+        is_own: whether they were certainly checked before any averaging over ranks.
+        later_stages: number of pipeline stages that run their backward before this rank's.
     """
 
     rank: int
@@ -37,7 +38,7 @@ class RankOverflow:
 
 
 def joined(each: Sequence[RankOverflow]) -> RankOverflow:
-    """What the optimizers of one rank saw, as one."""
+    """Merge the results of one rank's optimizers."""
     return RankOverflow(
         rank=each[0].rank,
         tensors=sorted(tensor for one in each for tensor in one.tensors),
@@ -48,10 +49,10 @@ def joined(each: Sequence[RankOverflow]) -> RankOverflow:
 
 
 def locate_overflow(seen: RankOverflow, group: dist.ProcessGroup | None) -> Overflow | None:
-    """Put together what all ranks of `group` (None: this one alone) saw; every one of them must call it.
+    """Combine the results of all ranks of `group` (None: this rank only); every one of them must call it.
 
     Returns:
-        The same on all ranks; None if no rank saw anything that is not finite.
+        The same on all ranks; None if all gradients are finite.
     """
     gathered = [seen] if group is None else gather(seen, group)
     hit = [one for one in gathered if one.tensors]

@@ -1,14 +1,17 @@
-"""Is any gradient non-finite, how large are all together, how many are exactly zero: one pass, one message.
+"""Gradient statistics: non-finite values, norm, and number of exact zeros, in one pass and one all-reduce.
 
-The gradients may be sharded over a model-parallel group. Each rank sums what it owns and the sums travel
-together in one small all-reduce; the result stays on the device until someone reads it (`Measurement`).
-Parameters that several ranks or modules hold alike are counted once: those marked `shared`,
-and those not marked `tensor_model_parallel` on ranks other than the group's first (Megatron's attributes).
-MAX over gradient values is never used: gloo's MAX drops NaN. What is summed is a 0/1 flag.
-Beside the norm of all gradients together there is the sum of their norms, by which Metis clips; a sharded
-parameter's norm needs its shards' squares added first, so there one number per parameter travels.
-Off CPUs squares are taken in fp32, and a finite gradient above 1.8e19 looks infinite: whoever reads a flag
-measures again with `is_exact` before believing it.
+Gradients may be sharded over a model-parallel group. Each rank sums the squares of the parameters that it
+counts, and one small all-reduce adds these sums. The result stays on the device until it is read
+(`Measurement`).
+
+- Parameters that several ranks or modules hold are counted once: those marked `shared` are skipped, and those
+  not marked `tensor_model_parallel` are counted on the group's first rank only (Megatron's attributes).
+- The all-reduce sums a 0/1 flag. It never takes the MAX of gradient values, because gloo's MAX drops NaN.
+- Besides the norm of all gradients there is the sum of their norms, by which Metis clips. For that the
+  squares of a parameter's shards must be added first, so the all-reduce carries one number for each
+  parameter.
+- Except on CPUs, squares are computed in fp32, and a finite gradient above 1.8e19 looks infinite. The caller
+  therefore measures again with `is_exact` before it trusts a flag.
 """
 
 from __future__ import annotations
@@ -26,20 +29,21 @@ from megalowbit.distributed.agreement import gather
 from megalowbit.errors import UserError
 from megalowbit.optim.kernels import cpu as cpu_kernels
 
-# fp32 sums over 70 million elements lost 0.5 % of a norm; in pieces of 2**16 they lose 2e-7, as fast
+# fp32 sums over 70 million elements had an error of 0.5 % of the norm; in pieces of 2**16, at the same speed,
+# 2e-7
 CHUNK = 2**16
-CLIP_EPSILON = 1e-6  # Megatron's and torch's guard against a zero norm
+CLIP_EPSILON = 1e-6  # prevents division by a zero norm, as in Megatron and torch
 GradientNorm = Literal["global", "sum_of_norms"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFacts:
-    """What the host has read about the scaled gradients of a step.
+    """Statistics of a step's scaled gradients, read by the host.
 
     Attributes:
         found_inf: some gradient on some rank is infinite or NaN.
-        norm: over all ranks and parameters; meaningless where `found_inf`.
-        num_zeros: elements that are exactly zero, or None if not asked for.
+        norm: over all ranks and parameters; meaningless if `found_inf`.
+        num_zeros: elements that are exactly zero; None: not counted.
     """
 
     found_inf: bool
@@ -49,11 +53,11 @@ class GradientFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What is known of the scaled gradients of a step on the device: 0-dim float64 each.
+    """Statistics of a step's scaled gradients on the device: 0-dim float64 each.
 
     Attributes:
-        norm: over all parameters; meaningless where the flag is set.
-        flag: > 0 where some gradient is not finite.
+        norm: over all parameters; meaningless if the flag is set.
+        flag: > 0 if some gradient is not finite.
         zeros: number of elements that are exactly zero; None: not counted.
     """
 
@@ -62,18 +66,18 @@ class Measurement:
     zeros: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Measurement:
-        """The same on another device."""
+        """A copy on another device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         return Measurement(norm=self.norm.to(device), flag=self.flag.to(device), zeros=zeros)
 
     def read(self, figures: Sequence[Sequence[torch.Tensor]] = ()) -> tuple[GradientFacts, list[list[float]]]:
-        """Read everything in one packet, the one host read of an applied step.
+        """Read everything in one copy, the one host read of an applied step.
 
         Args:
-            figures: lists of (n,) tensors, read together with the rest.
+            figures: lists of (n,) tensors to read together with the rest.
 
         Returns:
-            The facts, and the numbers of each list of figures one after the other.
+            The facts, and the numbers of each list of figures, concatenated.
         """
         own = [self.norm, self.flag, *(() if self.zeros is None else (self.zeros,))]
         others = [each.to(self.norm.device) for some in figures for each in some]
@@ -84,7 +88,7 @@ class Measurement:
 
 
 def is_counted_once(parameter: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether this rank is the one that counts `parameter` towards norm and zeros."""
+    """Whether this rank counts `parameter` in the norm and the number of zeros."""
     if getattr(parameter, "shared", False):
         return False
     is_own = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
@@ -101,18 +105,18 @@ def measure_gradients(
     group: dist.ProcessGroup | None = None,
     is_exact: bool = False,
 ) -> Measurement:
-    """Look at all gradients of a step; collective over `group`, also for a rank without any gradient.
+    """Measure all gradients of a step; collective over `group`, also for a rank without gradients.
 
     Args:
-        gradients: fp32 or half-precision; None where a parameter has none.
-        is_counted: of each, whether this rank counts it (or its shard); others are only checked for inf and
-            NaN, as another rank or module counts them. None: all are.
-        kind: the norm of all gradients together, or the sum of their norms. Of that, every rank of `group`
-            must hold the same parameters in the same order, as under tensor parallelism: shards are matched
-            by their place.
+        gradients: fp32 or half-precision; None for parameters without one.
+        is_counted: for each, whether this rank counts it (or its shard). The others are only checked for inf
+            and NaN, because another rank or module counts them. None: all are counted.
+        kind: the norm of all gradients together, or the sum of their norms. For the sum, every rank of
+            `group` must hold the same parameters in the same order, as under tensor parallelism: shards are
+            matched by their index.
         count_zeros: also count the elements that are exactly zero.
-        group: the model-parallel group; None where gradients are not sharded.
-        is_exact: take every square in float64; slower.
+        group: the model-parallel group; None if gradients are not sharded.
+        is_exact: compute every square in float64; slower.
     """
     counts = [True] * len(gradients) if is_counted is None else is_counted
     present = [(each, is_own) for each, is_own in zip(gradients, counts, strict=True) if each is not None]
@@ -139,10 +143,10 @@ def measure_gradients(
 
 
 def check_same_parameters(count: int, group: dist.ProcessGroup | None) -> None:
-    """Make sure that shards can be matched by their place; collective over `group`.
+    """Check that shards can be matched by their index; collective over `group`.
 
     Raises:
-        UserError: ranks have different numbers of parameters, and would wait for each other.
+        UserError: ranks have different numbers of parameters, so a collective would hang.
     """
     counts = [count] if group is None else gather(count, group)
     if len(set(counts)) > 1:
@@ -153,18 +157,18 @@ def check_same_parameters(count: int, group: dist.ProcessGroup | None) -> None:
 
 
 def clip_coefficient(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
-    """Factor ≤ 1, 0-dim, that brings `norm` down to `max_norm`."""
+    """Factor ≤ 1, 0-dim, that reduces `norm` to `max_norm`."""
     return torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
 
 
 def gradient_divisor(norm: torch.Tensor, loss_scale: float, clip_grad: float) -> torch.Tensor | None:
-    """What scaled gradients are divided by to unscale and clip them, 0-dim fp32; None: they stay as they are.
+    """The divisor that unscales and clips scaled gradients, 0-dim fp32; None if there is nothing to do.
 
-    `norm` is that of the scaled gradients, 0-dim float64; 0 as `clip_grad` turns clipping off.
+    `norm` is that of the scaled gradients, 0-dim float64. `clip_grad` = 0 turns clipping off.
     """
     if clip_grad > 0:
         coefficient = clip_coefficient(clip_grad, norm / loss_scale)
-        # an absurd norm must not make the factor 0 and an applied step of nothing
+        # clamped, because with an extreme norm the factor would be 0 and the step would do nothing
         return (loss_scale / coefficient).clamp(max=torch.finfo(torch.float32).max).float()
     return torch.full_like(norm, loss_scale, dtype=torch.float32) if loss_scale != 1.0 else None
 
@@ -176,9 +180,9 @@ def _nothing(device: torch.device) -> torch.Tensor:
 def _squares(
     tensors: Sequence[torch.Tensor], device: torch.device, is_exact: bool
 ) -> tuple[torch.Tensor, list[int]]:
-    """Sums of squares of pieces of the tensors, (pieces,) float64, and how many pieces each tensor has.
+    """Sums of squares of pieces of the tensors, (pieces,) float64, and the number of pieces of each tensor.
 
-    Empty tensors are left out; there is always a piece, if only a zero.
+    Empty tensors are left out. There is at least one piece, possibly a zero.
     """
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
@@ -198,18 +202,18 @@ def _squares(
 def _squares_of_each(
     gradients: Sequence[torch.Tensor | None], device: torch.device, is_exact: bool
 ) -> torch.Tensor:
-    """Sum of squares of each gradient, (parameters,) float64; 0 where there is none."""
+    """Sum of squares of each gradient, (parameters,) float64; 0 for a parameter without one."""
     present = {index: each for index, each in enumerate(gradients) if each is not None and each.numel()}
     pieces, counts = _squares(list(present.values()), device, is_exact)
     squares = [_nothing(device)] * (len(gradients) + 1)
     for index, part in zip(present, pieces.split(counts) if counts else (), strict=True):
         squares[index] = part.sum()
-    return torch.stack(squares)[:-1]  # with one more, as there may be no gradients
+    return torch.stack(squares)[:-1]  # one extra, because there may be no gradients
 
 
 def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     flat = tensor.reshape(-1)
-    return flat.split(CHUNK) if flat.device.type == "cpu" else [flat]  # GPUs sum in pieces by themselves
+    return flat.split(CHUNK) if flat.device.type == "cpu" else [flat]  # GPUs already sum in pieces
 
 
 def _has_kernel(tensors: Sequence[torch.Tensor]) -> bool:

@@ -1,8 +1,8 @@
-"""What one optimizer step did: applied or skipped, norm, zeros, scale, and where gradients overflowed.
+"""The result of one optimizer step: applied or skipped, norm, zeros, scale, and the location of an overflow.
 
-A report is a tuple `(applied, grad_norm, num_zeros)`, as Megatron's optimizers return it, and knows more by
-name. Numbers are plain Python: the step has read them from the device, all at once. Not here: how a step
-finds them out (`optim.step`), or the overflow (`overflow`).
+A report is a tuple `(applied, grad_norm, num_zeros)`, as Megatron's optimizers return it, with further
+attributes. All numbers are plain Python; the step has read them from the device in one copy. `optim.step`
+computes them, and `locate_overflow` finds the location.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megalowbit.distributed import process_group
 
 @dataclass(frozen=True, kw_only=True)
 class Overflow:
-    """Where gradients of a step were infinite or NaN.
+    """Location of a step's infinite or NaN gradients.
 
     Attributes:
-        tensor: name of the first such gradient, in the order in which backward made them.
-        rank: the rank it is on, in the whole job; None where gradients had been averaged before anyone
-            looked, which spreads an infinity to all ranks it is averaged over.
-        num_tensors: how many gradients of that rank were not finite.
-        num_gradients: how many it has.
-        ranks: all ranks with such gradients, ascending; without `rank`, those it may have begun on.
+        tensor: name of the first such gradient in the order of backward.
+        rank: its rank in the whole job; None if gradients had been averaged before they were checked, which
+            spreads an infinity to all ranks of the average.
+        num_tensors: number of non-finite gradients on that rank.
+        num_gradients: number of gradients on that rank.
+        ranks: all ranks with such gradients, ascending; if `rank` is None, the ranks where it may have begun.
     """
 
     tensor: str
@@ -34,7 +34,7 @@ class Overflow:
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        """`overflow in transformer.h.3.mlp.c_fc.weight on rank 5`, and how far it went."""
+        """`overflow in transformer.h.3.mlp.c_fc.weight on rank 5`, and how far it has spread."""
         where = f"overflow in {self.tensor}"
         if self.rank is not None:
             where += f" on rank {self.rank}"
@@ -42,7 +42,7 @@ class Overflow:
             where += f" on one of the {len(self.ranks)} ranks from {self.ranks[0]} to {self.ranks[-1]}"
         more = []
         if self.num_tensors == self.num_gradients > 1:
-            more.append(f"and in all {self.num_gradients} gradients: look at the loss and the forward pass")
+            more.append(f"and in all {self.num_gradients} gradients: check the loss and the forward pass")
         elif self.num_tensors > 1:
             more.append(f"first of {self.num_tensors} of {self.num_gradients} gradients")
         if self.rank is not None and len(self.ranks) > 1:
@@ -54,7 +54,7 @@ class StepReport(tuple[bool, "float | None", "int | None"]):
     """`(applied, grad_norm, num_zeros)`; a skipped step is `(False, None, None)`.
 
     Attributes:
-        loss_scale: S that this step's gradients were multiplied by; 1 without a scaler.
+        loss_scale: S by which this step's gradients were multiplied; 1 without a scaler.
         overflow: where gradients were not finite; None for an applied step.
     """
 
@@ -76,13 +76,13 @@ class StepReport(tuple[bool, "float | None", "int | None"]):
         return report
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
-        """What copies and pickles are made from."""
+        """Arguments for copies and pickles."""
         names = ("is_applied", "grad_norm", "num_zeros", "loss_scale", "overflow")
         return (), {name: getattr(self, name) for name in names}
 
     @property
     def is_applied(self) -> bool:
-        """Whether the weights have moved."""
+        """Whether the weights were updated."""
         return self[0]
 
     @property
@@ -92,7 +92,7 @@ class StepReport(tuple[bool, "float | None", "int | None"]):
 
     @property
     def num_zeros(self) -> int | None:
-        """Gradient elements that were exactly zero; None if not asked for or skipped."""
+        """Gradient elements that were exactly zero; None if not counted or skipped."""
         return self[2]
 
     def __str__(self) -> str:
@@ -108,10 +108,10 @@ class StepReport(tuple[bool, "float | None", "int | None"]):
 
 
 class LastStep:
-    """What optimizers tell of their last step.
+    """Attributes of an optimizer about its last step.
 
     Attributes:
-        report: of that step; None before the first.
+        report: the last step's report; None before the first.
     """
 
     report: StepReport | None

@@ -1,7 +1,7 @@
-"""The gradients of one step: where they are, how large, which are not finite, and how they go.
+"""The gradients of one step: where they are stored, their statistics, and how they are cleared.
 
-They are `main_grad`s in a `GradBuffer`, `main_grad`s that someone else keeps, or `.grad`s, mostly in half
-precision. Buffers are found anew at each use, because a data-parallel wrapper may take the parameters over.
+They are `main_grad`s in a `GradBuffer`, `main_grad`s kept by other code, or `.grad`s, mostly in half
+precision. Buffers are looked up at each use, because a data-parallel wrapper may replace them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class StepGradients:
     """Gradients of the parameters that one optimizer trains.
 
     Args:
-        pairs: each model parameter and its master, which may be the same.
-        names: of the model parameters, by id.
-        has_main_grad: they are in `main_grad`, else in `.grad`.
+        pairs: each model parameter and its master, which may be the same tensor.
+        names: names of the model parameters, by id.
+        has_main_grad: the gradients are in `main_grad`, else in `.grad`.
         copies: ranks that hold copies of parameters which are not sharded; the first one counts these.
-        layer_scaling: whose factors must be divided out of `main_grad`.
+        layer_scaling: its factors must be divided out of `main_grad`.
 
     Attributes:
-        later_stages: of a pipeline, which run their backward before this rank's.
+        later_stages: number of pipeline stages that run their backward before this rank's.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class StepGradients:
         return ((self._names[id(model)], model) for model in self._models)
 
     def of(self, model: Any) -> torch.Tensor | None:
-        """The scaled gradient of a model parameter, fp32 or in its own dtype; None: it has none."""
+        """The scaled gradient of a model parameter, fp32 or in the parameter's dtype; None if it has none."""
         return model.main_grad if self._has_main_grad else model.grad
 
     def collect(self) -> None:
-        """Take in what was done to `.grad` since backward, where a `GradBuffer` keeps the sums.
+        """Apply changes made to `.grad` since backward, if a `GradBuffer` keeps the sums.
 
         Raises:
             UserError: a `.grad` does not fit its parameter.
@@ -68,8 +68,8 @@ class StepGradients:
         for buffer in self._buffers():
             buffer.collect(self._names)
 
-    def are_there(self) -> bool:
-        """Whether a backward, or someone by hand, has left any gradient since the last step."""
+    def exist(self) -> bool:
+        """Whether there is any gradient since the last step, from a backward or set by hand."""
         self.collect()
         if any(buffer.has_gradients() for buffer in self._buffers()):
             return True
@@ -77,7 +77,7 @@ class StepGradients:
         return any(gradient is not None and bool(gradient.any()) for gradient in others)
 
     def measure(self, kind: GradientNorm, **options: Any) -> Measurement:
-        """Look at all of them; `options` as for `measure_gradients`."""
+        """Measure all of them; `options` are those of `measure_gradients`."""
         gradients = [self.of(model) for model in self._models]
         return measure_gradients(gradients, is_counted=self._is_counted, kind=kind, **options)
 
@@ -94,22 +94,22 @@ class StepGradients:
         if others:
             torch._foreach_zero_(others)
 
-    def were_zeroed(self) -> None:
-        """To be called after an update that has cleared all `main_grad`s while it read them."""
+    def mark_zeroed(self) -> None:
+        """Call this after an update that has cleared all `main_grad`s while reading them."""
         for buffer in self._buffers():
-            buffer.was_zeroed(self._models_in(buffer))
+            buffer.mark_zeroed(self._models_in(buffer))
 
-    def overflow_here(self, *, is_before: bool) -> RankOverflow:
-        """Which gradients of this rank are not finite, in the order of backward; reads the device.
+    def local_overflow(self, *, is_before: bool) -> RankOverflow:
+        """The non-finite gradients of this rank, in the order of backward; reads the device.
 
         Args:
-            is_before: where gradients were averaged by this package, as they were before that.
+            is_before: if this package averaged the gradients, check them as they were before that.
         """
-        mine, buffers = {id(model) for model in self._models}, self._buffers()
+        trained, buffers = {id(model) for model in self._models}, self._buffers()
         found = [
-            each for one in buffers for each in one.overflowed(is_before=is_before) if id(each[1]) in mine
+            each for one in buffers for each in one.overflowed(is_before=is_before) if id(each[1]) in trained
         ]
-        # parameters in reverse are roughly the order of backward
+        # the reverse order of parameters is roughly the order of backward
         for place, model in enumerate(reversed(self._others())):
             gradient = self.of(model)
             if gradient is not None and not torch.isfinite(gradient).all():
@@ -123,17 +123,17 @@ class StepGradients:
         )
 
     def check_factors(self) -> None:
-        """Make sure that layer scaling's factors have been divided out.
+        """Check that layer scaling's factors have been divided out.
 
         Raises:
-            UserError: some gradients are kept by something that knows nothing of them.
+            UserError: some gradients are kept by code that does not divide by the factors.
         """
         if self._layer_scaling is None:
             return
         factor_of = self._layer_scaling.factor_of
         if self._others() or any(buffer.factor_of != factor_of for buffer in self._buffers()):
             raise UserError(
-                "layer scaling: main_grads are kept by something that does not divide its factors out; pass "
+                "layer scaling: main_grads are kept by code that does not divide by its factors; pass "
                 "the same instruments to LocalDDP and to the optimizer"
             )
 
@@ -152,12 +152,13 @@ class StepGradients:
 
 
 def locate(each: Sequence[StepGradients], group: dist.ProcessGroup | None) -> Overflow | None:
-    """Where gradients overflowed, before averaging or else as they are now; collective over `group`.
+    """Locate an overflow before averaging, or else in the current gradients; collective over `group`.
 
-    `each` are the gradients of the optimizers that step together; without a group this process is alone.
+    `each` are the gradients of the optimizers that step together. Without a group, this process is the only
+    one.
     """
     for is_before in (True, False):
-        seen = [gradients.overflow_here(is_before=is_before) for gradients in each]
+        seen = [gradients.local_overflow(is_before=is_before) for gradients in each]
         found = locate_overflow(joined(seen), group)
         if found is not None:
             return found

@@ -1,11 +1,12 @@
-"""Adam on GPUs by the kernels of NVIDIA's apex: one launch unscales, skips or steps, and writes half weights.
+"""Adam on GPUs with the kernels of NVIDIA's apex: one launch unscales, skips or steps, and writes half
+weights.
 
-The package named `apex` on PyPI is another one, so it is known by `apex.multi_tensor_apply` and its compiled
-`amp_C`; where they do not import, there is simply no such path. Its kernels take one step count for a list of
-tensors, torch's state one for each: `TensorLists` puts those of equal count together.
+The package named `apex` on PyPI is another one, so NVIDIA's is recognised by `apex.multi_tensor_apply` and
+its compiled `amp_C`. If they cannot be imported, this path is not used. The kernels take one step count for a
+list of tensors, but torch's state has one for each tensor; `TensorLists` groups tensors of equal count.
 
-Checked only against a stand-in that does what `amp_C` documents, never on a machine with apex. Apex rounds
-otherwise than torch in the last bits, so a run that changes between them does not repeat itself bit by bit.
+Tested only with a stand-in that does what `amp_C` documents, never on a machine with apex. apex rounds
+differently from torch in the last bits, so a run that switches between them is not bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from megalowbit.optim.kernels.cpu import AdamSettings, AdamTensors
 
-L2, DECOUPLED = 0, 1  # `mode` of the kernels
+L2, DECOUPLED = 0, 1  # values of the kernels' argument `mode`
 Launch = Callable[..., object]
 
 
@@ -30,18 +31,18 @@ def is_available(device: torch.device) -> bool:
 
 
 class TensorLists:
-    """Lists of parameters that have the same settings and have taken the same number of steps.
+    """Lists of parameters with the same settings and the same step count.
 
-    Parameters that step together keep equal counts, so these are read on the host only at the first step and
-    when other parameters, or a loaded state, take part.
+    Parameters that step together keep equal counts. Therefore the host reads the counts only at the first
+    step and when other parameters or a loaded state take part.
     """
 
     def __init__(self) -> None:
-        self._steps: list[Tensor] = []  # held, so that no other tensor gets the identity of one of them
+        self._steps: list[Tensor] = []  # kept, so no other tensor can get the id of one of them
         self._counts: list[float] = []
 
     def of(self, items: Sequence[AdamTensors]) -> list[list[AdamTensors]]:
-        """The items, list by list."""
+        """The items, grouped into lists."""
         steps = [item.step for item in items]
         if list(map(id, steps)) != list(map(id, self._steps)):
             self._steps, self._counts = steps, torch.stack(steps).tolist()
@@ -52,9 +53,9 @@ class TensorLists:
 
 
 def adam_step(lists: Sequence[Sequence[AdamTensors]], grad_scale: Tensor, found_inf: Tensor) -> None:
-    """Take one step of Adam on gradients ÷ `grad_scale`, or change nothing where `found_inf` is 1.
+    """Take one step of Adam on gradients ÷ `grad_scale`, or change nothing if `found_inf` is 1.
 
-    As `kernels.cpu.adam_step`, with lists from `TensorLists`; gradients are overwritten.
+    Like `kernels.cpu.adam_step`, with lists from `TensorLists`; gradients are overwritten.
     """
     flag = found_inf.reshape(1).to(torch.int32)
     inverse = grad_scale.reshape(1).reciprocal()
@@ -93,7 +94,7 @@ def _launch(items: Sequence[AdamTensors], flag: Tensor, inverse: Tensor, next_st
         tensors = [gradients, halves, *moments, masters]
         apply(amp_c.multi_tensor_adam_capturable_master, flag, tensors, *arguments)
         return
-    # This kernel wants gradients of the weights' dtype, and they are fp32: it steps the masters.
+    # This kernel needs gradients in the weights' dtype, which is fp32 here, because it steps the masters.
     if gradients[0].dtype != torch.float32:
         gradients = [gradient.float() for gradient in gradients]
     apply(amp_c.multi_tensor_adam_capturable, flag, [gradients, masters, *moments], *arguments)
@@ -108,5 +109,5 @@ def _library() -> tuple[Launch, ModuleType] | None:
         from apex.multi_tensor_apply import multi_tensor_applier
     except ImportError:
         return None
-    has_kernels = hasattr(amp_C, "multi_tensor_adam_capturable_master")  # not in old ones
+    has_kernels = hasattr(amp_C, "multi_tensor_adam_capturable_master")  # missing in old versions
     return (multi_tensor_applier, amp_C) if has_kernels else None

@@ -1,10 +1,10 @@
-/* The optimizer's passes over memory on CPUs: add a gradient up, sum squares, take one step of Adam.
+/* The optimizer's passes over memory on CPUs: accumulate a gradient, sum squares, take one step of Adam.
  *
- * Each reads and writes everything once, in runs that stay in the nearest cache. Bits: each fp32 operation is
- * rounded once, in the order of torch's fused Adam; where torch is compiled for fused multiply-adds, which of
- * the second moment's products is rounded alone differs between whole vectors and the elements behind them.
- * To be compiled without contraction and without any "fast math". Results do not depend on the thread count:
- * tensors are cut into the same blocks for every count, and sums of blocks are added in their order.
+ * Each pass reads and writes everything once, in runs that fit into the L1 cache. Bits: each fp32 operation is
+ * rounded once, in the order of torch's fused Adam. If torch is compiled with fused multiply-adds, whole vectors and
+ * the remaining elements differ in which product of the second moment is rounded before the sum.
+ * Compile without contraction and without any "fast math". Results do not depend on the thread count: tensors are
+ * divided into the same blocks for every count, and the sums of blocks are added in block order.
  */
 #include <math.h>
 #include <stdint.h>
@@ -13,29 +13,29 @@
 #include <immintrin.h>
 #endif
 
-enum { FP32, BF16, FP16 }; /* as in cpu_kernels.py */
-/* Elements: of a task, of a buffer, from a run to what is asked for early, of torch's vectors. */
+enum { FP32, BF16, FP16 }; /* as in cpu.py */
+/* In elements: a task, a run (buffer), the prefetch distance, a vector of torch. */
 enum { BLOCK = 1 << 16, RUN = 128, AHEAD = 512, LANES = 8 };
-enum { STREAMS = 4 }; /* places of a block read in turn: more memory is on its way at a time */
+enum { STREAMS = 4 }; /* positions of a block that are read in turn, to keep more memory requests in flight */
 typedef float Floats __attribute__((vector_size(32)));
 typedef double Doubles __attribute__((vector_size(64)));
 
-typedef struct { /* mirrored field by field in cpu_kernels.py, as is Step; every field has 8 bytes */
+typedef struct { /* mirrored field by field in cpu.py, like Step; every field has 8 bytes */
     const void *x;
     int64_t dtype, count;
 } Numbers;
 
 typedef struct {
-    float *master, *exp_avg, *exp_avg_sq, *step; /* step: one number, of steps taken */
+    float *master, *exp_avg, *exp_avg_sq, *step; /* step: one number, the count of steps */
     void *gradient;
-    void *half; /* or NULL: this tensor has none */
+    void *half; /* the half-precision weight, or NULL */
     int64_t gradient_dtype, half_dtype, is_decoupled, count;
     double learning_rate, beta1, beta2, epsilon, weight_decay;
 } Step;
 
-typedef struct { /* what a step multiplies by, rounded to fp32 as torch does */
+typedef struct { /* the factors of a step, rounded to fp32 as torch does */
     float unscale, shrink, decay, lerp, beta2, square, root, epsilon, rate;
-    int is_divided, has_decay; /* the latter: to the gradient */
+    int is_divided, has_decay; /* has_decay: weight decay is added to the gradient */
 } Factors;
 
 static inline uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
@@ -43,7 +43,7 @@ static inline float float_of(uint32_t bits) { float x; memcpy(&x, &bits, 4); ret
 static inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t size_of(int64_t dtype) { return dtype == FP32 ? 4 : 2; }
 
-/* ---- fp32 from and to half precision ---- */
+/* ---- conversion between fp32 and half precision ---- */
 
 static inline float float_of_fp16(uint16_t half) {
     const uint32_t magnitude = (uint32_t)(half & 0x7FFF) << 13;
@@ -67,13 +67,13 @@ static inline uint16_t bf16_of_float(float x) {
     return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-/* Ask early for what lies AHEAD of a run: the machine itself does not look beyond a page of memory. */
+/* Prefetch what is AHEAD of a run: the hardware prefetcher stops at the end of a memory page. */
 static inline void fetch(const void *from, int64_t size, int64_t place) {
     for (int64_t byte = 0; byte < RUN * size; byte += 64)
         __builtin_prefetch((const char *)from + (place + AHEAD) * size + byte);
 }
 
-/* A run of numbers as fp32: where they are, if they are that already, else in the buffer. */
+/* A run of numbers as fp32: in place if they are fp32 already, else converted into the buffer. */
 static inline const float *loaded(const void *from, int64_t dtype, int64_t place, int64_t count,
                                   float *restrict buffer) {
     if (dtype == FP32) return (const float *)from + place;
@@ -92,7 +92,7 @@ static inline const float *loaded(const void *from, int64_t dtype, int64_t place
 }
 
 #if defined(__AVX512F__)
-/* Past the caches where it can be: what is there would be read first, only to be written over. */
+/* Non-temporal store if aligned: a normal store would first read memory that is then overwritten. */
 static inline void store_line(uint16_t *to, __m256i line) {
     if ((uintptr_t)to & 31) _mm256_storeu_si256((__m256i *)to, line);
     else _mm256_stream_si256((__m256i *)to, line);
@@ -102,7 +102,7 @@ static inline __m256i fp16_line(const float *from) {
     return _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-static inline __m256i bf16_line(const float *from) { /* as bf16_of_float */
+static inline __m256i bf16_line(const float *from) { /* the same as bf16_of_float */
     const __m512 x = _mm512_loadu_ps(from);
     const __m512i bits = _mm512_castps_si512(x), half = _mm512_set1_epi32(0x7FFF);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -128,9 +128,9 @@ static inline void store_half(const float *restrict from, int64_t dtype, int64_t
 
 /* ---- sums of squares: in float64, where no square of a finite number is infinite ---- */
 
-/* sum + x². The square of an fp32 number is exact in float64, so that fusing changes no bit. */
+/* sum + x². The square of an fp32 number is exact in float64, so a fused operation gives the same bits. */
 static inline Doubles plus_squares(Doubles sum, const float *x) {
-#if defined(__AVX512F__) /* compilers make less of a converted vector */
+#if defined(__AVX512F__) /* compilers generate slower code for a converted vector */
     const __m512d wide = _mm512_cvtps_pd(_mm256_loadu_ps(x));
     return (Doubles)_mm512_fmadd_pd(wide, wide, (__m512d)sum);
 #else
@@ -141,7 +141,7 @@ static inline Doubles plus_squares(Doubles sum, const float *x) {
 #endif
 }
 
-/* A run's squares, added to four vectors of partial sums. */
+/* Add the squares of a run to four vectors of partial sums. */
 static inline void add_squares(const float *x, int64_t count, Doubles sums[4]) {
     Doubles a = sums[0], b = sums[1], c = sums[2], d = sums[3]; /* in registers */
     int64_t i = 0;
@@ -164,7 +164,7 @@ static double in_order(const double *partial, int64_t count) {
     return sum;
 }
 
-/* The last of `count` tensors whose first block is not behind `block`; empty ones have none. */
+/* The last of `count` tensors that starts at or before `block`; empty tensors have no blocks. */
 static inline int64_t owner(const int64_t *first_blocks, int64_t count, int64_t block) {
     int64_t low = 0, high = count;
     while (high - low > 1) {
@@ -175,7 +175,7 @@ static inline int64_t owner(const int64_t *first_blocks, int64_t count, int64_t 
     return low;
 }
 
-/* first_blocks: of each tensor, and behind them the number of all; partial: a number for each block. */
+/* first_blocks: first block of each tensor, then the number of all blocks; partial: one sum for each block. */
 void megalowbit_sums_of_squares(const Numbers *tensors, const int64_t *first_blocks, int64_t count,
                                 double *partial, double *sums, int64_t threads) {
     const int64_t blocks = first_blocks[count];
@@ -219,7 +219,7 @@ void megalowbit_accumulate(float *main, const void *gradient, int64_t dtype, int
 
 /* ---- Adam ---- */
 
-/* Hyperparameters are float64 until here, as in torch: 1 - βᵗ would lose too much in fp32. */
+/* Hyperparameters are float64 up to here, as in torch: 1 - βᵗ would lose too many digits in fp32. */
 static Factors factors_of(const Step *item, float scale) {
     const double step = (double)(*item->step + 1.0f), lr = item->learning_rate;
     const uint32_t bits = bits_of(scale), exponent = bits >> 23;
@@ -240,12 +240,12 @@ static Factors factors_of(const Step *item, float scale) {
     return f;
 }
 
-/* a · b + c in one rounding or in two. */
+/* a · b + c, rounded once or twice. */
 static inline float product_sum(float a, float b, float c, int is_fused) {
     return is_fused ? fmaf(a, b, c) : a * b + c;
 }
 
-/* A run of gradients, no longer scaled; Adam's weight decay added. */
+/* Unscale a run of gradients, and add Adam's weight decay. */
 static inline __attribute__((always_inline)) void prepare(const Factors *f, int is_fused, int64_t count,
                                                           const float *restrict from, const float *restrict p,
                                                           float *restrict g) {
@@ -255,7 +255,7 @@ static inline __attribute__((always_inline)) void prepare(const Factors *f, int 
     if (f->has_decay) for (int64_t j = 0; j < count; j++) g[j] = product_sum(p[j], decay, g[j], is_fused);
 }
 
-/* Of the two products in the second moment, `is_tail` says which one is rounded before the sum. */
+/* `is_tail` selects which of the two products of the second moment is rounded before the sum. */
 static inline __attribute__((always_inline)) void update(const Factors *factors, int is_fused, int is_tail,
                                                          int64_t count, const float *restrict g,
                                                          float *restrict p, float *restrict m,
@@ -274,7 +274,7 @@ static inline __attribute__((always_inline)) void update(const Factors *factors,
     }
 }
 
-/* A run of `count` elements, of which the first `whole` lie in whole vectors. */
+/* A run of `count` elements; the first `whole` of them form whole vectors. */
 static void step_run(const Step *item, const Factors *f, int64_t place, int64_t count, int64_t whole,
                      int64_t is_fused, int64_t clears) {
     _Alignas(64) float wide[RUN], g[RUN];
@@ -290,19 +290,19 @@ static void step_run(const Step *item, const Factors *f, int64_t place, int64_t 
         prepare(f, 0, count, from, p, g);
         update(f, 0, 0, count, g, p, m, v);
     }
-    if (clears && item->gradient_dtype == FP32) /* read, and in the nearest cache */
+    if (clears && item->gradient_dtype == FP32) /* just read, so it is in the L1 cache */
         memset((float *)item->gradient + place, 0, sizeof(float) * (size_t)count);
     if (item->half) store_half(p, item->half_dtype, count, (uint16_t *)item->half + place);
 }
 
-/* Others may read what went past the caches only after this. */
+/* Make non-temporal stores visible to other threads. */
 static inline void finish_stores(void) {
 #if defined(__AVX512F__)
     _mm_sfence();
 #endif
 }
 
-/* One step of all items on gradients ÷ *scale, or nothing if *found_inf is not 0; fp32 gradients zeroed if `clears`. */
+/* One step of all items on gradients ÷ *scale, or nothing if *found_inf is not 0; `clears`: zero fp32 gradients. */
 void megalowbit_adam_step(const Step *items, const int64_t *first_blocks, int64_t count, const float *scale,
                           const float *found_inf, int64_t is_fused, int64_t clears, int64_t threads) {
     const int64_t blocks = first_blocks[count];

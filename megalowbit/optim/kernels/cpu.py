@@ -1,12 +1,13 @@
-"""One pass over memory on CPUs: `cpu.c`, called through ctypes; `c_library` compiles it on first use.
+"""Optimizer passes over memory on CPUs: `cpu.c`, called through ctypes; `c_library` compiles it on first use.
 
-A step of Adam reads gradient, master and moments once; in the same pass it writes the half-precision weight
-and, if asked to, zeroes an fp32 gradient while it is in the nearest cache. The step's bits are those of
-torch's fused Adam on one thread: with more threads torch rounds a tensor's last few elements otherwise, here
-they stay. Sums are float64, so no finite gradient has an infinite norm.
+A step of Adam reads gradient, master and moments once. In the same pass it writes the half-precision weight
+and, if requested, zeroes an fp32 gradient while it is in the L1 cache. The bits of a step are those of
+torch's fused Adam on one thread. With more threads torch rounds the last few elements of a tensor
+differently; here the result does not change. Sums are float64, so no finite gradient has an infinite norm.
 
-The library is checked against known bits before use. Without it `why_unavailable` says why, and callers use
-torch. Not covered: tensors that are not contiguous, other dtypes, AMSGrad, `maximize`.
+The library is checked against known bits before use. If it is not available, `why_unavailable` returns the
+reason, and callers use torch. Not covered: tensors that are not contiguous, other dtypes, AMSGrad,
+`maximize`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from megalowbit.c_library import KernelLibrary, address
 from megalowbit.errors import UserError
 
 SOURCE = Path(__file__).with_suffix(".c")
-BLOCK = 1 << 16  # elements of a task; as in the C file
+BLOCK = 1 << 16  # elements of a task; the same as in the C file
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FUSED = ("AVX2", "AVX512")  # where torch's Adam is compiled to fused multiply-adds
+FUSED = ("AVX2", "AVX512")  # CPU capabilities for which torch's Adam is compiled with fused multiply-adds
 
 _POINTERS = "master", "exp_avg", "exp_avg_sq", "step", "gradient", "half"
 _INTEGERS = "gradient_dtype", "half_dtype", "is_decoupled", "count"
@@ -53,7 +54,7 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings:
-    """Hyperparameters; `is_decoupled`: weight decay is AdamW's, else Adam's, added to the gradient."""
+    """Hyperparameters; `is_decoupled`: AdamW's weight decay, else Adam's, which is added to the gradient."""
 
     learning_rate: float
     beta1: float
@@ -65,15 +66,15 @@ class AdamSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamTensors:
-    """What a step of one parameter reads and writes; all `supports`ed and of one shape.
+    """The tensors of one parameter's step; all are `supports`ed and have one shape.
 
     Attributes:
         master: fp32, updated.
-        gradient: fp32, fp16 or bf16, scaled; read, if fp32 also zeroed where a step is asked to.
+        gradient: fp32, fp16 or bf16, scaled; read, and if fp32 zeroed on request.
         exp_avg: fp32, updated.
         exp_avg_sq: fp32, updated.
-        step: 0-dim fp32, steps taken, updated.
-        half: fp16 or bf16, the master rounded to nearest even; or `None`.
+        step: 0-dim fp32, number of steps, updated.
+        half: fp16 or bf16, receives the master rounded to nearest even; or `None`.
     """
 
     master: Tensor
@@ -86,31 +87,32 @@ class AdamTensors:
 
 
 def is_available() -> bool:
-    """Whether the library works here; the first call compiles it."""
+    """Whether the library can be used; the first call compiles it."""
     return why_unavailable() is None
 
 
 def why_unavailable() -> str | None:
-    """Why there is no library, with the remedy; `None` if there is one."""
+    """Why the library is not available, with the remedy; `None` if it is."""
     return LIBRARY.why_unavailable()
 
 
 def supports(tensor: Tensor) -> bool:
-    """Whether the passes take this tensor: contiguous fp32, fp16 or bf16 in a CPU's memory."""
+    """Whether the library supports this tensor: contiguous fp32, fp16 or bf16 in CPU memory."""
     is_plain = tensor.is_cpu and tensor.dtype in DTYPES and tensor.layout is torch.strided
     return is_plain and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def can_accumulate(main: Tensor, gradient: Tensor) -> bool:
-    """Whether `accumulate` takes this pair; what it does not take, torch adds."""
+    """Whether `accumulate` supports this pair; otherwise use torch."""
     is_main = main.dtype == torch.float32 and main.shape == gradient.shape
     return is_main and supports(main) and supports(gradient)
 
 
 def sums_of_squares(tensors: Sequence[Tensor], *, library: ctypes.CDLL | None = None) -> Tensor:
-    """Σ x² of each tensor, (len(tensors),) float64; infinite or NaN exactly where the tensor is so somewhere.
+    """Σ x² of each tensor, (len(tensors),) float64; infinite or NaN exactly if the tensor has such an
+    element.
 
-    Each is `supports`ed. `library`: other than the one in use, to be checked.
+    All tensors are `supports`ed. `library`: another library than the one in use, to check it.
     """
     first_blocks, blocks = _blocks(tensors)
     items = (_Numbers * len(tensors))(*(_Numbers(_address(x), DTYPES[x.dtype], x.numel()) for x in tensors))
@@ -126,8 +128,8 @@ def sums_of_squares(tensors: Sequence[Tensor], *, library: ctypes.CDLL | None = 
 def accumulate(main: Tensor, gradient: Tensor, factor: float, *, library: ctypes.CDLL | None = None) -> None:
     """Add gradient · factor to `main`, each operation rounded to fp32.
 
-    Both are as `can_accumulate` takes them, and `main`'s version counter does not move; `factor` is rounded
-    to fp32. `library`: other than the one in use, to be checked.
+    Both are supported by `can_accumulate`. The version counter of `main` does not change, and `factor` is
+    rounded to fp32. `library`: another library than the one in use, to check it.
     """
     (library or LIBRARY.get()).megalowbit_accumulate(
         _pointer(main),
@@ -148,18 +150,18 @@ def adam_step(
     is_fused: bool | None = None,
     library: ctypes.CDLL | None = None,
 ) -> None:
-    """Take one step of Adam on gradients ÷ `grad_scale`, or change nothing at all where `found_inf` is 1.
+    """Take one step of Adam on gradients ÷ `grad_scale`, or change nothing if `found_inf` is 1.
 
     Args:
         items: one for each parameter.
         grad_scale: 0-dim fp32.
         found_inf: 0-dim fp32, 0 or 1.
-        clears_gradients: whether a step that is taken leaves zeros where fp32 gradients were.
-        is_fused: whether products are added in one rounding; as torch does here by default.
-        library: other than the one in use, to be checked.
+        clears_gradients: whether a step that is taken sets fp32 gradients to zero.
+        is_fused: whether to use fused multiply-adds (one rounding); default: as torch does on this CPU.
+        library: another library than the one in use, to check it.
 
     Raises:
-        UserError: the tensors of an item are not of one shape, or have no memory.
+        UserError: the tensors of an item differ in shape, or have no memory.
     """
     for flag in (grad_scale, found_inf):
         assert flag.dtype == torch.float32, flag.dtype
@@ -182,17 +184,17 @@ def adam_step(
 
 
 def _check_shapes(item: AdamTensors) -> None:
-    """The library knows one size alone: what is smaller would be read, and written, past its end."""
+    """Check that shapes are equal: the library has one size, and would write past smaller tensors."""
     shape = item.master.shape
     for name in ("gradient", "exp_avg", "exp_avg_sq", "half"):
         tensor: Tensor | None = getattr(item, name)
         if tensor is not None and tensor.shape != shape:
             raise UserError(
-                f"{name} is of shape {tuple(tensor.shape)} and its fp32 weight of {tuple(shape)}: "
+                f"{name} has shape {tuple(tensor.shape)} and its fp32 weight {tuple(shape)}: "
                 "give both the same shape"
             )
     if item.step.numel() != 1:
-        raise UserError(f"step is of shape {tuple(item.step.shape)}: it has to be one number, of steps taken")
+        raise UserError(f"step has shape {tuple(item.step.shape)}: it must be one number, the count of steps")
 
 
 def _row(item: AdamTensors) -> tuple[Any, ...]:
@@ -219,7 +221,7 @@ def _row(item: AdamTensors) -> tuple[Any, ...]:
 
 
 def _blocks(tensors: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
-    """The first block of each tensor and, behind them and by itself, the number of all."""
+    """The first block of each tensor followed by the number of all blocks; and that number."""
     counts = (-(-tensor.numel() // BLOCK) for tensor in tensors)
     first = [0, *itertools.accumulate(counts)]
     return (ctypes.c_int64 * len(first))(*first), first[-1]
@@ -244,7 +246,7 @@ def _threads() -> ctypes.c_int64:
     return ctypes.c_int64(torch.get_num_threads())
 
 
-# Sums over the bits of what `_answers` computes, the same on every machine.
+# Checksums of the results of `_answers`, the same on every machine.
 KNOWN_BITS = {
     "sums of squares of fp32": 475842458281872181,
     "adding up fp32": 274368220013254,
@@ -302,7 +304,7 @@ def _adam_bits(numbers: Tensor, gradient: Tensor, library: ctypes.CDLL) -> int:
 
 
 def _bits(tensor: Tensor) -> int:
-    """A sum that every bit of a tensor, and its place, has a part in."""
+    """A checksum that depends on every bit of a tensor and on its position."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     integers = tensor.reshape(-1).view(kinds[tensor.element_size()]).to(torch.int64)
     return int((integers * torch.arange(1, 2 * len(integers), 2, device="cpu")).sum())

@@ -1,1 +1,1 @@
-"""Loss scales: what every scaler offers, how a scale moves, one strategy a file, saved states."""
+"""Loss scales: the scaler interface, the dynamic rules, one file for each strategy, saved states."""

@@ -1,9 +1,9 @@
-"""What every loss scale offers, the base of its settings, and the checks of their numbers.
+"""The interface of all loss scales, the base of their settings, and checks of their numbers.
 
-The loss is multiplied by S before backward, so that small half-precision gradients survive, and the fp32
-gradients are divided by it afterwards. A strategy is one file here: its class and its settings, listed in
-`registry`. S always stays between `min_scale` and `max_scale`, and a loaded state is made to fit. Everything
-is plain Python: no tensors, so settings are checked without importing torch.
+The loss is multiplied by S before backward, to keep small half-precision gradients from becoming zero.
+Afterwards the fp32 gradients are divided by S. A strategy is one file in this folder, with its class and
+settings, listed in `registry`. S always stays between `min_scale` and `max_scale`; a loaded state is clamped
+to them. Everything is plain Python without tensors, so settings are checked without importing torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megalowbit.optim.loss_scale.state import check_is_mapping
 from megalowbit.values import SettingsModel
 
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
-SMALLEST_SCALE = 2.0**-126  # the smallest whose reciprocal float32 holds
-SCALE_RULE = "a number that float32 holds, and its inverse too: from 2**-126 to 3.4e38"
+SMALLEST_SCALE = 2.0**-126  # the smallest number with a finite reciprocal in float32
+SCALE_RULE = "a number that fits in float32, and its inverse too: from 2**-126 to 3.4e38"
 
 
 def as_float32(value: float) -> float:
-    """`value` rounded to float32: infinite where it is too large."""
+    """`value` rounded to float32; infinite if it is too large."""
     return ctypes.c_float(value).value
 
 
@@ -39,7 +39,7 @@ def is_positive(value: object) -> bool:
 
 def is_scale(value: object) -> bool:
     """Whether `value` can be a loss scale: losses and gradients are multiplied by S and 1/S in float32."""
-    # rounded as float32 rounds: the text 3.4028235e38 is a little above the largest
+    # rounded to float32 first: 3.4028235e38 as text is slightly above the largest
     return is_positive(value) and SMALLEST_SCALE <= as_float32(float(value)) <= LARGEST_FLOAT32  # type: ignore[arg-type]
 
 
@@ -62,15 +62,15 @@ Scale = Annotated[PositiveNumber, AfterValidator(_held_by_float32)]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientStatistics:
-    """What a strategy may look at after one optimizer step; the same on all ranks.
+    """Statistics of one optimizer step for a strategy; the same on all ranks.
 
     Attributes:
-        loss_scale: S that the step's gradients were multiplied by.
-        amax: largest |gradient| as backward made it in half precision, over micro-batches and ranks, divided
-            by `loss_scale`; None where it was not gathered.
+        loss_scale: S by which the step's gradients were multiplied.
+        amax: largest |gradient| in half precision, before accumulation, over micro-batches and ranks, divided
+            by `loss_scale`; None if not collected.
         norm_ratio: norm of sampled weight gradients in fp32 ÷ norm of the same in half precision, both
             without the scale; None on steps without a probe.
-        flushed_fraction: share of the probed elements, not zero in fp32, that are zero in half precision.
+        flushed_fraction: share of the probed elements that are zero in half precision but not in fp32.
     """
 
     loss_scale: float
@@ -84,9 +84,9 @@ class GradScaler(ABC):
 
     Attributes:
         scale: S of the coming step.
-        needs_amax: whether `update` looks at `GradientStatistics.amax`, which is gathered only then.
+        needs_amax: whether `update` uses `GradientStatistics.amax`, which is otherwise not collected.
         probes: whether `wants_probe` is ever true.
-        sample: share, in (0, 1], of the parameters or layers that the statistics are taken from.
+        sample: share, in (0, 1], of the parameters or layers to take statistics from.
     """
 
     needs_amax: bool = False
@@ -99,12 +99,12 @@ class GradScaler(ABC):
 
     @property
     def inv_scale(self) -> float:
-        """1/S, by which gradients are multiplied; exact where S is a power of two."""
+        """1/S, by which gradients are multiplied; exact if S is a power of two."""
         return 1.0 / self.scale
 
     @property
     def wants_probe(self) -> bool:
-        """Whether the norms of the coming step should be probed."""
+        """Whether to probe the norms of the coming step."""
         return False
 
     @abstractmethod
@@ -112,41 +112,41 @@ class GradScaler(ABC):
         """Adapt S after one optimizer step.
 
         Args:
-            found_inf: whether any gradient of the step was infinite or NaN, on any rank.
-            statistics: of the step's gradients; None where nothing was gathered.
+            found_inf: whether any gradient of the step was infinite or NaN on any rank.
+            statistics: of the step's gradients; None if nothing was collected.
 
         Returns:
-            The S of the coming step.
+            S of the coming step.
         """
 
     @abstractmethod
     def back_off(self) -> bool:
-        """Lower S at once, without regard to hysteresis, so that an overflowed step can be tried again.
+        """Lower S immediately, regardless of hysteresis, to repeat an overflowed step.
 
         Returns:
-            False if S cannot be lowered: it is constant, or at its floor.
+            False if S cannot be lowered: it is constant, or at its minimum.
         """
 
-    def restart_growth(self) -> None:  # noqa: B027  # right for a scale that does not wait to grow
-        """Begin to count clean steps anew, S unchanged: gradients overflowed, but S was not to blame."""
+    def restart_growth(self) -> None:  # noqa: B027  # correct for a scale that does not wait to grow
+        """Restart the count of clean steps, S unchanged: gradients overflowed, but not because of S."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved so that the next `update` gives the same S."""
+        """The state that determines S after the next `update`."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state, of this or another library's scaler: see `state`.
+        """Continue from a saved state of this or another library's scaler, see `state`.
 
         Raises:
-            UserError: as `check_state_dict` says; nothing has been changed then.
+            UserError: see `check_state_dict`; then nothing has changed.
         """
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See whether `load_state_dict` takes a state; changes and logs nothing.
+        """Check whether `load_state_dict` accepts a state; changes and logs nothing.
 
         Raises:
-            UserError: it is no state of a scaler, or damaged; the message names what is wrong.
+            UserError: it is not a scaler's state, or damaged; the message names the problem.
         """
         check_is_mapping(state)
 
@@ -207,7 +207,7 @@ def check_initial_scale(settings: GradScalerSettings, first: float, low: float, 
 
 
 def check_scale_bounds(initial_scale: float, min_scale: float, max_scale: float) -> None:
-    """Refuse bounds that float32 does not hold, and a first S outside them.
+    """Reject bounds that do not fit in float32, and an initial S outside the bounds.
 
     Raises:
         UserError: names the argument.

@@ -1,4 +1,4 @@
-"""A loss scale that never changes: for gradients that are known, and for comparisons with other runs."""
+"""A loss scale that never changes, for gradients of known size and for comparisons with other runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A loss scale that steers the largest scaled gradient like a thermostat.
+"""A loss scale that controls the largest scaled gradient like a thermostat.
 
-It corrects a share of the error at a time, where `max_value` goes to the target at once.
+It corrects a part of the error at a time, while `max_value` moves to the target immediately.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ class ControllerGradScaler(AmaxGradScaler):
     """A thermostat for the largest scaled gradient: u += gain · clip(log2 target − log2(scaled amax)).
 
     Args:
-        target: largest scaled gradient aimed at, at most 65504.
-        gain: share of the error that one move corrects, in (0, 0.5]; more of it oscillates.
-        clip: errors, in octaves, are limited to ±clip, so that one strange batch moves S little.
-        dead_band: errors up to so many octaves move nothing; below 0.5 S, a power of two, could never rest.
-        **arguments: see `StrategyGradScaler`; `ema_decay` is of the mean that patience looks at.
+        target: target of the largest scaled gradient, at most 65504.
+        gain: share of the error that one move corrects, in (0, 0.5]; a larger gain oscillates.
+        clip: errors, in octaves, are limited to ±clip, so that a single unusual batch moves S little.
+        dead_band: errors up to this number of octaves are ignored. Below 0.5, S would never settle, because
+            it is a power of two.
+        **arguments: see `StrategyGradScaler`; `ema_decay` applies to the mean used after an overflow.
     """
 
     NAME = "controller"
@@ -35,7 +36,7 @@ class ControllerGradScaler(AmaxGradScaler):
         "error_count": 0,
     }
 
-    _octave: float  # u, of which S has the whole octaves
+    _octave: float  # u; S is 2 to the power of u rounded down
     _error_sum: float
     _error_count: int
 
@@ -51,7 +52,8 @@ class ControllerGradScaler(AmaxGradScaler):
         self.gain, self.clip, self.dead_band = float(gain), float(clip), float(dead_band)
 
     def _gather_octave(self, octave: float, loss_scale: float) -> None:
-        # the mean error of the steps between two moves: u itself may not run ahead of S
+        # Use the mean error of the steps between two moves. Changing u at every step could move it away from
+        # S.
         self._error_sum += octave - math.log2(loss_scale)
         self._error_count += 1
 
@@ -67,7 +69,7 @@ class ControllerGradScaler(AmaxGradScaler):
 
     def _set_exponent(self, exponent: int) -> None:
         super()._set_exponent(exponent)
-        # held back by a bound or by an overflow, u stays with S: what it piled up would be spent later
+        # If a bound or an overflow limits S, u follows it: an accumulated difference would act later.
         if not exponent <= self._octave <= exponent + 1:
             self._octave = float(exponent)
 

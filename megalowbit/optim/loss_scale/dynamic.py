@@ -1,7 +1,7 @@
-"""The dynamic loss scale: S falls on overflow and grows after a quiet stretch, in four libraries' versions.
+"""The dynamic loss scale in the versions of four libraries: S falls on overflow and grows after clean steps.
 
-`rules` holds the rules, and `state` reads the saved scalers of those libraries. Unlike the originals, S stays
-between `min_scale` and `max_scale`.
+`rules` defines the rules, and `state` reads the saved scalers of those libraries. Unlike in the originals, S
+stays between `min_scale` and `max_scale`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megalowbit.optim.loss_scale.state import (
 )
 from megalowbit.values import is_count, unit
 
-# arguments that only some modes look at
+# arguments that only some modes use
 MODES_OF_ARGUMENT: dict[str, tuple[Mode, ...]] = {
     "hysteresis": ("megatron", "deepspeed", "clean_step"),
     "consecutive_hysteresis": ("deepspeed",),
@@ -45,25 +45,29 @@ MODES_OF_ARGUMENT: dict[str, tuple[Mode, ...]] = {
 class DynamicGradScaler(GradScaler):
     """S falls on overflow and grows after `growth_interval` clean steps in a row.
 
-    The modes, each equal to its original's S step by step on any sequence, as long as S stays in its bounds:
+    Each mode gives the same S as its original, step by step, on any sequence, as long as S stays within its
+    bounds:
 
-    * `megatron`: hysteresis is refilled only on growth, so that after a first backoff every further overflow
-      lowers S at once. S and both factors are float32. Bounds unless given: 1 and 2^32.
-    * `deepspeed`: `DynamicLossScaler`, which grows one clean step later; with `hysteresis=1` also the FP16
-      optimizers, which have a rule of their own. Give `backoff_factor = 1 / growth_factor`, its one factor.
-      Bounds unless given: 1 and 2^127.
-    * `torch`: `torch.amp.GradScaler`; `hysteresis` plays no part. Bounds unless given: what float32 holds.
-    * `clean_step`: Apex's `update_scale_hysteresis`; every clean step refills hysteresis. Bounds as torch's.
+    * `megatron`: hysteresis is refilled only on growth. After a first backoff, every further overflow
+    therefore
+      lowers S immediately. S and both factors are float32. Default bounds: 1 and 2^32.
+    * `deepspeed`: `DynamicLossScaler`, which grows one clean step later. With `hysteresis=1` it also matches
+    the FP16
+      optimizers, which have a separate rule. Pass `backoff_factor = 1 / growth_factor`, because the original
+      has only one factor. Default bounds: 1 and 2^127.
+    * `torch`: `torch.amp.GradScaler`; `hysteresis` has no effect. Default bounds: the range of float32.
+    * `clean_step`: Apex's `update_scale_hysteresis`; every clean step refills hysteresis. Bounds as for
+    `torch`.
 
     Args:
         initial_scale: first S.
-        min_scale: S never falls below it; None: as the mode says.
+        min_scale: lower bound of S; None: the mode's.
         growth_factor: factor > 1 of a growth.
         backoff_factor: factor in (0, 1) of a backoff.
         growth_interval: clean steps before a growth.
         hysteresis: overflows before the first backoff after a growth.
-        mode: whose rule to follow.
-        max_scale: S never grows above it; None: as the mode says.
+        mode: the library whose rule to follow.
+        max_scale: upper bound of S; None: the mode's.
         consecutive_hysteresis: a clean step refills hysteresis (only `deepspeed`).
         raise_at_min_scale: an overflow at `min_scale` that would lower S raises UserError (only `deepspeed`).
 
@@ -92,8 +96,8 @@ class DynamicGradScaler(GradScaler):
         max_scale = rule.max_scale if max_scale is None else max_scale
         check_scale_bounds(initial_scale, min_scale, max_scale)
         _check_factors(growth_factor, backoff_factor, growth_interval, hysteresis)
-        if rule.stored is as_float32:  # S would stay what it was, or move only here and there
-            held = f"a number that float32 tells from 1, as mode {mode!r} rounds S to it"
+        if rule.stored is as_float32:  # such a factor would leave S unchanged, or change it only sometimes
+            held = f"a number that differs from 1 in float32, to which mode {mode!r} rounds S"
             check("growth_factor", growth_factor, as_float32(growth_factor) > 1, held)
             check("backoff_factor", backoff_factor, as_float32(backoff_factor) < 1, held)
         for name, value in (
@@ -105,7 +109,7 @@ class DynamicGradScaler(GradScaler):
                 name,
                 value,
                 mode == "deepspeed" or not value,
-                f'left out with mode {mode!r}: it is of "deepspeed"',
+                f'left out with mode {mode!r}: it belongs to "deepspeed"',
             )
         super().__init__(rule.stored(initial_scale))
         self.mode = mode
@@ -128,7 +132,7 @@ class DynamicGradScaler(GradScaler):
         lowered = self._rule.lowered(self.scale, self)
         if lowered >= self.scale:
             return False
-        # as after any backoff: growth starts anew, and hysteresis is used up
+        # as after any backoff: growth restarts, and hysteresis is used up
         self._set(ScaleState(lowered, 0, min(self._hysteresis_tracker, 1)))
         return True
 
@@ -136,17 +140,17 @@ class DynamicGradScaler(GradScaler):
         self._growth_tracker = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """`scale`, `growth_tracker` and `hysteresis_tracker`, as Megatron names them."""
+        """`scale`, `growth_tracker` and `hysteresis_tracker`, with Megatron's names."""
         return dict(zip(STATE_KEYS, self._state(), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state of any scaler that `state` reads, made to fit these settings.
+        """Continue from a saved state of any scaler that `state` reads, adapted to these settings.
 
         A scale outside `[min_scale, max_scale]` is clamped with a warning (below the minimum the next backoff
         would raise it). Values may be tensors of one element, as Megatron saves them.
 
         Raises:
-            UserError: a key is missing, or a value no finite number; nothing has been changed then.
+            UserError: a key is missing, or a value is not a finite number; then nothing has changed.
         """
         saved = read_saved_scaler(state)
         left = self.hysteresis if saved.hysteresis_tracker is None else saved.hysteresis_tracker

@@ -1,18 +1,19 @@
-"""Bases of the loss scales that are set from the gradients: octaves, bounds, backoff, patience.
+"""Bases of the loss scales that follow the gradients: octaves, bounds, backoff, patience.
 
-Statistics are taken without the scale: the largest *scaled* gradient moves with S itself, and feeding it back
-makes S swing. A mean of logarithms is used, because an arithmetic mean of target / amax follows its largest
+Statistics are taken without the scale: the largest *scaled* gradient depends on S, and feeding it back makes
+S oscillate. The mean is of logarithms, because an arithmetic mean of target / amax follows its largest
 summand and overshoots. Scales per layer are in `statistics.layer_scaling`.
 
-S is a power of two and moves in octaves (factors of two): whole octaves are exact in every float format, so a
-change of S changes no mantissa. A strategy gathers statistics on clean steps and says where S should be; this
-class rounds that down, keeps it within the bounds, lets S rise by one octave at most, and only every
-`update_every` clean steps. An overflow acts at once: S falls by one octave and nothing is gathered.
+S is a power of two and moves in octaves (factors of two). Whole octaves are exact in every float format, so a
+change of S changes no mantissa. On clean steps a strategy collects statistics and returns the S it aims for.
+This class rounds it down, keeps it within the bounds, and lets S rise by at most one octave, once every
+`update_every` clean steps. An overflow acts immediately: S falls by one octave, and no statistics are
+collected.
 
-After an overflow S stays below the S that overflowed, and gets an octave back for every `growth_interval`
-clean steps in a row: statistics come from clean steps only, so of gradients that alternate between large and
-small they see the small ones, and without patience S would return to the overflow after each of them. Where
-the mean of the gradients' largest value falls meanwhile, S may follow it.
+After an overflow S stays below the value that overflowed, and regains one octave for every `growth_interval`
+clean steps in a row. This patience is needed because statistics come from clean steps only: if gradients
+alternate between large and small, the statistics contain the small ones, and S would return to the overflow
+after each of them. If the mean of the largest gradient falls meanwhile, S may rise accordingly.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ from megalowbit.values import is_count, unit
 
 TARGET = 2.0**15  # one octave below the limit of fp16
 LARGEST_HALF = 65504.0
-# octaves forgiven before rounding down: a mean of equal values may end a few bits below them
+# octaves added before rounding down: a mean of equal values may be a few bits below them
 ROUNDING = 1e-6
-MOST_OCTAVES = 4096.0  # no two numbers of float64, nor a mean of such quotients, are that far apart
-WHOLE_OCTAVES = ("ceiling", "floor")  # None where there is none
+MOST_OCTAVES = 4096.0  # more than between any two numbers of float64, and than any mean of such ratios
+WHOLE_OCTAVES = ("ceiling", "floor")  # each may be None
 
 
 def octaves_below(target: float, amax: float | None) -> float | None:
-    """log2(target / amax); None for an amax of 0, infinity or NaN, or none at all: they say nothing."""
+    """log2(target / amax); None if amax is 0, infinite, NaN or missing: these carry no information."""
     if amax is None or not 0 < amax < math.inf:
         return None
     return math.log2(target) - math.log2(amax)  # their quotient could overflow
@@ -68,16 +69,16 @@ def octaves_below(target: float, amax: float | None) -> float | None:
 class StrategyGradScaler(GradScaler):
     """A scale that is set from statistics of the gradients.
 
-    Subclasses implement `_gather` and `_wanted` and list in `STATE` the attributes that they save, by name
-    without underscore, with the first value of each.
+    Subclasses implement `_gather` and `_wanted`. They list the attributes to save in `STATE`, by name without
+    the underscore, each with its initial value.
 
     Args:
         initial_scale: first S; rounded down to a power of two.
-        min_scale: S never falls below it.
-        max_scale: S never grows above it.
+        min_scale: lower bound of S.
+        max_scale: upper bound of S.
         growth_interval: clean steps in a row after an overflow before S may return to where it overflowed.
-        update_every: S moves only every so many clean steps, except down on overflow.
-        sample: share, in (0, 1], of the parameters or layers that statistics are taken from.
+        update_every: S moves only once in this many clean steps, except down on overflow.
+        sample: share, in (0, 1], of the parameters or layers to take statistics from.
 
     Raises:
         UserError: an argument is out of range; the message names it.
@@ -93,10 +94,10 @@ class StrategyGradScaler(GradScaler):
         "level_at_overflow": None,
     }
 
-    _steps: int  # clean steps in all
-    _since_move: int  # clean steps since S was last free to move
-    _since_overflow: int  # clean steps since the ceiling came or rose
-    _ceiling: int | None  # octave that S may not exceed since the last overflow
+    _steps: int  # all clean steps
+    _since_move: int  # clean steps since S was last allowed to move
+    _since_overflow: int  # clean steps since the ceiling was set or raised
+    _ceiling: int | None  # octave that S may not exceed after the last overflow
     _level_at_overflow: float | None
 
     def __init__(
@@ -160,19 +161,19 @@ class StrategyGradScaler(GradScaler):
         self._since_overflow = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next `update` depends on: numbers, strings and None under public names."""
+        """The state on which the next `update` depends: numbers, strings and None under public names."""
         own = {name: getattr(self, f"_{name}") for name in (*self.COMMON_STATE, *self.STATE)}
         return {STRATEGY_KEY: self.NAME, "scale": self.scale, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
 
-        Of the state of another strategy or library's scaler only S is taken, rounded down to a power of two;
-        what this strategy gathers starts anew.
+        From the state of another strategy or library only S is used, rounded down to a power of two; this
+        strategy's statistics restart.
 
         Raises:
-            UserError: the state is not a scaler's, lacks a key, or holds a value that cannot be; nothing
-            has been changed then.
+            UserError: the state is not a scaler's, lacks a key, or holds an invalid value; then nothing has
+                changed.
         """
         scale, values = self._read(state)
         fitted = fitted_scale(scale, 2.0**self._lowest, 2.0**self._highest)
@@ -183,7 +184,7 @@ class StrategyGradScaler(GradScaler):
         self._read(state)
 
     def _read(self, state: Mapping[str, Any]) -> tuple[float, dict[str, float | None]]:
-        """S of a state, and what else it holds of this strategy; of another's nothing."""
+        """S of a state, and this strategy's values in it; no values if another strategy wrote it."""
         check_is_mapping(state)
         if state.get(STRATEGY_KEY) != self.NAME:
             return read_saved_scaler(state).scale, {}
@@ -195,23 +196,23 @@ class StrategyGradScaler(GradScaler):
         return read_scale(state, "scale"), values
 
     def _restart(self, values: Mapping[str, float | None] | None = None) -> None:
-        """Set what the strategy gathers to the first values, or to those of `values`."""
+        """Set the strategy's state to the initial values, or to `values`."""
         for name, value in {**self.COMMON_STATE, **self.STATE, **(values or {})}.items():
             setattr(self, f"_{name}", value)
 
     @abstractmethod
     def _gather(self, statistics: GradientStatistics) -> None:
-        """Take in the statistics of a clean step."""
+        """Collect the statistics of a clean step."""
 
     @abstractmethod
     def _wanted(self) -> float | None:
-        """The octave where S should be, fractions included; None to leave it."""
+        """The octave that S should have, including fractions; None to leave it."""
 
     def _after_backoff(self) -> None:
-        """Adapt state that must not pull S up again after an overflow."""
+        """Change state that would raise S again directly after an overflow."""
 
     def _level(self) -> float | None:
-        """A slow measure, in octaves, of how much S the gradients bear; None: there is none."""
+        """A slow measure, in octaves, of the S that the gradients tolerate; None: there is none."""
         return None
 
     def _ease_ceiling(self) -> None:
@@ -219,14 +220,14 @@ class StrategyGradScaler(GradScaler):
         if self._ceiling is None:
             return
         if self._since_overflow >= self.growth_interval:
-            # by one octave, so that a wrong guess costs one overflow
+            # by one octave, so a wrong guess costs one overflow
             self._since_overflow = 0
             self._ceiling = self._ceiling + 1 if self._ceiling < self._highest else None
         if self._level_at_overflow is None:
             self._level_at_overflow = self._level()
 
     def _allowed(self) -> float:
-        """The highest octave that bounds, pace and patience allow now."""
+        """The highest octave that bounds, pace and patience allow at present."""
         highest = float(min(self._exponent + 1, self._highest))
         if self._ceiling is None:
             return highest
@@ -249,11 +250,11 @@ class StrategyGradScaler(GradScaler):
 
 
 class AmaxGradScaler(StrategyGradScaler):
-    """Base of the strategies that look at the largest gradient: x = log2(target / amax) and its mean.
+    """Base of the strategies that use the largest gradient: x = log2(target / amax) and its mean.
 
     Args:
-        target: largest scaled gradient aimed at, at most 65504.
-        ema_decay: factor in [0, 1) by which a step's weight in the mean falls at each later step.
+        target: target of the largest scaled gradient, at most 65504.
+        ema_decay: factor in [0, 1) by which a step's weight in the mean decreases with each later step.
         **common: see `StrategyGradScaler`.
     """
 
@@ -261,7 +262,7 @@ class AmaxGradScaler(StrategyGradScaler):
     needs_amax = True
 
     _mean: float | None
-    _weight: float  # sum of the weights in the mean, 1 − decay^n, which corrects its bias
+    _weight: float  # sum of the weights in the mean, 1 − decay^n, for bias correction
 
     def __init__(
         self, initial_scale: float = 2.0**15, min_scale: float = 1.0, *,
@@ -281,13 +282,13 @@ class AmaxGradScaler(StrategyGradScaler):
         self._weight = 1.0 - self.ema_decay * (1.0 - self._weight)
         if self._mean is None:
             self._mean = octave
-        else:  # the corrected mean itself, so that equal values keep it where it is
+        else:  # update the corrected mean itself, so that equal values do not change it
             self._mean += (1.0 - self.ema_decay) / self._weight * (octave - self._mean)
         self._gather_octave(octave, statistics.loss_scale)
 
     @abstractmethod
     def _gather_octave(self, octave: float, loss_scale: float) -> None:
-        """Take in x of a clean step whose gradients were multiplied by `loss_scale`."""
+        """Collect x of a clean step whose gradients were multiplied by `loss_scale`."""
 
     def _level(self) -> float | None:
         return self._mean
@@ -329,7 +330,7 @@ class AmaxSettings(StrategySettings):
 
 
 def _state_value(name: str, value: Any, first: float | None) -> float | None:
-    """A saved value as Python keeps it; `first`, that of a new strategy, tells what it must be."""
+    """Check a saved value and convert it to Python; `first`, the initial value, determines its type."""
     value = plain_number(value)
     if isinstance(first, bool):
         is_valid, rule = isinstance(value, bool), "true or false"
@@ -341,7 +342,7 @@ def _state_value(name: str, value: Any, first: float | None) -> float | None:
         return None
     elif name in WHOLE_OCTAVES:
         is_valid, rule = is_whole(value) and abs(value) <= MOST_OCTAVES, "a whole number of octaves, or null"
-    elif first == 0.0:  # a sum, of as many as there were
+    elif first == 0.0:  # a sum, which has no bound
         is_valid, rule = is_finite_number(value), "a finite number"
     else:
         is_valid, rule = is_finite_number(value) and abs(value) <= MOST_OCTAVES, "a finite number of octaves"

@@ -1,6 +1,7 @@
-"""A loss scale from the largest gradient, with a floor where probes find gradients lost.
+"""A loss scale from the largest gradient, with a minimum that norm probes raise.
 
-It joins two ideas: the largest gradient says how far S may rise, and norm probes say how far it has to.
+It combines two ideas: the largest gradient limits how far S may rise, and norm probes show how far it must
+rise.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from megalowbit.optim.loss_scale.norm_ratio import ProbingGradScaler, ProbingSet
 class MaxNormGradScaler(ProbingGradScaler, MaxValueGradScaler):
     """`MaxValueGradScaler` with a floor that norm probes raise.
 
-    A probe that finds gradients lost lifts the floor one octave above the S of its step, even past the
-    target; S stays at or above the floor, but never where the last amax is known to overflow. An overflow
-    takes S down and the floor with it. Nothing else lowers the floor, and nothing else needs to: it binds
-    only between target and limit, or while the mean lags.
+    A probe that finds lost gradients raises the floor one octave above the S of its step, even past the
+    target. S stays at or above the floor, but not where the last amax is known to overflow. An overflow
+    lowers S, and the floor with it. Nothing else lowers the floor. This is sufficient, because the floor
+    matters only between target and limit, or while the mean lags.
 
     Args:
         **arguments: those of `ProbingGradScaler` and `MaxValueGradScaler`.

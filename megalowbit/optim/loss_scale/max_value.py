@@ -1,6 +1,6 @@
-"""A loss scale that puts the largest gradient near a target below fp16's limit.
+"""A loss scale that keeps the largest gradient near a target below fp16's limit.
 
-The higher S is, the fewer gradients are lost to zero; the target leaves room for the next step.
+The higher S is, the fewer gradients become zero; the target leaves room for the next step.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from megalowbit.optim.loss_scale.gradient_based import AmaxGradScaler, AmaxSetti
 
 
 class MaxValueGradScaler(AmaxGradScaler):
-    """S = target ÷ largest gradient, smoothed upwards and immediate downwards.
+    """S = target ÷ largest gradient; increases are smoothed, decreases are immediate.
 
-    u = min(mean of x, smallest x since S last moved), where x = log2(target / amax): smoothing delays growth
-    only. That makes a short memory sound: 0.9, ten steps, outlasts a few batches of small gradients, while
-    0.99 leaves S octaves behind gradients that shrink.
+    u = min(mean of x, smallest x since S last moved), with x = log2(target / amax): smoothing only delays
+    growth. A short memory is therefore safe: 0.9, ten steps, spans a few batches of small gradients, while
+    0.99 leaves S octaves behind shrinking gradients.
 
     Args:
-        target: largest scaled gradient aimed at, at most 65504.
-        ema_decay: factor in [0, 1) by which a step's weight in the mean falls at each later step.
+        target: target of the largest scaled gradient, at most 65504.
+        ema_decay: factor in [0, 1) by which a step's weight in the mean decreases with each later step.
         **common: see `StrategyGradScaler`.
     """
 

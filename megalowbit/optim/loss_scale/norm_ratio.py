@@ -1,4 +1,4 @@
-"""A loss scale that rises while gradients are lost to zero in half precision, and the base of such scales."""
+"""A loss scale that rises while half-precision gradients are lost to zero, and the base of such scales."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megalowbit.values import is_count, unit
 
 
 class ProbingGradScaler(StrategyGradScaler):
-    """Base of the strategies that compare norms with fp32 ones every so many steps.
+    """Base of the strategies that periodically compare gradient norms with fp32 ones.
 
     Args:
         epsilon: share of the norm, and of the elements, that may be lost; in (0, 1).
-        probe_every: steps from probe to probe.
-        **common: of the class beside it, or see `StrategyGradScaler`.
+        probe_every: steps between probes.
+        **common: arguments of the other base class, or of `StrategyGradScaler`.
     """
 
     probes = True
@@ -35,17 +35,17 @@ class ProbingGradScaler(StrategyGradScaler):
 
     @property
     def wants_probe(self) -> bool:
-        # counted in clean steps: a probe whose step overflowed is repeated
+        # counts clean steps: a probe whose step overflowed is repeated
         return self._steps % self.probe_every == 0
 
 
 class NormRatioGradScaler(ProbingGradScaler):
-    """S grows while the half-precision gradients lack what fp32 ones have; overflow alone lowers it.
+    """S grows while half-precision gradients lose what fp32 ones retain; only an overflow lowers it.
 
-    Every `probe_every` steps the norm of sampled weight gradients in fp32 is compared with that of the same
-    in half precision. They count as lost where the ratio exceeds 1 + `epsilon` or a share above `epsilon` of
-    the elements became zero: S then grows by one octave. A ratio below 1 says nothing. A threshold of 8,
-    which is sometimes recommended, waits until 98 % of the squared norm is gone.
+    Every `probe_every` steps the norm of sampled weight gradients in fp32 is compared with their norm in half
+    precision. Gradients count as lost if the ratio exceeds 1 + `epsilon`, or if a share above `epsilon` of
+    the elements became zero. S then grows by one octave. A ratio below 1 has no meaning. A threshold of 8,
+    which is sometimes recommended, waits until 98 % of the squared norm is lost.
 
     Args:
         **arguments: those of `ProbingGradScaler`.
@@ -57,13 +57,13 @@ class NormRatioGradScaler(ProbingGradScaler):
     _is_losing: bool
 
     def _gather(self, statistics: GradientStatistics) -> None:
-        verdict = is_losing(statistics, self.epsilon)
-        self._is_losing = self._is_losing if verdict is None else verdict
+        found = is_losing(statistics, self.epsilon)
+        self._is_losing = self._is_losing if found is None else found
 
     def _wanted(self) -> float | None:
         if not self._is_losing:
             return None
-        self._is_losing = False  # one octave for one probe
+        self._is_losing = False  # one octave for each probe
         return self._exponent + 1.0
 
     def _after_backoff(self) -> None:
@@ -90,7 +90,7 @@ class NormRatioSettings(ProbingSettings):
 
 
 def is_losing(statistics: GradientStatistics, epsilon: float) -> bool | None:
-    """Whether a probe found gradients lost to zero; None if there was none. NaN is no loss."""
+    """Whether a probe found gradients lost to zero; None without a probe. NaN does not count as a loss."""
     ratio, flushed = statistics.norm_ratio, statistics.flushed_fraction
     if ratio is None and flushed is None:
         return None

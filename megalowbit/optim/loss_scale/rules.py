@@ -1,12 +1,13 @@
-"""How a dynamic loss scale moves after a step, in the arithmetic of each library that invented a rule.
+"""How a dynamic loss scale changes after a step, with the arithmetic of each library's original rule.
 
-Four libraries answer the same two questions differently: which overflow lowers S, and which clean step raises
-it. Each rule is a pure function of (S, two counters) and equals its original bit by bit, factors other than 2
-included, which decides the arithmetic: Megatron keeps S and its factors in float32, torch and Apex keep S
-in float32 but multiply in float64, DeepSpeed uses Python floats and divides. What the originals get wrong at
-the edges is mended for all of them: no S becomes infinite or falls to zero, and a counter loaded into a
-shorter interval still grows. The counters here: clean steps that count towards the next growth, and overflows
-left until one lowers S (1 or less: the next one does).
+Four libraries differ in two points: which overflow lowers S, and which clean step raises it. Each rule is a
+pure function of (S, two counters) and gives the same bits as its original, also with factors other than 2.
+That decides the arithmetic: Megatron keeps S and its factors in float32, torch and Apex keep S in float32 but
+multiply in float64, DeepSpeed uses Python floats and divides. Errors of the originals at the limits are fixed
+for all rules: S never becomes infinite or zero, and a counter loaded into a shorter interval still grows.
+
+The counters are the clean steps that count towards the next growth, and the overflows left until one lowers S
+(1 or less: the next one does).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class RuleArguments(Protocol):
-    """What a rule may look at: attributes of `DynamicGradScaler`."""
+    """The attributes of `DynamicGradScaler` that a rule uses."""
 
     min_scale: float
     max_scale: float
@@ -46,14 +47,14 @@ class ScaleState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleRule:
-    """One library's way.
+    """The rule of one library.
 
     Attributes:
         after: the state after a step with (True) or without an overflow.
         lowered: S after a backoff.
-        stored: the value that the original would keep of a number: float32 or float64.
-        min_scale: floor where the user names none.
-        max_scale: cap where the user names none.
+        stored: rounds a number to the type in which the original stores it: float32 or float64.
+        min_scale: default minimum.
+        max_scale: default maximum.
     """
 
     after: Callable[[ScaleState, bool, RuleArguments], ScaleState]
@@ -70,7 +71,7 @@ def _megatron_lowered(scale: float, arguments: RuleArguments) -> float:
 def _after_megatron(state: ScaleState, found_inf: bool, arguments: RuleArguments) -> ScaleState:
     scale, clean, left = state
     if found_inf:
-        # never refilled but on growth: after the first backoff every further overflow backs off
+        # refilled on growth only: after the first backoff every further overflow backs off
         lowered = _megatron_lowered(scale, arguments) if left <= 1 else scale
         return ScaleState(lowered, 0, left - 1)
     if clean + 1 < arguments.growth_interval:
@@ -105,7 +106,7 @@ def _after_clean_step(state: ScaleState, found_inf: bool, arguments: RuleArgumen
 
 
 def _deepspeed_lowered(scale: float, arguments: RuleArguments) -> float:
-    # it knows one factor and divides by it: with 3.0 that is not the same as to multiply by 1/3
+    # the original has one factor and divides by it: with 3.0 this differs from multiplying by 1/3
     if arguments.backoff_factor == 1.0 / arguments.growth_factor:
         return max(scale / arguments.growth_factor, arguments.min_scale)
     return max(scale * arguments.backoff_factor, arguments.min_scale)
@@ -119,13 +120,13 @@ def _after_deepspeed(state: ScaleState, found_inf: bool, arguments: RuleArgument
         if arguments.raise_at_min_scale and scale == arguments.min_scale:
             raise UserError(
                 f"gradients overflow at the smallest loss scale, min_scale = {scale:g}: lower the learning "
-                "rate or min_scale, or set raise_at_min_scale to false to skip such steps for ever"
+                "rate or min_scale, or set raise_at_min_scale to false to skip such steps without an error"
             )
         return ScaleState(_deepspeed_lowered(scale, arguments), 0, left)
     if arguments.consecutive_hysteresis:
         left = arguments.hysteresis
-    # it counts from the step after the overflow, but not that step: the first growth comes one step later
-    # than the interval says, the next ones do not; hence the 1 that stays behind
+    # The original does not count the step after the overflow, so the first growth comes one step later than
+    # the interval says, but the next ones do not; therefore the counter restarts at 1 after a growth.
     if clean < arguments.growth_interval:
         return ScaleState(scale, clean + 1, left)
     grown = min(scale * arguments.growth_factor, arguments.max_scale)

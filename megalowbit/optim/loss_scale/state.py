@@ -1,12 +1,18 @@
-"""Saved loss scalers, ours and other libraries', read as one thing: S and two counters.
+"""Saved loss scalers of megalowbit and other libraries, read into one form: S and two counters.
 
-Read are the states of Megatron (keys `scale`, `growth_tracker`, `hysteresis_tracker`; ours are the same),
-`torch.amp.GradScaler`, DeepSpeed's FP16 optimizers, its ZeRO optimizers (a pickled `DynamicLossScaler` under
-`loss_scaler`; the object, or its `__dict__`), older Megatron and Apex `FP16_Optimizer` (objects of the same
-descent) and Apex amp (`loss_scaler0`). Counters are translated, so that the next updates are those of the
-original under the rule (`mode`) and the arguments it had. Those arguments are not taken over: the
-configuration decides, and a warning says where the state had another value. The bounds are the scaler's own
-business.
+Supported are the states of
+
+- Megatron (keys `scale`, `growth_tracker`, `hysteresis_tracker`; megalowbit's are the same),
+- `torch.amp.GradScaler`,
+- DeepSpeed's FP16 optimizers,
+- DeepSpeed's ZeRO optimizers (a pickled `DynamicLossScaler` under `loss_scaler`; the object, or its
+  `__dict__`),
+- older Megatron and Apex `FP16_Optimizer` (objects of the same origin),
+- Apex amp (`loss_scaler0`).
+
+Counters are converted, so the next updates are those of the original under its rule (`mode`) and arguments.
+The arguments are not loaded: the configuration decides, and a warning lists arguments for which the state had
+another value. The scaler itself applies its bounds.
 """
 
 from __future__ import annotations
@@ -23,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 STATE_KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
 TORCH_KEY = "_growth_tracker"
-STRATEGY_KEY = "strategy"  # its value names the strategy that wrote the state
-# arguments that a foreign state carries, by our name
+STRATEGY_KEY = "strategy"  # its value is the strategy that wrote the state
+# arguments contained in another library's state, by megalowbit's name
 ARGUMENT_KEYS = {
     "growth_factor": ("growth_factor", "scale_factor"),
     "growth_interval": ("growth_interval", "scale_window"),
@@ -32,19 +38,19 @@ ARGUMENT_KEYS = {
     "hysteresis": ("delayed_shift",),
 }
 COUNTS = ("growth_interval", "hysteresis")
-# only DeepSpeed's descendants of the old Megatron scaler have one of these
+# only DeepSpeed's versions of the old Megatron scaler have one of these
 DEEPSPEED_MARKS = ("dynamic_loss_scale", "dynamic", "raise_error_at_min_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedScaler:
-    """What a state says.
+    """The contents of a state.
 
     Attributes:
         scale: S.
         growth_tracker: clean steps that count towards the next growth.
-        hysteresis_tracker: overflows left until one lowers S; None where the source keeps no count.
-        arguments: arguments that the state carries, by our names.
+        hysteresis_tracker: overflows left until one lowers S; None if the source keeps no count.
+        arguments: arguments contained in the state, by megalowbit's names.
     """
 
     scale: float
@@ -59,8 +65,8 @@ def read_saved_scaler(state: Mapping[str, Any]) -> SavedScaler:
     Values may be tensors of one element.
 
     Raises:
-        UserError: the keys are those of no known scaler, the state holds several scales, a value is no
-        finite number, or the scale not > 0.
+        UserError: the keys belong to no known scaler, the state holds several scales, a value is not a finite
+            number, or the scale is not > 0.
     """
     check_is_mapping(state)
     if _apex_keys(state):
@@ -88,32 +94,32 @@ def read_saved_scaler(state: Mapping[str, Any]) -> SavedScaler:
 
 
 def check_is_mapping(state: object) -> None:
-    """Refuse what is no mapping.
+    """Reject a state that is not a mapping.
 
     Raises:
-        UserError: see above.
+        UserError: it is not a mapping.
     """
     if not isinstance(state, Mapping):
-        raise UserError(f"grad scaler state = {shown(state)} must be a mapping, as state_dict() gives it")
+        raise UserError(f"grad scaler state = {shown(state)} must be a mapping, as returned by state_dict()")
 
 
 def plain_number(value: Any) -> Any:
-    """A tensor or array of one element as the number it holds; anything else as it is."""
+    """The number in a tensor or array of one element; any other value unchanged."""
     if not hasattr(value, "item") or isinstance(value, type):
         return value
     try:
         return value.item()
-    except (TypeError, ValueError, RuntimeError):  # of several elements, or without any memory
+    except (TypeError, ValueError, RuntimeError):  # several elements, or no memory
         return value
 
 
 def is_whole(value: object) -> bool:
-    """Whether `value` is a whole number that 64 bits hold."""
+    """Whether `value` is a whole number that fits in 64 bits."""
     return is_finite_number(value) and value == int(value) and abs(value) < 2**63  # type: ignore[call-overload,arg-type]
 
 
 def damaged(name: str, value: object, rule: str) -> UserError:
-    """The error for a value of a saved state that cannot be."""
+    """The error for an invalid value in a saved state."""
     return UserError(
         f"{name} of the loaded grad scaler state must be {rule}, not {shown(value)}: "
         "load an earlier checkpoint, or start without the scaler's state"
@@ -153,20 +159,20 @@ def _apex_keys(state: Mapping[Any, Any]) -> list[str]:
 
 
 def fitted_scale(scale: float, low: float, high: float) -> float:
-    """`scale` clamped to [low, high], with a warning where that changes it.
+    """`scale` clamped to [low, high], with a warning if that changes it.
 
     Below the minimum the next backoff would raise S.
     """
     fitted = min(max(scale, low), high)
     if fitted != scale:
         logger.warning(
-            "loaded loss scale %g lies outside [%g, %g]: continuing with %g", scale, low, high, fitted
+            "loaded loss scale %g is outside [%g, %g]: continuing with %g", scale, low, high, fitted
         )
     return fitted
 
 
 def warn_of_other_arguments(saved: SavedScaler, current: Mapping[str, float]) -> None:
-    """Say which arguments of the saved scaler differ from the `current` ones, which hold."""
+    """Warn about arguments of the saved scaler that differ from the `current` ones, which are used."""
     for name, value in saved.arguments.items():
         if name in current and current[name] != value:
             logger.warning(
@@ -186,14 +192,14 @@ def _read_apex_amp(state: Mapping[str, Any]) -> SavedScaler:
     names = _apex_keys(state)
     if len(names) > 1:
         raise UserError(
-            f"the loaded state holds {len(names)} loss scales ({', '.join(names)}), and one is used here: "
-            f'pass {{"loss_scaler0": …}} alone'
+            f"the loaded state holds {len(names)} loss scales ({', '.join(names)}), but one is used here: "
+            f'pass only {{"loss_scaler0": …}}'
         )
     return _read_loss_scaler(_as_mapping(state[names[0]]))
 
 
 def _read_loss_scaler(state: Mapping[str, Any]) -> SavedScaler:
-    """DeepSpeed's, old Megatron's and Apex's scalers, which count differently under similar names."""
+    """Read DeepSpeed's, old Megatron's and Apex's scalers, which count differently under similar names."""
     for scale_key, count_key in (("loss_scale", "unskipped"), ("_loss_scale", "_unskipped")):
         if scale_key in state and count_key in state:  # Apex
             return SavedScaler(scale=read_scale(state, scale_key), growth_tracker=_whole(state, count_key))
@@ -210,14 +216,14 @@ def _read_loss_scaler(state: Mapping[str, Any]) -> SavedScaler:
 
 
 def _clean_steps(state: Mapping[str, Any], interval: float | None) -> int:
-    """Clean steps since the last overflow or growth, from the numbers of iterations."""
+    """Clean steps since the last overflow or growth, computed from iteration numbers."""
     if state.get("last_overflow_iter") is None or state.get("cur_iter") is None:
         return 0  # a constant scale counts nothing
     clean = _whole(state, "cur_iter") - _whole(state, "last_overflow_iter") - 1
     if clean <= 0 or not interval:
         return max(clean, 0)
     if any(mark in state for mark in DEEPSPEED_MARKS):
-        return (clean - 1) % int(interval) + 1  # it grows one step late: see the rule
+        return (clean - 1) % int(interval) + 1  # it grows one step late, see `rules`
     return clean % int(interval)
 
 

@@ -1,1 +1,1 @@
-"""The mixed-precision optimizers users meet, and what they are made of."""
+"""The mixed-precision optimizers and their parts."""

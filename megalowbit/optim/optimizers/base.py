@@ -1,9 +1,10 @@
-"""What every mixed-precision optimizer shares: masters, the parts of a step, and saved states.
+"""The base of all mixed-precision optimizers: master weights, the parts of a step, and saved states.
 
-`take_step` orders a step, for one optimizer or several; here is what it needs of each. A step leaves no
-gradient behind: one that stayed would be applied a second time. Which parameters have masters is the business
-of the subclasses in `mixed_precision`.
-Between steps others may change weights: `master_of`, `state_of`, then `masters_have_changed`.
+`take_step` runs the parts of a step in order, for one optimizer or several; this class implements them. A
+step clears the gradients, because a remaining one would be applied a second time. The subclasses in
+`mixed_precision` decide which parameters have masters.
+
+Between steps other code may change weights: use `master_of` and `state_of`, then call `masters_have_changed`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def not_copied(optimizer: torch.optim.Optimizer) -> UserError:
-    """Why an optimizer is neither copied nor pickled."""
+    """The error for copying or pickling an optimizer."""
     return UserError(
         f"{type(optimizer).__name__} cannot be copied or pickled, because hooks tie it to a model: build "
         "another one and use state_dict and load_state_dict"
@@ -50,29 +51,29 @@ def not_copied(optimizer: torch.optim.Optimizer) -> UserError:
 
 
 def no_later_parameters() -> UserError:
-    """Why an optimizer takes no further parameters: masters and gradient buffer are made with it."""
+    """The error for adding parameters: masters and gradient buffer are made with the optimizer."""
     return UserError(
         "add_param_group: parameters cannot be added later; build the optimizer with all of them, and "
-        "set the lr of a group to 0 until its time has come"
+        "set the lr of a group to 0 until it should train"
     )
 
 
 class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
-    """What both optimizers share; a torch `Optimizer`, so that any learning-rate scheduler takes it.
+    """Base of both optimizers; a torch `Optimizer`, so any learning-rate scheduler accepts it.
 
     `param_groups` and `state` are those of the inner optimizer. A group may hold `lr_scale`, by which its
-    learning rate is multiplied at each step; schedulers, which write `lr`, do not see it, and it is saved
-    with the group. Options are attributes; `before_step` may be set at any time.
+    learning rate is multiplied at each step. Schedulers write `lr` and do not see it; it is saved with the
+    group. Options are attributes; `before_step` may be set at any time.
 
     Args:
-        optimizer: the inner one, over the model's parameters.
-        grad_scaler: of the loss; None: there is no loss scale.
+        optimizer: the inner optimizer, over the model's parameters.
+        grad_scaler: scaler of the loss; None: no loss scale.
         options: see `StepOptions`.
 
     Attributes:
-        report: what the last step did; None before the first.
-        gradients: of the model's parameters, where a step finds them.
-        grad_buffer: made by this optimizer; None where gradients lie elsewhere.
+        report: the last step's report; None before the first.
+        gradients: the gradients of the model's parameters.
+        grad_buffer: made by this optimizer; None if the gradients are stored elsewhere.
     """
 
     instruments: Instruments
@@ -87,7 +88,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         self._are_gradients_cleared = False
         self._replace_by_masters()
         self._names = self._name_all(self.named_parameters)
-        self.named_parameters = None  # may hold on to the model
+        self.named_parameters = None  # may reference the model
         self._find_gradients()
         self._inner_step = InnerStep(
             optimizer,
@@ -98,14 +99,14 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
             check_same_parameters(len(self._pairs), self.model_parallel_group)
 
     def _replace_by_masters(self) -> None:
-        """Let the inner optimizer's groups hold masters, and be the groups of this one."""
+        """Replace the parameters in the inner optimizer's groups by masters, and use these groups here."""
         self.float16_groups: list[list[torch.nn.Parameter]] = []
         self.fp32_from_float16_groups: list[list[torch.Tensor]] = []
         self.fp32_from_fp32_groups: list[list[torch.nn.Parameter]] = []
         for group in self.optimizer.param_groups:
-            self._adopt_group(group)
+            self._replace_group_params(group)
         groups, state = self.optimizer.param_groups, self.optimizer.state
-        # for torch's step hooks; adds these very groups again
+        # required by torch's step hooks; adds the same groups again
         torch.optim.Optimizer.__init__(self, groups, self.optimizer.defaults)
         self.state = state
         self._pairs = list(self._model_and_master())
@@ -114,7 +115,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
 
     def _find_gradients(self) -> None:
         named = [(self._names[id(model)], model) for model, _ in self._pairs]
-        # before the buffer: its hooks take `.grad` away
+        # before the buffer, whose hooks remove `.grad`
         self.instruments = complete_instruments(self.instruments, self.grad_scaler, named)
         self.grad_buffer = self._make_grad_buffer() if self.params_have_main_grad else None
         self.gradients = StepGradients(
@@ -125,7 +126,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
             layer_scaling=self.layer_scaling,
         )
 
-    # Property and not alias: loading a state gives the inner optimizer new objects.
+    # A property, because loading a state gives the inner optimizer new objects.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Groups of the inner optimizer; their `params` are the fp32 masters."""
@@ -150,17 +151,17 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         return self.grad_scaler.scale if self.grad_scaler is not None else 1.0
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply the loss by S, in fp32: S itself may not exist in half precision."""
+        """Multiply the loss by S, in fp32, because S may not be representable in half precision."""
         return loss.float() * self.loss_scale
 
     @property
     def layer_scaling(self) -> LayerScaling | None:
-        """Factors by block, if gradients are scaled so."""
+        """Factors by block; None without layer scaling."""
         return self.instruments.layer_scaling
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
-        """All ranks that take each step together; None where there is one process."""
+        """All ranks that take each step together; None for a single process."""
         if self._training_group is None and process_group.is_initialized():
             return dist.group.WORLD
         return self._training_group
@@ -171,37 +172,38 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
 
     @property
     def all_instruments(self) -> Sequence[Instruments]:
-        """As `Steppable`: this optimizer's alone."""
+        """See `Steppable`: this optimizer's instruments."""
         return [self.instruments]
 
     def step(self, closure: Callable[[], float] | None = None) -> StepReport:  # type: ignore[override]
-        """Apply the gathered gradients, or skip them if any is infinite or NaN.
+        """Apply the accumulated gradients, or skip the step if any is infinite or NaN.
 
         Collective over the model-parallel and the training group. Gradients must already be averaged over
-        data parallel. `before_step` is called first, with S: what it adds to the gradients is inspected,
-        clipped and, where they overflow, dropped as they are. Without any gradient since the last step
-        moments and weight decay still move the weights. The host reads the device once, after an update has
-        been launched; before it if the inner optimizer, unlike torch's fused ones, cannot skip.
+        data parallel. `before_step` is called first, with S. What it adds to the gradients is checked,
+        clipped and, on overflow, dropped with them. If there is no gradient since the last step, moments and
+        weight decay still change the weights. The host reads the device once, after the update has been
+        launched. If the inner optimizer cannot skip on the device (torch's fused ones can), the read comes
+        before the update.
 
         Returns:
-            A tuple `(True, norm, num_zeros)`, or `(False, None, None)` after a skip, which leaves masters,
-            moments and step counts as they were; and more by name, see `StepReport`.
+            A tuple `(True, norm, num_zeros)`, or `(False, None, None)` for a skipped step, which leaves
+            masters, moments and step counts unchanged. `StepReport` has further attributes.
         """
         return take_step(self, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
-        """Clear the gradients of model and masters; `.grad`s are always set to None, `main_grad`s to zero.
+        """Clear the gradients of model and masters; `.grad`s always become None, `main_grad`s zero.
 
         `zero_grad` of the model, or of a part of it, does the same for its parameters.
         """
         self.gradients.zero()
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
-        """Time a phase of the step, where there are timers."""
+        """Time a phase of the step, if there are timers."""
         return timed(self.timers, phase)
 
     def begin_step(self, loss_scale: float) -> None:
-        """Make the gradients ready to be measured."""
+        """Prepare the gradients to be measured."""
         self.gradients.check_factors()
         self.gradients.collect()
         self._are_gradients_cleared = False
@@ -209,7 +211,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
             self.before_step(loss_scale)
 
     def measure(self, *, is_exact: bool = False) -> Measurement:
-        """Look at the scaled gradients; collective over model parallel."""
+        """Measure the scaled gradients; collective over model parallel."""
         return self.gradients.measure(
             self.gradient_norm,
             count_zeros=self.log_num_zeros_in_grad,
@@ -218,36 +220,36 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         )
 
     @property
-    def is_late_flag_possible(self) -> bool:
-        """Whether the inner optimizer can skip a step by itself."""
-        return self._inner_step.is_late_flag_possible
+    def can_defer_host_read(self) -> bool:
+        """Whether the inner optimizer can skip a step on the device."""
+        return self._inner_step.can_defer_host_read
 
     def update(self, measured: Measurement, facts: GradientFacts | None) -> None:
-        """Step masters and model; without `facts` the device skips by the flag."""
+        """Update masters and model; without `facts` the device skips if the flag is set."""
         self._are_gradients_cleared = self._inner_step.run(
             gradient_divisor(measured.norm, self.loss_scale, self.clip_grad),
-            (measured.flag > 0).float() if facts is None else None,  # fused optimizers want exactly 0 or 1
+            (measured.flag > 0).float() if facts is None else None,  # fused optimizers need exactly 0 or 1
             [learning_rate(group) for group in self.param_groups],
             clears_gradients=self.params_have_main_grad,
         )
 
     def locate(self) -> Overflow | None:
-        """Where gradients overflowed; collective over the training group."""
+        """Locate overflowed gradients; collective over the training group."""
         return locate([self.gradients], self.training_group)
 
     def end_step(self, report: StepReport) -> None:
-        """Forget the gradients, unless the update has cleared them while it read them."""
+        """Clear the gradients, unless the update has cleared them while reading them."""
         self.report = report
         if report.is_applied and self._are_gradients_cleared:
-            self.gradients.were_zeroed()
+            self.gradients.mark_zeroed()
         else:
             self.gradients.zero()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported once the optimizer is built: masters and gradient buffer are made then.
+        """Not supported after construction, because masters and gradient buffer already exist.
 
         Raises:
-            UserError: always, for a user's call.
+            UserError: always, if called by a user.
         """
         if hasattr(self, "_inner_step"):
             raise no_later_parameters()
@@ -269,7 +271,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         return state
 
     def check_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
-        """Whether `load_state_dict` takes this state; changes nothing.
+        """Check whether `load_state_dict` accepts this state; changes nothing.
 
         Raises:
             UserError: keys, groups or shapes do not fit.
@@ -286,15 +288,15 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
         """Continue from a saved state; model parameters are restored from the masters.
 
-        Megatron's older keys `optimizer_state_dict` and `fp32_from_fp16` are understood. A state without
-        scaler leaves the scaler at its initial value, with a warning.
+        Megatron's older keys `optimizer_state_dict` and `fp32_from_fp16` are supported. If the state has no
+        scaler, the scaler keeps its initial value, with a warning.
 
         Args:
             state_dict: from `state_dict`.
             load_optimizer_states: False loads masters and scaler but no moments.
 
         Raises:
-            UserError: keys, groups or shapes do not fit; nothing has been changed then.
+            UserError: keys, groups or shapes do not fit; then nothing has changed.
         """
         self.check_state_dict(state_dict, load_optimizer_states)
         inner, masters, scaler, factors = self._parts_of(state_dict)
@@ -305,7 +307,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         self.masters_have_changed()
 
     def reload_model_params(self) -> None:
-        """Take the masters from the model, after something else has written to it; its rounding stays."""
+        """Copy the model to the masters, after other code has written to the model; its rounding remains."""
         with torch.no_grad():
             for model, master in self._pairs:
                 if master is not model:
@@ -326,7 +328,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         return master
 
     def state_of(self, model_parameter: torch.Tensor) -> dict[str, Any]:
-        """The inner optimizer's state of a parameter (moments, step): live, and empty before its first step.
+        """The inner optimizer's live state of a parameter (moments, step); empty before its first step.
 
         Raises:
             UserError: this optimizer does not train the parameter.
@@ -334,19 +336,19 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         return self.state[self.master_of(model_parameter)]
 
     def has_gradient(self, model_parameter: torch.Tensor) -> bool:
-        """Whether a gradient of a trained parameter waits for the next step. Reads the device."""
+        """Whether a trained parameter has a gradient for the next step. Reads the device."""
         self.gradients.collect()
         gradient = self.gradients.of(model_parameter)
         return gradient is not None and bool(gradient.any())
 
     @torch.no_grad()
     def masters_have_changed(self) -> None:
-        """Copy the masters to the model, after something else has written to them."""
+        """Copy the masters to the model, after other code has written to the masters."""
         halves = [(model, master) for model, master in self._pairs if master is not model]
         if halves:
             torch._foreach_copy_([model for model, _ in halves], [master for _, master in halves])
 
-    def _adopt_group(self, group: dict[str, Any]) -> None:
+    def _replace_group_params(self, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def _parts_of(self, state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
@@ -381,11 +383,11 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
     def _make_grad_buffer(self) -> GradBuffer | None:
         models = [model for model, _ in self._pairs]
         if models and all(hasattr(model, "main_grad") for model in models):
-            return None  # someone else keeps the gradients, as Megatron's DDP does
+            return None  # other code keeps the gradients, like Megatron's DDP
         return GradBuffer(models, factor_of=self.instruments.factor_of)
 
     def _name_all(self, named_parameters: NamedParameters | None) -> dict[int, str]:
-        """Names for reports; of parameters without one, their place. Names of others do not matter."""
+        """Names for reports; an unnamed parameter gets its position. Other names are ignored."""
         names = {id(parameter): name for name, parameter in named_parameters or ()}
         for number, (half, fp32) in enumerate(
             zip(self.float16_groups, self.fp32_from_fp32_groups, strict=True)

@@ -1,9 +1,9 @@
-"""Several optimizers that step as one: one loss scale, one overflow flag, one norm to clip by.
+"""Several optimizers that step as one: one loss scale, one overflow flag, one norm for clipping.
 
 For models whose parameters need different treatment, such as experts that other ranks do not hold. Each
-optimizer reduces its gradients' norm over a group of its own; an overflow anywhere skips all of them. Giving
-each a scaler of its own, as Megatron-Core does, lets their scales drift apart although one loss was
-multiplied by one of them.
+optimizer reduces the norm of its gradients over its own group; an overflow anywhere skips the step of all.
+With one scaler for each optimizer, as in Megatron-Core, the scales may drift apart although the loss was
+multiplied by only one of them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from megalowbit.optim.step import take_step
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
-    """A sequence of optimizers that apply a step all together or not at all.
+    """A sequence of optimizers that either all apply a step or all skip it.
 
-    A torch `Optimizer`, so that any learning-rate scheduler takes it.
+    A torch `Optimizer`, so any learning-rate scheduler accepts it.
 
     Args:
         optimizers: with the same scaler object, clipping, norm and training group, and no parameter twice.
@@ -61,12 +61,12 @@ class ChainedOptimizer(torch.optim.Optimizer):
         if len(set(parameters)) < len(parameters):
             raise UserError("a parameter is in two of the chained optimizers: give it to one of them")
         self.chained_optimizers: list[MegatronOptimizer] = []
-        super().__init__(groups, {})  # for torch's hooks; what it keeps of them is not used
+        super().__init__(groups, {})  # required by torch's hooks; what it stores is not used
         self.chained_optimizers = list(optimizers)
 
     @property
     def grad_scaler(self) -> GradScaler | None:
-        """The one scaler."""
+        """The common scaler."""
         return self.chained_optimizers[0].grad_scaler
 
     @property
@@ -76,7 +76,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all, in order; a learning rate written to one of them is used."""
+        """The groups of all optimizers, in order; a learning rate written to a group takes effect."""
         if not self.chained_optimizers:
             return self._collected
         return [group for each in self.chained_optimizers for group in each.param_groups]
@@ -87,7 +87,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """The states of all by master; a copy of the mapping, not of what it holds."""
+        """The states of all optimizers by master; a new mapping to the same objects."""
         merged: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for each in self.chained_optimizers:
             merged.update(each.state)
@@ -95,11 +95,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
-        pass  # torch's constructor sets one, and each optimizer has its own
+        pass  # torch's constructor sets a state, but each optimizer has its own
 
     @property
     def report(self) -> StepReport | None:
-        """What the last step did; None before the first."""
+        """The last step's report; None before the first."""
         return self.chained_optimizers[0].report
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -112,30 +112,30 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @property
     def all_instruments(self) -> Sequence[Instruments]:
-        """As `Steppable`: those of all."""
+        """See `Steppable`: the instruments of all optimizers."""
         return [each.instruments for each in self.chained_optimizers]
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
-        """All ranks that take each step together; None where there is one process."""
+        """All ranks that take each step together; None for a single process."""
         return self.chained_optimizers[0].training_group
 
     @property
     def is_flag_shared(self) -> bool:
-        """Never of several: each reduces over a group of its own."""
+        """False for several optimizers, because each reduces over its own group."""
         return len(self.chained_optimizers) == 1 and self.chained_optimizers[0].is_flag_shared
 
     @property
-    def is_late_flag_possible(self) -> bool:
-        """Whether all can skip by themselves."""
-        return all(each.is_late_flag_possible for each in self.chained_optimizers)
+    def can_defer_host_read(self) -> bool:
+        """Whether all can skip on the device."""
+        return all(each.can_defer_host_read for each in self.chained_optimizers)
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
-        """The first one's timers serve all."""
+        """The first optimizer's timers are used for all."""
         return self.chained_optimizers[0].timed(phase)
 
     def begin_step(self, loss_scale: float) -> None:
-        """Make all gradients ready to be measured."""
+        """Prepare all gradients to be measured."""
         for each in self.chained_optimizers:
             each.begin_step(loss_scale)
 
@@ -153,29 +153,29 @@ class ChainedOptimizer(torch.optim.Optimizer):
         )
 
     def update(self, measured: Measurement, facts: GradientFacts | None) -> None:
-        """Step all, by one norm and flag."""
+        """Step all optimizers with one norm and flag."""
         for each in self.chained_optimizers:
             each.update(measured, facts)
 
     def locate(self) -> Overflow | None:
-        """Where gradients of any of them overflowed; collective over the training group."""
+        """Locate overflowed gradients of any optimizer; collective over the training group."""
         return locate([each.gradients for each in self.chained_optimizers], self.training_group)
 
     def end_step(self, report: StepReport) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         for each in self.chained_optimizers:
             each.end_step(report)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all."""
+        """Clear the gradients of all optimizers."""
         for each in self.chained_optimizers:
             each.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported once the optimizer is built, as of `MegatronOptimizer`.
+        """Not supported after construction, see `MegatronOptimizer`.
 
         Raises:
-            UserError: always, for a user's call.
+            UserError: always, if called by a user.
         """
         if self.chained_optimizers:
             raise no_later_parameters()
@@ -185,24 +185,24 @@ class ChainedOptimizer(torch.optim.Optimizer):
         raise not_copied(self)
 
     def reload_model_params(self) -> None:
-        """Take the masters of all from the model."""
+        """Copy the model to the masters of all optimizers."""
         for each in self.chained_optimizers:
             each.reload_model_params()
 
     def state_dict(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The states of all, in order."""
+        """The states of all optimizers, in order."""
         return [each.state_dict() for each in self.chained_optimizers]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:  # type: ignore[override]
         """Continue from saved states.
 
         Raises:
-            UserError: their number, or what they hold, does not fit; nothing has been changed then.
+            UserError: their number or contents do not fit; then nothing has changed.
         """
         if len(states) != len(self.chained_optimizers):
             raise UserError(
-                f"the state is of {len(states)} chained optimizers, here are {len(self.chained_optimizers)}: "
-                f"{REMEDY}"
+                f"the state has {len(states)} chained optimizers, but there are "
+                f"{len(self.chained_optimizers)}: {REMEDY}"
             )
         for each, state in zip(self.chained_optimizers, states, strict=True):
             each.check_state_dict(state)

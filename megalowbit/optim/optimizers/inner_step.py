@@ -1,13 +1,14 @@
-"""How the inner torch optimizer's update is run: the fastest way that its settings allow.
+"""Runs the inner torch optimizer's update, by the fastest path that its settings allow.
 
-Four paths. "one_pass": Adam and AdamW on CPUs, by `cpu_kernels`, which unscales, steps and writes the half
-weights while it reads everything once; bits and state are those of torch's fused Adam, so that each
-continues the other. "apex": the same on GPUs by NVIDIA's apex, where it is installed. "fused": torch's fused
-optimizers, then one copy of masters to half weights. "plain": any other optimizer, which cannot skip a step
-by itself, so that the flag is read first. On the other paths nothing is read on the host.
+- "one_pass": Adam and AdamW on CPUs, with `kernels.cpu`. One pass over memory unscales, steps and writes the
+  half weights. Bits and state are those of torch's fused Adam, so either can continue the other.
+- "apex": the same on GPUs with NVIDIA's apex, if it is installed.
+- "fused": torch's fused optimizers, then one copy of the masters to the half weights.
+- "plain": any other optimizer. It cannot skip a step on the device, so the host reads the flag first. The
+  other paths need no host read.
 
-A path is found anew at each step: settings, hooks and state may have been exchanged. The fast paths stand
-aside for hooks, for a `step` that was replaced, and for `fused=False` or `foreach=True`.
+The path is chosen at each step, because settings, hooks and state may have changed. The fast paths are not
+used if there are hooks, if `step` was replaced, or with `fused=False` or `foreach=True`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from megalowbit.optim.kernels import cpu as cpu_kernels
 from megalowbit.optim.kernels.cpu import AdamSettings, AdamTensors
 
 StepPath = Literal["one_pass", "apex", "fused", "plain"]
-ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # exactly these: a subclass may step otherwise
-FUSED = (*ADAMS, torch.optim.SGD, torch.optim.Adagrad)  # these take `grad_scale` and `found_inf`
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # exactly these classes: a subclass may step differently
+FUSED = (*ADAMS, torch.optim.SGD, torch.optim.Adagrad)  # these support `grad_scale` and `found_inf`
 UNUSUAL = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
 
 
@@ -37,13 +38,13 @@ def _own_gradient(master: Tensor) -> Tensor | None:
 
 
 class InnerStep:
-    """Runs the update of `optimizer` on its fp32 masters and keeps the half weights equal to them.
+    """Runs the update of `optimizer` on its fp32 masters and copies them to the half weights.
 
     Args:
-        optimizer: whose parameters are the masters.
+        optimizer: its parameters are the masters.
         half_of: the fp16 or bf16 parameter of each master that has one.
-        gradient_of: the scaled gradient of a master, fp32 or in its weight's dtype; None: the master is
-            passed over. Its own `.grad` by default.
+        gradient_of: returns the scaled gradient of a master, fp32 or in its weight's dtype; None: the master
+            is not updated. Default: the master's `.grad`.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class InnerStep:
 
     @property
     def path(self) -> StepPath:
-        """How the next step will be run."""
+        """The path of the next step."""
         groups = self.optimizer.param_groups
         if type(self.optimizer) in ADAMS and not _is_observed(self.optimizer) and all(map(_is_usual, groups)):
             masters = [master for group in groups for master in group["params"]]
@@ -71,7 +72,7 @@ class InnerStep:
         return "fused" if isinstance(self.optimizer, FUSED) and all(map(_is_fused, groups)) else "plain"
 
     @property
-    def is_late_flag_possible(self) -> bool:
+    def can_defer_host_read(self) -> bool:
         """Whether `run` may be called before the host knows if the gradients overflowed."""
         return self.path != "plain"
 
@@ -86,20 +87,21 @@ class InnerStep:
     ) -> bool:
         """Step the masters on gradients ÷ `grad_scale`, then round them to the half weights.
 
-        Where `found_inf` is 1, masters, state and step counts stay as they are. Gradients are spent: they
-        may have been unscaled in place. Masters without gradient are passed over, half weights included.
+        If `found_inf` is 1, masters, state and step counts do not change. The gradients cannot be used
+        afterwards, because they may have been unscaled in place. Masters without gradient are not updated,
+        nor are their half weights.
 
         Args:
             grad_scale: 0-dim fp32 on the masters' device; None: 1.
             found_inf: 0-dim fp32, exactly 0 or 1, on that device; None: 0. The "plain" path reads it.
-            learning_rates: one for each group, in place of its `lr`.
-            clears_gradients: whether to leave zeros, where that costs no pass of its own.
+            learning_rates: one for each group, instead of its `lr`.
+            clears_gradients: set the gradients to zero, if that needs no separate pass.
 
         Returns:
-            Whether all gradients are zero now, unless `found_inf` is 1; the caller clears what is not.
+            Whether all gradients are zero now, unless `found_inf` is 1; otherwise the caller clears them.
 
         Raises:
-            UserError: a gradient is sparse, or of another shape than its master.
+            UserError: a gradient is sparse, or has another shape than its master.
         """
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups] if learning_rates is None else list(learning_rates)
@@ -158,24 +160,24 @@ class InnerStep:
                 cpu_kernels.adam_step(items, scale, flag, clears_gradients=is_clearing)
             else:
                 apex_kernels.adam_step(self._lists.of(items), scale, flag)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
-        # neither half gradients nor those whose copy was used: these lie otherwise in memory
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # otherwise torch's schedulers warn
+        # not zeroed: half-precision gradients, and gradients of which a contiguous copy was used
         places = {item.gradient.data_ptr() for item in items if item.gradient.dtype == torch.float32}
         given = (gradient for gradient in gradients.values() if gradient is not None)
         return is_clearing and all(gradient.data_ptr() in places for gradient in given)
 
     def _item(self, master: Tensor, gradient: Tensor, settings: AdamSettings) -> AdamTensors:
-        """What a step of one master needs; its state is made at the first one, as torch makes it."""
+        """The tensors of one master's step; its state is created at the first step, as torch creates it."""
         state = self.optimizer.state[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state["exp_avg"] = torch.zeros_like(master)
             state["exp_avg_sq"] = torch.zeros_like(master)
         if state["step"].dtype != torch.float32 or state["step"].device != master.device:
-            # not fused until now; there it has another dtype or place
+            # the previous steps were not fused, and torch then uses another dtype or device for it
             state["step"] = state["step"].to(master.device, torch.float32)
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = state[name].contiguous()  # a loaded state may lie otherwise
+            state[name] = state[name].contiguous()  # a loaded state may have other strides
         return AdamTensors(
             master=master,
             gradient=gradient.resolve_neg().contiguous(),
@@ -227,19 +229,19 @@ def _settings_of(group: Mapping[str, Any], rate: float) -> AdamSettings:
 
 
 def _is_usual(group: Mapping[str, Any]) -> bool:
-    """Whether a group of Adam asks for nothing that the kernels lack."""
+    """Whether a group of Adam uses only options that the kernels support."""
     numbers = (group["lr"], *group["betas"])
     is_left_open = group.get("fused") is not False and not any(group.get(name) for name in UNUSUAL)
     return is_left_open and not any(isinstance(number, Tensor) for number in numbers)
 
 
 def _is_fused(group: Mapping[str, Any]) -> bool:
-    """Whether torch's own step takes the flag; a damped first momentum would not survive a skip."""
+    """Whether torch's step supports the flag; a damped first momentum would not survive a skipped step."""
     return bool(group.get("fused")) and not (group.get("momentum") and group.get("dampening"))
 
 
 def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether others want to see its `step` called."""
+    """Whether hooks or a replaced `step` expect `step` to be called."""
     replaced = vars(optimizer).get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         return True
@@ -254,7 +256,7 @@ def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Let SGD's momentum start from zeros: torch leaves what a skipped first step made uninitialised."""
+    """Start SGD's momentum from zeros: a skipped first step would leave torch's buffer uninitialised."""
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
@@ -267,7 +269,7 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
 def _gradients_in_place(
     optimizer: torch.optim.Optimizer, gradients: Mapping[int, Tensor | None]
 ) -> Iterator[list[Tensor]]:
-    """Give the masters their gradients as `.grad`, in fp32, for a while; yields those that have one."""
+    """Temporarily set the masters' `.grad` to their gradients, in fp32; yields the masters that have one."""
     masters = [master for group in optimizer.param_groups for master in group["params"]]
     before = [master.grad for master in masters]
     used, narrow, wide = [], [], []
@@ -290,7 +292,7 @@ def _gradients_in_place(
 
 @contextmanager
 def stepping_at(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> Iterator[None]:
-    """Let a step see these learning rates in its groups; schedulers go on seeing `lr`."""
+    """Temporarily set the groups' learning rates; schedulers still see `lr`."""
     before = [group["lr"] for group in groups]
     try:
         for group, rate in zip(groups, rates, strict=True):

@@ -1,10 +1,12 @@
-"""`get_megatron_optimizer`: from a model and one configuration to the optimizer that trains it.
+"""`get_megatron_optimizer`: builds the optimizer for a model from one configuration.
 
-The names and defaults are those of Megatron-Core's `OptimizerConfig`, so that a launch script's values carry
-over: weight-decay groups, Adam or SGD, a constant or dynamic loss scale, fp32 masters of an fp16 or bf16
-model. Torch's fused optimizers do the update, on CPUs too. Parameters marked `allreduce = False` (experts)
-get an optimizer of their own, chained to the first under one scaler. What would do nothing, or undo itself,
-is refused. Not covered: Megatron's distributed optimizer, offload, and its other update rules.
+Names and defaults are those of Megatron-Core's `OptimizerConfig`, so the values of a launch script can be
+reused: weight-decay groups, Adam or SGD, a constant or dynamic loss scale, fp32 masters of an fp16 or bf16
+model. Torch's fused optimizers do the update, also on CPUs. Parameters marked `allreduce = False` (experts)
+get a separate optimizer, chained to the first one under one scaler. Settings without effect and contradictory
+settings are rejected.
+
+Not covered: Megatron's distributed optimizer, offload, and its other update rules.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def _is_share(value: object) -> bool:
 
 
 SWITCH = (lambda value: isinstance(value, bool), "True or False")
-# what a value must be, and how to tell; switches apart
+# the check of each value, and the rule for the message; without switches
 RULES: dict[str, tuple[Callable[[object], bool], str]] = {
     **{
         name: (lambda value: _is_number(value, 0), "a finite number ≥ 0")
@@ -65,17 +67,17 @@ RULES: dict[str, tuple[Callable[[object], bool], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How to train; checked as a whole when it is made.
+    """Training settings, checked together on construction.
 
     Attributes:
-        lr: learning rate; a scheduler may write another into the groups.
+        lr: learning rate; a scheduler may write another one into the groups.
         optimizer: update rule, "adam" or "sgd".
-        weight_decay: of matrices, see `weight_decay_groups`.
+        weight_decay: weight decay of matrices, see `weight_decay_groups`.
         fp16: the model is float16.
         bf16: the model is bfloat16. With neither, it is float32.
         loss_scale: a constant loss scale; None: dynamic with fp16, none with bf16.
         initial_loss_scale: first dynamic scale, at most 2³².
-        min_loss_scale: the dynamic scale never falls below it.
+        min_loss_scale: lower bound of the dynamic scale.
         loss_scale_window: steps without overflow before the dynamic scale doubles.
         hysteresis: overflows before it is halved for the first time.
         clip_grad: largest gradient norm; 0 turns clipping off.
@@ -85,7 +87,7 @@ class OptimizerConfig:
         decoupled_weight_decay: AdamW's decay; False adds it to the gradient.
         sgd_momentum: momentum of "sgd".
         log_num_zeros_in_grad: count gradient elements that are exactly zero.
-        params_have_main_grad: gradients add up in fp32; see `Float16OptimizerWithFloat16Params`.
+        params_have_main_grad: sum gradients in fp32; see `Float16OptimizerWithFloat16Params`.
 
     Raises:
         UserError: a value is out of range, or two contradict each other.
@@ -129,7 +131,7 @@ class OptimizerConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model's parameters are expected to be."""
+        """The dtype that the model's parameters must have."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
 
 
@@ -147,23 +149,27 @@ def get_megatron_optimizer(
     scale_lr_cond: ParameterCondition | None = None,
     lr_mult: float = 1.0,
 ) -> MegatronOptimizer | ChainedOptimizer:
-    """Make the optimizer for a model, or for the chunks of one (virtual pipeline stages).
+    """Build the optimizer for a model, or for the chunks of one (virtual pipeline stages).
 
     Args:
-        model: of the dtype that `config` says; single parameters may be fp32. Data parallelism by `LocalDDP`,
-            or by torch's DistributedDataParallel together with `params_have_main_grad=False`.
+        model: in the dtype that `config` names; single parameters may be fp32. For data parallelism use
+            `LocalDDP`, or torch's DistributedDataParallel together with `params_have_main_grad=False`.
         config: see `OptimizerConfig`.
-        model_parallel_group: over which norm, zeros and overflow are reduced.
-        tensor_parallel_group: within it, ranks that hold copies of what is not sharded; None: all.
-        expert_parallel_group: over which experts' norm is summed: ranks that hold different ones. Needed on
-            all of them, also where a rank has none, if there are parameters with `allreduce = False`.
+        model_parallel_group: ranks over which norm, zeros and overflow are reduced.
+        tensor_parallel_group: within it, ranks that hold copies of parameters that are not sharded; None:
+            all.
+        expert_parallel_group: ranks that hold different experts, over which the experts' norm is summed.
+            Required on all these ranks, even on one without experts, if there are parameters with
+            `allreduce = False`.
         training_group: all ranks that take each step together; None: all ranks of the job.
-        grad_scaler: instead of the one that `config` describes, such as a `MaxValueGradScaler`.
-        instruments: from `Instruments.attach(model, grad_scaler)`, made before `LocalDDP` and this; needed by
-            scalers that compute gradients again, by layer scaling, and by all strategies under LocalDDP.
-        no_weight_decay_cond: which parameters do not decay, by name and parameter; by default biases and 1-D.
-        scale_lr_cond: which parameters learn at `lr_mult` times the learning rate.
-        lr_mult: that factor.
+        grad_scaler: used instead of the one that `config` describes, such as a `MaxValueGradScaler`.
+        instruments: from `Instruments.attach(model, grad_scaler)`, created before `LocalDDP` and this
+            optimizer. Required for scalers that recompute gradients, for layer scaling, and for all
+            strategies with LocalDDP.
+        no_weight_decay_cond: selects parameters without decay, by name and parameter; default: biases and
+            1-D.
+        scale_lr_cond: selects parameters that learn at `lr_mult` times the learning rate.
+        lr_mult: see `scale_lr_cond`.
 
     Raises:
         UserError: the model does not fit `config`, or has no trainable parameter.
@@ -194,7 +200,7 @@ def _with_experts(
     options: dict[str, Any],
     expert_parallel_group: dist.ProcessGroup | None,
 ) -> MegatronOptimizer | ChainedOptimizer:
-    """One optimizer, or two where there are experts."""
+    """One optimizer, or two if there are experts."""
     dense, experts = (_members(groups, wanted) for wanted in (False, True))
     if experts and expert_parallel_group is None and process_group.world_size(options["training_group"]) > 1:
         raise UserError(
@@ -203,7 +209,7 @@ def _with_experts(
         )
     if not experts and expert_parallel_group is None:
         return _mixed_precision(dense, config, grad_scaler, options)
-    # chained also where this rank has none: all ranks must take part in the same collectives
+    # chained even if this rank has no experts, because all ranks must run the same collectives
     of_experts = {**options, "model_parallel_group": expert_parallel_group}
     nothing: list[dict[str, Any]] = [{"params": []}]
     return ChainedOptimizer(
@@ -215,7 +221,7 @@ def _with_experts(
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module, whose parameters have the names the user knows."""
+    """The user's own module, whose parameter names the user knows."""
     while isinstance(model, (LocalDDP, DistributedDataParallel)):
         model = model.module
     return model
@@ -260,7 +266,7 @@ def _check_fit(
         )
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     if any(isinstance(module, DistributedDataParallel) for chunk in chunks for module in chunk.modules()):
-        # it would average nothing: the gradient has moved to main_grad before its hook looks for it
+        # it would average nothing, because the gradient is in main_grad before DDP's hook runs
         raise UserError(
             "DistributedDataParallel averages .grad, which fp32 main_grads replace: pass "
             "params_have_main_grad=False, or wrap the model in LocalDDP instead"
@@ -281,7 +287,7 @@ def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:
 
 
 def _members(groups: Sequence[dict[str, Any]], wants_experts: bool) -> list[dict[str, Any]]:
-    """The groups, with only their experts or only the others."""
+    """The groups with only their experts, or without them."""
     parts = [
         {**group, "params": [each for each in group["params"] if is_expert(each) == wants_experts]}
         for group in groups

@@ -1,9 +1,9 @@
-"""The two optimizers users meet: fp32 masters of a half-precision model, or an fp32 model as it is.
+"""The two mixed-precision optimizers: with fp32 masters of a half-precision model, and for an fp32 model.
 
-`Float16OptimizerWithFloat16Params` keeps Megatron's name, groups and state keys, `FP32Optimizer` its
-behaviour where there is nothing to keep in fp32. Unlike the originals both skip non-finite gradients even
-without a scaler, and loading a state restores the model from the masters. Not covered: closures.
-Several optimizers under one scaler: `chained`.
+`Float16OptimizerWithFloat16Params` has the name, groups and state keys of Megatron's class. `FP32Optimizer`
+behaves like Megatron's, for models that need no masters. Unlike the originals, both skip non-finite gradients
+even without a scaler, and loading a state restores the model from the masters. Not covered: closures.
+`chained` combines several optimizers under one scaler.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ COPIED_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride
 
 
 class Float16OptimizerWithFloat16Params(MegatronOptimizer):
-    """An optimizer whose model is fp16 or bf16 and whose updates happen in fp32.
+    """An optimizer for an fp16 or bf16 model, with updates in fp32.
 
     The inner optimizer's parameters are replaced by fp32 masters. Groups: `float16_groups` (model),
     `fp32_from_float16_groups` (their masters), `fp32_from_fp32_groups` (model parameters that are fp32).
-    After a backward `.grad` of a half parameter is its fp32 sum: `model.zero_grad()` forgets it, and a
-    `.grad` that was set is applied. Source: Megatron-LM's class of the same name.
+    After a backward, `.grad` of a half-precision parameter is its fp32 sum: `model.zero_grad()` clears it,
+    and a `.grad` that was assigned is applied. Source: Megatron-LM's class of the same name.
 
     Args:
-        optimizer: torch optimizer over the model's parameters; its updates are fastest, and need no early
-            look at the overflow flag, with `fused=True`.
-        grad_scaler: required with fp16; with bf16 None is usual.
+        optimizer: torch optimizer over the model's parameters. With `fused=True` its updates are fastest and
+            need no host read of the overflow flag before them.
+        grad_scaler: required with fp16; usually None with bf16.
         bf16: the model is bfloat16, not float16.
-        cast_parameters: cast fp32 parameters to half precision; the masters keep their exact value. False
-            leaves them fp32, in `fp32_from_fp32_groups`, as are those that `fp32_modules.keep_fp32` marked.
+        cast_parameters: cast fp32 parameters to half precision; the masters keep their exact values. False
+            leaves them fp32, in `fp32_from_fp32_groups`, like those marked by `fp32_modules.keep_fp32`.
         options: `clip_grad`, which is required, and others, see `StepOptions`.
 
     Raises:
-        UserError: fp16 without a scaler, or options that do not go together.
+        UserError: fp16 without a scaler, or options that cannot be combined.
         TypeError: a parameter is not fp16, bf16 or fp32.
     """
 
@@ -58,7 +58,7 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
         self.cast_parameters = cast_parameters
         super().__init__(optimizer, grad_scaler=grad_scaler, **options)
 
-    def _adopt_group(self, group: dict[str, Any]) -> None:
+    def _replace_group_params(self, group: dict[str, Any]) -> None:
         halves, masters, fp32, inner = [], [], [], []
         for index, parameter in enumerate(group["params"]):
             if not parameter.requires_grad:
@@ -84,23 +84,23 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
 
 
 class FP32Optimizer(MegatronOptimizer):
-    """The same facts, clipping and skipping for a model that is fp32 throughout; there is no loss scale.
+    """The same report, clipping and skipping for a model that is entirely fp32, without a loss scale.
 
-    `.grad` means what it does in torch, but for None, which is a gradient of zero.
+    `.grad` means the same as in torch, except that None is a gradient of zero.
 
     Args:
         optimizer: torch optimizer over the model's parameters.
         options: `clip_grad`, which is required, and others, see `StepOptions`.
 
     Raises:
-        UserError: options that do not go together.
+        UserError: options that cannot be combined.
         TypeError: a parameter is not fp32.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         super().__init__(optimizer, grad_scaler=None, **options)
 
-    def _adopt_group(self, group: dict[str, Any]) -> None:
+    def _replace_group_params(self, group: dict[str, Any]) -> None:
         group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
         for index, parameter in enumerate(group["params"]):
             _check_dtype(parameter, (torch.float32,), index, len(self.fp32_from_fp32_groups))
@@ -119,7 +119,7 @@ def _check_dtype(parameter: torch.Tensor, allowed: tuple[torch.dtype, ...], inde
 
 
 def _master_of(parameter: torch.Tensor) -> torch.Tensor:
-    """An fp32 copy of `parameter`, taken before any cast of it."""
+    """An fp32 copy of `parameter`, made before the parameter is cast."""
     master = parameter.detach().clone().float().requires_grad_(True)
     for name in COPIED_ATTRIBUTES:
         if hasattr(parameter, name):

@@ -1,4 +1,4 @@
-"""How an optimizer steps: every option once, with its default and what it must be."""
+"""Options of an optimizer step: each one with its default and its valid values."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class StepOptions:
-    """Keyword arguments of both mixed-precision optimizers, whose attributes they are then.
+    """Keyword arguments of both mixed-precision optimizers; they become attributes of the optimizer.
 
     Attributes:
         clip_grad: largest gradient norm; 0 turns clipping off.
         log_num_zeros_in_grad: count exact zeros at each step.
-        params_have_main_grad: gradients add up in fp32 `main_grad`s, which `.grad` shows after a backward; if
-            the parameters have none, a `GradBuffer` is made. False reads `.grad` at `step`; a parameter
+        params_have_main_grad: sum gradients in fp32 `main_grad`s, which `.grad` shows after a backward; if
+            the parameters have none, a `GradBuffer` is made. False reads `.grad` at `step`, and a parameter
             without one is not updated.
-        model_parallel_group: over which norm, zeros and overflow are reduced; None: not sharded.
-        tensor_parallel_group: ranks within `model_parallel_group` that hold copies of what is not sharded, so
-            that the first one counts it; None: all of `model_parallel_group`.
-        training_group: all ranks that take each step together. They skip together, clip by one norm, have
-            one scale, and tell each other where gradients overflowed. None: all ranks of the job.
-        is_flag_shared: gradients are averaged and reduced such that all ranks of `training_group` see one
-            flag and norm anyway; saves an all-reduce of 16 bytes.
-        gradient_norm: what is reported and clipped: the norm of all gradients together ("global"), or the sum
-            of the parameters' norms ("sum_of_norms", as Metis clips).
-        before_step: called at the start of a step with the loss scale, by which all gradients are multiplied
-            then; may add to them.
-        named_parameters: names for reports, as from `model.named_parameters()`; others may be among them.
-        instruments: hooks of scale strategies and layer scaling; what needs no model is made here.
+        model_parallel_group: ranks over which norm, zeros and overflow are reduced; None: not sharded.
+        tensor_parallel_group: ranks within `model_parallel_group` that hold copies of parameters that are not
+            sharded; the first one counts them. None: all of `model_parallel_group`.
+        training_group: all ranks that take each step together. They skip together, clip by one norm, have one
+            scale, and exchange where gradients overflowed. None: all ranks of the job.
+        is_flag_shared: the gradients are averaged and reduced such that all ranks of `training_group` compute
+            the same flag and norm anyway; saves an all-reduce of 16 bytes.
+        gradient_norm: the norm to report and clip by: that of all gradients together ("global"), or the sum
+            of the parameters' norms ("sum_of_norms", as in Metis).
+        before_step: called at the start of a step with the loss scale, by which all gradients are then
+            multiplied; may add to them.
+        named_parameters: names for reports, as from `model.named_parameters()`; may include other parameters.
+        instruments: hooks of scale strategies and layer scaling; those that need no model are made here.
         timers: measure the phases "inspect" and "update".
 
     Raises:
-        UserError: a value no step could work with.
+        UserError: a value is invalid for any step.
     """
 
     clip_grad: float
@@ -79,6 +79,6 @@ SHARED = ("clip_grad", "gradient_norm", "log_num_zeros_in_grad", "training_group
 
 
 def options_in(settings: object) -> dict[str, Any]:
-    """Those of `StepOptions` that a configuration holds under the same names."""
+    """The options of `StepOptions` that a configuration has, under the same names."""
     names = (field.name for field in fields(StepOptions))
     return {name: getattr(settings, name) for name in names if hasattr(settings, name)}

@@ -1,10 +1,10 @@
-"""Parameter groups: which parameters are pulled towards zero, and which learn at a rate of their own.
+"""Parameter groups: which parameters have weight decay, and which have a scaled learning rate.
 
-Weight decay is for matrices. Biases and gains of norms (every 1-D parameter) get none, as in Megatron and the
-GPT papers: decaying them changes the function without regularising it. A module whose parameters make up one
-matrix together knows better, and says so in `weight_decay_rules`: if U and V of U·diag(S)·V decayed, their
-product would do so twice as fast as a plain weight; S alone is right. The rule lies with the module because a
-copied parameter loses what was set on it. Conditions on names and parameters are Megatron's.
+Weight decay is for matrices. Biases and gains of norms (every 1-D parameter) have none, as in Megatron and
+the GPT papers: decaying them changes the function without regularising it. A module whose parameters form one
+matrix together can set other rules in `weight_decay_rules`. If U and V of U·diag(S)·V both decayed, their
+product would decay twice as fast as a plain weight; decay of S alone is right. The rule belongs to the module
+because a copied parameter loses its attributes. The conditions on names and parameters are Megatron's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ParameterCondition = Callable[[str, torch.nn.Parameter], bool]  # (name in the m
 
 
 def learning_rate(group: Mapping[str, Any]) -> float:
-    """What a step multiplies a group's update by: `lr`, times `lr_scale` where the group has one."""
+    """The effective learning rate of a group: `lr`, times `lr_scale` if the group has one."""
     return group["lr"] * group.get("lr_scale", 1.0)
 
 
@@ -32,18 +32,18 @@ def weight_decay_groups(
     scale_lr_cond: ParameterCondition | None = None,
     lr_mult: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Split a model's parameters into a group with weight decay and one without, and two more with `lr_mult`.
+    """Split a model's parameters into groups with and without weight decay; with `lr_mult`, into four.
 
-    Frozen parameters are left out and a parameter met under several names counts once, under its first. An
-    empty group is left out, so that the result fits any torch optimizer.
+    Frozen parameters are left out. A parameter with several names counts once, under its first name. Empty
+    groups are left out, so the result is valid for any torch optimizer.
 
     Args:
         model: a module, or the chunks of one. Modules may have an attribute `weight_decay_rules`, a mapping
-            from names of their own parameters to whether they decay; all others go by the condition.
+            from names of their own parameters to whether they decay; the condition decides about all others.
         weight_decay: decay of the groups that decay, ≥ 0.
-        no_weight_decay_cond: which parameters do not decay; by default biases and 1-D parameters.
-        scale_lr_cond: which parameters learn at `lr_mult` times the learning rate; their groups hold it as
-            `lr_scale`, so that schedulers, which write `lr`, leave it alone.
+        no_weight_decay_cond: selects parameters without decay; default: biases and 1-D parameters.
+        scale_lr_cond: selects parameters that learn at `lr_mult` times the learning rate. Their groups hold
+            the factor as `lr_scale`, which schedulers do not change, because they write `lr`.
         lr_mult: factor of those groups, a finite number ≥ 0.
 
     Raises:
@@ -82,7 +82,7 @@ def _is_bias_or_vector(name: str, parameter: torch.nn.Parameter) -> bool:
 def _trainable_parameters(
     models: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[str, torch.nn.Parameter, bool | None]]:
-    """Each once: its first full name, and what its module's own rules say, if anything."""
+    """Each parameter once: its first full name, and its module's own rule, if any."""
     seen: set[int] = set()
     for model in models:
         for prefix, module in model.named_modules():

@@ -1,10 +1,10 @@
-"""Saved optimizer states: are they the ones of this optimizer?
+"""Checks that a saved optimizer state fits an optimizer.
 
-torch checks the number of groups and parameters only; a moment of another shape is loaded silently and
-broadcasts, or corrupts memory, at the next step, and the state of another update rule fails there, when
-masters have been overwritten already. Here groups, hyper-parameters, keys and tensors are looked at first, so
-that a state either fits wholly or changes nothing. Of torch's Adam, AdamW and SGD it is known what a state
-holds; of others, tensors must have the shape of their parameter or broadcast to it. Not covered: whether the
+torch checks only the number of groups and parameters. It silently loads a moment of another shape, which
+broadcasts or corrupts memory at the next step. The state of another update rule fails there too, after the
+masters have been overwritten. This module therefore checks groups, hyper-parameters, keys and tensors first:
+a state either fits completely or changes nothing. The keys are known for torch's Adam, AdamW and SGD. For
+other optimizers, tensors must have the shape of their parameter or broadcast to it. Not covered: whether the
 numbers in tensors are finite.
 """
 
@@ -22,9 +22,9 @@ from megalowbit.errors import UserError, shown
 REMEDY = "resume with the model and parameter groups it was saved with"
 RULE_REMEDY = "resume with the update rule it was saved with, or load the weights alone"
 ADAM_KEYS = ("step", "exp_avg", "exp_avg_sq")
-# keys of a group that tell its update rule
+# keys of a group that identify its update rule
 RULE_OF_KEY = {"betas": "Adam", "momentum": "SGD"}
-# torch fills these in where an older version of it saved none
+# torch fills these in if an older version of it did not save them
 FILLED_IN = frozenset(
     {"amsgrad", "capturable", "centered", "decoupled_weight_decay", "differentiable", "foreach", "fused",
      "maximize", "nesterov"}
@@ -33,13 +33,13 @@ SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "
 
 
 def find_key(state: Mapping[str, Any], names: Sequence[str], default: Any = None) -> Any:
-    """The first of `names` present in `state`, newest name first.
+    """The value of the first of `names` that is in `state`; newest name first.
 
     Raises:
-        UserError: none is present and there is no default, or `state` is no mapping.
+        UserError: none is present and there is no default, or `state` is not a mapping.
     """
     if not isinstance(state, Mapping):
-        raise UserError(f"optimizer state = {shown(state)} must be a mapping, as state_dict() gives it")
+        raise UserError(f"optimizer state = {shown(state)} must be a mapping, as returned by state_dict()")
     for name in names:
         if name in state:
             return state[name]
@@ -54,7 +54,7 @@ def check_inner_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer
     Reads step counts, which may be tensors, on the host.
 
     Raises:
-        UserError: it has not.
+        UserError: it does not.
     """
     if not isinstance(saved, Mapping):
         raise UserError(f"state of the inner optimizer = {shown(saved)} must be a mapping: {REMEDY}")
@@ -70,7 +70,7 @@ def check_inner_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer
         )
     unknown = sorted(key for key in entries if isinstance(key, int) and key not in indices)
     if unknown:
-        raise UserError(f"optimizer state is of parameters {shown(unknown)}, which no group has: {REMEDY}")
+        raise UserError(f"optimizer state has parameters {shown(unknown)} that no group has: {REMEDY}")
     for group, present in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         for index, parameter in zip(group["params"], present["params"], strict=True):
             if entries.get(index):
@@ -78,17 +78,17 @@ def check_inner_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer
 
 
 def check_masters(saved: Sequence[Sequence[torch.Tensor]], masters: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Check that saved fp32 masters have the groups and shapes of `masters`; empty groups do not matter.
+    """Check that saved fp32 masters have the groups and shapes of `masters`; empty groups are ignored.
 
     Raises:
-        UserError: they have not, or are no tensors.
+        UserError: they do not, or are not tensors.
     """
     if not _is_list(saved) or not all(map(_is_list, saved)):
         raise UserError(f"saved masters = {shown(saved)} must be a list of lists of tensors: {REMEDY}")
     found = [len(group) for group in saved if len(group)]
     have = [len(group) for group in masters if len(group)]
     if found != have:
-        raise UserError(f"saved masters come in groups of {found}, the model's in {have}: {REMEDY}")
+        raise UserError(f"saved masters have groups of {found}, the model of {have}: {REMEDY}")
     pairs = zip(chain.from_iterable(saved), chain.from_iterable(masters), strict=True)
     for index, (source, target) in enumerate(pairs):
         if not _is_dense(source):
@@ -100,13 +100,13 @@ def check_masters(saved: Sequence[Sequence[torch.Tensor]], masters: Sequence[Seq
 
 @torch.no_grad()
 def copy_masters(saved: Sequence[Sequence[torch.Tensor]], masters: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Copy saved fp32 masters that `check_masters` has found to fit."""
+    """Copy saved fp32 masters that passed `check_masters`."""
     for source, target in zip(chain.from_iterable(saved), chain.from_iterable(masters), strict=True):
         target.copy_(source)
 
 
 def _check_groups(saved: Any, optimizer: torch.optim.Optimizer) -> set[int]:
-    """Check groups and hyper-parameters; the indices of all parameters."""
+    """Check groups and hyper-parameters; returns the indices of all parameters."""
     if not _is_list(saved) or not all(
         isinstance(group, Mapping) and _is_list(group.get("params")) for group in saved
     ):
@@ -120,7 +120,7 @@ def _check_groups(saved: Any, optimizer: torch.optim.Optimizer) -> set[int]:
         raise UserError(f"optimizer state has groups of {found} parameters, the model {have}: {REMEDY}")
     indices = list(chain.from_iterable(group["params"] for group in saved))
     if not all(isinstance(each, int) for each in indices) or len(set(indices)) < len(indices):
-        raise UserError(f"parameters of the optimizer state = {shown(indices)} are no indices: {REMEDY}")
+        raise UserError(f"parameters of the optimizer state = {shown(indices)} are not indices: {REMEDY}")
     for number, (group, present) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         _check_hyper_parameters(number, group, present, optimizer)
     return set(indices)
@@ -129,7 +129,7 @@ def _check_groups(saved: Any, optimizer: torch.optim.Optimizer) -> set[int]:
 def _check_hyper_parameters(
     number: int, group: Mapping[str, Any], present: Mapping[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
-    # others' groups may lack what has been written into ours since, such as a scheduler's `initial_lr`
+    # other libraries' groups may lack keys added to ours since, such as a scheduler's `initial_lr`
     needed = (optimizer.defaults.keys() & present.keys()) - FILLED_IN | (present.keys() & {"lr_scale"})
     missing = sorted(name for name in needed if name not in group)
     kind = type(optimizer).__name__
@@ -146,7 +146,7 @@ def _check_hyper_parameters(
             fits = _is_like(value, current)
         if not fits:
             raise UserError(
-                f"{name} of group {number} of the optimizer state = {shown(value)} is no such value as "
+                f"{name} of group {number} of the optimizer state = {shown(value)} is not a value like "
                 f"{kind}'s {shown(current)}: load an earlier checkpoint"
             )
 
@@ -158,7 +158,7 @@ def _check_entry(
     group: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Check what one parameter's state holds."""
+    """Check the state of one parameter."""
     expected, optional = _keys_of(optimizer, group)
     found = set(entry)
     if expected is not None and not (expected <= found <= expected | optional):
@@ -181,12 +181,12 @@ def _check_entry(
         if isinstance(value, torch.Tensor) and (value.ndim > 0 or is_moment):
             _check_shape(name, value, index, parameter, is_exact=is_moment)
         elif is_moment:
-            raise UserError(f"{name} of parameter {index} = {shown(value)} is no tensor: {REMEDY}")
+            raise UserError(f"{name} of parameter {index} = {shown(value)} is not a tensor: {REMEDY}")
 
 
 def _keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[set[str] | None, set[str]]:
-    """Keys that a parameter's state must and may have; None where the update rule is not known."""
-    # exactly these: a subclass may keep something else
+    """Required and optional keys of a parameter's state; None if the update rule is unknown."""
+    # exactly these classes: a subclass may keep other keys
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         largest = {"max_exp_avg_sq"}
         return (set(ADAM_KEYS) | largest, set()) if group.get("amsgrad") else (set(ADAM_KEYS), largest)
@@ -206,11 +206,11 @@ def _check_shape(
             f"the parameter {tuple(parameter.shape)}: {REMEDY}"
         )
     if not _is_dense(value):
-        raise UserError(f"{name} of parameter {index} is no dense tensor of real numbers: {REMEDY}")
+        raise UserError(f"{name} of parameter {index} is not a dense tensor of real numbers: {REMEDY}")
 
 
 def _is_dense(value: object) -> bool:
-    """Whether `value` is a tensor whose elements are real numbers that lie in memory, one place each."""
+    """Whether `value` is a tensor of real numbers in memory, each element stored separately."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type == "meta":
         return False
     is_expanded = any(size > 1 and step == 0 for size, step in zip(value.shape, value.stride(), strict=True))
@@ -222,12 +222,12 @@ def _is_list(value: object) -> bool:
 
 
 def _is_like(value: object, current: object) -> bool:
-    """Whether a hyper-parameter is a number where the present one is one."""
+    """Whether a hyper-parameter is a number if the present one is."""
     return _is_number(value) or not _is_number(current)
 
 
 def _is_number(value: object) -> bool:
-    """Whether `value` is a finite number, or a tensor of one."""
+    """Whether `value` is a finite number, or a tensor of one such number."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or not _is_dense(value):
             return False

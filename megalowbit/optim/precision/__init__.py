@@ -1,1 +1,1 @@
-"""Which operations and modules of a half-precision model run in fp32."""
+"""Operations and modules that run in fp32 in a half-precision model."""

@@ -1,15 +1,16 @@
-"""Apply the classes of `op_classes`: a context for a stretch of code, hooks for a whole model.
+"""Autocast by operation classes (`op_classes`): a context for a block of code, hooks for a whole model.
 
-torch.autocast has lists of its own, and they differ: softmax, norms and sums are fp32 on CUDA and left in
-half on a CPU. So torch.autocast casts the products, and keeps the cast weights, while a torch function mode
-casts everything else, from one table on every device. It acts only where torch.autocast is on, so
-`torch.autocast(..., enabled=False)` switches off both, and the innermost context decides.
+torch.autocast has its own lists, which differ by device: softmax, norms and sums are fp32 on CUDA but stay in
+half precision on a CPU. Here torch.autocast casts the products and keeps the cast weights. A torch function
+mode casts everything else, with one table for every device. The mode acts only while torch.autocast is
+enabled, so `torch.autocast(..., enabled=False)` disables both, and the innermost context decides.
 
-Activation checkpointing recomputes a block later, outside of the context; torch restores its autocast then,
-but not the mode. `attach_autocast` therefore puts the mode back at every module. A checkpointed function that
-is no module needs `context_fn=contexts_for_checkpoint(classes, device_type)`.
-A compiled model takes the same casts.
-Not covered: what torch's own composite functions do inside (`multi_head_attention_forward` with weights) and
+Activation checkpointing recomputes a block later, outside the context. torch then restores its autocast, but
+not the mode. `attach_autocast` therefore enters the mode again at every module. A checkpointed function that
+is not a module needs `context_fn=contexts_for_checkpoint(classes, device_type)`. A compiled model gets the
+same casts.
+
+Not covered: operations inside torch's composite functions (`multi_head_attention_forward` with weights), and
 in-place operations.
 """
 
@@ -30,9 +31,9 @@ from megalowbit.optim.precision.op_classes import FLOAT16, KNOWN, OpClasses
 
 Classes = OpClasses | Mapping[str, Iterable[str]]
 HALF = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16})
-# torch.autocast casts these on CPU and CUDA, and keeps the cast of a weight for the next use
+# torch.autocast casts these on CPU and CUDA, and keeps the cast weight for its next use
 CAST_BY_TORCH = frozenset(FLOAT16) - {"mv", "addmv", "addr", "chain_matmul", "multi_dot", "einsum"}
-# what torch calls a function, where it is not the name in the table
+# names of functions in torch that differ from the name in the table
 ALIASES = MappingProxyType(
     {
         "__matmul__": "matmul",
@@ -75,12 +76,12 @@ def autocast(
     """Run operations in the precision of their class.
 
     Args:
-        precision: "fp16" or "bf16": what `classes.float16` means.
-        device_type: of the tensors, such as `tensor.device`; others are left alone.
-        classes: by default `OpClasses.default()`; `{"float32": ["gelu"]}` moves some, see `OpClasses.given`.
+        precision: "fp16" or "bf16"; the dtype of `classes.float16`.
+        device_type: of the tensors, such as `tensor.device`; tensors on other devices are not cast.
+        classes: default: `OpClasses.default()`; `{"float32": ["gelu"]}` moves some, see `OpClasses.given`.
 
     Raises:
-        UserError: another precision, no device with autocast, no classes.
+        UserError: another precision, a device without autocast, invalid classes.
     """
     kind = device_kind(device_type)
     mode = _OpClassMode(classes, kind)
@@ -94,14 +95,14 @@ def contexts_for_checkpoint(
     """The `context_fn` of `torch.utils.checkpoint.checkpoint` for a function called within `autocast`.
 
     Raises:
-        UserError: as `autocast`.
+        UserError: see `autocast`.
     """
     given, kind = OpClasses.given(classes), device_kind(device_type)
     return lambda: (nullcontext(), _OpClassMode(given, kind))
 
 
 def half_dtype(precision: str) -> torch.dtype:
-    """The type that a precision's name stands for.
+    """The dtype of a precision's name.
 
     Raises:
         UserError: it is neither "fp16" nor "bf16".
@@ -112,24 +113,24 @@ def half_dtype(precision: str) -> torch.dtype:
 
 
 def device_kind(device_type: str | torch.device) -> str:
-    """The type of a device that torch.autocast knows: "cuda" of `torch.device("cuda:1")`.
+    """The device type for torch.autocast: "cuda" for `torch.device("cuda:1")`.
 
     Raises:
-        UserError: it is none.
+        UserError: torch.autocast does not support it.
     """
     try:
         kind = torch.device(device_type).type
         if torch.amp.is_autocast_available(kind):
             return kind
     except (RuntimeError, TypeError):
-        pass  # torch's own message lists all that it was ever built for
+        pass  # torch's own message lists all device types that exist
     raise UserError(
         f'device_type = {shown(device_type)} for autocast is not valid: pass "cpu", "cuda" or tensor.device'
     )
 
 
 class ModelAutocast:
-    """Autocast at each forward of a model, evaluation and recomputation included; see `attach_autocast`."""
+    """Autocast at each forward of a model, including evaluation and recomputation; see `attach_autocast`."""
 
     def __init__(self, model: nn.Module, precision: str, device_type: str, classes: Classes | None) -> None:
         self._dtype = half_dtype(precision)
@@ -147,7 +148,7 @@ class ModelAutocast:
         ]
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -157,7 +158,7 @@ class ModelAutocast:
         if module is self._model:
             contexts.append(torch.autocast(self._device_type, dtype=self._dtype))
         if not self._entered:
-            # Within the model this is a recomputation, for which torch has set autocast to what it was.
+            # Inside the model this is a recomputation, for which torch has already restored autocast.
             contexts.append(self._mode)
         for context in contexts:
             context.__enter__()
@@ -165,7 +166,7 @@ class ModelAutocast:
 
     def _leave(self, module: nn.Module, *_: object) -> None:
         if not self._entered or self._entered[-1][0] is not module:
-            return  # another hook failed before this one came to its turn
+            return  # another hook failed before this one ran
         for context in reversed(self._entered.pop()[1]):
             context.__exit__(None, None, None)
 
@@ -176,22 +177,22 @@ def attach_autocast(
     device_type: str | torch.device,
     classes: Classes | None = None,
 ) -> ModelAutocast:
-    """Let every forward of `model` run under `autocast`; modules that are added later are not covered.
+    """Run every forward of `model` under `autocast`; modules that are added later are not covered.
 
     Args:
-        model: its own forward turns autocast on; that of a part called alone does not.
+        model: its forward enables autocast; calling one of its parts alone does not.
         precision: "fp16" or "bf16".
         device_type: of the model when it runs.
-        classes: as of `autocast`.
+        classes: see `autocast`.
 
     Raises:
-        UserError: as `autocast`.
+        UserError: see `autocast`.
     """
     return ModelAutocast(model, precision, device_kind(device_type), classes)
 
 
 class _OpClassMode(TorchFunctionMode):
-    """Casts the arguments of what is called, by its name."""
+    """Casts the arguments of each called function, by the function's name."""
 
     def __init__(self, classes: Classes | None, device_type: str) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class _OpClassMode(TorchFunctionMode):
             if not (op in CAST_BY_TORCH and table.get(op) == "float16")
         }
         self._device_type = device_type
-        self._inner = 0  # contexts entered within this one, which decide instead
+        self._inner = 0  # number of contexts entered inside this one, which override it
         self._outer: list[list[_OpClassMode]] = []
 
     def __enter__(self) -> _OpClassMode:
@@ -233,8 +234,8 @@ class _OpClassMode(TorchFunctionMode):
         elif found != "as_given":
             dtype = torch.float32 if found == "float32" else torch.get_autocast_dtype(device_type)
             args, kwargs = self._cast(args, dtype), self._cast(kwargs, dtype)
-        # torch.autocast would go on to cast by its own list
-        if torch.compiler.is_compiling():  # which follows contexts only; they take longer otherwise
+        # disabled for the call, because torch.autocast would cast again by its own list
+        if torch.compiler.is_compiling():  # the compiler supports contexts only, which are slower otherwise
             with torch.autocast(device_type, enabled=False):
                 return func(*args, **kwargs)
         torch.set_autocast_enabled(device_type, False)
@@ -245,7 +246,7 @@ class _OpClassMode(TorchFunctionMode):
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         def cast(tensor: Tensor) -> Tensor:
-            # fp64 is there on purpose, and torch.autocast leaves it as well
+            # fp64 is chosen explicitly, and torch.autocast does not cast it either
             is_ours = tensor.is_floating_point() and tensor.device.type == self._device_type
             return tensor.to(dtype) if is_ours and tensor.dtype != torch.float64 else tensor
 
@@ -253,7 +254,7 @@ class _OpClassMode(TorchFunctionMode):
 
 
 def _promoted(value: Any) -> Any:
-    """All floating-point tensors that have an axis in the widest of their types."""
+    """Cast all floating-point tensors with at least one axis to the widest of their types."""
     found: set[torch.dtype] = set()
 
     def is_counted(tensor: Tensor) -> bool:
@@ -272,7 +273,7 @@ def _promoted(value: Any) -> Any:
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`function` of each tensor in arguments, lists, tuples and dicts."""
+    """Apply `function` to each tensor in arguments, lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (list, tuple):

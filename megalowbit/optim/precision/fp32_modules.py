@@ -1,12 +1,13 @@
-"""Norms that keep fp32 parameters and compute in fp32 in a model that is half precision otherwise.
+"""Norms with fp32 parameters and fp32 arithmetic in a model that is otherwise half precision.
 
-A norm's weights are few and change little at a step, so half precision saves nothing and loses their updates'
-last bits in forward. Hooks cast the input to fp32 and the output back, so neighbours see half precision as
-before. Kept parameters carry a mark, `keep_fp32`: `Float16OptimizerWithFloat16Params` leaves them in
-`fp32_from_fp32_groups`, without a master. A copied model is kept like its original.
-Not covered: a module that computes with another's parameters; norms called as functions (those are
-autocast's, see `optim.precision.autocast`); an autocast entered within a function that is compiled: enter it
-outside of it, or use `attach_autocast`.
+A norm has few weights that change little in a step, so half precision saves nothing, and forward would lose
+the last bits of their updates. Hooks cast the input to fp32 and the output back, so neighbouring modules
+still see half precision. The parameters are marked with `keep_fp32`: `Float16OptimizerWithFloat16Params`
+keeps them in `fp32_from_fp32_groups`, without a master. In a copy of the model they stay fp32 too.
+
+Not covered: a module that computes with another one's parameters; norms called as functions (use autocast,
+see `optim.precision.autocast`); an autocast entered inside a compiled function: enter it outside, or use
+`attach_autocast`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from megalowbit.errors import UserError, shown
 
 NORM_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-NORM_CLASS_NAMES = ("*LayerNorm", "*RMSNorm")  # of models that bring their own
+NORM_CLASS_NAMES = ("*LayerNorm", "*RMSNorm")  # norm classes defined by models
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -30,7 +31,7 @@ class Fp32Modules:
     """Modules that compute in fp32; made by `keep_fp32`.
 
     Attributes:
-        names: of the modules.
+        names: names of the modules.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
@@ -40,7 +41,7 @@ class Fp32Modules:
             casts.num_holders += 1
 
     def remove(self) -> None:
-        """Take hooks and marks off modules that no other call keeps; parameters stay fp32."""
+        """Remove hooks and marks from modules that no other call keeps; parameters stay fp32."""
         for casts in self._kept:
             casts.num_holders -= 1
             if casts.num_holders <= 0:
@@ -49,19 +50,20 @@ class Fp32Modules:
 
 
 def keep_fp32(model: nn.Module, patterns: str | Iterable[str] = (), *, norms: bool = True) -> Fp32Modules:
-    """Keep modules in fp32; call it after `model.half()` and before an optimizer is built.
+    """Keep modules in fp32; call it after `model.half()` and before building an optimizer.
 
     Args:
         model: fp32 or half; half-precision parameters of the modules become fp32.
-        patterns: further modules, by name (`"*.router"`) or class name, as in a shell; one or several.
-        norms: whether layer, RMS and group norms are kept: torch's, and classes named like them.
+        patterns: one or several shell-style patterns of further modules, by name (`"*.router"`) or class
+            name.
+        norms: whether to keep layer, RMS and group norms: torch's, and classes with such names.
 
     Returns:
-        The names, and a way to undo it.
+        The modules' names, and a method to undo the call.
 
     Raises:
-        UserError: a pattern matches nothing or is no string, or there is no norm; nothing has been changed
-            then. A forward raises it if a module has become half precision since.
+        UserError: a pattern matches nothing or is not a string, or there is no norm; then nothing has
+            changed. Later, a forward raises it if a module was converted to half precision.
     """
     wanted = _as_patterns(patterns)
     matched: set[str] = set()
@@ -79,13 +81,13 @@ def keep_fp32(model: nn.Module, patterns: str | Iterable[str] = (), *, norms: bo
             )
     if not found:
         raise UserError("the model has no norm to keep in fp32: turn fp32_norms off, or name modules")
-    # One in another would cast back too early; the outer one covers it.
+    # A module inside another one would cast back too early; the outer module covers it.
     outer = {name: module for name, module in found.items() if not _is_within(name, found)}
     return Fp32Modules(outer)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a layer, RMS or group norm, by its type or its class's name."""
+    """Whether a module is a layer, RMS or group norm, by its class or the class's name."""
     if isinstance(module, NORM_CLASSES):
         return True
     name = type(module).__name__
@@ -98,7 +100,7 @@ def is_kept_fp32(parameter: Tensor) -> bool:
 
 
 class _Casts:
-    """The hooks of one module; a stack, as a module may be called again within its own forward."""
+    """The hooks of one module, with a stack, because a module may be called again inside its own forward."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.num_holders = 0  # `Fp32Modules` that keep this module
@@ -115,9 +117,9 @@ class _Casts:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Casts:
-        """Of a copied module; the copies of parameters, which come without attributes, are marked here."""
+        """Copy the hooks with the module, and mark the copied parameters, which lose their attributes."""
         copied = memo[id(self)] = object.__new__(_Casts)
-        copied.num_holders = 0  # `keep_fp32` of the copy is the first
+        copied.num_holders = 0  # no call of `keep_fp32` on the copy yet
         copied._name, copied._entered = self._name, []
         copied._module = copy.deepcopy(self._module, memo)
         copied._handles = copy.deepcopy(self._handles, memo)
@@ -142,14 +144,14 @@ class _Casts:
         device_type = tensors[0].device.type if tensors else "cpu"
         switched_off = device_type if torch.is_autocast_enabled(device_type) else None
         if switched_off is not None:
-            # a torch.autocast entered in one hook and left in another cannot be compiled
+            # torch.compile does not support a torch.autocast entered in one hook and left in another
             torch.set_autocast_enabled(device_type, False)
         self._entered.append((tensors[0].dtype if tensors else None, switched_off))
         return tuple(_widened(x) for x in args), {name: _widened(x) for name, x in kwargs.items()}
 
     def leave(self, _: nn.Module, __: object, output: Any) -> Any:
         if not self._entered:
-            return None  # another hook failed before `enter` came to its turn
+            return None  # another hook failed before `enter` ran
         dtype, switched_off = self._entered.pop()
         if switched_off is not None:
             torch.set_autocast_enabled(switched_off, True)
@@ -166,7 +168,7 @@ def _casts_of(module: nn.Module) -> _Casts | None:
 
 
 def _mark(parameter: Any, change: int) -> None:
-    """Count the kept modules that `parameter` is in: tied ones may be in several."""
+    """Count the kept modules that contain `parameter`; tied parameters may be in several."""
     count = getattr(parameter, "keep_fp32", 0) + change
     if count > 0:
         parameter.keep_fp32 = count

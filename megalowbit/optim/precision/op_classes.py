@@ -1,13 +1,15 @@
-"""Which operations run in half precision, which in fp32, and which in the widest type they are given.
+"""Which operations run in half precision, which in fp32, and which in the widest type of their arguments.
 
-Products run in half precision: tensor cores add up in fp32 anyway. What grows faster than its argument (exp,
-pow), adds up many elements (softmax, norms, sums) or is a loss runs in fp32. Operations on several tensors
-take the widest type. All other operations that have a name here run in what they are given, as most
-activations may: they only compare, or their kernels compute in fp32 and round once. Batch and instance norm
-are among those: they write running statistics into their arguments, and a cast would make them write into a
-copy.
-`"autocast"` of the configuration moves operations between the classes. Plain Python: a misspelt operation is
-an error of the configuration, before torch is imported. `autocast` applies the classes.
+- Products run in half precision, because tensor cores accumulate in fp32 anyway.
+- Operations that grow faster than their argument (exp, pow), sum many elements (softmax, norms, sums) or are
+  losses run in fp32.
+- Operations on several tensors use the widest type.
+- All other operations named here run in the type of their arguments, as most activations can: they only
+  compare, or their kernels compute in fp32 and round once. This includes batch and instance norm, which write
+  running statistics into their arguments: with a cast they would write into a copy.
+
+`"autocast"` of the configuration moves operations between the classes. This file is plain Python, so a
+misspelt operation is an error of the configuration before torch is imported. `autocast` applies the classes.
 """
 
 from __future__ import annotations
@@ -69,11 +71,11 @@ CLASSES: tuple[OpClass, ...] = get_args(OpClass)
 
 @dataclass(frozen=True, kw_only=True)
 class OpClasses:
-    """Names of operations by the precision they run in; those in no class run in what they are given.
+    """Names of operations by the precision they run in; others run in the type of their arguments.
 
-    A name stands for the function and for the method and operators of the same meaning: `pow` for
-    `torch.pow`, `x.pow(2)` and `x**2`, `norm` also for those of `torch.linalg`. In-place operations, and
-    those that are told a dtype or where to write, are never cast.
+    A name covers the function, the method and the operators of the same meaning: `pow` covers `torch.pow`,
+    `x.pow(2)` and `x**2`; `norm` also covers those of `torch.linalg`. In-place operations, and calls with an
+    explicit dtype or output tensor, are never cast.
 
     Attributes:
         float16: inputs are cast to autocast's half precision, which may be bfloat16.
@@ -81,7 +83,7 @@ class OpClasses:
         promote: inputs are cast to the widest of their types; scalars and 0-dim tensors do not count.
 
     Raises:
-        UserError: a name is not known, or in two classes.
+        UserError: a name is unknown, or in two classes.
     """
 
     float16: tuple[str, ...] = ()
@@ -104,14 +106,14 @@ class OpClasses:
 
     @classmethod
     def given(cls, classes: OpClasses | Mapping[str, Iterable[str]] | None) -> OpClasses:
-        """The classes that a caller means.
+        """The classes described by a caller's argument.
 
         Args:
-            classes: as they are; or operations to move from the default, `{"float32": ["gelu"]}`, as the
-                configuration has them; or None, the default.
+            classes: an `OpClasses`, which is returned; or operations to move from the default, as in the
+                configuration: `{"float32": ["gelu"]}`; or None, the default.
 
         Raises:
-            UserError: something else, an unknown class or operation.
+            UserError: another type, an unknown class or operation.
         """
         if classes is None:
             return cls.default()
@@ -130,10 +132,10 @@ class OpClasses:
     def with_changes(
         self, *, float16: Iterable[str] = (), float32: Iterable[str] = (), promote: Iterable[str] = ()
     ) -> OpClasses:
-        """These classes with some operations moved, from wherever they were.
+        """These classes with some operations moved to another class.
 
         Raises:
-            UserError: a name is not known, or is moved to two classes.
+            UserError: a name is unknown, or is moved to two classes.
         """
         moved = OpClasses(
             float16=checked_names(float16, "float16"),
@@ -154,10 +156,10 @@ class OpClasses:
 
 
 def checked_names(names: Any, where: str) -> tuple[str, ...]:
-    """Names of operations, each once and in their order.
+    """Names of operations, each once, in the given order.
 
     Raises:
-        UserError: one is not known; names the nearest. Or it is no list of names.
+        UserError: a name is unknown (the message suggests the nearest), or this is not a list of names.
     """
     if isinstance(names, str):
         raise UserError(f"{where} = {names!r}: expected a list of ops, [{names!r}]")

@@ -1,1 +1,1 @@
-"""Learning-rate schedules: what share of its rate each step trains with, and what sets the rates."""
+"""Learning-rate schedules: the factor of each step, and the scheduler that writes learning rates."""

@@ -1,4 +1,4 @@
-"""What writes a schedule's learning rates into an optimizer, step by step."""
+"""The scheduler that writes a schedule's learning rates into an optimizer at each step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megalowbit.values import is_count
 class LRScheduler:
     """Multiplies the learning rate of each parameter group by the schedule's factor.
 
-    Call `step` after each step that was applied, and not after one that was skipped; an engine does. Make it
-    before the optimizer's state is loaded: the groups' rates at that moment are those that are multiplied.
-    Load its own state after the optimizer's, or call `write_rates` when both are loaded.
+    Call `step` after each applied step, but not after a skipped one; an engine does this. Create the
+    scheduler before the optimizer's state is loaded: it multiplies the groups' learning rates at that moment.
+    Load the scheduler's state after the optimizer's, or call `write_rates` when both are loaded.
 
     Args:
-        optimizer: whose groups have their full rates now; they get those of the first step.
-        schedule: which factor each step has.
+        optimizer: its groups have their full learning rates; they are set to those of the first step.
+        schedule: returns the factor of each step.
 
     Attributes:
-        max_lrs: of each group, its full rate.
-        num_steps: applied steps so far; the number of the coming one, from 0.
+        max_lrs: the full learning rate of each group.
+        num_steps: number of applied steps, which is also the index of the coming step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: ScheduleSettings) -> None:
@@ -34,11 +34,11 @@ class LRScheduler:
         self._start(0)
 
     def step(self) -> None:
-        """Go on to the next step."""
+        """Advance to the next step."""
         self._start(self.num_steps + 1)
 
     def get_last_lr(self) -> list[float]:
-        """Of each group, the rate of the coming step."""
+        """The learning rate of each group at the coming step."""
         factor = self.schedule.factor(self.num_steps)
         return [rate * factor for rate in self.max_lrs]
 
@@ -47,10 +47,10 @@ class LRScheduler:
         return {"type": self.schedule.type, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue after a number of steps, with the rates that this schedule gives to them.
+        """Continue after a number of steps, with this schedule's learning rates.
 
         Raises:
-            UserError: the state is that of another schedule, or damaged; nothing has changed then.
+            UserError: the state belongs to another schedule, or is damaged; then nothing has changed.
         """
         saved = state if isinstance(state, Mapping) else {}
         kind, steps = saved.get("type"), saved.get("num_steps")
@@ -65,7 +65,7 @@ class LRScheduler:
         self._start(steps)
 
     def write_rates(self) -> None:
-        """Write the rates of the coming step; needed after the groups were loaded with other rates."""
+        """Write the learning rates of the coming step; needed after the groups were loaded with others."""
         for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)

@@ -1,1 +1,1 @@
-"""What is measured of gradients while backward makes them, and factors by block."""
+"""Statistics of gradients taken during backward, and layer scaling."""

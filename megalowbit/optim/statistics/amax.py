@@ -1,12 +1,12 @@
-"""The largest half-precision gradient of a step, found as backward makes it.
+"""The largest half-precision gradient of a step, measured during backward.
 
-Scale strategies want to know how close gradients came to overflow in the form in which they can overflow:
-scaled and in half precision, each micro-batch for itself. After accumulation in fp32 that is gone, so a hook
-looks at each gradient the moment it is there and keeps the maxima in one tensor on the device. Nothing is
-read by the host, and ranks talk once a step, a few bytes.
+Scale strategies need to know how close gradients came to overflow in the form in which they can overflow:
+scaled, in half precision, and separately for each micro-batch. After accumulation in fp32 this information is
+lost, so a hook measures each gradient as soon as it is computed, and keeps the maxima in one tensor on the
+device. The host reads nothing, and ranks exchange a few bytes once a step.
 
-The sample spreads over the parameters by the golden ratio and not by a stride, which would meet the same
-layer of each block again and again. Not covered: gradients of activations, which may overflow first.
+Samples are distributed over the parameters by the golden ratio. A fixed stride could select the same layer of
+each block every time. Not covered: gradients of activations, which may overflow first.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def sampled_positions(count: int, sample: float) -> list[int]:
-    """Which of `count` things to look at: a share of about `sample`, evenly spread, never none.
+    """Indices of a sample of `count` items: a share of about `sample`, evenly distributed, at least one.
 
-    The same for the same arguments, so all ranks look at the same.
+    The result depends on the arguments only, so all ranks get the same sample.
 
     Raises:
         UserError: `sample` is not in (0, 1].
     """
     if not 0 < sample <= 1:
-        raise UserError(f"sample = {sample!r} is not valid: it must be in (0, 1], 1 looks at everything")
+        raise UserError(f"sample = {sample!r} is not valid: it must be in (0, 1], where 1 samples everything")
     return [position for position in range(count) if (position * _GOLDEN) % 1 < sample]
 
 
 class GradientWatch:
     """Keeps the largest |gradient| of each group of parameters until it is taken.
 
-    Make it before anything that takes `.grad` away as soon as it is there (`GradBuffer`): hooks run in the
-    order in which they were registered. Where `.grad` is gone already, it looks at `main_grad`. Frozen and
-    empty parameters are left out, tied ones watched once. A process that trains nothing, as one of frozen
-    blocks, sees nothing and takes part in `take` all the same.
+    Create it before anything that removes `.grad` during backward (`GradBuffer`), because hooks run in the
+    order of registration. If `.grad` is already gone, it measures `main_grad`. Frozen and empty parameters
+    are left out, tied ones are measured once. A process that trains nothing, such as one with frozen blocks,
+    measures nothing but still takes part in `take`.
 
     Args:
         named_parameters: as from `model.named_parameters()`, in the same order on all ranks.
-        sample: share of the parameters to look at, in (0, 1]; of each group at least one.
+        sample: share of the parameters to measure, in (0, 1]; at least one of each group.
         group_of: the group of a parameter, 0 … num_groups-1; None: all are in group 0.
-        num_groups: how many groups there are.
+        num_groups: number of groups.
 
     Raises:
         UserError: `sample` is out of range.
@@ -76,16 +76,16 @@ class GradientWatch:
             self.names.append(name)
             hook = parameter.register_post_accumulate_grad_hook(self._hook_of(groups[position]))
             self._hooks.append(hook)
-        self._first = candidates[0][1] if candidates else None  # a parameter may be moved later
+        self._first = candidates[0][1] if candidates else None  # for its device, which may change
 
     @torch.no_grad()
     def take(self, group: dist.ProcessGroup | None = None) -> Tensor:
-        """The maxima since the last time, which are forgotten. Collective over `group`.
+        """Return and reset the maxima since the last call. Collective over `group`.
 
         Returns:
-            (num_groups,) float32 on the parameters' device, without parameters on one that `group` can
-            exchange, times whatever the gradients were multiplied by; over all ranks of `group`;
-            0 where nothing was seen, inf where a gradient was infinite or NaN.
+            (num_groups,) float32 maxima over all ranks of `group`, multiplied by the loss scale and any other
+            factor of the gradients. 0 if no gradient was measured, inf if a gradient was infinite or NaN. On
+            the parameters' device, or without parameters on one that `group` can exchange.
         """
         device = process_group.exchange_device(group) if self._first is None else self._first.device
         taken = torch.zeros(self.num_groups, device=device)
@@ -104,7 +104,7 @@ class GradientWatch:
         self._hooks = []
 
     def _hook_of(self, index: int) -> Callable[[torch.nn.Parameter], None]:
-        def look(parameter: torch.nn.Parameter) -> None:
+        def measure(parameter: torch.nn.Parameter) -> None:
             gradient = parameter.grad
             if gradient is None:
                 gradient = getattr(parameter, "main_grad", None)
@@ -115,20 +115,20 @@ class GradientWatch:
             if gradient.numel():
                 self._keep(index, gradient)
 
-        return look
+        return measure
 
     @torch.no_grad()
     def _keep(self, index: int, gradient: Tensor) -> None:
         maxima = self._maxima.get(gradient.device)
         if maxima is None:
             maxima = self._maxima[gradient.device] = torch.zeros(self.num_groups, device=gradient.device)
-        # a tenth of the time of an inf-norm on CPUs; keeps a NaN, as maximum does
+        # takes a tenth of the time of an inf-norm on CPUs; NaN is kept, as by maximum
         lowest, highest = torch.aminmax(gradient)
         largest = torch.maximum(highest, -lowest).float()
         torch.maximum(maxima[index], largest, out=maxima[index])
 
 
 def _of_every_group(groups: list[int], positions: list[int]) -> list[int]:
-    """`positions`, and the first of each group that has none among them."""
+    """`positions`, plus the first of each group that is not among them."""
     missing = set(groups) - {groups[position] for position in positions}
     return sorted({*positions, *(groups.index(group) for group in missing)})

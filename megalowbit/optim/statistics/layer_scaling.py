@@ -1,15 +1,18 @@
-"""A factor for the gradients of each block, on top of the loss scale.
+"""Layer scaling: a factor for the gradients of each block, in addition to the loss scale.
 
-One S must suit all layers: where gradients differ by many octaves from block to block, an S that keeps the
-smallest alive overflows the largest. Here a block's output multiplies the gradient that comes in by a power
-of two c, and its inputs divide what leaves by c; in between, gradients live c times higher, and between
-blocks at S alone. Name residual branches (attention, MLP) to leave the skip path out. `factor_of` tells who
-adds parameters' gradients up in fp32 what to divide by; powers of two lose nothing there.
+One S must suit all layers. If gradients differ by many octaves between blocks, an S that preserves the
+smallest overflows the largest. With layer scaling, a block's output multiplies the incoming gradient by a
+power of two c, and its inputs divide the outgoing gradient by c. Gradients inside the block are c times
+larger; between blocks only S applies. To exclude the skip path, name the residual branches (attention, MLP).
+Code that sums parameters' gradients in fp32 divides by `factor_of`, which is exact because factors are powers
+of two.
 
-c follows the block's largest stored gradient (S and c included), at most an octave up at a time. An overflow
-is blamed on the block in which backward met it first, if its c is above 1; that costs the block an octave of
-its target, given back after 1000 applied steps. Not covered: compiled models; parameters that code outside a
-block's forward reads; writing in place to a block's output, which autograd refuses.
+c follows the block's largest stored gradient (including S and c) and rises by at most one octave at a time.
+An overflow is attributed to the block in which backward met it first, if its c is above 1. The target of that
+block then falls by an octave, which it regains after 1000 applied steps.
+
+Not covered: compiled models; parameters that code outside a block's forward reads; writing in place to a
+block's output, which autograd rejects.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSetti
 
 logger = logging.getLogger(__name__)
 
-RECOVERY_STEPS = 1000  # applied steps after which an octave lost to an overflow is given back
-MOST_OCTAVES = 4096  # more than lie between any two numbers
-FRONT = 0  # group of parameters that are outside of all blocks and registered before the last one
+RECOVERY_STEPS = 1000  # applied steps after which a block regains an octave lost to an overflow
+MOST_OCTAVES = 4096  # more than between any two numbers
+FRONT = 0  # group of parameters that are outside all blocks and registered before the last block
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -70,7 +73,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 class _MultiplyGradient(torch.autograd.Function):
-    """Identity whose backward multiplies; the factor is asked for in backward, as `factor_of` is."""
+    """Identity whose backward multiplies; the factor is evaluated in backward, like `factor_of`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: Callable[[], float]) -> Tensor:
@@ -84,14 +87,14 @@ class _MultiplyGradient(torch.autograd.Function):
 
 
 class _Block:
-    """One factor: of a module, or of several that share parameters.
+    """One factor, of a module or of several that share parameters.
 
     Attributes:
-        names: of its modules.
+        names: names of its modules.
         octaves: log2 of the factor, ≥ 0.
         average: moving average of log2(largest gradient), without S and factor; None before the first.
         penalty: octaves of the target lost to overflows.
-        clean_steps: applied steps since the last overflow it was blamed for, or since an octave came back.
+        clean_steps: applied steps since the last overflow attributed to it, or since an octave was regained.
     """
 
     SAVED = ("octaves", "average", "penalty", "clean_steps")
@@ -106,13 +109,13 @@ class _Block:
 
     @classmethod
     def is_valid(cls, key: str, value: object) -> bool:
-        """Whether a saved value can be."""
+        """Whether a saved value is valid."""
         if key == "average":
             return value is None or (is_finite_number(value) and abs(value) <= MOST_OCTAVES)  # type: ignore[arg-type]
         return is_whole(value) and 0 <= value <= cls.HIGHEST[key]  # type: ignore[operator]
 
-    def blame(self) -> bool:
-        """Lower the factor after an overflow; whether there was anything to lower."""
+    def back_off(self) -> bool:
+        """Lower the factor after an overflow; returns False if it is 1 already."""
         if self.octaves == 0:
             return False
         self.octaves -= 1
@@ -121,7 +124,7 @@ class _Block:
         return True
 
     def see(self, amax: float, loss_scale: float, smoothing: float) -> float | None:
-        """Take a step's largest gradient; log2 of it or of the average, the larger, without scales."""
+        """Record a step's largest gradient; returns log2 of it or the average (the larger), unscaled."""
         self.clean_steps += 1
         if self.penalty and self.clean_steps >= RECOVERY_STEPS:
             self.penalty, self.clean_steps = self.penalty - 1, 0
@@ -136,17 +139,17 @@ class _Block:
 class LayerScaling:
     """Factors c of a model's blocks, and the hooks that apply them.
 
-    Groups, as `GradientWatch` counts them: 0 for parameters outside all blocks; 1 … for the factors, in
-    forward order; the last for parameters outside that are registered behind the blocks (final norm, head):
-    backward meets these first, so where they overflow no block is to blame.
+    Groups, in the numbering of `GradientWatch`: 0 for parameters outside all blocks; 1 … for the factors, in
+    forward order; the last for parameters outside the blocks that are registered after them (final norm,
+    head). Backward reaches the last group first, so an overflow there is not attributed to a block.
 
     Args:
-        model: which contains the blocks.
-        names: of the blocks, in forward order; none inside another.
+        model: the model that contains the blocks.
+        names: names of the blocks, in forward order; none inside another.
         settings: target, bounds and pace.
 
     Raises:
-        UserError: a name is unknown, given twice, of a module inside another one, or of a mere container.
+        UserError: a name is unknown, given twice, inside another block, or the name of a mere container.
     """
 
     def __init__(
@@ -180,17 +183,18 @@ class LayerScaling:
 
     @classmethod
     def from_settings(cls, model: nn.Module, settings: LayerScalingSettings) -> LayerScaling:
-        """Factors for the modules that the settings name, or else for the model's blocks.
+        """Factors for the modules that the settings name, by default for the model's blocks.
 
         Raises:
-            UserError: a pattern matches nothing or what cannot have a factor, or there are no blocks.
+            UserError: a pattern matches nothing or a module that cannot have a factor, or there are no
+                blocks.
         """
         named = matching_modules(model, settings.modules) if settings.modules else find_blocks(model)
         return cls(model, named, settings)
 
     @property
     def num_groups(self) -> int:
-        """Number of factors, and two for what is outside."""
+        """Number of factors, plus two for parameters outside the blocks."""
         return len(self._blocks) + 2
 
     @property
@@ -199,37 +203,37 @@ class LayerScaling:
         return {name: 2.0**block.octaves for block in self._blocks for name in block.names}
 
     def group_of(self, parameter: nn.Parameter) -> int:
-        """The group in which to watch a parameter."""
+        """The group of a parameter in the watch."""
         return self._group_of.get(id(parameter), FRONT)
 
     def factor_of(self, parameter: nn.Parameter) -> float:
-        """By what a parameter's gradient was multiplied beyond the loss scale."""
+        """The factor of a parameter's gradients in addition to the loss scale."""
         return self.factor_of_group(self.group_of(parameter))
 
     def factor_of_group(self, group: int) -> float:
-        """The factor of a group; 1 for what is outside all blocks."""
+        """The factor of a group; 1 for parameters outside all blocks."""
         return 2.0 ** self._blocks[group - 1].octaves if 0 < group < self.num_groups - 1 else 1.0
 
     def update(self, amaxes: Sequence[float], found_inf: bool, loss_scale: float) -> bool:
-        """Adapt the factors after a step. The same on all ranks, if the figures are.
+        """Adapt the factors after a step. Gives the same on all ranks if the arguments are the same.
 
         Args:
-            amaxes: largest stored |gradient| by group, over all ranks, times `loss_scale` and factor; inf
-                where one was infinite or NaN.
+            amaxes: largest stored |gradient| by group, over all ranks, including `loss_scale` and factor; inf
+                if one was infinite or NaN.
             found_inf: whether the step was skipped.
             loss_scale: S of that step.
 
         Returns:
-            True if an overflow was a block's own, whose factor has been lowered: S need not fall.
+            True if an overflow was attributed to a block and its factor lowered: S need not fall.
         """
         if len(amaxes) != self.num_groups:
             raise ValueError(f"expected the largest gradients of {self.num_groups} groups, got {len(amaxes)}")
         if found_inf:
             if not math.isfinite(amaxes[-1]):
                 return False
-            # backward runs from the last block to the first, and an infinity goes on from where it arose
-            blamed = next((b for b, amax in self._last_first(amaxes) if not math.isfinite(amax)), None)
-            return blamed is not None and blamed.blame()
+            # backward runs from the last block to the first, and an infinity propagates from its origin
+            faulty = next((b for b, amax in self._last_first(amaxes) if not math.isfinite(amax)), None)
+            return faulty is not None and faulty.back_off()
         self._applied_steps += 1
         is_due = self._applied_steps % self.settings.every == 0
         for block, amax in self._last_first(amaxes):
@@ -239,15 +243,15 @@ class LayerScaling:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next `update` depends on, as plain numbers."""
+        """The state on which the next `update` depends, as plain numbers."""
         blocks = {b.names[0]: {key: getattr(b, key) for key in _Block.SAVED} for b in self._blocks}
         return {"applied_steps": self._applied_steps, "blocks": blocks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; factors are held to the present `max_factor`.
+        """Continue from a saved state; factors are limited to the present `max_factor`.
 
         Raises:
-            UserError: `state` is of other blocks, or damaged; nothing has been changed then.
+            UserError: `state` belongs to other blocks, or is damaged; then nothing has changed.
         """
         self.check_state_dict(state)
         self._applied_steps = int(plain_number(state["applied_steps"]))
@@ -258,10 +262,10 @@ class LayerScaling:
             block.octaves = min(block.octaves, self._max_octaves)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See whether `load_state_dict` takes a state; changes nothing.
+        """Check whether `load_state_dict` accepts a state; changes nothing.
 
         Raises:
-            UserError: `state` is of other blocks, or damaged.
+            UserError: `state` belongs to other blocks, or is damaged.
         """
         saved = state.get("blocks") if isinstance(state, Mapping) else None
         if not isinstance(saved, Mapping) or "applied_steps" not in state:
@@ -269,13 +273,13 @@ class LayerScaling:
                 f"layer_scaling state = {shown(state)} must be a mapping with applied_steps and blocks: load "
                 "an earlier checkpoint"
             )
-        mine = {block.names[0] for block in self._blocks}
+        expected = {block.names[0] for block in self._blocks}
         kept = set(_Block.SAVED)
         is_alike = all(isinstance(one, Mapping) and one.keys() == kept for one in saved.values())
-        if saved.keys() != mine or not is_alike:
+        if saved.keys() != expected or not is_alike:
             raise UserError(
                 f"layer_scaling state of {shown(sorted(map(str, saved)))} does not fit the blocks "
-                f"{shown(sorted(mine))}: resume with the model it was saved with"
+                f"{shown(sorted(expected))}: resume with the model it was saved with"
             )
         steps = plain_number(state["applied_steps"])
         if not (is_whole(steps) and steps >= 0):
@@ -286,7 +290,7 @@ class LayerScaling:
                     raise _damaged(f"{key} of {name}", value)
 
     def detach(self) -> None:
-        """Remove the hooks; factors are 1 from now on."""
+        """Remove the hooks; all factors become 1."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -301,7 +305,7 @@ class LayerScaling:
         return list(zip(reversed(self._blocks), reversed(amaxes[1:-1]), strict=True))
 
     def _follow(self, block: _Block, level: float) -> None:
-        """Move a factor to the target, down at once and up by an octave; `level` holds S but no factor."""
+        """Move a factor to the target, down at once, up by one octave; `level` includes S but no factor."""
         wanted = math.floor(math.log2(self.settings.target) - block.penalty - level)
         block.octaves = max(0, min(wanted, block.octaves + 1, self._max_octaves))
 
@@ -320,9 +324,9 @@ class LayerScaling:
 
 
 def _with_multiplied(value: Any, factor: Callable[[], float]) -> Any:
-    """`value` with all tensors in it that have a gradient behind the identity; others are the same objects.
+    """`value`, with each tensor that requires a gradient passed through the identity; others are unchanged.
 
-    All, and not the first alone: one that got round it would bring gradients in, or carry them out, unscaled.
+    All tensors are passed through it: a single one that bypassed it would transport unscaled gradients.
     """
     if isinstance(value, Tensor):
         return _MultiplyGradient.apply(value, factor) if value.requires_grad else value
@@ -330,7 +334,7 @@ def _with_multiplied(value: Any, factor: Callable[[], float]) -> Any:
         parts = [_with_multiplied(part, factor) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, dict):
-        changed = copy.copy(value)  # keeps the class: transformers' outputs are dictionaries of their own
+        changed = copy.copy(value)  # keeps the class: transformers' outputs are subclasses of dict
         for key, part in value.items():
             changed[key] = _with_multiplied(part, factor)
         return changed
@@ -354,27 +358,27 @@ def _named(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
             )
         modules[name] = known[name]
     if len({id(module) for module in modules.values()}) < len(names):
-        raise UserError(f"layer_scaling: one of {shown(names)} is there twice: name each module once")
+        raise UserError(f"layer_scaling: a module occurs twice in {shown(names)}: name each module once")
     for name, module in modules.items():
         nested = {id(part) for part in module.modules()} - {id(module)}
         for other, part in modules.items():
             if id(part) in nested:
-                raise UserError(f"layer_scaling: {other} lies inside {name}: name one of the two")
+                raise UserError(f"layer_scaling: {other} is inside {name}: name one of the two")
         if type(module).forward is nn.Module.forward:  # factors are applied when a module is called
             kind = type(module).__name__
-            raise UserError(f"layer_scaling: {name} is a {kind}, which is never called: name what it holds")
+            raise UserError(f"layer_scaling: {name} is a {kind}, which is never called: name its children")
     return modules
 
 
 def _parameters_outside(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[int]:
-    """Parameters that a module outside of all blocks has, whether or not a block has them too."""
+    """Parameters of modules outside all blocks, whether or not a block has them too."""
     covered = {id(part) for module in modules.values() for part in module.modules()}
     others = [part for part in model.modules() if id(part) not in covered]
     return {id(p) for part in others for p in part._parameters.values() if p is not None}
 
 
 def _components(insides: Mapping[str, set[int]]) -> list[list[str]]:
-    """Names that share parameters together, ordered by the last of each."""
+    """Group the names that share parameters, ordered by the last name of each group."""
     groups: list[tuple[list[str], set[int]]] = []
     for name, own in insides.items():
         joined = [group for group in groups if group[1] & own]

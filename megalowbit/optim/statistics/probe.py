@@ -1,15 +1,16 @@
-"""How much gradient half precision loses: weight gradients of some layers computed once more in fp32.
+"""Measures how much gradient half precision loses, by computing some weight gradients again in fp32.
 
-A weight's gradient is (output gradient)ᵀ · input. Both are there during backward, so on the steps that a
-strategy asks for (`is_armed`) the product is made again in fp32 and compared with what the layer made in
-that micro-batch: sums of squares of both, and how many elements of the first are zero in the second. Without
-being armed nothing is hooked.
+A weight's gradient is (output gradient)ᵀ · input: (out, tokens) · (tokens, in). Both operands exist during
+backward. On the steps that a strategy requests (`is_armed`), the product is computed again in fp32 and
+compared with the layer's gradient of that micro-batch: sums of squares of both, and how many elements of the
+first are zero in the second. When not armed, there are no hooks.
 
-Reads of the ratio: the reference starts from the layer's own half-precision operands, so it shows what the
-weight's gradient loses, not what was lost on the way to it. With low-bit layers the ratio holds the noise of
-quantisation as well, and their loss of small elements: compare it with its own past, or leave them out.
-Of low-bit and other layers alike, an armed step keeps the input until backward, also where activation
-checkpointing would not. Not covered: compiled models, in which hooks may not run.
+How to read the ratio: the reference starts from the layer's half-precision operands. It therefore shows what
+the weight's gradient loses, not what was lost before. With low-bit layers the ratio also includes
+quantisation noise and their loss of small elements: compare it with earlier values, or leave these layers
+out. For all layers, an armed step keeps the input until backward, even if activation checkpointing would not.
+
+Not covered: compiled models, in which hooks may not run.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ class GradientProbe:
     """Compares weight gradients of linear layers with their recomputation in fp32.
 
     A layer is an `nn.Linear` or its subclass, a transformers `Conv1D` (weight as (in, out)), or any module
-    that has a 2-D `weight` and at most a `bias`, and whose input and output have the weight's sizes. Of the
-    last kind, square weights are left out, since nothing tells which axis is which. Left out are also frozen
-    weights, tied ones, and a layer that is used more than once in a backward.
+    that has a 2-D `weight` and at most a `bias`, and whose input and output have the weight's sizes. In the
+    last case, square weights are left out, because their axes cannot be distinguished. Frozen weights, tied
+    weights, and layers used more than once in a backward are left out too.
 
     Args:
-        model: whose layers are probed.
+        model: the model to probe.
         sample: share of the layers to probe, in (0, 1]; at least one.
 
     Attributes:
-        names: the layers that are probed.
+        names: the probed layers.
 
     Raises:
         UserError: no layer can be probed, or `sample` is out of range.
@@ -65,7 +66,7 @@ class GradientProbe:
 
     @property
     def is_armed(self) -> bool:
-        """Whether forwards and backwards from now on are probed; may be set between steps."""
+        """Whether forward and backward passes are probed from now on; may be set between steps."""
         return self._is_armed
 
     @is_armed.setter
@@ -76,20 +77,19 @@ class GradientProbe:
         if value:
             for index, (module, form) in enumerate(self._layers):
                 self._hooks.append(module.register_forward_hook(self._forward_hook(index)))
-                # of the tensor, before accumulation: this micro-batch's gradient and no other's
+                # a tensor hook runs before accumulation: it gets this micro-batch's gradient only
                 hook: Any = module.weight.register_hook(self._weight_hook(index, form))  # type: ignore[operator]
                 self._hooks.append(hook)
             self._is_armed = True
 
     @torch.no_grad()
     def take(self, group: dist.ProcessGroup | None = None) -> Tensor | None:
-        """What was seen since the last time, which is forgotten. Sums over `group`; None: this process alone.
+        """Return and reset the sums since the last call, added over `group`; None: this process only.
 
         Returns:
-            (5,) float64: Σ reference², Σ half², elements that are zero in half precision only, elements of
-            the reference that are not zero, elements compared; None where unarmed. All 0: no probed layer
-            took part.
-            Scaled gradients give sums times the square of the scale.
+            (5,) float64: Σ reference², Σ half², number of elements that are zero in half precision only,
+            number of non-zero elements of the reference, number of compared elements; None if not armed. All
+            0: no probed layer took part. Scaled gradients give sums times the square of the scale.
         """
         if not self._is_armed:
             return None
@@ -105,7 +105,7 @@ class GradientProbe:
         return total
 
     def detach(self) -> None:
-        """Remove the hooks and forget what was seen."""
+        """Remove the hooks and reset the sums."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._sums, self._is_armed = [], {}, False
@@ -116,13 +116,13 @@ class GradientProbe:
         def remember(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             if not arguments or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
                 return
-            # without a graph: evaluation, or the first of a checkpointed segment's two forwards
+            # no graph: evaluation, or the first of a checkpointed segment's two forwards
             if not output.requires_grad or not arguments[0].is_floating_point():
                 return
             input, version = arguments[0].detach(), arguments[0]._version
 
             def keep(grad_output: Tensor) -> None:
-                if input._version == version:  # else it was overwritten, which low-bit layers allow
+                if input._version == version:  # otherwise overwritten, which low-bit layers allow
                     self._pending[index].append((input, grad_output.detach()))
 
             output.register_hook(keep)
@@ -162,7 +162,7 @@ class GradientProbe:
 
 
 def _probed_layers(model: nn.Module) -> list[tuple[str, nn.Module, Form]]:
-    """Layers whose weight's gradient is one product, with the form of the weight."""
+    """Layers whose weight gradient is a single product, with the form of the weight."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -182,7 +182,7 @@ def _probed_layers(model: nn.Module) -> list[tuple[str, nn.Module, Form]]:
 def _form_of(module: nn.Module, weight: Tensor) -> Form | None:
     if isinstance(module, nn.Linear):
         return "out_in"
-    # transformers may not be installed, and its class has moved before
+    # not imported, because transformers may be missing, and the class has moved between its versions
     if type(module).__name__ == "Conv1D" and getattr(module, "nf", None) == weight.shape[1]:
         return "in_out"
     is_plain = module._parameters.keys() <= {"weight", "bias"} and not any(module.children())
@@ -191,7 +191,7 @@ def _form_of(module: nn.Module, weight: Tensor) -> Form | None:
 
 
 def _is_in_out(weight: Tensor, input: Tensor, grad_output: Tensor, form: Form) -> bool | None:
-    """Whether the weight is (in, out); None where sizes say that this is no linear layer."""
+    """Whether the weight is (in, out); None if the sizes are not those of a linear layer."""
     if not input.ndim or input.shape[:-1] != grad_output.shape[:-1]:
         return None
     sizes = (grad_output.shape[-1], input.shape[-1])

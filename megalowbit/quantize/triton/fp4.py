@@ -1,4 +1,4 @@
-"""The quantiser as Triton kernels; `launch_fp4` is the way in, and imports this file at its first use.
+"""The quantizer as Triton kernels; `launch_fp4` is the way in, and imports this file at its first use.
 
 A program owns a tile of (rows, groups, 16): NVFP4's first kernel reduces the tensor's largest block maximum,
 the second reads x once and writes everything else; MXFP4 needs the second only. Arithmetic is on bit patterns

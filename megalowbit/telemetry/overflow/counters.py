@@ -1,6 +1,6 @@
 """What is counted when a tensor is quantised, and the rates that follow from the counts.
 
-A quantiser hands over eight integers and two sums for every tensor it quantises, see `quantize.encoding`;
+A quantizer hands over eight integers and two sums for every tensor it quantises, see `quantize.encoding`;
 here they are added up over tensors, steps and ranks, together with how many quantisations there were.
 
 Overflow means true clipping: |x| > 6·scale, `saturated`. The older rule |x| > 3·scale, which calls a third of

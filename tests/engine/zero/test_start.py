@@ -57,6 +57,6 @@ def test_a_model_in_pieces_is_refused():
     model = torch.nn.Linear(5, 3)
     model.weight.ds_id = 0
     with pytest.raises(
-        UserError, match=r"^parameter weight is cut into pieces already, by deepspeed\.zero\.Init"
+        UserError, match=r"^parameter weight is already partitioned, by deepspeed\.zero\.Init"
     ):
         initialize(model=model, config=config(3))

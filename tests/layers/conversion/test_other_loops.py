@@ -100,8 +100,8 @@ def test_the_stream_of_another_rank_is_refused(monkeypatch):
     # another test may have left a process group
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     line = refusal(net(rank=3))
-    assert "random stream is that of rank 3 and this is rank 0" in line
-    assert "takes each process for the only one" in line
+    assert "random stream belongs to rank 3 and this is rank 0" in line
+    assert "treats each process as the only one" in line
     assert "docs/other-loops.md" in line
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)

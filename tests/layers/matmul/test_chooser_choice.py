@@ -77,7 +77,7 @@ def test_gradients_rounded_apart_draw_apart():
     rows = seen["grad_weight"][0].abs().unflatten(1, (-1, 16)).amax(2)
     assert rows.unique().numel() > 16  # scales of blocks
     assert seen["grad_input"][0].abs().unique().numel() <= 8
-    # one quantiser under both roles would round alike if it drew the same numbers
+    # one quantizer under both roles would round alike if it drew the same numbers
     layer = BitLinear(48, 32)
     context = layer.context(layer.begin_use(), compute_dtype=torch.float32, needs_grad=True)
     g = torch.linspace(-1, 1, 512).view(16, 32)
@@ -96,7 +96,7 @@ def test_gradients_rounded_apart_draw_apart():
         ({"q_backward_outputgrad_for_weight": "fp32"}, True, []),
     ],
 )
-def test_an_output_gradient_is_reported_once_whatever_its_quantisers(changes, is_input_frozen, expected):
+def test_an_output_gradient_is_reported_once_whatever_its_quantizers(changes, is_input_frozen, expected):
     block = {
         "base": "bf16",
         "q_backward_outputgrad": "int8",
@@ -111,7 +111,7 @@ def test_an_output_gradient_is_reported_once_whatever_its_quantisers(changes, is
     assert all(counts[0] == g.numel() for _, counts, _ in heard.seen)
 
 
-def test_a_split_gradient_has_both_quantisers_on_its_residual():
+def test_a_split_gradient_has_both_quantizers_on_its_residual():
     block = {
         "base": "fp8",
         "split_grad_output": {"rank": 4, "q_factors": "fp32", "method": "svd"},
@@ -190,7 +190,7 @@ def test_a_chooser_is_set_on_every_layer_and_taken_off_again():
     assert not chooser.asked
     set_chooser(model, chooser)
     restore(model)
-    assert not {"chooser", "_chosen", "_waiting"} & {key for layer in model for key in layer.__dict__}
+    assert not {"chooser", "_chosen", "_pending_probe"} & {key for layer in model for key in layer.__dict__}
     assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
 
 

@@ -83,7 +83,7 @@ def test_the_maximum_a_probe_hands_on_changes_no_bit(name, dtype, spoiled):
         (replace(uniform("nvfp4e2m1bnosr"), layout="per_gemm"), True),
         (uniform("mxfp4e2m1bnosr"), False),  # blocks alone
         (uniform("int8b"), False),
-        (uniform("int8:q_scalar=0.5"), False),  # what the quantiser takes is not the largest magnitude itself
+        (uniform("int8:q_scalar=0.5"), False),  # what the quantizer takes is not the largest magnitude itself
         (uniform("1p58bit"), False),  # a scale from the mean
         (uniform("fp4e2m1:seed_compat"), False),
     ],

@@ -91,7 +91,7 @@ def test_weights_are_kept_where_their_rounding_does_not_change(name, times):
 
 
 @pytest.mark.parametrize("name", ["nvfp4e2m1bnosr", "nvfp4e2m1b:seed_compat", "fp4e2m1:seed_compat"])
-def test_a_transposed_operand_is_counted_whatever_its_quantiser(name):
+def test_a_transposed_operand_is_counted_whatever_its_quantizer(name):
     seen, x = [], X[:16]
     context = context_with(observe=lambda *args: seen.append(args))
     asked = quantization("grad_output_transposed", name, is_transposed=True)

@@ -115,7 +115,7 @@ def test_a_layers_products_reach_the_hardware_with_scales_and_bias(hardware, dty
 
 
 def test_sizes_that_do_not_fit_run_in_bf16_are_counted_and_said_once(hardware, caplog):
-    native_fp4._say_unfit.cache_clear()
+    native_fp4._log_unsupported_size.cache_clear()
     with caplog.at_level(logging.INFO, logger="megalowbit"):
         layer, got = trained(NATIVE, 40, 24)
         trained(NATIVE, 40, 24)
@@ -123,8 +123,8 @@ def test_sizes_that_do_not_fit_run_in_bf16_are_counted_and_said_once(hardware, c
     assert product_counts(layer) == {name: {"bf16": 1} for name in ("output", "grad_input", "grad_weight")}
     said = [record.message for record in caplog.records if "fp4" in record.message]
     assert len(said) == 2
-    assert "products of 24 columns run in bf16" in said[0]
-    assert "products of 40 columns run in bf16" in said[1]
+    assert "products with 24 columns run in bf16" in said[0]
+    assert "products with 40 columns run in bf16" in said[1]
     _, expected = trained({**NATIVE, "gemm": "bf16"}, 40, 24)
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 

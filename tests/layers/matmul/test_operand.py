@@ -41,7 +41,7 @@ def test_packing_drops_counts_and_the_ready_operand():
         ("fp32", None),
     ],
 )
-def test_the_exact_dtype_is_that_of_the_tensors_a_quantiser_makes(name, expected):
+def test_the_exact_dtype_is_that_of_the_tensors_a_quantizer_makes(name, expected):
     assert exact_dtype(name) == expected
     assert quantizer(name).quantize(X).exact_dtype == expected
 

@@ -7,13 +7,13 @@ from megalowbit.quantize.names import quantizer
 
 X = torch.randn(20, 40, generator=torch.Generator().manual_seed(0))
 # recipe → of input, weight, backward_input, backward_weight, grad_output, grad_output_for_weight: role and
-# quantiser; "ᵀ" where blocks lie along the rows, "H" where the transform applies
+# quantizer; "ᵀ" where blocks lie along the rows, "H" where the transform applies
 CASES = {
     "one copy serves two products": (
         "nvfp4",
         ["input nvfp4e2m1bnosr", "weight nvfp4e2m1bnosr"] * 2 + ["grad_output nvfp4e2m1b"] * 2,
     ),
-    "backward has quantisers of its own": (
+    "backward has quantizers of its own": (
         {"base": "fp8", "q_backward_input": "int8", "q_backward_weight": "fp32"},
         [
             "input fp8e4m3",
@@ -89,7 +89,7 @@ def test_forwards_weight_codes_serve_backward_where_layout_and_names_allow(block
 @pytest.mark.parametrize(
     "name", ["nvfp4e2m1bnosr", "nvfp4e2m1bnosr:tile16", "int8", "mxfp4e2m1bnosr", "int4b"]
 )
-def test_a_quantiser_that_serves_both_axes_gives_the_transpose_the_same_numbers(name):
+def test_a_quantizer_that_serves_both_axes_gives_the_transpose_the_same_numbers(name):
     q = quantizer(name)
     rows, columns = q.quantize(X), q.quantize_transposed(X)
     same = torch.equal(rows.operand(torch.float32).t(), columns.operand(torch.float32))

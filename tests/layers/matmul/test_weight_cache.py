@@ -190,7 +190,7 @@ def test_weights_kept_in_training_are_used_in_inference_mode():
 
 
 def test_another_recipe_takes_no_kept_weights_of_the_one_before():
-    # Equal quantisers, of an unlike axis: only the layouts differ.
+    # Equal quantizers, of an unlike axis: only the layouts differ.
     nearest = {"base": "nvfp4", "q_forward_weight": "fp32", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
     other = recipe({**nearest, "layout": "per_gemm"})
     x, gradients = torch.randn(20, 48, requires_grad=True), []

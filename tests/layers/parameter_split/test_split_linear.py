@@ -225,10 +225,10 @@ def test_converting_leaves_the_original_layer_without_factors():
 
 def test_a_recipe_that_needs_other_factors_is_refused():
     layer = make("nvfp4")
-    with pytest.raises(UserError, match="parameter_split of rank 3, but the layer was made with none"):
+    with pytest.raises(UserError, match="parameter_split of rank 3, but the layer was created with none"):
         layer.recipe = recipe(SPLIT)
     layer = make()
-    with pytest.raises(UserError, match="of rank 4, but the layer was made with one of rank 3"):
+    with pytest.raises(UserError, match="of rank 4, but the layer was created with one of rank 3"):
         layer.recipe = recipe({**SPLIT, "parameter_split": {"rank": 4}})
     layer.recipe = "mxfp4"
     assert layer.recipe == recipe("mxfp4")
@@ -290,7 +290,7 @@ def test_half_of_a_split_is_refused_where_missing_keys_are_not(kept, is_split):
     layer = split(make()) if is_split else make()
     model = nn.Sequential(layer)
     before = copy.deepcopy(model.state_dict())
-    message = rf"0\.{kept[0]}.* without .* is half of a split weight: load all four, or the whole"
+    message = rf"0\.{kept[0]}.* without .* is an incomplete split weight: load all four, or the full"
     with pytest.raises(RuntimeError, match=message):
         model.load_state_dict({f"0.{name}": value for name, value in source.items()}, strict=False)
     assert layer.is_split is is_split

@@ -128,7 +128,7 @@ def test_weights_that_are_not_finite_are_not_mistaken_for_others():
 def test_a_residual_without_factors_is_half_of_a_split():
     state = make().state_dict()
     del state["0.split_u"]
-    with pytest.raises(RuntimeError, match=r"split_residual, .* without 0\.split_u is half of a split"):
+    with pytest.raises(RuntimeError, match=r"split_residual, .* without 0\.split_u is an incomplete split"):
         make().load_state_dict(state, strict=False)
 
 
@@ -137,7 +137,7 @@ def test_what_is_left_of_a_split_is_refused_by_a_layer_without_factors():
     with parameter_layout(source):
         state = copy.deepcopy(source.state_dict())
         state["0.weight"] = state["0.weight"].t()
-    with pytest.raises(RuntimeError, match=r"0\.weight is what is left of a split weight"):
+    with pytest.raises(RuntimeError, match=r"0\.weight is the residual of a split weight"):
         target.load_state_dict(state, strict=False)
     found = target.load_state_dict(source.state_dict(), strict=False)  # whole there
     assert {name.rpartition(".")[2] for name in found.unexpected_keys} == {*SPLIT_NAMES, RESIDUAL}

@@ -37,13 +37,13 @@ def test_blocks_must_not_straddle_shards(name, is_row, shard, is_fit):
             check()
 
 
-def test_the_block_that_does_not_fit_is_named_with_its_quantiser_in_one_line():
+def test_the_block_that_does_not_fit_is_named_with_its_quantizer_in_one_line():
     with pytest.raises(UserError) as caught:
         check_sharded_recipe(recipe("speculative-int8"), "layer x", is_row=True, shards=[192])
     assert str(caught.value) == (
         "layer x: a shard of 192 features does not hold whole blocks of 128 of 'int8e5m2b': "
-        "lower tensor_parallel.autotp_size, keep the layer in high precision, or take formats of one scale a "
-        "tensor (recipe fp8; with speculation, also candidates without mixed)"
+        "lower tensor_parallel.autotp_size, keep the layer in high precision, or use formats with one scale "
+        "a tensor (recipe fp8; in speculation also candidates without mixed)"
     )
 
 
@@ -60,5 +60,5 @@ def test_a_gradient_of_grad_weights_own_is_cut_in_column_parallel_layers_alone(i
 
 
 def test_splits_are_refused():
-    with pytest.raises(UserError, match="split_input, which needs whole tensors"):
+    with pytest.raises(UserError, match="split_input, which needs full tensors"):
         check_sharded_recipe(recipe("metis-nvfp4"), "layer x", is_row=True, shards=[16])

@@ -94,7 +94,7 @@ def test_an_optimizer_tells_of_bad_gradients_in_the_order_of_backward(bad, has_m
     for index in (0, 2):
         (model[index].weight.main_grad if has_main_grad else model[index].weight.grad)[1, 1] = bad
     for is_before in (True, False):  # nothing was averaged: before and now are the same
-        here = optimizer.gradients.overflow_here(is_before=is_before)
+        here = optimizer.gradients.local_overflow(is_before=is_before)
         assert [name for _, name in sorted(here.tensors)] == ["2.weight", "0.weight"]
         assert (here.rank, here.num_gradients, here.is_own) == (0, 6, False)
 

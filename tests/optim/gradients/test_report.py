@@ -52,7 +52,7 @@ def test_a_report_is_one_line_in_a_log(report, line):
         ({}, " on rank 5"),
         (
             {"num_tensors": 148},
-            " on rank 5 (and in all 148 gradients: look at the loss and the forward pass)",
+            " on rank 5 (and in all 148 gradients: check the loss and the forward pass)",
         ),
         ({"num_tensors": 3}, " on rank 5 (first of 3 of 148 gradients)"),
         ({"ranks": (5, 6, 9)}, " on rank 5 (3 ranks overflowed)"),

@@ -154,7 +154,7 @@ def test_bad_gradients_are_told_in_the_order_of_backward(keeper, bad):
     model(torch.ones(2, 3).half()).float().sum().backward()
     for index in (0, 2):
         gradients.of(model[index].weight)[1, 1] = bad
-    seen = gradients.overflow_here(is_before=False)
+    seen = gradients.local_overflow(is_before=False)
     assert [name for _, name in sorted(seen.tensors)] == ["2.weight", "0.weight"]
     assert (seen.rank, seen.num_gradients, seen.is_own) == (0, 4, False)
 
@@ -164,22 +164,22 @@ def test_before_a_reduction_and_after_it_are_told_apart():
     buffer = GradBuffer(model.parameters())
     gradients = gradients_of(model)
     model[0].weight.main_grad[0, 0] = math.inf
-    assert not gradients.overflow_here(is_before=True).is_own  # nobody has said that there will be one
+    assert not gradients.local_overflow(is_before=True).is_own  # nobody has said that there will be one
     buffer.before_reduction()
     model[2].bias.main_grad[0] = math.nan  # as it may come from another rank
-    before, now = (gradients.overflow_here(is_before=each) for each in (True, False))
+    before, now = (gradients.local_overflow(is_before=each) for each in (True, False))
     assert [name for _, name in before.tensors] == ["0.weight"]
     assert sorted(name for _, name in now.tensors) == ["0.weight", "2.bias"]
     assert (before.is_own, now.is_own) == (True, False)
-    gradients.were_zeroed()
-    assert not gradients.overflow_here(is_before=True).is_own
+    gradients.mark_zeroed()
+    assert not gradients.local_overflow(is_before=True).is_own
 
 
 def test_only_the_own_parameters_of_a_shared_buffer_are_told():
     model = model_of()
     GradBuffer(model.parameters())
     model[0].weight.main_grad[0, 0] = model[2].weight.main_grad[0, 0] = math.inf
-    seen = gradients_of(model[2]).overflow_here(is_before=False)
+    seen = gradients_of(model[2]).local_overflow(is_before=False)
     assert [name for _, name in seen.tensors] == ["weight"]
     assert seen.num_gradients == 2
 
@@ -188,12 +188,12 @@ def test_no_parameters_at_all_are_fine():
     for has_main_grad in (True, False):
         nothing = gradients_of(torch.nn.Sequential(), has_main_grad=has_main_grad)
         nothing.zero()
-        nothing.were_zeroed()
+        nothing.mark_zeroed()
         nothing.check_factors()
         for kind in ("global", "sum_of_norms"):
             facts, _ = nothing.measure(kind, count_zeros=True).read()
             assert (facts.norm, facts.found_inf, facts.num_zeros) == (0, False, 0)
-        assert list(nothing.overflow_here(is_before=True).tensors) == []
+        assert list(nothing.local_overflow(is_before=True).tensors) == []
 
 
 @pytest.mark.parametrize("keeper", KEEPERS)

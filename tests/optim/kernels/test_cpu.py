@@ -213,7 +213,7 @@ def test_tensors_of_another_shape_are_refused_before_anything_is_stepped(name):
     first, wrong = item(50), item(1000)
     before = first.master.clone()
     small = AdamTensors(**{**vars(wrong), name: getattr(wrong, name)[:999]})
-    with pytest.raises(UserError, match=rf"^{name} is of shape \(999,\) .*\(1000,\)"):
+    with pytest.raises(UserError, match=rf"^{name} has shape \(999,\) .*\(1000,\)"):
         cpu_kernels.adam_step([first, small], torch.tensor(1.0), torch.tensor(0.0))
     assert torch.equal(first.master, before)
 
@@ -221,7 +221,7 @@ def test_tensors_of_another_shape_are_refused_before_anything_is_stepped(name):
 @pytest.mark.parametrize("size", [0, 2])
 def test_a_step_count_that_is_not_one_number_is_refused(size):
     one = AdamTensors(**{**vars(item(10)), "step": torch.zeros(size)})
-    with pytest.raises(UserError, match=rf"step is of shape \({size},\)"):
+    with pytest.raises(UserError, match=rf"step has shape \({size},\)"):
         cpu_kernels.adam_step([one], torch.tensor(1.0), torch.tensor(0.0))
 
 

@@ -69,11 +69,11 @@ def test_bf16_takes_a_constant_scaler():
         ({"consecutive_hysteresis": True}, 'belongs to mode "deepspeed", not'),
         ({"type": "controller", "clip": 0.2}, "dead_band must be in"),
         ({"type": "max_value", "target": 1e6}, "target must be in"),
-        ({"mode": "torch", "max_scale": 1e300}, "it must be a number that float32 holds"),
-        ({"type": "constant", "scale": 1e39}, "it must be a number that float32 holds"),
-        ({"type": "constant", "scale": 1e-45}, "it must be a number that float32 holds"),
-        ({"initial_scale": 1e-46, "min_scale": 1e-47}, "it must be a number that float32 holds"),
-        ({"growth_factor": 1 + 1e-9}, "growth_factor must be a number that float32 tells from 1"),
+        ({"mode": "torch", "max_scale": 1e300}, "it must be a number that fits in float32"),
+        ({"type": "constant", "scale": 1e39}, "it must be a number that fits in float32"),
+        ({"type": "constant", "scale": 1e-45}, "it must be a number that fits in float32"),
+        ({"initial_scale": 1e-46, "min_scale": 1e-47}, "it must be a number that fits in float32"),
+        ({"growth_factor": 1 + 1e-9}, "growth_factor must be a number that differs from 1 in float32"),
     ],
 )
 def test_settings_refuse_what_does_not_belong_together(settings, message):

@@ -223,10 +223,10 @@ def test_bounds_that_float32_does_not_hold_are_refused(mode):
 @pytest.mark.parametrize("mode", ["megatron", "torch", "clean_step"])
 def test_factors_that_float32_cannot_tell_from_1_are_refused_where_it_rounds(mode):
     with pytest.raises(
-        UserError, match=r"^growth_factor must be .* float32 tells from 1.*, not 1\.000000001"
+        UserError, match=r"^growth_factor must be .* differs from 1 in float32.*, not 1\.000000001"
     ):
         DynamicGradScaler(1.0, growth_factor=1 + 1e-9, mode=mode)
-    with pytest.raises(UserError, match=r"^backoff_factor must be .* float32 tells from 1"):
+    with pytest.raises(UserError, match=r"^backoff_factor must be .* differs from 1 in float32"):
         DynamicGradScaler(1.0, backoff_factor=1 - 1e-9, mode=mode)
     least = DynamicGradScaler(3.0, growth_factor=1 + 2.0**-23, growth_interval=1, hysteresis=1, mode=mode)
     assert least.update(False) > 3.0

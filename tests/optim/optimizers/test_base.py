@@ -363,7 +363,7 @@ def test_layer_scaling_is_refused_where_its_factors_would_stay_in_the_gradients(
         scaled_optimizer(blocks_of(), params_have_main_grad=False)
     kept = blocks_of()
     GradBuffer(kept.parameters())
-    with pytest.raises(UserError, match="layer scaling looks at gradients before they are added up: call"):
+    with pytest.raises(UserError, match="layer scaling needs gradients before they are summed: call"):
         scaled_optimizer(kept)
 
 

@@ -294,7 +294,7 @@ def test_a_state_continues_the_run_bit_for_bit():
             chain.step()
         runs.append([*(p.tolist() for p in parameters), chain.loss_scale])
     assert runs[0] == runs[1]
-    with pytest.raises(UserError, match="the state is of 1 chained optimizers, here are 2"):
+    with pytest.raises(UserError, match="the state has 1 chained optimizers, but there are 2"):
         chain.load_state_dict(state[:1])
 
 

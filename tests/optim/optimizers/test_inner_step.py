@@ -130,7 +130,7 @@ IDS = [*ONE_PASS, *(f"fused {name}" for name in FUSED), *PLAIN]
 def test_every_path_steps_as_the_optimizer_itself_and_rounds_to_the_weights(make, path, half):
     trainee = Trainee(make, half=half, split=True)
     assert trainee.step.path == path
-    assert trainee.step.is_late_flag_possible == (path != "plain")
+    assert trainee.step.can_defer_host_read == (path != "plain")
     steps = [gradients(0), [None, *gradients(1)[1:]], gradients(2)]
     for given in steps:
         trainee.run(given, scale=1024.0)
@@ -300,13 +300,13 @@ def test_a_gradient_or_a_state_of_another_shape_is_refused_and_nothing_is_steppe
     before = trainee.everything()
     smaller = torch.zeros(32, 17)
     trainee.step._gradient_of = lambda master: smaller if master is trainee.masters[0] else master.grad
-    with pytest.raises(UserError, match=r"gradient is of shape \(32, 17\) .*\(33, 17\)"):
+    with pytest.raises(UserError, match=r"gradient has shape \(32, 17\) .*\(33, 17\)"):
         trainee.step.run(None, None)
     for now, then in zip(trainee.everything(), before, strict=True):
         assert torch.equal(now, then)
     trainee.step._gradient_of = lambda master: master.grad
     trainee.optimizer.state[trainee.masters[1]]["exp_avg"] = torch.zeros(63)
-    with pytest.raises(UserError, match=r"exp_avg is of shape \(63,\)"):
+    with pytest.raises(UserError, match=r"exp_avg has shape \(63,\)"):
         trainee.step.run(None, None)
 
 

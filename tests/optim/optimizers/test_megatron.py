@@ -213,9 +213,9 @@ def test_a_chain_trains_as_one_optimizer_does():
         ({"optimizer": "adm"}, "unknown optimizer 'adm': did you mean 'adam'"),
         ({"fp16": True, "bf16": True}, "fp16 and bf16 are both True"),
         ({"loss_scale": 8.0}, "loss_scale = 8.0 is for fp16 or bf16"),
-        ({"fp16": True, "loss_scale": 0.0}, "loss_scale must be a number that float32 holds"),
+        ({"fp16": True, "loss_scale": 0.0}, "loss_scale must be a number that fits in float32"),
         *[
-            ({"fp16": True, name: value}, f"{name} must be a number that float32 holds")
+            ({"fp16": True, name: value}, f"{name} must be a number that fits in float32")
             for name in ("loss_scale", "initial_loss_scale", "min_loss_scale")
             for value in (1e39, 1e-46, 1e-45, "8", 10**400, True)
         ],

@@ -40,7 +40,7 @@ def gaussian(seed=0):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("center", [0.0, 0.6, -3.0])
-def test_a_clean_block_errs_as_the_quantiser_does(name, center):
+def test_a_clean_block_errs_as_the_quantizer_does(name, center):
     x = gaussian() + center
     assert clean_error(blocks_of(name), 1.0, center, x.abs().max().item()) == pytest.approx(
         errors(name, x).mean().item(), rel=0.05

@@ -15,7 +15,7 @@ from megalowbit.speculation.noise.grid import (
     magnitudes,
 )
 
-NAMES = {  # quantisers with one scale, by the format of their elements
+NAMES = {  # quantizers with one scale, by the format of their elements
     "e2m1": "fp4e2m1",
     "e3m2": "fp6e3m2",
     "e4m3": "fp8e4m3",
@@ -27,14 +27,14 @@ GRIDS = [Grid(element, is_stochastic) for element in NAMES for is_stochastic in 
 
 
 def measured(x, grid):
-    """Mean squared error of the quantiser itself."""
+    """Mean squared error of the quantizer itself."""
     name = NAMES[grid.element] + (":sr" if grid.is_stochastic else "")
     x = torch.as_tensor(x, dtype=torch.float32)
     return (quantizer(name)(x, random_key=RandomKey(11)).double() - x.double()).square().mean().item()
 
 
 @pytest.mark.parametrize("element", NAMES)
-def test_levels_are_those_of_the_quantiser(element):
+def test_levels_are_those_of_the_quantizer(element):
     numbers = quantizer(NAMES[element]).encoding.format.element.grid
     assert magnitudes(element).tolist() == [number / numbers[-1] for number in numbers]
     assert np.array_equal(levels(element), -levels(element)[::-1])
@@ -43,7 +43,7 @@ def test_levels_are_those_of_the_quantiser(element):
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("center", [0.0, 0.8, 3.1])
-def test_a_bulk_errs_as_the_quantiser_does(grid, center):
+def test_a_bulk_errs_as_the_quantizer_does(grid, center):
     x = torch.randn(400_000, generator=torch.Generator().manual_seed(1)) * 0.3 + center * 0.3
     x[0] = 0.3 * 20
     assert gaussian_error(grid, 6.0, 0.3, center * 0.3) == pytest.approx(measured(x, grid), rel=0.03)
@@ -89,7 +89,7 @@ def test_beyond_the_table_its_end_stands():
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("least", [0.0, 0.5, 0.9])
-def test_even_magnitudes_err_as_the_quantiser_does(grid, least):
+def test_even_magnitudes_err_as_the_quantizer_does(grid, least):
     x = np.linspace(least, 1.0, 300_001) * 5
     assert even_error(grid, 5.0, 5 * least) == pytest.approx(measured(x, grid), rel=0.02)
 

@@ -155,7 +155,7 @@ def test_a_density_of_outliers_hardly_moves_the_noise_of_an_even_grid():
     "name", ["int4", "int8:sr", "fp8e4m3", "fp8e5m2:sr", "nvfp4e2m1b", "mxfp4e2m1bnosr", "int8b", "int8e5m2b"]
 )
 @pytest.mark.parametrize("center", [0.0, 0.7, -2.0])
-def test_an_operand_errs_as_its_quantiser_does(name, center):
+def test_an_operand_errs_as_its_quantizer_does(name, center):
     x = with_outliers(40, 60, 3, rows=2048) + center
     of = statistics(x)
     errors = (quantized(x, name, 3) - x.double()).square()
@@ -166,7 +166,7 @@ def test_an_operand_errs_as_its_quantiser_does(name, center):
 
 
 @pytest.mark.parametrize("name", ["fp8e4m3", "nvfp4e2m1bnosr", "nvfp4e2m1b", "int8e5m2b", "mxfp4e2m1bnosr"])
-def test_outliers_err_as_the_quantiser_lets_them(name):
+def test_outliers_err_as_the_quantizer_lets_them(name):
     x = with_outliers(120, 1000, 3, rows=2048)
     of = statistics(x)
     errors = (quantized(x, name, 3) - x.double()).square()
@@ -353,7 +353,7 @@ def test_blocks_below_the_range_of_their_scales_are_lost():
 @pytest.mark.parametrize(
     "name", ["1p58bit", "int8:q_scalar=0.5", "nvfp4e2m1bnosr:4over6", "fp4e2m1b:seed_compat"]
 )
-def test_a_quantiser_without_a_model_is_refused_in_one_line(name):
+def test_a_quantizer_without_a_model_is_refused_in_one_line(name):
     of = statistics(with_outliers(32, 13, 1))
     with pytest.raises(UserError, match="has no noise model: use one of") as caught:
         predict_snr_db((name, of), ("int8", of))
@@ -361,7 +361,7 @@ def test_a_quantiser_without_a_model_is_refused_in_one_line(name):
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_quantiser_is_refused():
+def test_an_unknown_quantizer_is_refused():
     of = statistics(with_outliers(32, 13, 1))
     with pytest.raises(UserError, match="unknown quantizer 'int9'"):
         predict_snr_db(("int9", of), ("int8", of))

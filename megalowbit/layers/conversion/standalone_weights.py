@@ -1,11 +1,13 @@
-"""Matrices of a model that are in no linear layer: the experts of Mixtral and Qwen3-MoE, for one.
+"""Matrices of a model outside linear layers, such as the experts of Mixtral and Qwen3-MoE.
 
-transformers keeps the experts of a layer as one parameter of three axes and multiplies with it itself, so no
-`BitLinear` can take its place. Which parameters take part in a product cannot be seen without running the
-model; here it is every one that has two axes longer than 1, but for embeddings, norms, biases and the output
-head. What is left over is *missed*, unless there is a reason to keep it: a convolution is no projection, and
-routers stay in high precision in low-precision training (DeepSeek-V3 does so, arXiv:2412.19437, section 3.3),
-as their output decides which expert sees a token and costs little.
+transformers stores the experts of a layer as one parameter with three axes and multiplies with it directly,
+so no `BitLinear` can replace it. Without running the model it is unknown which parameters take part in a
+product. Here every parameter with two axes longer than 1 counts, except embeddings, norms, biases and the
+output head. Such a parameter is reported as *missed*, unless there is a reason to keep it:
+
+- A convolution is not a projection.
+- Routers stay in high precision in low-precision training (as in DeepSeek-V3, arXiv:2412.19437, section 3.3),
+  because their output decides which expert sees a token, and they cost little.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-NO_MATRIX = re.compile(r"bias$|emb|^w[tp]e$|^pos")  # names of parameters: biases of experts, positions
-ROUTER = re.compile(r"router|moe_?gate$|top_?k_?gate$", re.IGNORECASE)  # names of classes
+NO_MATRIX = re.compile(r"bias$|emb|^w[tp]e$|^pos")  # parameter names: biases of experts, positions
+ROUTER = re.compile(r"router|moe_?gate$|top_?k_?gate$", re.IGNORECASE)  # class names
 
 
-class BareWeight(NamedTuple):
-    """A matrix, or several in one parameter.
+class StandaloneWeight(NamedTuple):
+    """A parameter of one or several matrices that is outside linear layers.
 
     Attributes:
         owner: the module that holds it.
         owner_name: its name; empty for the model itself.
-        shape: of the whole.
-        reason: to keep it as it is; None where there is none.
+        shape: shape of the full parameter.
+        reason: why it may stay in high precision; None: no reason.
     """
 
     owner: nn.Module
@@ -43,10 +45,10 @@ class BareWeight(NamedTuple):
         return type(self.owner).__name__
 
 
-def bare_weights(
+def standalone_weights(
     model: nn.Module, layers: Mapping[str, nn.Module], heads: Collection[int]
-) -> dict[str, BareWeight]:
-    """The matrices outside a model's linear layers and output heads (`heads`: ids), by name, each once."""
+) -> dict[str, StandaloneWeight]:
+    """Matrices outside a model's linear layers and output heads (`heads`: their ids), by name, each once."""
     outside = {id(module) for layer in layers.values() for module in layer.modules()}
     outside |= {id(module) for module in model.modules() if _is_outside(module) or id(module) in heads}
     seen = {
@@ -62,7 +64,7 @@ def bare_weights(
         for name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) not in seen and _is_matrix(name, parameter):
                 full = f"{owner_name}.{name}" if owner_name else name
-                found[full] = BareWeight(owner, owner_name, _shape(parameter), _reason_to_keep(owner))
+                found[full] = StandaloneWeight(owner, owner_name, _shape(parameter), _reason_to_keep(owner))
                 seen.add(id(parameter))
     return found
 
@@ -78,7 +80,7 @@ def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Of the whole parameter, which ZeRO 3 keeps elsewhere."""
+    """Shape of the full parameter; under ZeRO 3 the parameter itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
