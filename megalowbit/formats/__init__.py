@@ -1,1 +1,1 @@
-"""What a low-precision number format is: element grid, rounding onto it, block scales, codes to bytes."""
+"""Definitions of low-precision number formats: element grids, rounding, block scales, and byte packing."""

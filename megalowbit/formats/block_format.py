@@ -1,15 +1,15 @@
 """Block formats: which elements share a scale, and what kind of number that scale is.
 
-| scale         | stored as      | one number of the tensor besides | decoded element              |
-|---------------|----------------|----------------------------------|------------------------------|
-| `e4m3`        | float8_e4m3fn  | fp32 tensor scale                | value · scale · tensor scale |
-| `e8m0`        | float8_e8m0fnu | none                             | value · scale                |
-| `fp32`        | float32        | none; a block of `None`: only it | value · scale                |
-| `signed_fp32` | float32        | none                             | value · |scale|              |
+| scale         | stored as      | additional number per tensor         | decoded element              |
+|---------------|----------------|--------------------------------------|------------------------------|
+| `e4m3`        | float8_e4m3fn  | fp32 tensor scale                    | value · scale · tensor scale |
+| `e8m0`        | float8_e8m0fnu | none                                 | value · scale                |
+| `fp32`        | float32        | none; if `block` is `None`, only one | value · scale                |
+| `signed_fp32` | float32        | none                                 | value · |scale|              |
 
-Under a signed scale the block's codes are E5M2 where the sign bit is set and INT8 where it is not
-(`INT8_E5M2`, blocks of one row). A block of `None` is the whole tensor. What is needed to choose the codes
-(rounding, which scale fits a block) is not part of a format: any decoder reads any encoder's output.
+With signed scales, the codes of a block are E5M2 if the sign bit of its scale is set, and INT8 if not
+(`INT8_E5M2`, blocks of one row). If `block` is `None`, the whole tensor is one block. How codes and scales
+are chosen (rounding) is not part of the format: any decoder reads the output of any encoder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCALE_DTYPES: dict[ScaleKind, torch.dtype] = {
     "fp32": torch.float32,
     "signed_fp32": torch.float32,
 }
-GROUP = 16  # elements that share a random draw and a Hadamard transform; rows are padded to it at least
+GROUP = 16  # elements that share a Philox call and a Hadamard transform; rows are padded to a multiple of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class BlockFormat:
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether there is one number of the tensor, beside block scales or alone."""
+        """Whether there is a scale of the whole tensor, with or without block scales."""
         return self.scale == "e4m3" or self.block is None
 
     def __str__(self) -> str:
@@ -61,13 +61,13 @@ class BlockFormat:
         return f"{self.element.name} under {self.scale} scales for {self.block[0]} × {self.block[1]}"
 
     def padded(self, rows: int, cols: int) -> tuple[int, int]:
-        """The matrix size that holds whole blocks (and whole groups of 16 along a row)."""
+        """The size of the matrix padded to whole blocks, and to whole groups of 16 along a row."""
         block_rows, block_cols = self.block or (1, GROUP)
         width = max(block_cols, GROUP)  # both powers of two
         return -(-rows // block_rows) * block_rows, -(-cols // width) * width
 
     def scales_shape(self, rows: int, cols: int) -> tuple[int, int]:
-        """(block rows, block columns) of such a matrix; (0, 0) where the tensor has only one scale."""
+        """(block rows, block columns) of such a matrix; (0, 0) if the tensor has only one scale."""
         if self.block is None:
             return 0, 0
         padded_rows, padded_cols = self.padded(rows, cols)

@@ -1,17 +1,19 @@
-"""Block scales from block maxima: NVFP4's two levels, MX's powers of two, plain fp32.
+"""Computes block scales from block maxima: NVFP4's two levels, MX's powers of two, and plain fp32.
 
-With a the largest magnitude of a block (already times `q_scalar`), A the largest a of the tensor, M the
-largest element (6 for E2M1), each operation rounded to fp32 once, in this order; every fast path keeps it:
+Let a be the largest magnitude of a block (already times `q_scalar`), A the largest a of the tensor, and M the
+largest element (6 for E2M1). Each operation is rounded to fp32 once, in the order written; all kernels follow
+it:
 
-- `e4m3`: S = 448·M/A (A = 0: 1; at most 2¹²⁶: 1/S is a normal number); s = e4m3(min(a/(M/S), 448)),
-  as a/(M/S) is exact where S is a power of two; element = round(x · (S/s)), decoded as element · s · (1/S)
+- `e4m3`: S = 448·M/A (1 if A = 0; at most 2¹²⁶, so that 1/S is a normal number); s = e4m3(min(a/(M/S), 448)),
+  because a/(M/S) is exact if S is a power of two; element = round(x · (S/s)), decoded as element · s · (1/S)
 - `e8m0`: s = 2^(⌊log₂ a⌋ - ⌊log₂ M⌋), OCP's choice ("down"), or the smallest power of two with M·s ≥ a ("up",
   NVIDIA's); within 2^±127; element = round(x · (1/s))
 - `fp32`: s = a/M; element = round(x/s)
 
-E4M3 scales are rounded to nearest even, or "up": then no element clips, and S is at most 2¹¹⁸, where S/s is
-finite for the smallest s: no block is too small. A block with an infinity or a NaN
-gets the scale NaN, decodes to NaN and does not enter A; one too small for its scale's format gets 0.
+E4M3 scales are rounded to nearest even, or "up". With "up" no element clips. S is then at most 2¹¹⁸, for
+which S/s is finite even with the smallest s, so no block underflows. A block with an infinity or a NaN gets
+the scale NaN, decodes to NaN and does not enter A. A block too small for the format of its scale gets the
+scale 0.
 """
 
 from __future__ import annotations
@@ -29,21 +31,21 @@ from megalowbit.formats.tables import cached_table
 E4M3_MAX = 448.0
 MAX_ENCODE_SCALE = 2.0**126
 MAX_ENCODE_SCALE_UP = 2.0**118  # 2¹²⁷ over E4M3's smallest number
-SLACK = 1 + 2.0**-20  # what fp32 rounding alone may add to a ratio that should be at most 1
+SLACK = 1 + 2.0**-20  # fp32 rounding may raise a ratio that is at most 1 to this
 ScaleRounding = Literal["nearest", "up", "down"]
 
 
 class BlockScales(NamedTuple):
-    """Scales of one tensor cut into blocks; all but `tensor_scale` have the shape of the block maxima.
+    """The scales of one tensor; all but `tensor_scale` have the shape of the block maxima.
 
     Attributes:
-        codes: as stored: float8_e4m3fn, float8_e8m0fnu or fp32; NaN marks a block with non-finite elements.
+        codes: scales as stored: float8_e4m3fn, float8_e8m0fnu or fp32; NaN for a block with an infinity or
+            NaN.
         decoded: the same numbers in fp32.
-        encode: fp32, what elements are multiplied by (divided by, where scales are fp32); 0 or NaN where
-            nothing of a block is left.
-        tensor_scale: fp32, 0-dim: 1/S of two-level scales, the scale where the tensor has only one; else
-            `None`.
-        overflows: bool, E4M3 scales beyond 448 (with `SLACK`) before they were clamped.
+        encode: fp32, the factor of elements (the divisor for fp32 scales); 0 or NaN if the block underflows
+            or is not finite.
+        tensor_scale: fp32, 0-dim: 1/S of two-level scales, or the only scale of the tensor; otherwise `None`.
+        overflows: bool, whether an E4M3 scale was above 448 (with `SLACK`) before it was clamped.
     """
 
     codes: Tensor
@@ -63,14 +65,16 @@ def block_scales(
     """Scales of the blocks whose largest magnitudes are `amax`.
 
     Args:
-        amax: fp32, at least one block; not finite where the block is not.
-        format: of the tensor.
-        rounding: of the scale: "nearest" or "up" for E4M3, "down" or "up" for E8M0, "nearest" for fp32.
-        tensor_amax: fp32, 0-dim: the tensor's largest magnitude where these blocks are only a part of it
-            (shards of one tensor must agree); `None` takes it from `amax`. Not finite: every block is NaN.
-        scale_max: the E4M3 scale which the largest block gets. Four-over-six lowers it to 256 to have room.
+        amax: fp32, at least one block; not finite if the block is not.
+        format: format of the tensor.
+        rounding: rounding of the scale: "nearest" or "up" for E4M3, "down" or "up" for E8M0, "nearest" for
+            fp32.
+        tensor_amax: fp32, 0-dim: the largest magnitude of the tensor, if these blocks are only a part of it
+            (all shards must use the same). `None`: taken from `amax`. If it is not finite, every block
+            becomes NaN.
+        scale_max: E4M3 scale of the largest block; four-over-six uses 256 to leave headroom.
     """
-    amax = torch.where(amax.isfinite(), amax, torch.nan)  # one NaN, whose code has no sign
+    amax = torch.where(amax.isfinite(), amax, torch.nan)  # a NaN without sign, so its code is unique
     if format.block is None:
         if tensor_amax is not None:
             amax = torch.where(amax.isnan() | ~tensor_amax.isfinite(), torch.nan, tensor_amax)
@@ -91,13 +95,13 @@ def tensor_encode_scale(
     scale_max: float = E4M3_MAX,
     rounding: ScaleRounding = "nearest",
 ) -> Tensor:
-    """S: what brings the tensor's largest magnitude to `scale_max` · M. fp32, 0-dim; see `block_scales`.
+    """S, which maps the tensor's largest magnitude to `scale_max` · M: fp32, 0-dim; see `block_scales`.
 
-    NaN where a given `tensor_amax` is not finite, as then nothing of the tensor is known.
+    NaN if a given `tensor_amax` is not finite.
     """
     if tensor_amax is None:
         tensor_amax = torch.nan_to_num(amax, nan=0.0).amax()
-    # Both operands of a division are tensors: torch replaces division by a Python number with a product.
+    # both operands of a division are tensors, because torch turns division by a Python number into a product
     encode_scale = torch.div(torch.full_like(tensor_amax, scale_max * element.max), tensor_amax)
     most = MAX_ENCODE_SCALE_UP if rounding == "up" else MAX_ENCODE_SCALE
     encode_scale = torch.where(tensor_amax > 0, encode_scale.clamp_(max=most), 1.0)
@@ -107,12 +111,12 @@ def tensor_encode_scale(
 def two_level_scales(
     amax: Tensor, encode_scale: Tensor, element_max: float, rounding: ScaleRounding
 ) -> BlockScales:
-    """E4M3 scales under the tensor's scale 1/S.
+    """E4M3 block scales, for a tensor scale of 1/S.
 
     Args:
-        amax: fp32 block maxima, NaN for a spoiled block.
+        amax: fp32 block maxima, NaN for a block with an infinity or NaN.
         encode_scale: S, fp32, 0-dim.
-        element_max: what a block's maximum becomes: M, or 4 in four-over-six.
+        element_max: the element that a block's maximum is mapped to: M, or 4 in four-over-six.
         rounding: "nearest" or "up".
     """
     unclamped = torch.div(amax, torch.div(torch.full_like(encode_scale, element_max), encode_scale))
@@ -148,7 +152,7 @@ def _one_scale(amax: Tensor, element: ElementFormat) -> BlockScales:
 
 @cached_table
 def _powers_of_two(device: torch.device) -> Tensor:
-    # By ldexp on the host: 2^-127 is subnormal, which some devices' exp2 flushes to zero.
+    # ldexp on the host, because 2^-127 is subnormal and exp2 of some devices flushes it to zero
     powers = [math.ldexp(1.0, code - 127) for code in range(255)]
     return torch.tensor([*powers, math.nan], dtype=torch.float32, device="cpu").to(device)
 

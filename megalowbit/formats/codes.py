@@ -1,26 +1,25 @@
-"""Codes of an element grid: rounding scaled numbers to them, the numbers they stand for, their bytes.
+"""Codes of an element grid: rounding numbers to codes, decoding them, and packing them into bytes.
 
-Rounding is to nearest even or stochastic. Both return the position in the grid, with the sign bit of the
-input above it (of a zero too, as hardware does). NaN gives code 0; what a NaN means is the block scale's
-business.
+Rounding is to nearest even or stochastic. A code is the position in the grid, with the sign bit of the input
+above it (also for zeros, as in hardware). NaN gives code 0; a NaN is represented in the block scale instead.
 
-Stochastic rounding adds a random byte to the real-valued code and floors,
+Stochastic rounding adds a random byte to the real-valued code and takes the floor,
 
     t = the code of |x|, linear between grid points      (E2M1: min(2|x|, |x| + 2, |x|/2 + 4) in fp32)
     code = min(floor(t + (byte + ½)/256), top)
 
-so that x goes up with probability (x - lo)/(hi - lo), to the 8 bits that Blackwell's own conversion takes
-(PTX `cvt.rs.satfinite.e2m1x4` spends 32 random bits on four elements). Whole codes never move. A number less
-than 1/512 of a gap above its lower neighbour never goes up, though: of numbers with a long tail, most are
-lost. Unbiased rounding takes a random odd multiple r of 2⁻²⁴ instead,
+so x is rounded up with probability (x - lo)/(hi - lo), with the 8 bits that Blackwell's conversion uses (PTX
+`cvt.rs.satfinite.e2m1x4` takes 32 random bits for four elements). Numbers on the grid never change. However,
+a number less than 1/512 of a gap above its lower neighbour is never rounded up. In a tensor with a long tail,
+that sets most numbers to zero. Unbiased rounding compares with a random odd multiple r of 2⁻²⁴ instead,
 
     code = floor(t) + (r < t - floor(t))
 
-which errs by at most 2⁻²⁴ in probability, and by what t loses in fp32: at most 2⁻¹⁸ of a gap (E4M3, E5M2),
-2⁻²² (E2M1) or nothing (integers), rounded to nearest.
+Its probability is accurate to 2⁻²⁴, plus the rounding of t to fp32: at most 2⁻¹⁸ of a gap (E4M3, E5M2), 2⁻²²
+(E2M1) or nothing (integers).
 
-In bytes the first code stands in the lowest bits: two four-bit codes make (first | second << 4), the order of
-every FP4 library and of the hardware. Four codes of six bits fill three bytes.
+In a byte, the first code is in the lowest bits: two four-bit codes are stored as (first | second << 4), the
+order of all FP4 libraries and of the hardware. Four codes of six bits fill three bytes.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ from megalowbit.formats.tables import cached_table
 
 @cached_table
 def _boundaries(element: ElementFormat, device: torch.device) -> Tensor:
-    """Thresholds in fp32, so that "greater than the i-th" sends each tie to the even code."""
+    """fp32 thresholds: numbers above the i-th get at least code i + 1, and ties get the even code."""
     thresholds = torch.tensor(element.thresholds, dtype=torch.float32, device="cpu")
     thresholds[1::2] = torch.nextafter(thresholds[1::2], torch.full_like(thresholds[1::2], -math.inf))
     return thresholds.to(device)
 
 
 def nearest_codes(scaled: Tensor, element: ElementFormat) -> Tensor:
-    """Codes of nearest-even rounding, saturating: uint8 in the shape of `scaled`.
+    """Codes rounded to nearest even, with saturation: uint8 in the shape of `scaled`.
 
-    The numbers are fp32, already divided by their scale.
+    `scaled` is fp32, already divided by the block scale.
     """
     codes = torch.bucketize(scaled.abs().contiguous(), _boundaries(element, scaled.device), out_int32=True)
     return _with_sign(codes, scaled, element)
 
 
 def stochastic_codes(scaled: Tensor, random: Tensor, element: ElementFormat) -> Tensor:
-    """Codes of stochastic rounding, saturating; as `nearest_codes`.
+    """Codes rounded stochastically, with saturation; otherwise as `nearest_codes`.
 
-    `random` has a number for each element: a byte in uint8, or r of unbiased rounding in fp32.
+    `random` has a number for each element: a uint8 byte, or the fp32 number r of unbiased rounding.
     """
     magnitude = scaled.abs()
     position = torch.zeros_like(magnitude)
@@ -80,7 +79,7 @@ def _values(element: ElementFormat, device: torch.device) -> Tensor:
 
 
 def code_values(codes: Tensor, element: ElementFormat) -> Tensor:
-    """The numbers codes stand for: fp32, same shape."""
+    """Decode codes: fp32, same shape."""
     return _values(element, codes.device)[codes.to(torch.int32)]
 
 

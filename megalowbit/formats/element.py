@@ -1,14 +1,14 @@
-"""Element formats: the finite set of numbers one code can stand for.
+"""Element formats: the finite set of numbers that a code can represent.
 
-A format is described by its non-negative magnitudes in code order; one more bit above them is the sign. All
-else (largest value, rounding thresholds, the map from value to position) follows from that list, so a new
-sign-magnitude format is one line here. Integers are sign-magnitude too: they have no lonely -128.
+A format is defined by its non-negative magnitudes in code order; the bit above them is the sign. The largest
+value, the rounding thresholds and the map from value to position follow from that list, so a new
+sign-magnitude format is one line here. Integers are sign-magnitude too, without -128.
 
 E2M1, E3M2, E4M3 and E5M2 are the elements of the OCP Microscaling specification 1.0 (E4M3 without its NaN,
-E5M2 without its infinity and NaNs); ternary is that of BitNet b1.58 (arXiv:2402.17764).
+E5M2 without its infinity and NaNs). Ternary is that of BitNet b1.58 (arXiv:2402.17764).
 
-`INT8_E5M2` is one of two formats for a whole block, INT8 or E5M2, as the sign of the block's scale says: its
-`grid` is that of INT8, and whoever meets it under a `signed_fp32` scale must ask for the sign.
+`INT8_E5M2` means INT8 or E5M2 for a whole block, selected by the sign of the block's scale. Its `grid` is
+that of INT8; code that handles `signed_fp32` scales must check the sign.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ElementFormat:
     """A sign-magnitude number format.
 
     Attributes:
-        name: what papers call it, in lower case.
-        bits: of one code, the sign bit included.
-        grid: magnitudes by code, rising from 0; every gap is a power of two.
+        name: the usual name, in lower case.
+        bits: bits of one code, including the sign.
+        grid: magnitudes by code, ascending from 0; every gap is a power of two.
     """
 
     name: str
@@ -33,38 +33,38 @@ class ElementFormat:
 
     @property
     def max(self) -> float:
-        """Largest magnitude; anything beyond it saturates."""
+        """Largest magnitude; larger numbers saturate."""
         return self.grid[-1]
 
     @property
     def sign_code(self) -> int:
-        """The code bit which means "negative": 8 where a code has 4 bits."""
+        """The sign bit of a code: 8 for codes of 4 bits."""
         return 1 << (self.bits - 1)
 
     @functools.cached_property
     def thresholds(self) -> tuple[float, ...]:
-        """Midpoints between neighbours: beyond the i-th lies code i + 1; on it, the even of the two codes."""
+        """Midpoints between neighbours: above the i-th is code i + 1; on it, the even code of the two."""
         return tuple((low + high) / 2 for low, high in zip(self.grid, self.grid[1:], strict=False))
 
     @functools.cached_property
     def knots(self) -> tuple[tuple[float, float], ...]:
         """Pairs (bound, weight) with Σ weight·min(|x|, bound) = the real-valued code of |x|.
 
-        The map runs through (grid[i], i) in straight lines; it bends where the gap between neighbours
-        changes.
+        That code is the piecewise linear function through the points (grid[i], i). Its slope changes where
+        the gap between neighbours changes.
         """
         slopes = [1 / (high - low) for low, high in zip(self.grid, self.grid[1:], strict=False)] + [0.0]
         bends = zip(self.grid[1:], slopes, slopes[1:], strict=False)
         return tuple((bound, before - after) for bound, before, after in bends if before != after)
 
     def code_values(self) -> list[float]:
-        """The number of each code, sign bit included: index 9 of E2M1 is -0.5; unused codes are NaN."""
+        """The number of each code, including the sign: index 9 of E2M1 is -0.5; unused codes are NaN."""
         unused = [float("nan")] * (self.sign_code - len(self.grid))
         return [*self.grid, *unused, *(-magnitude for magnitude in self.grid), *unused]
 
 
 def _float_grid(exponent_bits: int, mantissa_bits: int, count: int) -> tuple[float, ...]:
-    """The first `count` magnitudes of a floating format with subnormals and the usual bias."""
+    """The first `count` magnitudes of a floating-point format with subnormals and the usual bias."""
     bias = 2 ** (exponent_bits - 1) - 1
     steps = 2**mantissa_bits
     grid = []

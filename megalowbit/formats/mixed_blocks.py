@@ -1,23 +1,24 @@
-"""Blocks that are INT8 or E5M2, each as suits it: the definition of the choice, of scales and codes.
+"""Mixed blocks, which are INT8 or E5M2: the definition of the choice, the scales and the codes.
 
-A block whose largest element stands far above the others leaves them few of INT8's 127 steps; E5M2 has the
-same relative error at every size. At what ratio of maximum M to standard deviation σ of the others the second
-is the better one follows from the errors: INT8 leaves (M/127)²/12, E5M2 about .0028 σ²; equal at M/σ ≈ 23.
+If the largest element of a block is far above the others, few of INT8's 127 steps are left for them. E5M2 has
+the same relative error for every magnitude. The mean squared errors are (M/127)²/12 for INT8 and about .0028
+σ² for E5M2, with the maximum M and the standard deviation σ of the others. They are equal at M/σ ≈ 23.
 
-The others are measured by their mean magnitude, which for a Gaussian is σ·√(2/π): a block of n elements is
-E5M2 where
+σ is estimated from the mean magnitude of the others, which is σ·√(2/π) for a Gaussian. A block of n elements
+is E5M2 if
 
     Σ|c| - 127 < 141/32 · (n - 1)        141/32 ≈ 127/23 · √(2/π)
 
-with c the codes of INT8, rounded to nearest even whatever the rounding of the result: whole numbers, so every
-backend decides alike. Padding is no element. With a the block's largest magnitude and every operation rounded
-to fp32 once, the stored scale is
+where c are the INT8 codes rounded to nearest even, even if the result is rounded stochastically. All terms
+are integers, so every backend makes the same choice. Padding does not count. With a the block's largest
+magnitude, and every operation rounded to fp32 once, the stored scale is
 
-- a/127 of an INT8 block, 1 where that is 0: also where all elements are
-- -(a/57344) of an E5M2 block; one where a/57344 is no normal number stays INT8
-- NaN, its sign bit clear, where a is not finite; codes then are 0
+- a/127 for an INT8 block; 1 if that is 0, for example because all elements are
+- -(a/57344) for an E5M2 block; a block is INT8 if a/57344 is not a normal number
+- NaN with a clear sign bit if a is not finite; the codes are 0
 
-Codes are sign and magnitude in both, x / |scale| rounded to the format's finite grid; a zero keeps its sign.
+Codes are sign-magnitude in both formats: x / |scale| rounded to the format's finite grid. A zero keeps its
+sign.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ def mixed_scales_and_codes(
 
     Args:
         matrix: fp32 (rows, padded columns), padded with zeros.
-        amax: fp32 (rows, blocks of a row), largest magnitudes; NaN where the block has an infinity or a NaN.
-        cols: columns without padding.
+        amax: fp32 (rows, blocks per row), largest magnitudes; NaN if the block has an infinity or a NaN.
+        cols: number of columns without padding.
         random: as for `stochastic_codes`, in the shape of `matrix`; `None` rounds to nearest even.
 
     Returns:
-        Scales, whose `codes` are signed, and uint8 codes of the shape of `matrix`.
+        The scales, whose `codes` are signed, and uint8 codes in the shape of `matrix`.
     """
     blocks = matrix.unflatten(1, (amax.shape[1], -1))  # (rows, blocks, elements)
     int8_scale = torch.div(amax, torch.full_like(amax, INT8.max))
     int8_scale = torch.where(int8_scale == 0, 1.0, int8_scale)
     e5m2_scale = torch.div(amax, torch.full_like(amax, E5M2.max))
     codes = nearest_codes(blocks / int8_scale.unsqueeze(-1), INT8)
-    is_e5m2 = _prefers_e5m2(codes, cols) & (e5m2_scale >= SMALLEST_E5M2_SCALE)  # a NaN is not
+    is_e5m2 = _prefers_e5m2(codes, cols) & (e5m2_scale >= SMALLEST_E5M2_SCALE)  # False for NaN
 
     scale = torch.where(is_e5m2, e5m2_scale, int8_scale)
     scaled = blocks / scale.unsqueeze(-1)
@@ -70,11 +71,11 @@ def mixed_scales_and_codes(
 
 
 def _prefers_e5m2(codes: Tensor, cols: int) -> Tensor:
-    """Whether the others of a block are small beside its largest: bool (rows, blocks).
+    """The choice described above: bool (rows, blocks).
 
     Args:
         codes: uint8 (rows, blocks, elements), INT8 rounded to nearest even.
-        cols: elements of a row that are no padding.
+        cols: number of columns without padding.
     """
     numerator, denominator = THRESHOLD
     sums = (codes & (INT8.sign_code - 1)).sum(-1, dtype=torch.int32)
@@ -85,13 +86,10 @@ def _prefers_e5m2(codes: Tensor, cols: int) -> Tensor:
 
 
 def mixed_values(codes: Tensor, is_e5m2: Tensor) -> Tensor:
-    """The numbers that uint8 codes stand for: fp32, same shape.
-
-    `is_e5m2` says for each code whether its block's scale has its sign bit set.
-    """
+    """Decode uint8 codes to fp32; `is_e5m2`: for each code, whether its block's scale is negative."""
     return torch.where(is_e5m2, code_values(codes, E5M2), code_values(codes, INT8))
 
 
 def largest_elements(is_e5m2: Tensor) -> Tensor:
-    """What the largest magnitude of a block becomes: fp32, the shape of `is_e5m2`."""
+    """The element that the largest magnitude of a block is mapped to: fp32, in the shape of `is_e5m2`."""
     return torch.where(is_e5m2, E5M2.max, INT8.max).to(torch.float32)

@@ -1,8 +1,8 @@
-"""Look-up tables that are built once for each device and then only read.
+"""Look-up tables that are built once for each device.
 
-A table may first be needed while PyTorch traces a model with fake tensors (an estimate of memory), or under
-`with torch.device("meta")`. It is built outside of such modes all the same: a fake table in the cache would
-poison every later, real call. Default dtype and device may be anything: builders name both.
+A table may first be needed while PyTorch traces a model with fake tensors (to estimate memory), or under
+`with torch.device("meta")`. It is built outside of such modes, because a fake table in the cache would break
+all later calls. Builders name dtype and device explicitly, since torch's defaults may be changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def cached_table(build: Callable[..., Tensor]) -> functools._lru_cache_wrapper[Tensor]:
-    """Decorate a function that makes a table from hashable arguments: it is called once for each."""
+    """Decorator for a function that builds a table; it runs once for each combination of its arguments."""
 
     @functools.lru_cache(maxsize=64)
     @functools.wraps(build)

@@ -1,8 +1,8 @@
 """The random Hadamard transform: H = diag(signs) · H16 / 4, along rows, in groups of 16.
 
-Applied to both operands of a product along the contraction axis it cancels (H is orthogonal) and spreads
-outliers over their group first (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149). Computed as a
-butterfly in fp32 with a fixed order of additions, so that every device gets the same bits.
+H is orthogonal. Applied to both operands of a product along the summed axis it cancels out, but it spreads
+outliers over their group before quantisation (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149). The
+butterfly in fp32 has a fixed order of additions, so every device computes the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megalowbit.formats.block_format import GROUP
 def hadamard(x: Tensor, signs: int) -> Tensor:
     """Transform fp32 (rows, cols), cols a multiple of 16: fp32, same shape.
 
-    Of the 16 bits of `signs`, bit j set negates element j of each group.
+    If bit j of the 16-bit `signs` is set, element j of each group is negated first.
     """
     flips = torch.tensor(
         [-1.0 if signs >> j & 1 else 1.0 for j in range(GROUP)], dtype=torch.float32, device=x.device

@@ -1,16 +1,16 @@
-"""The names users type for quantizers: `base`, or `base:option:option`; docs/formats.md explains each.
+"""Names of quantizers: `base`, or `base:option:option`; docs/formats.md describes them.
 
 | base                                            | elements and scales                        | rounding   |
 |-------------------------------------------------|--------------------------------------------|------------|
 | `fp4e2m1`                                       | E2M1, one fp32 scale                       | nearest    |
-| `fp4e2m1b`, `nvfp4e2m1b`, `mxfp4e2m1b`          | E2M1, scales for 1 × 16, 1 × 16, 1 × 32    | stochastic |
-| these three with `nosr`                         |                                            | nearest    |
-| `fp6e3m2`, `fp8e4m3`, `fp8e5m2`, `int8`, `int4` | one fp32 scale; with `b` one for 1 × 16    | nearest    |
-| `int8e5m2b`                                     | 1 × 128 in INT8 or E5M2, with fp32 scales  | nearest    |
+| `fp4e2m1b`, `nvfp4e2m1b`, `mxfp4e2m1b`          | E2M1, blocks of 1 × 16, 1 × 16, 1 × 32     | stochastic |
+| these three with `nosr`                         | the same                                   | nearest    |
+| `fp6e3m2`, `fp8e4m3`, `fp8e5m2`, `int8`, `int4` | one fp32 scale; with `b` blocks of 1 × 16  | nearest    |
+| `int8e5m2b`                                     | blocks of 1 × 128, INT8 or E5M2, fp32      | nearest    |
 | `1p58bit`                                       | -1, 0, 1 times the mean magnitude (BitNet) | nearest    |
 | `fp32`                                          | not quantised                              |            |
 
-Bases and `nosr` are those of Metis, with its default rounding; `OPTIONS` are ours.
+The bases and `nosr` are those of Metis, with its default rounding. The `OPTIONS` are additions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megalowbit.quantize.quantizer import BlockQuantizer, IdentityQuantizer, Qua
 from megalowbit.quantize.seed_compat import SEED_COMPAT
 
 OPTIONS = ("sr", "unbiased", "tile16", "block32", "floor", "4over6", "q_scalar", "seed_compat")
-NEAREST = "nosr"  # the ending of bases that round to nearest
+NEAREST = "nosr"  # suffix of bases that round to nearest
 UNQUANTISED = ("bf16", "fp16", "fp64", "bfloat16", "float16", "float32", "float64", "none")
 CONTRADICTIONS = (("unbiased", "floor"), ("tile16", "block32"))
 
@@ -66,16 +66,15 @@ def _fp32_scaled(element: ElementFormat, block: tuple[int, int] | None) -> Encod
 
 
 def quantizer_names() -> tuple[str, ...]:
-    """All base names `quantizer` knows."""
+    """All base names that `quantizer` accepts."""
     return tuple(_bases())
 
 
 def quantizer(name: str) -> Quantizer:
-    """The quantizer called `name`.
+    """The quantizer with this name.
 
     Raises:
-        UserError: the base or an option is unknown (the message lists the names and the nearest one), or an
-            option does not fit the base.
+        UserError: the base or an option is unknown, or the base does not support the option.
     """
     if not isinstance(name, str):
         raise UserError(f"a quantizer has a name, not {shown(name)}: known: {', '.join(quantizer_names())}")
@@ -128,7 +127,7 @@ def _check_options(base: str, options: list[str]) -> None:
         if ("=" in option) != (key == "q_scalar"):
             raise UserError("write q_scalar=NUMBER, and the other options without a value")
         if keys.count(key) > 1:
-            raise UserError(f"{key} stands there twice, write it once")
+            raise UserError(f"{key} is given twice, write it once")
     for one, other in CONTRADICTIONS:
         if one in keys and other in keys:
             raise UserError(f"{one} and {other} contradict each other, leave one out")
@@ -136,7 +135,7 @@ def _check_options(base: str, options: list[str]) -> None:
 
 def _seed_compat(name: str, base: str, options: list[str]) -> Quantizer:
     if len(options) > 1:
-        raise UserError("seed_compat stands alone, leave out the other options")
+        raise UserError("seed_compat cannot be combined with other options, leave those out")
     if base not in SEED_COMPAT:
         raise UserError(f"seed_compat exists for {', '.join(SEED_COMPAT)}")
     return SEED_COMPAT[base](name=name)
@@ -157,7 +156,7 @@ def _with_option(encoding: Encoding, option: str) -> Encoding:
         return replace(encoding, four_over_six=True)
     if key == "floor":
         if format.scale != "e8m0":
-            raise UserError("floor is a choice of MXFP4's scale, use mxfp4e2m1b…")
+            raise UserError("floor is supported for MXFP4 scales only, use mxfp4e2m1b…")
         return replace(encoding, scale_rounding="down")
     fits = has_fp32_scales if key == "block32" else format.scale in ("fp32", "e4m3")
     if format.block is None or not fits:
@@ -167,16 +166,18 @@ def _with_option(encoding: Encoding, option: str) -> Encoding:
 
 
 def _check_unbiased(encoding: Encoding) -> None:
-    """Refuse what clips: a clipped element cannot be right on average."""
+    """Reject encodings that clip, because the mean of a clipped element is not exact."""
     if encoding.scale_from == "mean":
-        raise UserError("unbiased does not fit scales from the mean magnitude, which clip: write sr")
+        raise UserError("unbiased does not support scales from the mean magnitude, which clip: write sr")
     if encoding.q_scalar < 1:
-        raise UserError(f"unbiased does not fit q_scalar={encoding.q_scalar:g}, which clips: write sr, or 1")
+        raise UserError(
+            f"unbiased does not support q_scalar={encoding.q_scalar:g}, which clips: write sr, or q_scalar=1"
+        )
 
 
 def _number(text: str) -> float:
     try:
-        if "_" not in text:  # Python's 1_0 is 10, which nobody means
+        if "_" not in text:  # Python reads 1_0 as 10, which is not intended here
             return float(text)
     except ValueError:
         pass

@@ -1,10 +1,10 @@
-"""Quantised tensors in a safetensors file, bit for bit as they were.
+"""Saves quantised tensors to a safetensors file, bit for bit, and loads them.
 
-A tensor `name` becomes `name.codes`, `name.scales` (where its format has block scales) and
-`name.tensor_scale` (where it has one), in their own dtypes; shape, dtype and format stand as JSON in the
-file's metadata under `megalowbit`, and under `megalowbit.sha256` a checksum of that text and all numbers:
-against damage, not against forgers. Any safetensors reader gets at the numbers; E8M0 scales need safetensors
-0.5. Counts and operands are not kept.
+A tensor `name` is stored as `name.codes`, `name.scales` (if its format has block scales) and `name.tensor_scale`
+(if its format has one), each in its dtype. The file's metadata has shape, dtype and format as JSON under
+`megalowbit`, and a checksum of that text and all numbers under `megalowbit.sha256`. The checksum detects damage, not
+forgery. Any safetensors reader can read the numbers; E8M0 scales need safetensors 0.5. Counts and operands are not
+saved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ METADATA_KEY = "megalowbit"
 CHECKSUM_KEY = "megalowbit.sha256"
 VERSION = 1
 DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-# Which elements go with a kind of scale; other pairs are decodable, but nobody makes them.
+# Elements that can be combined with a kind of scale. Other pairs could be decoded, but no quantizer makes them.
 PAIRS: dict[ScaleKind, tuple[str, ...]] = {
     "e4m3": (E2M1.name,),
     "e8m0": (E2M1.name,),
@@ -43,15 +43,15 @@ LARGEST_SIZE = 2**63 - 1  # of a dimension, and of all elements together
 
 
 def save_quantized(tensors: Mapping[str, QuantizedTensor], path: str | os.PathLike[str]) -> None:
-    """Write quantised tensors to one file, wholly or not at all.
+    """Write quantised tensors to one file, atomically.
 
     Args:
-        tensors: by name.
-        path: in a folder that exists; a file there is replaced.
+        tensors: name → tensor.
+        path: the file, in an existing folder; an existing file is replaced.
 
     Raises:
-        UserError: a tensor is not packed or has no numbers, a name is none, or the path cannot be written;
-            an old file is still there then.
+        UserError: a tensor is not packed or is on the meta device, a name is invalid, or the path cannot be
+            written. An existing file is kept in that case.
     """
     if not isinstance(tensors, Mapping):
         raise _wrong_call(f"tensors by name first, not {type(tensors).__name__}")
@@ -61,7 +61,7 @@ def save_quantized(tensors: Mapping[str, QuantizedTensor], path: str | os.PathLi
     for name, tensor in tensors.items():
         _check(path, name, tensor)
         for suffix, part in _parts(tensor).items():
-            # a copy: `save` refuses tensors that share memory
+            # a copy, because `save` rejects tensors that share memory
             stored[f"{name}.{suffix}"] = part.detach().cpu().clone(memory_format=torch.contiguous_format)
         described[name] = {
             "shape": list(tensor.shape),
@@ -73,14 +73,14 @@ def save_quantized(tensors: Mapping[str, QuantizedTensor], path: str | os.PathLi
     text = json.dumps({"version": VERSION, "tensors": described})
     content = save(stored, {METADATA_KEY: text, CHECKSUM_KEY: _checksum(text, stored)})
     if path.is_dir():
-        raise UserError(f"{path} is a folder: name a file in it")
+        raise UserError(f"{path} is a folder: give a file in it")
     if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written, there is no folder {path.parent}: make it first")
+        raise UserError(f"{path} cannot be written, folder {path.parent} does not exist: create it first")
     try:
         with atomic_file(path, "wb") as file:
             file.write(content)
-    except (OSError, ValueError) as error:  # ValueError: a path no system takes
-        # `strerror`, since the error itself names the draft that `atomic_file` writes
+    except (OSError, ValueError) as error:  # ValueError: an invalid path
+        # `strerror`, because the error itself names the temporary file of `atomic_file`
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} cannot be written ({reason}): give another path") from error
 
@@ -88,14 +88,14 @@ def save_quantized(tensors: Mapping[str, QuantizedTensor], path: str | os.PathLi
 def load_quantized(
     path: str | os.PathLike[str], *, device: str | torch.device = "cpu"
 ) -> dict[str, QuantizedTensor]:
-    """Read what `save_quantized` wrote.
+    """Read a file written by `save_quantized`.
 
     Args:
         path: the file.
-        device: where the tensors go.
+        device: device of the result.
 
     Raises:
-        UserError: there is no such file, it is damaged or not one of these, or the device cannot be used.
+        UserError: the file does not exist, is damaged or of another kind, or the device cannot be used.
     """
     path = _path(path)
     _check_device(device)
@@ -108,20 +108,20 @@ def load_quantized(
             metadata = file.metadata() or {}
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise UserError(f"{path} is damaged or no safetensors file ({error}): write it again") from error
+        raise UserError(f"{path} is damaged or not a safetensors file ({error}): write it again") from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}): check its rights") from error
+        raise UserError(f"{path} cannot be read ({error.strerror or error}): check permissions") from error
     try:
         described = _described(path, metadata)
         found = _checksum(metadata[METADATA_KEY], stored)
         loaded = {name: _tensor(path, name, entry, stored) for name, entry in described.items()}
-    except RecursionError as error:  # JSON in JSON in JSON
+    except RecursionError as error:  # JSON nested too deeply
         raise UserError(f"{path} is damaged: its metadata cannot be read; write it again") from error
     if stored:
-        raise UserError(f"{path} holds {shown(min(stored))}, which nothing describes: write it again")
-    # Last, since what is wrong is better named than counted.
+        raise UserError(f"{path} contains {shown(min(stored))} without a description: write it again")
+    # checked last, because the errors above are more specific
     if metadata.get(CHECKSUM_KEY) != found:
-        raise UserError(f"{path} is damaged: its numbers do not have its SHA-256; write it again")
+        raise UserError(f"{path} is damaged: its SHA-256 does not match its content; write it again")
     return {
         name: tensor.from_parts(tuple(part.to(device) for part in tensor.to_parts()[0]))
         for name, tensor in loaded.items()
@@ -134,7 +134,7 @@ def _wrong_call(what: str) -> UserError:
 
 def _path(path: Any) -> Path:
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
-        what = f"{shown(path)} is {type(path).__name__}, no path"
+        what = f"{shown(path)} is {type(path).__name__}, not a path"
         raise UserError(
             f'{what}: write save_quantized({{"x": packed}}, "x.safetensors"), then load_quantized'
         )
@@ -142,13 +142,13 @@ def _path(path: Any) -> Path:
 
 
 def _check(path: Path, name: Any, tensor: Any) -> None:
-    """Refuse what no file can hold."""
+    """Reject names and tensors that cannot be saved."""
     if not isinstance(name, str):
         raise _wrong_call(f"names that are strings, not {shown(name)}")
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{path}: the name {shown(name)} is no valid text: rename that tensor") from error
+        raise UserError(f"{path}: the name {shown(name)} is not valid text: rename that tensor") from error
     if isinstance(tensor, UnquantizedTensor):
         raise UserError(f"{path}: {name!r} is not packed: save its .dequantize() with safetensors")
     if not isinstance(tensor, QuantizedTensor):
@@ -159,14 +159,14 @@ def _check(path: Path, name: Any, tensor: Any) -> None:
 
 
 def _check_device(device: Any) -> None:
-    """Try the device before reading, so that its errors are not taken for the file's."""
+    """Check the device before reading, to keep its errors apart from those of the file."""
     try:
         is_meta = torch.empty(0, device=device).is_meta
-    except (RuntimeError, AssertionError, ImportError, TypeError) as error:  # as different devices raise
+    except (RuntimeError, AssertionError, ImportError, TypeError) as error:  # depends on the device
         reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise UserError(f"device {shown(device)} cannot be used ({shown(reason)}): give another") from error
+        raise UserError(f"device {shown(device)} cannot be used ({shown(reason)}): use another") from error
     if is_meta:
-        raise UserError(f"device {shown(device)} holds no numbers: give another")
+        raise UserError(f"device {shown(device)} stores no numbers: use another")
 
 
 def _checksum(text: str, stored: Mapping[str, Tensor]) -> str:
@@ -188,7 +188,7 @@ def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 def _described(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if METADATA_KEY not in metadata:
-        raise UserError(f"{path} holds no packed tensors: give a file written by save_quantized")
+        raise UserError(f"{path} contains no packed tensors: give a file written by save_quantized")
     try:
         content = json.loads(metadata[METADATA_KEY])
         version, tensors = content["version"], content["tensors"]
@@ -197,12 +197,14 @@ def _described(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: its metadata cannot be read; write it again") from error
     if type(version) is not int or version != VERSION:  # True == 1
-        raise UserError(f"{path} has version {shown(version)}, not {VERSION}: use its megalowbit")
+        raise UserError(
+            f"{path} has version {shown(version)}, not {VERSION}: load it with the megalowbit that wrote it"
+        )
     return tensors
 
 
 def _tensor(path: Path, name: str, entry: Any, stored: dict[str, Tensor]) -> QuantizedTensor:
-    """Take a tensor's parts out of `stored`."""
+    """Build a tensor from its parts, which are removed from `stored`."""
     format, shape, dtype = _format(path, name, entry)
     rows, cols = matrix_shape(shape)
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -224,7 +226,7 @@ def _tensor(path: Path, name: str, entry: Any, stored: dict[str, Tensor]) -> Qua
         parts[suffix] = part
     return QuantizedTensor(
         codes=parts["codes"],
-        # where a tensor has only one scale
+        # empty if the tensor has only one scale
         scales=parts.get("scales", parts["codes"].new_empty((0, 0), dtype=torch.float32)),
         tensor_scale=parts.get("tensor_scale"),
         shape=shape,
@@ -234,7 +236,7 @@ def _tensor(path: Path, name: str, entry: Any, stored: dict[str, Tensor]) -> Qua
 
 
 def _format(path: Path, name: str, entry: Any) -> tuple[BlockFormat, torch.Size, torch.dtype]:
-    """What an entry says; strictly, as `save_quantized` writes it."""
+    """Parse an entry of the metadata; accepts only what `save_quantized` writes."""
     try:
         element, scale, block = ELEMENTS[entry["element"]], entry["scale"], entry["block"]
         dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
@@ -253,7 +255,7 @@ def _format(path: Path, name: str, entry: Any) -> tuple[BlockFormat, torch.Size,
 
 
 def _are_sizes(value: Any) -> bool:
-    """Whether this is a list of sizes; neither `True` nor 1.0 is one."""
+    """Whether this is a list of sizes; `True` and 1.0 are not sizes."""
     return isinstance(value, list) and all(type(size) is int and 0 <= size <= LARGEST_SIZE for size in value)
 
 

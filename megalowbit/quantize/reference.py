@@ -1,7 +1,7 @@
-"""The quantizer in plain torch operations: every format, every device, the definition of the fast paths.
+"""The reference quantizer in plain torch operations, for every format and device; it defines all kernels.
 
-Each step is one rounded fp32 operation on whole matrices; nothing is fused and nothing is clever. Slow paths
-through it are chosen by `backends`, never silently: where a compiler or Triton is missing, the log says so.
+Each step is one rounded fp32 operation on whole matrices, without fusion. `backends` falls back to it, with a line
+in the log, if a compiler or Triton is missing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room for 256 · 6/4 = 384 < 448
 
 
 def encode(request: EncodeRequest) -> Encoded:
-    """Quantise a matrix; nothing here waits for the device."""
+    """Quantise a matrix, without waiting for the device."""
     x, encoding = request.x, request.encoding
     format = encoding.format
     rows, cols = x.shape
     padded_rows, padded_cols = format.padded(rows, cols)
     matrix = x.to(torch.float32)
     if request.signs is not None:
-        matrix = hadamard(matrix, request.signs)  # before the padding, whose zeros would get signs
+        matrix = hadamard(matrix, request.signs)  # before padding, whose zeros would become -0
     matrix = torch.nn.functional.pad(matrix, (0, padded_cols - cols, 0, padded_rows - rows))
     amax = _magnitudes(matrix, encoding, rows * cols)
     scales, codes = _scales_and_codes(matrix, amax, request)
@@ -58,7 +58,7 @@ def encode(request: EncodeRequest) -> Encoded:
 
 
 def decode(request: DecodeRequest) -> Tensor:
-    """Codes × block scale as a contiguous matrix."""
+    """Codes × block scale, as a contiguous matrix."""
     codes, scales, format, rows, cols, dtype, transpose = request
     values = _values(unpack_codes(codes, format.element.bits), scales, format)
     if format.block is not None:
@@ -78,39 +78,39 @@ def _blocks(matrix: Tensor, format: BlockFormat) -> Tensor:
 def _magnitudes(matrix: Tensor, encoding: Encoding, num_elements: int) -> Tensor:
     """Largest (or mean) magnitude of each block times `q_scalar`, fp32 (block rows, block columns).
 
-    NaN where the block is spoiled.
+    NaN for blocks with an infinity or a NaN.
     """
     blocks = _blocks(matrix, encoding.format).abs()
-    amax = blocks.amax((1, 3))  # torch's maximum passes NaN on
+    amax = blocks.amax((1, 3))  # torch's maximum propagates NaN
     if encoding.scale_from == "mean":
         mean = blocks.sum((1, 3), dtype=torch.float64).div(num_elements).to(torch.float32)
-        amax = torch.where(amax.isfinite(), mean, amax)  # the padding adds nothing to the sum
+        amax = torch.where(amax.isfinite(), mean, amax)  # padding does not change the sum
     amax = amax * encoding.q_scalar
     return torch.where(amax.isfinite(), amax, torch.nan)
 
 
 def _random(matrix: Tensor, encoding: Encoding, random_key: RandomKey) -> Tensor:
-    """What `stochastic_codes` draws, in the shape of a padded matrix."""
+    """The random numbers for `stochastic_codes`, in the shape of a padded matrix."""
     draw = random_fractions if encoding.is_unbiased else random_bytes
     return draw(matrix.numel() // GROUP, random_key, matrix.device).view(matrix.shape)
 
 
 def _values(codes: Tensor, stored_scales: Tensor, format: BlockFormat) -> Tensor:
-    """The numbers that codes stand for, whose block scales are as stored."""
+    """Decode codes without their scales; `stored_scales` are needed for the format of mixed blocks."""
     if format.scale == "signed_fp32":
         return mixed_values(codes, _expand(torch.signbit(stored_scales), format, codes))
     return code_values(codes, format.element)
 
 
 def _largest(stored_scales: Tensor, format: BlockFormat, like: Tensor) -> Tensor | float:
-    """The largest element of the format that each element is in."""
+    """The largest element of the format; for mixed blocks one number for each element."""
     if format.scale == "signed_fp32":
         return _expand(largest_elements(torch.signbit(stored_scales)), format, like)
     return format.element.max
 
 
 def _expand(per_block: Tensor, format: BlockFormat, like: Tensor) -> Tensor:
-    """One number for each element: (block rows, block columns) → at most the rows and columns of `like`."""
+    """Repeat block values for each element: (block rows, block columns) → (rows, cols) of `like` at most."""
     if format.block is None:
         return per_block.expand(like.shape)
     rows, cols = format.block
@@ -118,7 +118,7 @@ def _expand(per_block: Tensor, format: BlockFormat, like: Tensor) -> Tensor:
 
 
 def _scaled(matrix: Tensor, encode_scale: Tensor, format: BlockFormat) -> Tensor:
-    """What is rounded to codes; zeros under a scale of 0."""
+    """The matrix divided by its scales, to be rounded to codes; zeros if the scale is 0."""
     if format.scale in ("e4m3", "e8m0"):
         return matrix * encode_scale
     return torch.where(encode_scale == 0, matrix * 0, matrix / encode_scale)
@@ -136,7 +136,7 @@ def _scales_and_codes(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> t
 
 
 def _codes(matrix: Tensor, scales: BlockScales, encoding: Encoding, random_key: RandomKey) -> Tensor:
-    """uint8 codes of a padded matrix; 0 throughout spoiled blocks."""
+    """uint8 codes of a padded matrix; 0 in blocks with an infinity or a NaN."""
     format = encoding.format
     scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
     if encoding.is_stochastic:
@@ -152,7 +152,7 @@ def _codes(matrix: Tensor, scales: BlockScales, encoding: Encoding, random_key: 
 def _four_over_six(
     matrix: Tensor, amax: Tensor, encoding: Encoding, tensor_amax: Tensor | None
 ) -> tuple[BlockScales, Tensor]:
-    """Each block with the scale, for a maximum of 6 or of 4, that leaves the smaller squared error."""
+    """For each block, map the maximum to 6 or to 4, whichever has the smaller squared error."""
     format = encoding.format
     encode_scale = tensor_encode_scale(
         amax, format.element, tensor_amax, FOUR_OVER_SIX_SCALE_MAX, encoding.scale_rounding
@@ -168,7 +168,7 @@ def _four_over_six(
         candidates.append((scales, codes, squares.squeeze(-1)))
     (six, six_codes, six_error), (four, four_codes, four_error) = candidates
     is_four = four_error < six_error
-    # As bytes: not every device can choose between float8 numbers.
+    # as bytes, because torch.where does not support float8 on every device
     scale_codes = torch.where(is_four, four.codes.view(torch.uint8), six.codes.view(torch.uint8))
     mixed = BlockScales(
         codes=scale_codes.view(six.codes.dtype),
@@ -183,15 +183,15 @@ def _four_over_six(
 def _count_errors(
     x: Tensor, scaled: Tensor, decoded: Tensor, scales: BlockScales, amax: Tensor, largest: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Compare a matrix with what its codes decode to.
+    """Compare a matrix with its decoded codes.
 
     Args:
         x: fp32 (rows, cols), without padding.
         scaled: fp32, same shape: x times its block's encode scale.
-        decoded: fp32, same shape: codes × block scale, NaN throughout spoiled blocks.
-        scales: of the blocks.
+        decoded: fp32, same shape: codes × block scale; NaN in blocks with an infinity or a NaN.
+        scales: the block scales.
         amax: fp32, the blocks' largest magnitudes, same shape as the scales.
-        largest: M, the largest element of the format; of each element, (rows, cols), where formats differ.
+        largest: M, the largest element of the format; for mixed blocks (rows, cols), one for each element.
 
     Returns:
         int64 (8,) in the order of `COUNT_NAMES` and float64 (2,) in the order of `ERROR_NAMES`.
@@ -204,7 +204,7 @@ def _count_errors(
     elif scales.codes.dtype == torch.float8_e4m3fn:
         is_zero_scale = scales.decoded == 0
     else:
-        is_zero_scale = scales.encode == 0  # where a tensor has one scale, `decoded` is 1
+        is_zero_scale = scales.encode == 0  # with one scale per tensor, `decoded` is 1
     counts = torch.stack(
         [
             torch.full((), x.numel(), dtype=torch.int64, device=x.device),

@@ -28,7 +28,7 @@ from torch import Tensor
 from megalowbit.c_library import KernelLibrary, address
 from megalowbit.errors import UserError
 from megalowbit.quantize.backends import BACKEND_VARIABLE, backend_of
-from megalowbit.quantize.cpu.job import DTYPES, job_of
+from megalowbit.quantize.cpu.kernel_arguments import DTYPES, arguments_of
 from megalowbit.quantize.cpu.known_bits import KNOWN_MOMENTS, answers_moments
 from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.hadamard import hadamard
@@ -76,8 +76,8 @@ def moments_on_cpu(matrix: Tensor, *, library: ctypes.CDLL | None = None) -> Ten
     matrix = matrix.detach().resolve_neg()
     found = torch.empty(2, dtype=torch.float64, device="cpu")
     call = (library or LIBRARY.get()).megalowbit_moments
-    if call(ctypes.byref(job_of(matrix, None)), ctypes.c_void_p(address(found))):
-        raise MemoryError(f"no memory left to look at a matrix of {matrix.shape[0]} × {matrix.shape[1]}")
+    if call(ctypes.byref(arguments_of(matrix, None)), ctypes.c_void_p(address(found))):
+        raise MemoryError(f"not enough memory to read a matrix of {matrix.shape[0]} × {matrix.shape[1]}")
     return found
 
 

@@ -176,7 +176,7 @@ def test_a_rung_that_was_found_too_noisy_is_tried_again_some_day():
 
 def test_one_prediction_for_each_rung_is_asked_for():
     for predicted in ([20.0], [20.0, 20.0, INF]):
-        with pytest.raises(ValueError, match="one for each of"):
+        with pytest.raises(ValueError, match="one prediction for each of"):
             policy().decide(policy().start(), 0, predicted)
 
 

@@ -1,19 +1,19 @@
-/* Elements of 4, 6 and 8 bits on sixteen lanes: numbers to codes, codes to numbers, and both to memory.
+/* Elements of 4, 6 and 8 bits on sixteen lanes: numbers to codes, codes to numbers, loads and stores.
  *
- * Every format here is a sign above a magnitude: an integer, or a small float with subnormals, whose magnitudes
- * count through in the order of their codes. The steps take the place of tables of thresholds and of knots,
- * with the same bits as formats/codes.py; a compiler folds the constants of a format into them.
+ * Every format is sign-magnitude: an integer, or a small float with subnormals, whose magnitudes are ordered
+ * like their codes. The arithmetic below replaces the tables of thresholds and knots in formats/codes.py and
+ * gives the same bits; the compiler folds the constants of each format.
  */
 #ifndef KERNELS_CPU_ELEMENTS_H
 #define KERNELS_CPU_ELEMENTS_H
 #include "lanes.h"
 
-enum { INT4, INT8, FP4_E2M1, FP6_E3M2, FP8_E4M3, FP8_E5M2 }; /* as in kernels_cpu_job.py */
+enum { INT4, INT8, FP4_E2M1, FP6_E3M2, FP8_E4M3, FP8_E5M2 }; /* as in kernel_arguments.py */
 
 typedef struct {
     uint32_t bits, mantissa, top; /* mantissa: 0 for integers; top: the largest code without its sign */
     float largest;
-    uint32_t least_normal; /* its bits as fp32 */
+    uint32_t least_normal; /* its fp32 bits */
 } Element;
 
 static const Element ELEMENTS[] = {
@@ -21,14 +21,14 @@ static const Element ELEMENTS[] = {
     {6, 2, 31, 28.0f, 0x3E800000}, {8, 3, 126, 448.0f, 0x3C800000}, {8, 2, 123, 57344.0f, 0x38800000},
 };
 
-/* ---- codes of numbers already divided by their scale; a NaN's code means nothing ---- */
+/* ---- codes of numbers already divided by their scale; the code of a NaN is arbitrary ---- */
 
 SPECIALISED Lanes with_sign(Element of, Lanes magnitudes, Lanes quotients) {
     return magnitudes | (quotients >> (32 - of.bits) & 1u << (of.bits - 1));
 }
 
-/* A number plus one whose neighbours lie as far apart as its own in the format: the sum is rounded to those,
- * ties to even, and counts them. */
+/* Adds a number whose fp32 spacing equals the format's spacing around y. The fp32 addition then rounds y
+ * to the format, ties to even, and the low bits of the sum count the steps. */
 SPECIALISED Lanes nearest_elements(int element, Lanes quotients) {
     const Element of = ELEMENTS[element];
     const Lanes zero = {0}, y = smaller(quotients & 0x7FFFFFFF, zero + bits_of(of.largest));
@@ -39,8 +39,9 @@ SPECIALISED Lanes nearest_elements(int element, Lanes quotients) {
     return with_sign(of, steps + ((exponent - of.least_normal) >> shift), quotients);
 }
 
-/* The real-valued code: steps into the number's own binade, plus the codes below that, which are added up in
- * the order of the definition, as far as its sums are rounded. */
+/* Real-valued code: the position within the number's binade, plus the number of codes below the binade.
+ * The latter is added in parts, in the order of the definition in formats/codes.py, because the sums are
+ * rounded. */
 SPECIALISED Lanes stochastic_elements(int element, Lanes quotients, const uint8_t *random, int is_unbiased) {
     const Element of = ELEMENTS[element];
     const Lanes zero = {0}, y = smaller(quotients & 0x7FFFFFFF, zero + bits_of(of.largest));
@@ -49,7 +50,7 @@ SPECIALISED Lanes stochastic_elements(int element, Lanes quotients, const uint8_
         const Lanes exponent = larger(y & INFINITY_BITS, zero + of.least_normal);
         position *= (Floats)(((254 + of.mantissa) << 23) - exponent);
         Floats below = floats_of((exponent - of.least_normal) >> (23 - of.mantissa));
-        for (uint32_t some = 2u << of.mantissa; some < of.top; some *= 2) { /* up to the next binade */
+        for (uint32_t some = 2u << of.mantissa; some < of.top; some *= 2) { /* codes up to the next binade */
             const Floats part = (Floats)smaller((Lanes)below, (Lanes)((Floats){0} + (float)some));
             position += part, below -= part;
         }
@@ -76,7 +77,7 @@ SPECIALISED Floats element_values(int element, Lanes codes) {
 
 /* ---- memory ---- */
 
-/* Codes of one group: 2 bytes for each bit of a code, the first code in the lowest bits. */
+/* Stores the codes of one group, 2 · bits bytes, the first code in the lowest bits. */
 SPECIALISED void store_codes(uint32_t bits, Lanes codes, uint8_t *out) {
     if (bits == 4) pack(codes, out);
     else if (bits == 8) {
@@ -108,7 +109,7 @@ SPECIALISED Lanes codes_at(uint32_t bits, const uint8_t *from) {
     return lanes_at(lanes);
 }
 
-/* Sixteen numbers to fp32, bf16 or fp16, rounded to nearest even. */
+/* Stores sixteen numbers as fp32, bf16 or fp16, rounded to nearest even. */
 static inline void store_rounded(Floats values, int64_t dtype, void *out) {
     const Lanes bits = (Lanes)values, is_nan = is_less((Lanes){0} + INFINITY_BITS, bits & 0x7FFFFFFF);
     if (dtype == FP32) memcpy(out, &values, sizeof values);

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalowbit.c_library import KernelLibrary
 from megalowbit.formats.block_format import BlockFormat
-from megalowbit.quantize.cpu.job import DTYPES, ELEMENTS, decode_with, encode_with
+from megalowbit.quantize.cpu.kernel_arguments import DTYPES, ELEMENTS, decode_with, encode_with
 from megalowbit.quantize.cpu.known_bits import KNOWN_BITS_8BIT, answers_8bit
 from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalowbit.c_library import KernelLibrary, address
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED, BlockFormat
-from megalowbit.quantize.cpu.job import decode_with, encode_with, job_of
+from megalowbit.quantize.cpu.kernel_arguments import arguments_of, decode_with, encode_with
 from megalowbit.quantize.cpu.known_bits import KNOWN_BITS, answers
 from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest
 
@@ -59,7 +59,7 @@ def scale_and_bias(
         assert bias.shape == out.shape[1:], (bias.shape, out.shape)
         bias = bias.detach().to(torch.float32).contiguous().resolve_neg()
     arguments = ctypes.c_float(scale), ctypes.c_void_p(address(bias)), ctypes.c_int64(out.stride(0))
-    (library or LIBRARY.get()).megalowbit_scale_and_bias(ctypes.byref(job_of(product, out)), *arguments)
+    (library or LIBRARY.get()).megalowbit_scale_and_bias(ctypes.byref(arguments_of(product, out)), *arguments)
     return out
 
 
@@ -70,7 +70,7 @@ def column_sums(matrix: Tensor, *, library: ctypes.CDLL | None = None) -> Tensor
     out = torch.empty(cols, dtype=torch.float32, device="cpu")
     partial = torch.empty(-(-rows // SUM_ROWS), cols, dtype=torch.float32, device="cpu")
     arguments = ctypes.c_int64(SUM_ROWS), ctypes.c_void_p(address(partial))
-    (library or LIBRARY.get()).megalowbit_column_sums(ctypes.byref(job_of(matrix, out)), *arguments)
+    (library or LIBRARY.get()).megalowbit_column_sums(ctypes.byref(arguments_of(matrix, out)), *arguments)
     return out
 
 

@@ -1,7 +1,7 @@
-/* Numbers and vectors of the CPU kernel: conversions, and what is done to sixteen lanes at once.
+/* Scalar conversions and operations on vectors of sixteen lanes for the CPU kernels.
  *
- * Lanes are vectors of GCC and clang, which any machine can run. Where compilers miss the one AVX-512
- * instruction for a step it is named below; the other branch computes the same bits.
+ * Lanes are GCC/clang vectors, which compile for any machine. If compilers do not find the single AVX-512
+ * instruction for a step, it is written as an intrinsic; the other branch computes the same bits.
  */
 #ifndef KERNELS_CPU_LANES_H
 #define KERNELS_CPU_LANES_H
@@ -25,8 +25,8 @@
 #error "a little-endian machine is needed"
 #endif
 
-/* Subnormal numbers count, whatever this thread does with them otherwise (torch.set_flush_denormal acts on
- * one thread, so results would depend on their number). Returns what `restore_numbers` takes. */
+/* Enables subnormal numbers in this thread. torch.set_flush_denormal acts on one thread only, so results
+ * would depend on the number of threads. Returns the former mode, for `restore_numbers`. */
 static inline unsigned exact_numbers(void) {
 #if defined(__SSE__)
     const unsigned mode = _mm_getcsr();
@@ -45,7 +45,7 @@ static inline void restore_numbers(unsigned mode) {
 #endif
 }
 
-/* Compiled anew for each combination of constant arguments that it is called with. */
+/* Inlined, so that each combination of constant arguments is compiled separately. */
 #define SPECIALISED static inline __attribute__((always_inline))
 enum { GROUP = 16, FP32 = 0, BF16 = 1, FP16 = 2 };
 #define INFINITY_BITS 0x7F800000u
@@ -58,13 +58,13 @@ typedef uint16_t EightHalves __attribute__((vector_size(16)));
 typedef uint16_t SixteenHalves __attribute__((vector_size(32)));
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Integers __attribute__((vector_size(64)));
-/* The lanes of two vectors, numbered through, in another order. */
+/* Selects lanes of two vectors by index; the second vector's indices follow the first's. */
 #if defined(__clang__)
 #define SHUFFLED(kind, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define SHUFFLED(kind, a, b, ...) __builtin_shuffle(a, b, (kind){__VA_ARGS__})
 #endif
-/* Each lane from the lane `h` away: 16 numbers are one group. */
+/* Lane i of the result is lane i XOR h. */
 #define SWAPPED(v, h) \
     SHUFFLED(Lanes, v, v, 0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h, 4 ^ h, 5 ^ h, 6 ^ h, 7 ^ h, 8 ^ h, 9 ^ h, 10 ^ h, \
              11 ^ h, 12 ^ h, 13 ^ h, 14 ^ h, 15 ^ h)
@@ -84,7 +84,7 @@ static inline float float_of_half(uint16_t half) {
 static inline uint16_t half_of_float(float value) {
     uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFF;
     uint32_t normal = (magnitude + 0xFFF + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
-    uint32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000; /* 0.5: spacing of half's least */
+    uint32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000; /* 0.5: spacing of fp16 subnormals */
     uint32_t result = magnitude < 0x38800000 ? small : normal;
     result = magnitude >= 0x477FF000 ? 0x7C00 : result;
     result = magnitude > INFINITY_BITS ? 0x7E00 : result;
@@ -103,8 +103,8 @@ static inline Lanes chosen(Lanes is_first, Lanes first, Lanes second) {
     return (first & is_first) | (second & ~is_first);
 }
 
-/* Comparisons of integers below 2^31, which order floats that are not negative as well. Without comparing
-   vectors, which compilers do one by one where the machine has none of this width. */
+/* Comparisons of integers below 2^31; they order non-negative floats too. They avoid vector comparisons,
+ * which compilers split into scalars if the machine has no vectors of this width. */
 static inline Lanes is_less(Lanes a, Lanes b) { return (Lanes)((Integers)(a - b) >> 31); }
 
 static inline Lanes smaller(Lanes a, Lanes b) {
@@ -147,7 +147,7 @@ static inline Lanes truncated(Floats values) {
 #endif
 }
 
-/* The low 32 bits of each lane times a number of 32 bits; what stands above them does not matter. */
+/* The low 32 bits of each lane times a 32-bit number; the high bits are ignored. */
 static inline Words low_product(Words a, uint32_t b) {
 #if HAS_AVX512
     return (Words)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));
@@ -178,7 +178,7 @@ static inline Lanes lanes_of_bytes(const uint8_t *from) {
 #endif
 }
 
-/* Codes to nibbles and back, the first one low; 8 bytes. */
+/* Packs codes into 8 bytes, two per byte, the first in the low bits; and back. */
 static inline void pack(Lanes codes, uint8_t *packed) {
     const Words pairs = (Words)codes;
     const Bytes bytes = __builtin_convertvector((pairs | pairs >> 28) & 0xFF, Bytes);
@@ -196,7 +196,7 @@ static inline Lanes unpacked(const uint8_t *packed) {
     return (Lanes)((words & 15) | words >> 4 << 32);
 }
 
-/* Sixteen numbers that bf16 or fp32 holds exactly, to either. */
+/* Stores sixteen numbers as bf16 or fp32; they must be exact in that dtype. */
 static inline void store_exact(Floats values, int64_t dtype, void *out) {
     if (dtype == FP32) memcpy(out, &values, sizeof values);
     else {
@@ -212,7 +212,7 @@ static inline void store_exact(Floats values, int64_t dtype, void *out) {
     }
 }
 
-/* Lane g: the largest of v[g]. Half as many vectors in each of four steps, each with twice as many groups. */
+/* Lane g: the maximum of v[g]. Each of four steps halves the number of vectors. */
 static inline Lanes largest_of_each(Lanes *v) {
 #if HAS_AVX512
 #define STEP(count, low, high) \
@@ -247,11 +247,11 @@ static inline Lanes largest_of_each(Lanes *v) {
 #endif
 }
 
-/* 8 × 8 numbers of 16 bits: rows of `pitch` bytes to rows of 8, and those to columns. */
+/* Transposes 8 × 8 16-bit numbers; source rows are `pitch` bytes apart. */
 static inline void transpose_halves(const char *from, int64_t pitch, uint16_t *out, int64_t out_pitch) {
     EightHalves a[8], b[8];
     for (int i = 0; i < 8; i++) memcpy(a + i, from + i * pitch, sizeof a[i]);
-    for (int step = 0; step < 3; step++) { /* a perfect shuffle of all 64 moves the number's index by a bit */
+    for (int step = 0; step < 3; step++) { /* a perfect shuffle of all 64 rotates the index by a bit */
         for (int i = 0; i < 4; i++) {
             b[2 * i] = SHUFFLED(EightHalves, a[i], a[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
             b[2 * i + 1] = SHUFFLED(EightHalves, a[i], a[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
@@ -263,13 +263,13 @@ static inline void transpose_halves(const char *from, int64_t pitch, uint16_t *o
 
 /* ---- stochastic rounding of real-valued codes, see formats/codes.py ---- */
 
-/* By one random byte a lane. */
+/* With one random byte per lane. */
 SPECIALISED Lanes stochastic_steps(Floats position, const uint8_t *random) {
     const Floats byte = floats_of(lanes_of_bytes(random));
     return truncated(position + (byte + 0.5f) * 0x1p-8f);
 }
 
-/* By one random word a lane: its upper 23 bits, in the mantissa of 1.0, are an odd multiple of 2^-24. */
+/* With one random word per lane: its upper 23 bits, as mantissa of 1.0, give an odd multiple of 2^-24. */
 SPECIALISED Lanes unbiased_steps(Floats position, const uint8_t *random) {
     const Floats fraction = (Floats)(lanes_at(random) >> 9 | 0x3F800000) - (1.0f - 0x1p-24f);
     const Lanes whole = truncated(position);

@@ -1,9 +1,9 @@
 /* The largest magnitude of a matrix and the sum of its squares, in one pass over memory.
  *
- * Loading, tasks and threads are those of fp4.c. The square of a number of fp32 is exact in float64 and
- * within its range, so that sums alone round: sixteen lanes over a segment, segments of a task, lanes, then
- * tasks in pairs. A square meets at most 16 + 2048 + 16 + 64 additions, of which each errs by 2^-53 of its
- * result: the sum is off by less than 2.4e-13 of itself, and the same for any number of threads.
+ * Loading, tasks and threads are as in fp4.c. The square of an fp32 number is exact in float64, so only sums
+ * round: sixteen lanes over a segment, then segments of a task, then lanes, then tasks in pairs. Each square
+ * takes part in at most 16 + 2048 + 16 + 64 additions, each with a relative error of 2^-53. The relative
+ * error of the sum is less than 2.4e-13, and the result does not depend on the number of threads.
  */
 #include "tasks.h"
 
@@ -12,7 +12,7 @@ typedef double Doubles __attribute__((vector_size(64)));
 
 typedef struct {
     double squares;
-    uint32_t largest; /* bits; infinities and NaN are above all */
+    uint32_t largest; /* fp32 bits; inf and NaN compare largest */
 } Moments;
 
 static inline Doubles squares_at(const float *v) {
@@ -22,7 +22,7 @@ static inline Doubles squares_at(const float *v) {
     return wide * wide;
 }
 
-/* Adds some groups: their squares to sixteen sums, their magnitudes to sixteen maxima. */
+/* Accumulates groups: squares into sixteen sums, magnitudes into sixteen maxima. */
 static inline void add_groups(const float *v, int64_t groups, Doubles *sums, Lanes *largest) {
     Doubles low = {0}, high = {0};
     Lanes most = *largest;
@@ -33,20 +33,20 @@ static inline void add_groups(const float *v, int64_t groups, Doubles *sums, Lan
     sums[0] += low, sums[1] += high, *largest = most;
 }
 
-static Moments moments_of_task(const Job *job, Tasks tasks, int64_t task) {
+static Moments moments_of_task(const Args *args, Tasks tasks, int64_t task) {
     _Alignas(64) float v[STRIP * PITCH];
     Doubles sums[2] = {{0}, {0}};
     Lanes largest = {0};
     Moments found = {0, 0};
     const int64_t top = task / tasks.across * tasks.rows, left = task % tasks.across * tasks.cols;
-    const int64_t bottom = at_most(top + tasks.rows, job->rows);
-    const int64_t right = at_most(left + tasks.cols, job->cols);
-    const int64_t strip = is_column_major(job) ? STRIP : 1;
+    const int64_t bottom = at_most(top + tasks.rows, args->rows);
+    const int64_t right = at_most(left + tasks.cols, args->cols);
+    const int64_t strip = is_column_major(args) ? STRIP : 1;
     for (int64_t row = top; row < bottom; row += strip)
         for (int64_t col = left; col < right; col += SEGMENT) {
             const int64_t rows = at_most(strip, bottom - row), cols = at_most(SEGMENT, right - col);
             const int64_t groups = blocks_in(cols, GROUP);
-            load(job, row, rows, col, cols, groups * GROUP, v);
+            load(args, row, rows, col, cols, groups * GROUP, v);
             for (int64_t i = 0; i < rows; i++) add_groups(v + i * PITCH, groups, sums, &largest);
         }
     for (int j = 0; j < GROUP; j++) {
@@ -56,15 +56,16 @@ static Moments moments_of_task(const Job *job, Tasks tasks, int64_t task) {
     return found;
 }
 
-/* Writes the largest magnitude (NaN where there is one) and the sum of squares; -1 where memory is lacking. */
-int megalowbit_moments(const Job *job, double *out) {
-    const Tasks tasks = encode_tasks(job);
+/* Writes the largest magnitude (NaN if the matrix has one) and the sum of squares; returns -1 if out of
+ * memory. */
+int megalowbit_moments(const Args *args, double *out) {
+    const Tasks tasks = encode_tasks(args);
     Moments *parts = calloc((size_t)tasks.count + 1, sizeof(Moments));
     if (!parts) return -1;
-#pragma omp parallel for schedule(static) num_threads((int)job->threads)
+#pragma omp parallel for schedule(static) num_threads((int)args->threads)
     for (int64_t task = 0; task < tasks.count; task++) {
         const unsigned mode = exact_numbers();
-        parts[task] = moments_of_task(job, tasks, task);
+        parts[task] = moments_of_task(args, tasks, task);
         restore_numbers(mode);
     }
     for (int64_t step = 1; step < tasks.count; step *= 2)

@@ -8,15 +8,15 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, BlockFormat
 from megalowbit.formats.element import E3M2, E4M3, E5M2, INT4, INT8
-from megalowbit.quantize.cpu import job as kernels_cpu_job
-from megalowbit.quantize.cpu.job import Job, address, job_of
+from megalowbit.quantize.cpu import kernel_arguments
+from megalowbit.quantize.cpu.kernel_arguments import KernelArguments, address, arguments_of
 
-QUANTIZE = Path(kernels_cpu_job.__file__).parent
+QUANTIZE = Path(kernel_arguments.__file__).parent
 
 
 def test_the_job_has_the_fields_of_the_c_struct_in_their_order():
     header = (QUANTIZE / "codes.h").read_text()
-    (body,) = re.findall(r"typedef struct \{([^{}]*)\} Job;", header)
+    (body,) = re.findall(r"typedef struct \{([^{}]*)\} Args;", header)
     without_comments = re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL)
     declared = []
     for declaration in filter(str.strip, without_comments.split(";")):
@@ -30,13 +30,13 @@ def test_the_job_has_the_fields_of_the_c_struct_in_their_order():
         ctypes.c_uint64: "uint64_t",
         ctypes.c_double: "double",
     }
-    assert [(name, kinds[kind]) for name, kind in Job._fields_] == declared
+    assert [(name, kinds[kind]) for name, kind in KernelArguments._fields_] == declared
 
 
 def test_elements_are_numbered_as_in_c():
     header = (QUANTIZE / "elements.h").read_text()
     names = re.search(r"enum \{ (INT4[^}]*) \}", header)[1].split(", ")
-    by_name = {each.name: number for each, number in kernels_cpu_job.ELEMENTS.items()}
+    by_name = {each.name: number for each, number in kernel_arguments.ELEMENTS.items()}
     assert [by_name[name.lower().rpartition("_")[2]] for name in names] == list(range(len(names)))
     assert by_name["int8_e5m2"] == by_name["int8"]
 
@@ -54,15 +54,21 @@ def test_elements_are_numbered_as_in_c():
 )
 def test_a_job_says_which_scales_a_format_has(format, kind, block):
     x = torch.ones(3, 40, dtype=torch.bfloat16).t()
-    job = job_of(x, None, format)
-    assert (job.scale_kind, job.block_rows, job.block_cols) == (kind, *block)
-    assert (job.rows, job.cols, job.row_stride, job.col_stride, job.dtype) == (40, 3, 1, 40, 1)
-    assert job.operand is None
+    arguments = arguments_of(x, None, format)
+    assert (arguments.scale_kind, arguments.block_rows, arguments.block_cols) == (kind, *block)
+    assert (arguments.rows, arguments.cols, arguments.row_stride, arguments.col_stride, arguments.dtype) == (
+        40,
+        3,
+        1,
+        40,
+        1,
+    )
+    assert arguments.operand is None
 
 
 def test_every_element_under_fp32_scales_has_its_number():
     formats = [BlockFormat(element=each, block=None, scale="fp32") for each in (INT4, INT8, E4M3, E5M2)]
-    numbers = {job_of(torch.ones(1, 1), None, format).element for format in formats}
+    numbers = {arguments_of(torch.ones(1, 1), None, format).element for format in formats}
     assert len(numbers) == len(formats)
 
 

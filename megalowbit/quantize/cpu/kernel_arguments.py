@@ -1,8 +1,8 @@
-"""What Python hands to the C kernels: the `Job` of codes.h, the two calls all formats share.
+"""The arguments of the C kernels: the `Args` struct of codes.h, and the two calls that all formats share.
 
-A job holds addresses. Its tensors must outlive the call, and views that only say they are negated must have
-been resolved, because their memory holds other numbers. One function quantises, one decodes; which C function
-they call is their first argument.
+The struct holds addresses, so its tensors must outlive the call. Views with a lazy negation bit must be
+resolved first, because their memory has the opposite signs. `encode_with` and `decode_with` take the C
+function of a format family as their first argument.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megalowbit.quantize.encoding import (
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ELEMENTS: dict[ElementFormat, int] = {INT4: 0, INT8: 1, INT8_E5M2: 1, E2M1: 2, E3M2: 3, E4M3: 4, E5M2: 5}
 SCALE_KINDS = {"e4m3": 0, "e8m0": 1, "fp32": 3, "signed_fp32": 4}
-ONE_SCALE = 2  # of the tensor
+ONE_SCALE = 2  # one scale per tensor
 
 _FIELDS = (
     (ctypes.c_void_p, "x"),
@@ -44,22 +44,24 @@ _FIELDS = (
 )
 
 
-class Job(ctypes.Structure):
-    """The `Job` of codes.h, field by field."""
+class KernelArguments(ctypes.Structure):
+    """The `Args` struct of codes.h, field by field."""
 
     _fields_ = [(name, kind) for kind, names in _FIELDS for name in names.split()]
 
 
-def job_of(x: Tensor, out: Tensor | None, format: BlockFormat = NVFP4, **fields: Any) -> Job:
-    """What all calls have in common: a matrix to read, another to write, and the format between them."""
+def arguments_of(
+    x: Tensor, out: Tensor | None, format: BlockFormat = NVFP4, **fields: Any
+) -> KernelArguments:
+    """Arguments of all calls: a matrix to read, a matrix to write, and the format."""
     block_rows, block_cols = format.block or (1, GROUP)
-    return Job(
+    return KernelArguments(
         x=address(x),
         dtype=DTYPES[x.dtype],
         rows=x.shape[0],
         cols=x.shape[1],
         row_stride=x.stride(0),
-        col_stride=1 if x.shape[1] == 1 else x.stride(1),  # of a single column it means nothing
+        col_stride=1 if x.shape[1] == 1 else x.stride(1),  # the stride of a single column is arbitrary
         operand=address(out),
         operand_dtype=0 if out is None else DTYPES[out.dtype],
         block_rows=block_rows,
@@ -72,7 +74,7 @@ def job_of(x: Tensor, out: Tensor | None, format: BlockFormat = NVFP4, **fields:
 
 
 def encode_with(function: Callable[..., int], request: EncodeRequest) -> Encoded:
-    """Quantise a matrix by a C function; as `reference.encode`."""
+    """Quantise a matrix with a C function; same result as `reference.encode`."""
     encoding, encoded = request.encoding, new_encoded(request)
     counts = error = None
     if request.with_counts:
@@ -80,7 +82,7 @@ def encode_with(function: Callable[..., int], request: EncodeRequest) -> Encoded
         error = torch.empty(len(ERROR_NAMES), dtype=torch.float64, device="cpu")
     x, amax = request.x.resolve_neg(), request.tensor_amax
     amax = None if amax is None else amax.to(torch.float32).resolve_neg()
-    job = job_of(
+    arguments = arguments_of(
         x,
         encoded.operand,
         encoding.format,
@@ -92,7 +94,7 @@ def encode_with(function: Callable[..., int], request: EncodeRequest) -> Encoded
         four_over_six=encoding.four_over_six,
         has_signs=request.signs is not None,
         signs=request.signs or 0,
-        key=request.random_key.key,  # ctypes takes both modulo 2⁶⁴
+        key=request.random_key.key,  # ctypes reduces both modulo 2⁶⁴
         step=request.random_key.step,
         q_scalar=encoding.q_scalar,
         tensor_amax=address(amax),
@@ -100,16 +102,16 @@ def encode_with(function: Callable[..., int], request: EncodeRequest) -> Encoded
         counts=address(counts),
         error=address(error),
     )
-    if function(ctypes.byref(job)):
-        raise MemoryError(f"no memory left to count a matrix of {x.shape[0]} × {x.shape[1]}")
+    if function(ctypes.byref(arguments)):
+        raise MemoryError(f"not enough memory to count a matrix of {x.shape[0]} × {x.shape[1]}")
     return encoded if counts is None else Encoded(*encoded[:4], counts, error)
 
 
 def decode_with(function: Callable[..., None], request: DecodeRequest) -> Tensor:
-    """Codes × block scale by a C function; as `reference.decode`."""
+    """Codes × block scale with a C function; same result as `reference.decode`."""
     out = request.new_matrix()
     codes, scales = request.codes.contiguous(), request.scales.contiguous()
-    job = job_of(out, out, request.format, codes=address(codes), scales=address(scales))
-    job.rows, job.cols = request.rows, request.cols
-    function(ctypes.byref(job), ctypes.c_int64(request.transpose))
+    arguments = arguments_of(out, out, request.format, codes=address(codes), scales=address(scales))
+    arguments.rows, arguments.cols = request.rows, request.cols
+    function(ctypes.byref(arguments), ctypes.c_int64(request.transpose))
     return out
