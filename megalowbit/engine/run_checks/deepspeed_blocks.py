@@ -69,7 +69,7 @@ def _read(config: dict[str, Any], block: str | None) -> None:
             problems.add(
                 UserError(
                     f"DeepSpeed rejects {'.'.join(path) or error.title} = {shown(each['input'])} "
-                    f"({shortened(each['msg'])}): see DeepSpeed's documentation, or remove it"
+                    f"({shortened(each['msg'])}): correct it (see DeepSpeed's documentation), or remove it"
                 )
             )
         raise problems.error() from None

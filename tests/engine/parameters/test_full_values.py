@@ -93,5 +93,5 @@ def test_values_of_another_shape_or_of_an_unknown_name_are_refused_at_stage_0():
     parameter = next(engine.module.parameters())
     with pytest.raises(UserError, match=r"0\.weight has shape \(5, 6\), not \(1,\)"):
         safe_set_full_fp32_param(parameter, torch.ones(1))
-    with pytest.raises(UserError, match=r"no state 'exp_avg' of 0\.weight.*after the first step"):
+    with pytest.raises(UserError, match=r"no state 'exp_avg' for 0\.weight.*after the first step"):
         safe_get_full_optimizer_state(parameter, "exp_avg")

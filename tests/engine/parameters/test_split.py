@@ -282,7 +282,9 @@ def test_a_plain_torch_optimizer_will_do():
     assert (whole(model[0].parts()) - before).abs().max() < 1e-6
     assert optimizer.state[model[0].split_u]["exp_avg"].shape == (HIDDEN, RANK)
     model, _ = build(merged_lr=1e-3)
-    with pytest.raises(UserError, match="merged_lr needs one of megalowbit's optimizers, AdamW does not"):
+    with pytest.raises(
+        UserError, match="merged_lr needs one of megalowbit's optimizers, because AdamW does not"
+    ):
         split_weights(model, torch.optim.AdamW(model.parameters()))
 
 

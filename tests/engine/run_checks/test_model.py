@@ -41,7 +41,7 @@ def test_another_scaler_is_refused(attribute):
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
     optimizer = types.SimpleNamespace(**{"grad_scaler": ConstantGradScaler(8.0), attribute: LossScaler(8.0)})
-    with pytest.raises(UserError, match=r"is a deepspeed\.runtime\.fp16\.loss_scaler\.LossScaler and not"):
+    with pytest.raises(UserError, match=r"is a deepspeed\.runtime\.fp16\.loss_scaler\.LossScaler, not"):
         check_scaler(types.SimpleNamespace(optimizer=optimizer))
 
 

@@ -20,7 +20,7 @@ ZERO = "runtime/zero/stage_1_and_2.py"
 CHANGES = {
     "an internal has another name": (
         (ZERO, "round_robin_bit16_offsets", "bit16_offsets"),
-        ("optimizer round_robin_bit16_offsets", "checkpoints say where each parameter lies"),
+        ("optimizer round_robin_bit16_offsets", "checkpoints record where each parameter is"),
     ),
     "stage 2 reduces in half precision": (
         (ZERO, "dtype=self._gradient_reduction_buffer_dtype()", "dtype=self.dtype"),
@@ -40,7 +40,7 @@ CHANGES = {
     ),
     "another default of clipping": (
         ("runtime/constants.py", "GRADIENT_CLIPPING_DEFAULT = 1", "GRADIENT_CLIPPING_DEFAULT = 2"),
-        ("default of gradient_clipping", "clip otherwise"),
+        ("default of gradient_clipping", "clip differently"),
     ),
 }  # fmt: skip
 

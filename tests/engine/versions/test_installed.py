@@ -128,7 +128,7 @@ def test_a_version_that_is_allowed_and_keeps_the_contracts_starts_with_one_warni
 def test_a_version_that_breaks_a_contract_is_refused_although_it_is_allowed(broken):
     ((output, _),) = start(broken, MEGALOWBIT_ALLOW_DEEPSPEED="0.19.9")
     assert output.startswith("deepspeed 0.19.9 breaks 1 of the ")
-    assert "round_robin_bit16_offsets (checkpoints say where each parameter lies" in output
+    assert "round_robin_bit16_offsets (checkpoints record where each parameter is" in output
 
 
 def test_the_command_line_ends_with_one_line(sound, tmp_path):
