@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple
 
-from megalowbit.errors import PASSING, TransientError, UserError, from_system
+from megalowbit.errors import TRANSIENT_ERRNOS, TransientError, UserError, file_system_error
 from megalowbit.json_text import parse_json, read_text
 
 MANIFEST = "manifest.json"
@@ -175,7 +175,7 @@ def is_file(path: Path) -> bool:
         return False
     except OSError as error:
         message = f"{path} cannot be looked at ({error.strerror}): mend the file system, or name another"
-        raise from_system(message, error) from error
+        raise file_system_error(message, error) from error
 
 
 def read_manifest(folder: Path, *, remedy: str) -> list[FileFacts]:
@@ -238,7 +238,7 @@ def steps_in(folder: Path) -> list[int]:
         return []
     except OSError as error:
         message = f"{folder} cannot be looked into ({error.strerror}): make it readable, or name another"
-        raise from_system(message, error) from error
+        raise file_system_error(message, error) from error
     return sorted(int(name.removeprefix("step-")) for name in names if is_step_name(name))
 
 
@@ -280,7 +280,7 @@ def verify_folder(folder: Path, *, remedy: str, share: int = 0, shares: int = 1)
 def _unreadable(folder: Path, name: str, error: OSError, remedy: str) -> UserError:
     """Damage, unless the file system is away; a disk that cannot read what it wrote (EIO) never will."""
     reason = f"{name} cannot be read ({error.strerror})"
-    if error.errno in PASSING - {errno.EIO}:
+    if error.errno in TRANSIENT_ERRNOS - {errno.EIO}:
         return TransientError(f"checkpoint {folder}: {reason}: try again when the file system is back")
     return UserError(f"checkpoint {folder} is damaged: {reason}; {remedy}")
 

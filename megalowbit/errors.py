@@ -23,11 +23,18 @@ if TYPE_CHECKING:
 
 EXIT_USER_ERROR = 2  # trying again is useless
 EXIT_TRANSIENT = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
-PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN, errno.ENOTCONN}
+TRANSIENT_ERRNOS = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EREMOTEIO,
+    errno.EHOSTDOWN,
+    errno.ENOTCONN,
+}
 LONGEST_REASON = 400  # characters of another library's message
 LONGEST_VALUE = 80  # characters of a value that a message repeats
-NEXT = "\n  - "  # before each of several mistakes in one message
-LONG_LIST = 30  # names beyond which the nearest one is told without the others
+SEPARATOR = "\n  - "  # before each of several mistakes in one message
+MOST_LISTED = 30  # names beyond which the nearest one is told without the others
 
 
 class UserError(ValueError):
@@ -35,11 +42,11 @@ class UserError(ValueError):
 
     Attributes:
         is_on_all_ranks: every rank of the job raises the same, so rank 0 alone need print it.
-        is_told: another rank prints it already, which need not be rank 0.
+        is_reported: another rank prints it already, which need not be rank 0.
     """
 
     is_on_all_ranks: bool = False
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class TransientError(UserError):
@@ -75,7 +82,7 @@ class Problems:
         """All of them as one error; there must be one at least."""
         if len(self._lines) == 1:
             return UserError(self._lines[0])
-        return UserError(NEXT.join([f"{len(self._lines)} mistakes:", *self._lines]))
+        return UserError(SEPARATOR.join([f"{len(self._lines)} mistakes:", *self._lines]))
 
     def raise_any(self) -> None:
         if self._lines:
@@ -84,7 +91,7 @@ class Problems:
 
 def lines_of(error: UserError) -> list[str]:
     """The mistakes that an error reports, each on one line; those of another rank or run, too."""
-    first, *others = (" ".join(part.split()) for part in str(error).split(NEXT))
+    first, *others = (" ".join(part.split()) for part in str(error).split(SEPARATOR))
     if not others:
         return [first]
     where = re.sub(r"(?:^|(?<=: ))\d+ mistakes:$", "", first)  # "run 3 of the sweep: 2 mistakes:"
@@ -93,13 +100,13 @@ def lines_of(error: UserError) -> list[str]:
 
 def printed(error: UserError) -> str:
     """An error as the command lines print it: one line, or one for each of several mistakes."""
-    parts = (" ".join(part.split()) for part in str(error).split(NEXT))
-    return NEXT.join(parts)
+    parts = (" ".join(part.split()) for part in str(error).split(SEPARATOR))
+    return SEPARATOR.join(parts)
 
 
-def from_system(message: str, error: BaseException) -> UserError:
+def file_system_error(message: str, error: BaseException) -> UserError:
     """What a file system's error means to the run: a full disk stays full, a server may come back."""
-    may_pass = isinstance(error, OSError) and error.errno in PASSING
+    may_pass = isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
     return (TransientError if may_pass else UserError)(message)
 
 
@@ -131,7 +138,7 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
         start, last = "", str(value)
     lasts = {name.removeprefix(f"{start}."): name for name in names}
     near = [lasts[each] for each in difflib.get_close_matches(last, lasts, n=1, cutoff=0.5)]
-    if near and len(names) > LONG_LIST:
+    if near and len(names) > MOST_LISTED:
         return UserError(f"unknown {what} {shown(value)}: did you mean {near[0]!r}?")
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"unknown {what} {shown(value)}: {hint}known: {', '.join(names)}")

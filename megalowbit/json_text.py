@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megalowbit.errors import UserError, from_system, shown
+from megalowbit.errors import UserError, file_system_error, shown
 
 LARGEST_TEXT = 64 * 2**20  # bytes
 MOST_LEVELS = 100  # of nesting: code that follows the levels by recursion stays within the stack
@@ -111,7 +111,7 @@ def refuse_irregular_files(what: str, folder: Path, *below: str) -> None:
             kinds = {path: stat.S_IFMT(path.stat().st_mode) for path in place.iterdir() if path.exists()}
         except OSError as error:
             message = f"{what} folder {place} cannot be read ({error.strerror}): name another"
-            raise from_system(message, error) from error
+            raise file_system_error(message, error) from error
         for path, kind in sorted(kinds.items()):
             if kind in KINDS:
                 raise UserError(
@@ -129,7 +129,7 @@ def read_json_object(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
         text = read_text(path)
     except OSError as error:
         message = f"cannot read {path}: {error.strerror or error}; give an existing JSON file"
-        raise from_system(message, error) from None
+        raise file_system_error(message, error) from None
     value = parse_json(text, str(path), is_strict=is_strict)
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, not an object: write one object {{…}}")

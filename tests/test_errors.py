@@ -7,7 +7,7 @@ from megalowbit.errors import (
     Problems,
     TransientError,
     UserError,
-    from_system,
+    file_system_error,
     invalid_settings,
     lines_of,
     printed,
@@ -96,10 +96,10 @@ def test_a_value_that_cannot_be_written_is_shown_by_its_type():
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, UserError), (errno.ESTALE, TransientError)])
 def test_a_full_disk_stays_full_and_a_server_that_is_away_comes_back(number, kind):
-    error = from_system("x cannot be written", OSError(number, "why"))
+    error = file_system_error("x cannot be written", OSError(number, "why"))
     assert type(error) is kind
     assert str(error) == "x cannot be written"
-    assert type(from_system("x", RuntimeError())) is UserError
+    assert type(file_system_error("x", RuntimeError())) is UserError
 
 
 def test_several_mistakes_are_one_error_with_a_line_each():

@@ -34,7 +34,7 @@ def plain_checkpoint(path: Path) -> Path | None:
     return None
 
 
-def way_in(folder: Path) -> str:
+def loading_advice(folder: Path) -> str:
     """How the weights of a plain checkpoint come into a model, for the end of a message."""
     if any(folder.glob(SHARDS)):
         weights = (

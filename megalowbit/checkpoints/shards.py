@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megalowbit.checkpoints.layout import NOWHERE, Fragment, Layout, StoredParameter
-from megalowbit.errors import UserError, from_system, shown
+from megalowbit.errors import UserError, file_system_error, shown
 
 FLAT_KEYS = {
     1: "single_partition_of_fp32_groups",
@@ -74,7 +74,7 @@ def load_content(path: str | Path, *, map_location: Any = "cpu", is_mapped: bool
     except Exception as error:  # of many kinds, if a file is not what torch has written
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         message = f"{path} cannot be read ({reason}): use an older checkpoint"
-        raise from_system(message, error) from error
+        raise file_system_error(message, error) from error
 
 
 def load_file(path: Path, *, is_mapped: bool = True) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def load_file(path: Path, *, is_mapped: bool = True) -> dict[str, Any]:
     return content
 
 
-def unwritable(path: str | Path, error: Exception) -> UserError:
+def write_error(path: str | Path, error: Exception) -> UserError:
     """What is said of a file that cannot be written: which one, why, what to do."""
     lines = str(error).splitlines() or [type(error).__name__]
     reason = getattr(error, "strerror", None) or lines[0]
@@ -99,7 +99,7 @@ def unwritable(path: str | Path, error: Exception) -> UserError:
         if is_of_disk
         else "leave it out of what is saved, or save its numbers, texts and tensors"
     )
-    return from_system(f"{path}: {reason}; {remedy} (earlier checkpoints are untouched)", error)
+    return file_system_error(f"{path}: {reason}; {remedy} (earlier checkpoints are untouched)", error)
 
 
 @contextmanager

@@ -35,11 +35,11 @@ from megalowbit.engine.process_start import import_deepspeed, start_process_grou
 from megalowbit.engine.run_checks.deepspeed_arguments import (
     Config,
     check_scalars,
+    find_config,
     hidden_size_of,
-    offer_port,
-    tell_local_rank,
-    the_config,
-    the_model,
+    require_model,
+    set_default_port,
+    set_local_rank,
 )
 from megalowbit.engine.run_checks.deepspeed_blocks import QUIET, check_parts
 from megalowbit.engine.run_checks.model import check_arguments
@@ -115,7 +115,7 @@ def initialize(
     Raises:
         UserError: configuration, model and arguments do not fit together, or ranks were started differently.
     """
-    model, config = the_model(model, args), the_config(config, args, config_params)
+    model, config = require_model(model, args), find_config(config, args, config_params)
     check_scalars(
         seed=seed,
         total_steps=total_steps,
@@ -123,9 +123,9 @@ def initialize(
         mesh_param=mesh_param,
         distributed_port=distributed_port,
     )
-    offer_port(distributed_port)
+    set_default_port(distributed_port)
     identity = start_process_group(timeout=timeout, dist_init_required=dist_init_required)
-    tell_local_rank(args, identity.local_rank)
+    set_local_rank(args, identity.local_rank)
     deepspeed = import_deepspeed()
     _forget_earlier_unit()
     unit = succeed_together(adapt_mpu, mpu)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megalowbit.checkpoints.plain import plain_checkpoint, way_in
+from megalowbit.checkpoints.plain import loading_advice, plain_checkpoint
 from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError
 from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
@@ -160,7 +160,7 @@ def _checkpoint_of(settings: ModelSettings) -> Path:
     folder = settings.checkpoint.expanduser()
     plain = plain_checkpoint(folder)
     if plain is not None and not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"checkpoint {plain} has no {MANIFEST}: use a complete one; {way_in(plain)}")
+        raise UserError(f"checkpoint {plain} has no {MANIFEST}: use a complete one; {loading_advice(plain)}")
     return folder
 
 

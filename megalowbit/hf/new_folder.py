@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megalowbit.errors import UserError, from_system
+from megalowbit.errors import UserError, file_system_error
 
 
 def refuse_existing(folder: Path) -> None:
@@ -46,6 +46,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:  # the latter is how a full disk under weights shows
         reason = getattr(error, "strerror", None) or error
         message = f"{folder} cannot be written ({reason}): check the place and its free room"
-        raise from_system(message, error) from error
+        raise file_system_error(message, error) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -226,7 +226,7 @@ def _pretrain(
         run_dir=options.run_dir,
         is_resume=options.resume == "auto",
         is_restart=options.restart,
-        tell=lambda error: _report(error, identity),
+        report=lambda error: _report(error, identity),
         at_first_step=start.stop,
         has_launcher_ended=None if launcher is None else lambda: launcher.has_ended,
     )
@@ -269,7 +269,7 @@ def _report(error: UserError, identity: ProcessIdentity) -> None:
     line, is_transient = printed(error), isinstance(error, TransientError)
     if identity.is_main and REFUSAL in os.environ and not is_transient:
         _write_refusal(Path(os.environ[REFUSAL]), "; ".join(lines_of(error)))
-    if error.is_told or (error.is_on_all_ranks and not identity.is_main):
+    if error.is_reported or (error.is_on_all_ranks and not identity.is_main):
         return
     if identity.is_main or is_transient:
         _say(f"error: {line}")

@@ -24,7 +24,7 @@ from megalowbit.engine.initialize import initialize
 from megalowbit.engine.parameters.split import forget_lr_scales
 from megalowbit.engine.pipeline.setup import pipeline_module
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
-from megalowbit.errors import UserError, from_system
+from megalowbit.errors import UserError, file_system_error
 from megalowbit.families.config_checks import check_fits
 from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
@@ -154,7 +154,7 @@ class Job:
             self.folder.note_saved(self.step)
         except OSError as error:
             message = f"{self.folder.saved} cannot be written ({error.strerror}): free space there"
-            raise from_system(message, error) from error
+            raise file_system_error(message, error) from error
 
     def _retained_steps(self) -> tuple[int, ...]:
         """Steps whose checkpoints a rollback may need, however old: the newest known as good, and the next.

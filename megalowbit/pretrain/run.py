@@ -22,7 +22,7 @@ from megalowbit.engine.run_checks.ranks_agree import (
     configuration_facts,
     installation_facts,
 )
-from megalowbit.errors import TransientError, UserError, from_system
+from megalowbit.errors import TransientError, UserError, file_system_error
 from megalowbit.hf.generation import remember, remembered
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.conversion.convert import added_counts, product_counts
@@ -51,7 +51,7 @@ def pretrain(
     run_dir: Path | None,
     is_resume: bool,
     is_restart: bool = False,
-    tell: Callable[[UserError], None] = print_error,
+    report: Callable[[UserError], None] = print_error,
     at_first_step: Callable[[], None] | None = None,
     has_launcher_ended: Callable[[], bool] | None = None,
 ) -> None:
@@ -63,7 +63,7 @@ def pretrain(
         run_dir: the folder the user asked for; None: a new one.
         is_resume: whether an existing run may be continued.
         is_restart: whether one in `run_dir` moves aside, to begin again; not together with `is_resume`.
-        tell: says why the process ends where it ends in here, as `Watchdog` does.
+        report: says why the process ends where it ends in here, as `Watchdog` does.
         at_first_step: called when the start is over, and steps begin to look for stop signals.
         has_launcher_ended: asked where the run was stopped, for what stopped it; None: nobody did.
 
@@ -77,7 +77,7 @@ def pretrain(
         folder = _held_folder(stack, config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
         job = assemble(config, identity, folder)
-        watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, tell=tell)
+        watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, report=report)
         stack.enter_context(watchdog)
         watchdog.mark("the load of a checkpoint")
         is_resumed = is_resume and job.resume()
@@ -163,7 +163,7 @@ def _hold(stack: ExitStack, folder: RunFolder) -> None:
             f"run folder {folder.path} cannot be written to ({error.strerror}): use another --run-dir, or "
             "make it writable"
         )
-        raise from_system(message, error) from error
+        raise file_system_error(message, error) from error
 
 
 def _move_aside(folder: RunFolder) -> None:

@@ -44,14 +44,14 @@ class Diagnosis(NamedTuple):
     Attributes:
         line: for people, without full stop.
         kind: one of `heartbeat_store.KINDS`.
-        is_mine: this rank prints it, and no other.
+        is_local: this rank prints it, and no other.
         is_hang: some rank answers but does not come, so its stack says more.
         is_open: no rank is the cause, so the error that a rank has met says more.
     """
 
     line: str
     kind: str = LOSS
-    is_mine: bool = True
+    is_local: bool = True
     is_hang: bool = False
     is_open: bool = False
 
@@ -108,7 +108,7 @@ def _read(thread: HeartbeatThread, describe: Callable[[], Heartbeat], rank: int)
     while time.monotonic() < end:
         published = thread.ask(lambda store: store.read_diagnosis())
         if published is not None:
-            return Diagnosis(published.line, published.kind, is_mine=False)
+            return Diagnosis(published.line, published.kind, is_local=False)
         time.sleep(thread.interval / POLLS_AN_INTERVAL)
     other = thread.ask(lambda store: store.claimant(DIAGNOSES))
     return Diagnosis(

@@ -85,7 +85,7 @@ class _Termination(NamedTuple):
 
 def print_error(error: UserError) -> None:
     """As command lines print it; by one rank."""
-    if not error.is_told:
+    if not error.is_reported:
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 
@@ -101,15 +101,15 @@ class Watchdog:
         identity: ProcessIdentity,
         *,
         folder: Path | None = None,
-        tell: Callable[[UserError], None] = print_error,
+        report: Callable[[UserError], None] = print_error,
     ) -> None:
         """Prepare; the block begins to count.
 
-        In `folder`, if there is one, a rank that hangs leaves its stack, `stack-rank<r>.txt`. `tell` says why
+        In `folder`, if there is one, a rank that hangs leaves its stack, `stack-rank<r>.txt`. `report` says why
         this process ends where its thread must end it, within seconds; called on every such rank, with
-        `is_told` where another one prints it.
+        `is_reported` where another one prints it.
         """
-        self._settings, self._rank, self._folder, self._tell = settings, identity.rank, folder, tell
+        self._settings, self._rank, self._folder, self._report = settings, identity.rank, folder, report
         self._host = socket.gethostname()
         self._mark = _Mark(BEGINNING, 0.0)
         self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)
@@ -198,7 +198,7 @@ class Watchdog:
         if error is self._raised:
             return
         if not isinstance(error, Exception) or not is_failed_collective(error):
-            self._report(error)
+            self._publish_failure(error)
             return
         self._place = trace_of_error(error).text
         self._leaving.set()
@@ -217,7 +217,7 @@ class Watchdog:
         wait_until_known(self._heartbeat_thread)
         raise error
 
-    def _report(self, error: BaseException) -> None:
+    def _publish_failure(self, error: BaseException) -> None:
         """Let the others know why this rank ends."""
         assert self._heartbeat_thread is not None
         self._leaving.set()
@@ -325,8 +325,8 @@ class Watchdog:
         since = f"no step has ended for {self._settings.termination_seconds:g} s"
         what = self._state_since(self._sigterm.heartbeats or {})
         error = TransientError(f"ended by SIGTERM without a checkpoint, for {since}: {what}")
-        error.is_told = self._sigterm.heartbeats is None
-        self._tell(error)
+        error.is_reported = self._sigterm.heartbeats is None
+        self._report(error)
         os._exit(EXIT_TERMINATED)
 
     def _state_since(self, first: dict[int, Heartbeat]) -> str:
@@ -346,7 +346,7 @@ class Watchdog:
         self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
         error = _error(diagnosis)
         if isinstance(error, UserError):
-            self._tell(error)
+            self._report(error)
         trace = trace_of_frame(sys._current_frames().get(self._main_thread))
         if not trace.is_waiting and self._folder is not None:
             # the line has been printed, which matters more than a disk that is full
@@ -380,5 +380,5 @@ def _error(diagnosis: Diagnosis) -> UserError | KeyboardInterrupt:
         error = UserError(diagnosis.line)
     else:
         error = TransientError(f"{diagnosis.line}; continue from the last checkpoint")
-    error.is_told = not diagnosis.is_mine
+    error.is_reported = not diagnosis.is_local
     return error

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from megalowbit.checkpoints.plain import plain_checkpoint, way_in
+from megalowbit.checkpoints.plain import loading_advice, plain_checkpoint
 from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError
 
@@ -35,8 +35,8 @@ def test_a_folder_of_another_kind_is_none(tmp_path):
 def test_the_way_in_follows_the_stage(tmp_path):
     make(tmp_path / "a", "mp_rank_00_model_states.pt")
     make(tmp_path / "b", "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    assert "torch.load(" in way_in(tmp_path / "a")
-    assert "get_fp32_state_dict_from_zero_checkpoint(" in way_in(tmp_path / "b")
+    assert "torch.load(" in loading_advice(tmp_path / "a")
+    assert "get_fp32_state_dict_from_zero_checkpoint(" in loading_advice(tmp_path / "b")
 
 
 def test_a_latest_that_is_no_file_is_not_waited_for_and_a_name_too_long_is_told(tmp_path):

@@ -159,7 +159,7 @@ def run_rank(case, folder, rank):
     try:
         training = start_training(case["kind"])
         with Watchdog(
-            settings, identity, folder=folder, tell=lambda error: _report(error, identity)
+            settings, identity, folder=folder, report=lambda error: _report(error, identity)
         ) as watchdog:
             train(case, folder, training, watchdog, rank)
     except UserError as error:

@@ -61,7 +61,7 @@ def test_one_diagnoses_and_all_know_the_same(start):
     hearts, opened = start(4, beating=(0, 1, 3))
     opened[2].publish(heartbeat(5, host="n2"))
     diagnoses, _ = ask_all(hearts)
-    assert sum(diagnosis.is_mine for diagnosis in diagnoses.values()) == 1
+    assert sum(diagnosis.is_local for diagnosis in diagnoses.values()) == 1
     (line,) = {diagnosis.line for diagnosis in diagnoses.values()}
     assert line.startswith("rank 2 (host n2) does not answer: silent since step 7 ")
     assert f"waited 20 s in {REDUCE}" in line
@@ -97,7 +97,7 @@ def test_if_the_one_that_diagnoses_ends_too_the_others_do_not_wait_for_ever(star
     hearts, opened = start(3, beating=(1,))
     assert opened[2].claim(DIAGNOSES)
     diagnosis = diagnose_together(hearts[1], lambda: heartbeat(0), rank=1)
-    assert diagnosis.is_mine
+    assert diagnosis.is_local
     assert diagnosis.line == (
         "rank 2 was to find out why the run stands still, and has ended; "
         f"rank 1 (host n1) waited 20 s in {REDUCE} since step 7"

@@ -98,7 +98,7 @@ def test_null_tells_of_no_slow_step():
 def test_an_error_that_another_rank_tells_is_not_printed_twice(capsys):
     error = TransientError("rank 1 does not answer")
     print_error(error)
-    error.is_told = True
+    error.is_reported = True
     print_error(error)
     assert capsys.readouterr().err == "error: rank 1 does not answer\n"
 

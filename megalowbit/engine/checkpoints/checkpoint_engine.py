@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, load_content, origin_of, unwritable
+from megalowbit.checkpoints.shards import ORIGIN_KEY, check_origin, load_content, origin_of, write_error
 from megalowbit.distributed.agreement import gather, raised_on_all_ranks
 from megalowbit.distributed.process_group import is_true_anywhere
 from megalowbit.durable_files import FileFacts, HashingFile, atomic_file
@@ -149,7 +149,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
             action()
         except Exception as error:  # whatever it is (a full disk, an unpicklable object): others wait for us
             if self._failure is None:
-                self._failure = unwritable(path, error)
+                self._failure = write_error(path, error)
 
 
 def plain_data(value: Any, where: str = "") -> Any:

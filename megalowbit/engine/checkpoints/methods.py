@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from megalowbit.checkpoints.contents import header_file
-from megalowbit.checkpoints.plain import plain_checkpoint, way_in
-from megalowbit.checkpoints.shards import unwritable
+from megalowbit.checkpoints.plain import loading_advice, plain_checkpoint
+from megalowbit.checkpoints.shards import write_error
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks, succeed_together
 from megalowbit.durable_files import LATEST, MANIFEST, atomic_file
@@ -187,7 +187,7 @@ def _latest(folder: Path) -> str | None:
 
 def _check_complete(path: Path) -> None:
     if path.is_dir() and not (path / MANIFEST).is_file():
-        remedy = "use another" if plain_checkpoint(path) is None else way_in(path)
+        remedy = "use another" if plain_checkpoint(path) is None else loading_advice(path)
         raise UserError(
             f"checkpoint {path} has no {MANIFEST}: its save was interrupted, or it was written by another "
             f"program; {remedy}"
@@ -200,4 +200,4 @@ def _write(state: dict[str, torch.Tensor] | None, path: Path) -> None:
         with atomic_file(path, "wb") as file:
             torch.save(state, file)
     except (OSError, RuntimeError) as error:
-        raise unwritable(path, error) from error
+        raise write_error(path, error) from error

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megalowbit.checkpoints.contents import CheckpointContents, check_files
 from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY, RANK_FILES_KEY
-from megalowbit.checkpoints.shards import reading, unwritable
+from megalowbit.checkpoints.shards import reading, write_error
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import agree, failing_together, gather, gather_bytes, succeed_together
 from megalowbit.distributed.generator_states import packed_random_state
@@ -79,7 +79,7 @@ def begin_folder(path: Path, *, is_named_by_user: bool = False) -> None:
         path.mkdir(parents=True)
         (path / SAVING).touch()
     except OSError as error:
-        raise unwritable(f"checkpoint {path}", error) from error
+        raise write_error(f"checkpoint {path}", error) from error
 
 
 def save_together(
@@ -123,7 +123,7 @@ def _commit(path: Path, facts: Iterable[FileFacts], *, is_latest: bool, is_lates
         if is_latest and is_latest_needed:
             _write_latest(path)
     except OSError as error:
-        raise unwritable(f"checkpoint {path}", error) from error
+        raise write_error(f"checkpoint {path}", error) from error
     if is_latest and not is_latest_needed:
         point_latest_at(path)
 

@@ -50,7 +50,7 @@ from megalowbit.engine.checkpoints.save_and_load import (
     save_together,
     verify_together,
 )
-from megalowbit.errors import TransientError, UserError, from_system
+from megalowbit.errors import TransientError, UserError, file_system_error
 from megalowbit.values import whole_number
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class CheckpointStore:
             target = set_aside(path)
         except OSError as error:
             message = f"{reason}; it could not be moved aside ({error.strerror})"
-            raise from_system(message, error) from error
+            raise file_system_error(message, error) from error
         logger.warning("%s: moved to %s", reason.partition(";")[0], target.name)
 
     def save(

@@ -21,7 +21,7 @@ OF_ARGS = ("deepspeed_config", "deepscale_config")  # the second is DeepSpeed's 
 Config = str | Path | dict[str, Any] | DeepSpeedConfigParts
 
 
-def the_model(model: object, args: object) -> torch.nn.Module:
+def require_model(model: object, args: object) -> torch.nn.Module:
     """The model, where it stands where `deepspeed.initialize` expects it.
 
     Raises:
@@ -38,7 +38,7 @@ def the_model(model: object, args: object) -> torch.nn.Module:
     return model
 
 
-def the_config(config: Config | None, args: object, config_params: Config | None) -> Config:
+def find_config(config: Config | None, args: object, config_params: Config | None) -> Config:
     """The configuration, which may come in as `config`, `config_params` or `args.deepspeed_config`.
 
     Raises:
@@ -80,13 +80,13 @@ def check_scalars(
         whole_number("distributed_port", distributed_port, least=1, most=65535)
 
 
-def offer_port(port: int | None) -> None:
+def set_default_port(port: int | None) -> None:
     """Let the main process listen at `port` where the environment names none."""
     if port is not None:
         os.environ.setdefault("MASTER_PORT", str(port))
 
 
-def tell_local_rank(args: object, local_rank: int) -> None:
+def set_local_rank(args: object, local_rank: int) -> None:
     """Write the process's own local rank into `args`, as DeepSpeed does for scripts that read it there."""
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank

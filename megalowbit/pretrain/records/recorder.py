@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 
 from megalowbit.distributed.agreement import agree
-from megalowbit.errors import from_system
+from megalowbit.errors import file_system_error
 from megalowbit.layers.carried_state import split_counts
 from megalowbit.pretrain.components.base import Component
 from megalowbit.pretrain.job import Job
@@ -80,7 +80,7 @@ class Recorder:
             job.folder.note_saved(job.step or None)
             job.folder.write_config(job.config.to_dict())
         except OSError as error:
-            raise from_system(
+            raise file_system_error(
                 f"the run cannot be recorded in {error.filename or job.folder.path} ({error.strerror}): "
                 "free space or move away what is there, or choose another --run-dir",
                 error,
@@ -192,7 +192,7 @@ class Recorder:
             path = self._job.folder.path
             steps = self._job.store.steps()
             saved = f"from the checkpoint of step {steps[-1]}" if steps else "from the start"
-            raise from_system(
+            raise file_system_error(
                 f"the run cannot be recorded in {path} ({error.strerror or error}): free space or mend the "
                 f"disk, then go on {saved} with --resume auto",
                 error,

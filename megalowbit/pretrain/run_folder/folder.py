@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megalowbit.durable_files import atomic_file, open_regular, remove_drafts, sync
-from megalowbit.errors import TransientError, UserError, from_system, shown
+from megalowbit.errors import TransientError, UserError, file_system_error, shown
 from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.components.registry import COMPONENTS
 
@@ -86,7 +86,7 @@ class RunFolder:
                 f"{self.done} cannot be written ({error.strerror}): free space, then start again with "
                 "--resume auto; all else of the run is there"
             )
-            raise from_system(message, error) from error
+            raise file_system_error(message, error) from error
 
     def is_summed_up(self, step: int) -> bool:
         """Whether the summary is of a run that ended after this step."""
@@ -148,7 +148,7 @@ class RunFolder:
                 path.rename(target)
             except OSError as error:
                 message = f"{path} cannot be renamed ({error.strerror}): make {self.path} writable"
-                raise from_system(message, error) from error
+                raise file_system_error(message, error) from error
             renamed.append(target.name)
         return renamed
 
@@ -195,7 +195,7 @@ class RunFolder:
             os.write(lock.fileno(), f"{name}\n".encode())
         except OSError as error:
             message = f"{self.path / LOCK} cannot be written ({error.strerror}): free space or mend the disk"
-            raise from_system(message, error) from error
+            raise file_system_error(message, error) from error
 
     def write_config(self, resolved: dict[str, Any]) -> None:
         """Save the resolved configuration, whole or not at all."""
@@ -221,7 +221,7 @@ def _open_lock(lock: Path) -> IO[str]:
         message = (
             f"{lock} cannot be opened ({error.strerror}): make the folder yours, or use another --run-dir"
         )
-        raise from_system(message, error) from error
+        raise file_system_error(message, error) from error
     if os.fstat(file.fileno()).st_size > LONGEST_TRY:
         file.close()
         raise UserError(f"{lock} was not written by a run: move it away, or use another --run-dir")
@@ -255,7 +255,7 @@ def claim(
     except OSError as error:
         folder = run_dir or root / stem
         message = f"run folder {folder} cannot be created ({error.strerror}): choose another --run-dir"
-        raise from_system(message, error) from error
+        raise file_system_error(message, error) from error
 
 
 def has_content(folder: Path) -> bool:

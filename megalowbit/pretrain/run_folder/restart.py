@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from megalowbit.durable_files import sync
-from megalowbit.errors import UserError, from_system
+from megalowbit.errors import UserError, file_system_error
 from megalowbit.pretrain.run_folder.folder import ASIDE, MOVING, RECORDS, RunFolder, first_free, numbered
 
 OWN = (
@@ -44,7 +44,7 @@ def check_restart(folder: Path) -> None:
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     except OSError as error:
         message = f"run folder {folder} cannot be looked into ({error.strerror}): choose another --run-dir"
-        raise from_system(message, error) from error
+        raise file_system_error(message, error) from error
     # a restart that was killed before its first record has left only what it had moved
     is_run = any(name in OF_A_RUN or name.startswith(f"{ASIDE}-") for name in names)
     if names - {".lock"} and not is_run:
@@ -83,7 +83,7 @@ def move_aside(folder: RunFolder) -> Path | None:
             f"the run in {folder.path} cannot be moved aside to {moving.name} ({error.filename or moving}: "
             f"{error.strerror}): mend that and start again with --restart"
         )
-        raise from_system(message, error) from error
+        raise file_system_error(message, error) from error
     return target
 
 

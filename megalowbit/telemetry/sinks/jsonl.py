@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalowbit.durable_files import atomic_file, open_regular
-from megalowbit.errors import UserError, from_system
+from megalowbit.errors import UserError, file_system_error
 from megalowbit.telemetry.facts import Facts
 
 if TYPE_CHECKING:  # it imports torch, and configurations are read without
@@ -155,7 +155,9 @@ def last_step(path: Path) -> int:
     try:
         return max((step for step, _ in _lines(path)), default=0)
     except OSError as error:
-        raise from_system(f"{path} cannot be read ({error.strerror}): make it readable", error) from error
+        raise file_system_error(
+            f"{path} cannot be read ({error.strerror}): make it readable", error
+        ) from error
 
 
 def _is_nonfinite(value: object) -> bool:
