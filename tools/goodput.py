@@ -22,7 +22,7 @@ from megalowbit.cluster.goodput import expected_events, failure_traces
 from megalowbit.cluster.goodput_report import Question, answer, duration, table
 from megalowbit.cluster.run_history import RunCosts
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
-from megalowbit.pretrain.command_line import OneLineParser, print_what_can_be_printed
+from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
 
 MOST_EVENTS = 400_000  # to simulate for an interval: about a second, and some thirty intervals are tried
 LONGEST_TRAINING = 3650 * 86400.0  # seconds
@@ -91,7 +91,7 @@ ARGUMENTS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    parser = OneLineParser.of_program(__doc__)
+    parser = OneLineParser.for_script(__doc__)
     for argument in ARGUMENTS:
         default = "" if argument.default is None else f" (default: {argument.default:g})"
         parser.add_argument(
@@ -205,7 +205,7 @@ def check_amount(options: argparse.Namespace, question: Question) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    print_what_can_be_printed()
+    escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
         question = question_of(options)

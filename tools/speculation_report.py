@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.pretrain.command_line import OneLineParser, print_what_can_be_printed
+from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    parser = OneLineParser.of_program(__doc__)
+    parser = OneLineParser.for_script(__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that a run has written")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE.png", help="draw it too; a file that is there is replaced"
@@ -37,7 +37,7 @@ def check_picture(path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    print_what_can_be_printed()
+    escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
         if options.picture is not None:

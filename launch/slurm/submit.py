@@ -32,7 +32,7 @@ OF_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_CLUSTERS"}  # variables that
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    parser = OneLineParser.of_program(__doc__)
+    parser = OneLineParser.for_script(__doc__)
     parser.add_argument("--cluster", type=Path, metavar="C.json", help="what the cluster is like")
     parser.add_argument(
         "--slurm",

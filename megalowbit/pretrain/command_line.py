@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 REFUSAL = "MEGALOWBIT_REFUSAL"  # names a file for the line of a mistake, if there is one
 # Launchers stop all ranks when one fails: the main rank must get to print first.
-SECONDS_FOR_THE_MAIN_RANK = 5.0
-SECONDS_FOR_ALL_TO_LEAVE = 60.0
+MAIN_RANK_HEAD_START_SECONDS = 5.0
+SHUTDOWN_SECONDS = 60.0
 
 
-def print_what_can_be_printed() -> None:
+def escape_unprintable_output() -> None:
     """Let standard output write an escape for a character that it lacks, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -48,7 +48,7 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser of arguments whose complaints are `UserError`s, as of all our command lines."""
 
     @classmethod
-    def of_program(cls, text: str | None) -> OneLineParser:
+    def for_script(cls, text: str | None) -> OneLineParser:
         """A parser whose help is a program's own text: the first paragraph, and after the flags the rest."""
         description, _, examples = str(text).partition("\n\n")
         return cls(
@@ -147,7 +147,7 @@ def program() -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     identity = ProcessIdentity()
-    print_what_can_be_printed()
+    escape_unprintable_output()
     try:
         identity = identify()
         options = build_parser().parse_args(arguments)
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         _report(error, identity)
         if error.is_on_all_ranks:
-            _leave_together()
+            _shut_down_together()
         return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         if identity.is_main:
@@ -170,7 +170,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     if options.restart and options.resume == "auto":
         raise UserError("--restart and --resume auto exclude each other: leave one of them out")
     config = load_config(options.ds_config, options.overrides, world_size=_world_size(options, identity))
-    _share_cores()
+    _limit_threads()
     # or torch prints its stack on every rank when a main process is lost; read when it is first imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.dry_run or options.prepare_data:
@@ -230,9 +230,7 @@ def _pretrain(
         at_first_step=start.stop,
         has_launcher_ended=None if launcher is None else lambda: launcher.has_ended,
     )
-    stop_process_group(
-        timedelta(seconds=SECONDS_FOR_ALL_TO_LEAVE)
-    )  # all work is done: none is missed for long
+    stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))  # all work is done: none is missed for long
 
 
 def _world_size(options: argparse.Namespace, identity: ProcessIdentity) -> int | None:
@@ -248,7 +246,7 @@ def _world_size(options: argparse.Namespace, identity: ProcessIdentity) -> int |
     return None if is_only_prepared else identity.world_size
 
 
-def _share_cores() -> None:
+def _limit_threads() -> None:
     """Give each process of this node its part of the cores, where nobody has said otherwise.
 
     The DeepSpeed launcher leaves OMP_NUM_THREADS alone, and two processes with a thread per core each run
@@ -275,7 +273,7 @@ def _report(error: UserError, identity: ProcessIdentity) -> None:
         _say(f"error: {line}")
     else:
         if threading.current_thread() is threading.main_thread():  # a watchdog's is here to end us now
-            time.sleep(SECONDS_FOR_THE_MAIN_RANK)
+            time.sleep(MAIN_RANK_HEAD_START_SECONDS)
         _say(f"error on rank {identity.rank}: {line}")
 
 
@@ -292,8 +290,8 @@ def _write_refusal(path: Path, line: str) -> None:
         print(f"{REFUSAL}={path} could not be written ({error.strerror})", file=sys.stderr, flush=True)
 
 
-def _leave_together() -> None:
+def _shut_down_together() -> None:
     """End the process group on all ranks, so that none is aborted by the end of another; within seconds."""
     from megalowbit.engine.process_start import stop_process_group
 
-    stop_process_group(timedelta(seconds=SECONDS_FOR_THE_MAIN_RANK))
+    stop_process_group(timedelta(seconds=MAIN_RANK_HEAD_START_SECONDS))

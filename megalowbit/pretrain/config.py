@@ -33,7 +33,7 @@ from megalowbit.errors import Problems, UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
 from megalowbit.pretrain.components.base import RUN_NAME, Component, RunSettings
-from megalowbit.pretrain.components.registry import COMPONENTS, OPTIONAL, STANDING
+from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
 from megalowbit.values import LARGEST, SettingsModel
 
@@ -80,7 +80,7 @@ class PretrainSettings(SettingsModel):
 
 
 _SECTIONS: dict[str, Any] = {  # name: type and default
-    **{kind.key: (kind.settings_class, Field(default_factory=kind.settings_class)) for kind in STANDING},
+    **{kind.key: (kind.settings_class, Field(default_factory=kind.settings_class)) for kind in ALWAYS_ON},
     **{kind.key: (kind.settings_class | None, None) for kind in OPTIONAL},
 }
 SETTINGS_MODEL = create_model(

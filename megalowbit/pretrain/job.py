@@ -320,7 +320,7 @@ def _prepared_model(
     )
     shard_model(model, parts)  # low-bit layers are made of shards
     report = convert(model, recipe, seed=settings.run.seed, rank=grid.data_rank)
-    check_nothing_missed(model.config, report)
+    check_all_projections_seen(model.config, report)
     if grid.pipeline_size > 1:
         model = pipeline_module(
             model,
@@ -341,7 +341,7 @@ def _reuses_codes(engine: Any) -> bool:
     return bool(is_used_again and engine.zero_optimization_stage() < 3)
 
 
-def check_nothing_missed(model_config: Any, report: ConversionReport) -> None:
+def check_all_projections_seen(model_config: Any, report: ConversionReport) -> None:
     """Make sure that every projection of the model's family was swapped, or kept on purpose.
 
     Raises:

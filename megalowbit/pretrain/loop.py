@@ -156,7 +156,7 @@ def roll_back(job: Job, recorder: Recorder, decision: GuardDecision) -> None:
     job.loader.load_state_dict(position)
     guard.rollbacks = [*made, {"after_step": step, "to_step": job.step, "reason": decision.line}]
     job.store.remove_after(job.step)
-    recorder.go_back()
+    recorder.roll_back()
     recorder.log(
         f"rolled back after step {step} to step {job.step} ({decision.line}): training goes on with the data "
         f"that come next; rollback {len(guard.rollbacks)} of {guard.settings.max_rollbacks}"

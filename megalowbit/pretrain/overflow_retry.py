@@ -61,7 +61,7 @@ def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tens
     engine = job.engine
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     for component in job.components:
-        component.begin_try()
+        component.begin_attempt()
     if job.is_pipeline:
         engine.train_batch(iter(list(batches)))  # all, so that middle stages move on in the data as well
         job.weights_have_changed()

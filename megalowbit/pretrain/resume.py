@@ -18,7 +18,7 @@ from megalowbit.config.deepspeed_json import LOOP_SECTIONS
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.errors import UserError, shown
 from megalowbit.optim.loss_scale.dynamic import DynamicSettings
-from megalowbit.pretrain.components.registry import COMPONENTS, OPTIONAL, STANDING
+from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
 
 MAY_CHANGE = (
     "train_batch_size",
@@ -56,11 +56,11 @@ MAY_CHANGE = (
     *(pattern for component in COMPONENTS for pattern in component.may_change),
 )
 # Settings that earlier versions did not write down: their runs had what is the default now.
-WRITTEN_SINCE = (
+ADDED_LATER = (
     "regularizer", "gradient_norm", "autocast", "fp32_norms", "layer_scaling", "log_num_zeros_in_grad",
 )  # fmt: skip
 # Said first: other settings have changed because of them.
-DECISIVE = (
+REPORTED_FIRST = (
     "megalowbit.precision",
     "megalowbit.grad_scaler.type",
     "megalowbit.grad_scaler.mode",
@@ -83,9 +83,9 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     """
     unwritten = {
         "megalowbit": {
-            **EngineSettings().model_dump(mode="json", include=set(WRITTEN_SINCE)),
+            **EngineSettings().model_dump(mode="json", include=set(ADDED_LATER)),
             "run": {"overflow_retries": 0},
-            **{kind.key: kind.settings_class().model_dump(mode="json") for kind in STANDING},
+            **{kind.key: kind.settings_class().model_dump(mode="json") for kind in ALWAYS_ON},
         }
     }
     before = {**_flat(unwritten), **_flat(saved), **_flat(_unwritten_scaler(saved))}
@@ -151,7 +151,7 @@ def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
 
 
 def _place(key: str) -> int:
-    return DECISIVE.index(key) if key in DECISIVE else len(DECISIVE)
+    return REPORTED_FIRST.index(key) if key in REPORTED_FIRST else len(REPORTED_FIRST)
 
 
 def _unwritten_scaler(saved: Mapping[str, Any]) -> dict[str, Any]:

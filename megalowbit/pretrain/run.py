@@ -31,7 +31,7 @@ from megalowbit.pretrain.checks import check_config, check_kernels
 from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.loop import Ending, train
-from megalowbit.pretrain.records.lines import opening, products_line
+from megalowbit.pretrain.records.lines import products_line, startup_lines
 from megalowbit.pretrain.records.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings, check_is_configuration
 from megalowbit.pretrain.run_folder.folder import RunFolder, claim
@@ -72,9 +72,9 @@ def pretrain(
         UserError: a mistake in configuration, data or folders, or training that cannot go on.
     """
     with ExitStack() as stack:
-        stack.enter_context(naming_lost_ranks(identity))
+        stack.enter_context(report_lost_ranks(identity))
         start_process_group(identity)
-        folder = _held_folder(stack, config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
+        folder = _lock_folder(stack, config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
         job = assemble(config, identity, folder)
         watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, report=report)
@@ -84,11 +84,11 @@ def pretrain(
         if is_restart or (is_resume and not is_resumed):
             agree(lambda: _move_aside(folder) if is_restart else _keep_records(folder))
         console = _console(job, identity)
-        console.print(opening(job, identity, is_resumed=is_resumed, changes=changes))
+        console.print(startup_lines(job, identity, is_resumed=is_resumed, changes=changes))
         if at_first_step is not None:
             at_first_step()
-        is_summed_up = agree(lambda: folder.is_summed_up(job.step))  # or it was killed just before that
-        if job.step >= config.settings.run.steps and is_summed_up:
+        has_summary_of = agree(lambda: folder.has_summary_of(job.step))  # or it was killed just before that
+        if job.step >= config.settings.run.steps and has_summary_of:
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
         else:
             recorder = Recorder(job, console, is_main=identity.is_main, is_resume=is_resume)
@@ -133,7 +133,7 @@ def _refuse_lost_launcher(has_ended: Callable[[], bool] | None, step: int) -> No
         )
 
 
-def _held_folder(
+def _lock_folder(
     stack: ExitStack, config: PretrainConfig, *, run_dir: Path | None, is_resume: bool, is_restart: bool
 ) -> RunFolder:
     """The run's folder, kept from other jobs until the run ends, once all that needs no model is checked."""
@@ -157,7 +157,7 @@ def _hold(stack: ExitStack, folder: RunFolder) -> None:
         UserError: another job holds it, or it cannot be written to.
     """
     try:
-        stack.enter_context(folder.held())
+        stack.enter_context(folder.locked())
     except OSError as error:
         message = (
             f"run folder {folder.path} cannot be written to ({error.strerror}): use another --run-dir, or "
@@ -173,7 +173,7 @@ def _move_aside(folder: RunFolder) -> None:
 
 
 def _keep_records(folder: RunFolder) -> None:
-    renamed = folder.set_records_aside()
+    renamed = folder.rename_records()
     if renamed:
         logger.warning(
             "%s: the run died before its first checkpoint and begins at step 0; its records are kept as %s",
@@ -190,7 +190,7 @@ def _check_restart(run_dir: Path | None, *, is_resume: bool) -> None:
 
 
 @contextmanager
-def naming_lost_ranks(identity: ProcessIdentity) -> Iterator[None]:
+def report_lost_ranks(identity: ProcessIdentity) -> Iterator[None]:
     """Say in one line where a collective has failed before the watchdog looks after that, and after."""
     try:
         yield
@@ -206,7 +206,7 @@ def naming_lost_ranks(identity: ProcessIdentity) -> Iterator[None]:
 
 
 def _print_products(job: Job, console: Console) -> None:
-    products = products_of_all_stages(job)
+    products = product_counts_of_all_stages(job)
     if job.recipe.gemm != "bf16" and products:
         console.print(products_line(products))
 
@@ -248,7 +248,7 @@ def export(job: Job, console: Console) -> None:
     console.print(f"HuggingFace checkpoint: {job.folder.hf}")
 
 
-def products_of_all_stages(job: Job) -> dict[str, dict[str, int]]:
+def product_counts_of_all_stages(job: Job) -> dict[str, dict[str, int]]:
     """What products have run in, in this process and in the other stages of its pipeline; collective."""
     grid = job.engine.process_grid
     place_here = (grid.data_rank, grid.tensor_rank)

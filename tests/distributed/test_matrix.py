@@ -35,7 +35,7 @@ from matrix_cells import (
 import megalowbit as mlb
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.recipe import recipe
-from megalowbit.pretrain.estimate.memory import ModelCut, ZeroSharing, estimate_memory
+from megalowbit.pretrain.estimate.memory import ModelLayout, ZeroSharing, estimate_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # relative, of losses and norms: sums in another order, and what half precision makes of that
@@ -170,7 +170,7 @@ def test_a_dry_run_estimates_what_ranks_really_hold(ran, kind, cell, tmp_path):
         micro_batch_size=1,
         sequence_length=16,
         sharing=ZeroSharing(stage=stage, data_size=2 // tensor_size),
-        cut=ModelCut(tensor_size=tensor_size),
+        layout=ModelLayout(tensor_size=tensor_size),
     )
     for rank in seen:
         key = key_of(*cell) if kind == "llama" else f"{kind}, {key_of(*cell)}"

@@ -47,7 +47,7 @@ def test_other_ranks_let_the_main_rank_speak_first(capsys, monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert main(["--ds-config", "missing.json"]) == 2
-    assert waited == [command_line.SECONDS_FOR_THE_MAIN_RANK]
+    assert waited == [command_line.MAIN_RANK_HEAD_START_SECONDS]
     assert capsys.readouterr().err.startswith("error on rank 1: ")
 
 

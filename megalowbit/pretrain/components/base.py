@@ -123,7 +123,7 @@ class Component:
         """The component of a run; None where there is nothing for it to do."""
         return None
 
-    def opening(self) -> str | None:
+    def startup_line(self) -> str | None:
         """A line for the run's opening, its name in ten characters first."""
         return None
 
@@ -131,7 +131,7 @@ class Component:
         """Act between two optimizer steps; `step` are trained so far. Returns what to print."""
         return None
 
-    def begin_try(self) -> None:
+    def begin_attempt(self) -> None:
         """Called before the first micro-batch of a step, and once more for each time it is repeated."""
 
     def end_step(self) -> None:

@@ -143,7 +143,7 @@ class LateSwitch(Component):
             "megalowbit.model.checkpoint"
         )
 
-    def opening(self) -> str:
+    def startup_line(self) -> str:
         return f"switch    after step {self.step}: {self.recipe.name}"
 
     def before_step(self, step: int) -> str | None:

@@ -28,13 +28,13 @@ from megalowbit.values import SettingsModel
 KEY = "megalowbit.loss_guard"
 Action = Literal["go on", "roll back", "stop"]
 NEW_RUN = "megalowbit.model.checkpoint, with a lower learning rate"
-ACTS: Mapping[str, Action] = {"rollback": "roll back", "stop": "stop"}  # other policies go on
-SHORTEST_WINDOW = 32  # losses; a spread found from fewer is no measure of anything
-NORMAL = 1.4826  # deviation of a normal distribution in median absolute deviations
-LEAST_DEVIATION = 0.002  # of log loss; a loss that hardly varies must not make every step a spike
-RISE = 1.5  # deviations of single steps by which the median of a window has risen
-LEAST_RISE = 0.02  # of log loss: less than 2 % is not worth a word
-LEAST_LOSS = 1e-9  # below it the logarithm says nothing any more
+ACTIONS: Mapping[str, Action] = {"rollback": "roll back", "stop": "stop"}  # other policies go on
+MIN_WINDOW = 32  # losses; a spread found from fewer is no measure of anything
+MAD_TO_STD = 1.4826  # deviation of a normal distribution in median absolute deviations
+MIN_DEVIATION = 0.002  # of log loss; a loss that hardly varies must not make every step a spike
+RISE_DEVIATIONS = 1.5  # deviations of single steps by which the median of a window has risen
+MIN_RISE = 0.02  # of log loss: less than 2 % is not worth a word
+MIN_LOSS = 1e-9  # below it the logarithm says nothing any more
 
 
 class LossGuardSettings(SettingsModel):
@@ -60,7 +60,7 @@ class LossGuardSettings(SettingsModel):
     )
     window: int = Field(
         default=100,
-        ge=SHORTEST_WINDOW,
+        ge=MIN_WINDOW,
         le=1000,
         description="finite losses that median and deviation are taken of",
     )
@@ -96,8 +96,8 @@ class _Level(NamedTuple):
     @classmethod
     def of(cls, values: list[float]) -> _Level:
         middle = median(values) if values else 0.0
-        deviation = NORMAL * median(abs(value - middle) for value in values) if values else 0.0
-        return cls(middle, max(deviation, LEAST_DEVIATION))
+        deviation = MAD_TO_STD * median(abs(value - middle) for value in values) if values else 0.0
+        return cls(middle, max(deviation, MIN_DEVIATION))
 
 
 class LossSpikes:
@@ -111,7 +111,7 @@ class LossSpikes:
     good, a spike not at all. After a rise has been found, further ones are measured from there.
 
     Pure arithmetic on what it was given, so equal losses give equal findings. A falling loss is never
-    reported. Not covered: a loss that rises by less than LEAST_RISE, or within a run's first window; a loss
+    reported. Not covered: a loss that rises by less than MIN_RISE, or within a run's first window; a loss
     that ought to rise (harder data, a learning rate that starts again) is found to have risen.
     """
 
@@ -129,14 +129,14 @@ class LossSpikes:
 
     def add(self, step: int, loss: float) -> SpikeFinding:
         """Judge the loss of a step, which is finite; numbers of steps ascend."""
-        value = math.log(max(loss, LEAST_LOSS))
+        value = math.log(max(loss, MIN_LOSS))
         spike = self._spike(value, loss)
         self._losses = [*self._losses, value][-self._length :]
         self._level = _Level.of(self._losses)
         return SpikeFinding(spike=spike, rise=self._rise(step))
 
     def _spike(self, value: float, loss: float) -> str | None:
-        if len(self._losses) < SHORTEST_WINDOW:
+        if len(self._losses) < MIN_WINDOW:
             return None
         deviations = (value - self._level.median) / self._level.deviation
         if deviations <= self._threshold:
@@ -152,7 +152,7 @@ class LossSpikes:
         if self._lowest is None or level.median < self._lowest.median:
             self._lowest = level
         lowest = self._lowest
-        rise, allowed = level.median - lowest.median, max(RISE * lowest.deviation, LEAST_RISE)
+        rise, allowed = level.median - lowest.median, max(RISE_DEVIATIONS * lowest.deviation, MIN_RISE)
         if rise <= allowed / 2:
             self._low_until = step
         if rise <= allowed:
@@ -254,12 +254,12 @@ class LossGuard(Component):
         policy, patience = self.settings.nonfinite, self.settings.patience
         self._nonfinite_in_a_row += 1
         self._spikes_in_a_row = 0
-        self._note_trouble(step, is_trouble=policy in ACTS)
+        self._note_trouble(step, is_trouble=policy in ACTIONS)
         if self._nonfinite_in_a_row < patience:
             return GuardDecision()
         steps = f"{patience} steps in a row" if patience > 1 else "the step"
         reason = f"step {step}: the loss of {steps} was not finite (the last one is {loss})"
-        if policy not in ACTS:
+        if policy not in ACTIONS:
             # once in a row of them: each skipped step has a line of its own
             return GuardDecision(line=reason if self._nonfinite_in_a_row == patience else None)
         return self._act("nonfinite", reason, self._since or step)
@@ -273,15 +273,15 @@ class LossGuard(Component):
         found = self._spikes.add(step, loss)
         is_spike = found.spike is not None
         self._spikes_in_a_row = self._spikes_in_a_row + 1 if is_spike else 0
-        self._note_trouble(step, is_trouble=is_spike and policy in ACTS)
+        self._note_trouble(step, is_trouble=is_spike and policy in ACTIONS)
         if found.rise is not None:
             reason = f"step {step}: {found.rise}"
             since = min(self._spikes.low_until + 1, self._since or step)
-            return self._act("spike", reason, since) if policy in ACTS else GuardDecision(line=reason)
+            return self._act("spike", reason, since) if policy in ACTIONS else GuardDecision(line=reason)
         if not is_spike:
             return GuardDecision()
         reason = f"step {step}: {found.spike}"
-        if policy in ACTS and self._spikes_in_a_row >= self.settings.patience:
+        if policy in ACTIONS and self._spikes_in_a_row >= self.settings.patience:
             many = f", as {self._spikes_in_a_row} steps in a row" if self._spikes_in_a_row > 1 else ""
             return self._act("spike", reason + many, self._since or step)
         return GuardDecision(line=reason if self._spikes_in_a_row == 1 else None)
@@ -290,7 +290,7 @@ class LossGuard(Component):
         self._since = (self._since or step) if is_trouble else None
 
     def _act(self, key: str, reason: str, since: int) -> GuardDecision:
-        action = ACTS[getattr(self.settings, key)]
+        action = ACTIONS[getattr(self.settings, key)]
         if action == "stop":
             way_out = f"resume with --set {KEY}.{key}=rollback to leave these data out"
         elif len(self.rollbacks) >= self.settings.max_rollbacks:

@@ -39,7 +39,7 @@ class OverflowCounts(Component):
         set_observer(parts.engine.module, tracker)
         return cls(tracker)
 
-    def begin_try(self) -> None:
+    def begin_attempt(self) -> None:
         """Drop what was seen since the last step, and what a try that is repeated has counted."""
         self.tracker.begin_step()
 

@@ -17,5 +17,5 @@ from megalowbit.pretrain.components.speculation import Speculation
 # off where their section is null or left out
 OPTIONAL: tuple[type[Component], ...] = (LateSwitch, Speculation)
 # part of every run; without a section they have its defaults
-STANDING: tuple[type[Component], ...] = (LossGuard,)
-COMPONENTS: tuple[type[Component], ...] = (OverflowCounts, *OPTIONAL, *STANDING, ParameterSplitting)
+ALWAYS_ON: tuple[type[Component], ...] = (LossGuard,)
+COMPONENTS: tuple[type[Component], ...] = (OverflowCounts, *OPTIONAL, *ALWAYS_ON, ParameterSplitting)

@@ -26,14 +26,14 @@ from megalowbit.pretrain.checks import check_config, this_device, why_not
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
 from megalowbit.pretrain.components.speculation import describe_speculation
 from megalowbit.pretrain.config import PretrainConfig
-from megalowbit.pretrain.estimate.memory import MemoryEstimate, ModelCut, ZeroSharing, estimate_memory
-from megalowbit.pretrain.estimate.saved_tensors import largest_forms
-from megalowbit.pretrain.job import check_nothing_missed
+from megalowbit.pretrain.estimate.memory import MemoryEstimate, ModelLayout, ZeroSharing, estimate_memory
+from megalowbit.pretrain.estimate.saved_tensors import largest_recipes
+from megalowbit.pretrain.job import check_all_projections_seen
 from megalowbit.speculation.settings import SpeculationSettings
 
 SIZED_TO_FIT = ", the fewest that fit this configuration: give --processes for another number"
 
-MOST_OF_A_LADDER = "\n  at most: saved for backward with the precisions of the ladder that keep the most"
+UPPER_BOUND_NOTE = "\n  at most: saved for backward with the precisions of the ladder that keep the most"
 
 
 def describe(config: PretrainConfig) -> str:
@@ -62,7 +62,7 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
         model = build_model(settings.model, seed=settings.run.seed)
         report = convert(model, recipe)
-        check_nothing_missed(model.config, report)
+        check_all_projections_seen(model.config, report)
         layers = bit_layers(model).values()
         total = sum(parameter.numel() for parameter in model.parameters())
         swapped = sum(
@@ -96,7 +96,7 @@ def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     speculation, switch = settings.of(SpeculationSettings), settings.of(LateSwitchSettings)
     memory = estimate_run(config, recipe)
     sections = {
-        "memory of one process (estimate)": str(memory) + (MOST_OF_A_LADDER if speculation else ""),
+        "memory of one process (estimate)": str(memory) + (UPPER_BOUND_NOTE if speculation else ""),
     }
     if speculation is not None:
         sections["speculation"] = describe_speculation(speculation)
@@ -116,7 +116,7 @@ def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
     return estimate_memory(
         settings.model,
         recipe,
-        forms=None if speculation is None else largest_forms(speculation, recipe),
+        largest=None if speculation is None else largest_recipes(speculation, recipe),
         precision=engine.precision,
         fp32_norms=engine.fp32_norms,
         op_classes=engine.autocast.op_classes() if engine.autocast.enabled else None,
@@ -125,7 +125,7 @@ def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
         micro_batch_size=deepspeed["train_micro_batch_size_per_gpu"],
         sequence_length=settings.data.sequence_length,
         sharing=ZeroSharing.from_config(deepspeed, config.grid.data_size),
-        cut=ModelCut.from_config(deepspeed, config.grid),
+        layout=ModelLayout.from_config(deepspeed, config.grid),
     )
 
 

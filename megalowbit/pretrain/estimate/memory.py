@@ -35,7 +35,7 @@ from megalowbit.layers.recipe import Recipe
 from megalowbit.optim.precision.autocast import attach_autocast
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32, keep_fp32
 from megalowbit.optim.precision.op_classes import OpClasses
-from megalowbit.pretrain.estimate.saved_tensors import LargestForms, saved_by_stage, saved_for_backward
+from megalowbit.pretrain.estimate.saved_tensors import LargestRecipes, saved_by_stage, saved_for_backward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,7 +47,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelCut:
+class ModelLayout:
     """How processes divide the model itself.
 
     Attributes:
@@ -65,7 +65,7 @@ class ModelCut:
     micro_batches: int = 1
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], grid: ProcessGrid) -> ModelCut:
+    def from_config(cls, config: Mapping[str, Any], grid: ProcessGrid) -> ModelLayout:
         """From a complete DeepSpeed configuration."""
         return cls(
             tensor_size=grid.tensor_size,
@@ -152,7 +152,7 @@ def estimate_memory(
     model_settings: ModelSettings,
     recipe: Recipe,
     *,
-    forms: LargestForms | None = None,
+    largest: LargestRecipes | None = None,
     precision: str,
     fp32_norms: bool = False,
     op_classes: OpClasses | None = None,
@@ -161,14 +161,14 @@ def estimate_memory(
     micro_batch_size: int,
     sequence_length: int,
     sharing: ZeroSharing | None = None,
-    cut: ModelCut | None = None,
+    layout: ModelLayout | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of one process; of a pipeline's, one of the stage that needs most.
 
     Args:
         model_settings: which model.
         recipe: its low-bit recipe.
-        forms: what layers keep where their recipes change in the run; None: they keep what `recipe` says.
+        largest: what layers keep where their recipes change in the run; None: they keep what `recipe` says.
         precision: `"fp16"`, `"bf16"` or `"fp32"`.
         fp32_norms: whether norms keep fp32 parameters, which have no master.
         op_classes: of autocast, under which more is kept in fp32; None where it is off.
@@ -177,28 +177,28 @@ def estimate_memory(
         micro_batch_size: sequences per forward pass.
         sequence_length: tokens per sequence.
         sharing: what ZeRO does; None: stage 0.
-        cut: how the model is divided; None: not at all.
+        layout: how the model is divided; None: not at all.
 
     Raises:
         UserError: the model cannot be divided so.
     """
-    cut, zero = cut or ModelCut(), sharing or ZeroSharing()
+    layout, zero = layout or ModelLayout(), sharing or ZeroSharing()
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
-        model = _converted(model_settings, recipe, cut, precision, fp32_norms=fp32_norms)
+        model = _converted(model_settings, recipe, layout, precision, fp32_norms=fp32_norms)
         if op_classes is not None:
             attach_autocast(model, precision, "cpu", op_classes)
-        stages = _stages(model, cut, micro_batch_size, sequence_length, forms)
+        stages = _stages(model, layout, micro_batch_size, sequence_length, largest)
     moments = MOMENTS_PER_PARAMETER.get(optimizer_type.lower(), int(has_momentum))
     estimates = [_of_stage(zero, parameters, saved, precision, moments) for parameters, saved in stages]
     return max(estimates, key=lambda estimate: estimate.total)
 
 
 def _converted(
-    model_settings: ModelSettings, recipe: Recipe, cut: ModelCut, precision: str, *, fp32_norms: bool
+    model_settings: ModelSettings, recipe: Recipe, layout: ModelLayout, precision: str, *, fp32_norms: bool
 ) -> PreTrainedModel:
     """The model as a process has it before it is cut into stages."""
     model = build_model(model_settings, seed=0)
-    shard_alone(model, cut.tensor_size)
+    shard_alone(model, layout.tensor_size)
     convert(model, recipe)
     for layer in bit_layers(model).values():
         layer.is_split = recipe.parameter_split is not None  # a whole one keeps as much
@@ -213,18 +213,18 @@ def _converted(
 
 def _stages(
     model: PreTrainedModel,
-    cut: ModelCut,
+    layout: ModelLayout,
     micro_batch_size: int,
     sequence_length: int,
-    forms: LargestForms | None,
+    largest: LargestRecipes | None,
 ) -> list[tuple[list[nn.Parameter], int]]:
     """Parameters of each stage, a tied one in each that has it, and bytes that it keeps for backward."""
-    if cut.num_stages == 1:
+    if layout.num_stages == 1:
         blocks = list(model.get_submodule(family(model.config.model_type).blocks).children())
-        saved = saved_for_backward(model, micro_batch_size, sequence_length, forms, blocks=blocks)
+        saved = saved_for_backward(model, micro_batch_size, sequence_length, largest, blocks=blocks)
         return [(list(model.parameters()), saved)]
     parts = parts_of(model)
-    bounds = stage_bounds(parts, cut.num_stages, cut.partition)
+    bounds = stage_bounds(parts, layout.num_stages, layout.partition)
     found = []
     for stage, (start, stop) in enumerate(pairwise(bounds)):
         own = parts[start:stop]
@@ -233,10 +233,10 @@ def _stages(
             own,
             micro_batch_size=micro_batch_size,
             sequence_length=sequence_length,
-            interval=cut.interval,
+            interval=layout.interval,
             # one forward, one backward in turn: the first stage waits longest
-            num_in_flight=min(cut.num_stages - stage, cut.micro_batches),
-            forms=forms,
+            num_in_flight=min(layout.num_stages - stage, layout.micro_batches),
+            largest=largest,
         )
         found.append((list(dict.fromkeys(p for part in own for p in part.parameters())), saved))
     return found

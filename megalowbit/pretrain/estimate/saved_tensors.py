@@ -1,7 +1,7 @@
 """What autograd keeps between forward and backward: counted on a model or on one stage of a pipeline.
 
 The forward is run for its hooks alone, as a rule under PyTorch's fake tensors, and each storage counts once.
-Where layers have a choice of recipes, the one that keeps more is counted (`LargestForms`). Of blocks that are
+Where layers have a choice of recipes, the one that keeps more is counted (`LargestRecipes`). Of blocks that are
 alike two are run, and the others counted as the second: the first also meets what all share.
 Not covered: what kernels allocate for a moment, and what a device's own attention does not keep.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargestForms:
+class LargestRecipes:
     """The recipes with which layers keep the most.
 
     Attributes:
@@ -46,8 +46,8 @@ class LargestForms:
             form of its own is kept on top of that.
     """
 
-    own: Recipe
-    beside: Recipe
+    input_unsaved: Recipe
+    input_saved: Recipe
 
 
 class _Kept:
@@ -76,17 +76,17 @@ class _Kept:
 
 
 @contextmanager
-def _in_largest_forms(
-    model: nn.Module, forms: LargestForms | None, is_kept: Callable[[torch.Tensor], bool]
+def _with_largest_recipes(
+    model: nn.Module, largest: LargestRecipes | None, is_kept: Callable[[torch.Tensor], bool]
 ) -> Iterator[None]:
     """Give each layer its recipe when it gets its input; those that layers had are gone afterwards."""
 
     def choose(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert isinstance(layer, BitLinear)
-        assert forms is not None
-        layer.recipe = forms.beside if is_kept(inputs[0]) else forms.own
+        assert largest is not None
+        layer.recipe = largest.input_saved if is_kept(inputs[0]) else largest.input_unsaved
 
-    layers = [] if forms is None else list(bit_layers(model).values())
+    layers = [] if largest is None else list(bit_layers(model).values())
     handles = [layer.register_forward_pre_hook(choose) for layer in layers]
     try:
         yield
@@ -96,7 +96,7 @@ def _in_largest_forms(
 
 
 @contextmanager
-def _alike_run_twice(blocks: Sequence[nn.Module], kept: _Kept) -> Iterator[None]:
+def _skip_repeated_blocks(blocks: Sequence[nn.Module], kept: _Kept) -> Iterator[None]:
     """Let blocks that follow one like them, which was not the first of its kind, only be counted."""
     seen: list[str] = []
     sizes: dict[str, int] = {}
@@ -140,7 +140,7 @@ def saved_for_backward(
     model: nn.Module,
     micro_batch_size: int,
     sequence_length: int,
-    forms: LargestForms | None = None,
+    largest: LargestRecipes | None = None,
     *,
     blocks: Sequence[nn.Module] = (),
 ) -> int:
@@ -150,14 +150,14 @@ def saved_for_backward(
         model: a causal language model that takes `input_ids` and `labels`; fake tensors serve as well.
         micro_batch_size: sequences in the batch.
         sequence_length: tokens per sequence.
-        forms: recipes to choose from; None: each layer's own.
+        largest: recipes to choose from; None: each layer's own.
         blocks: modules that the model runs one after the other on its hidden states; of those alike
             only two are run. Without them all are.
     """
     kept = _Kept(model.parameters())
     tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
-    with hooks, _in_largest_forms(model, forms, kept.holds), _alike_run_twice(blocks, kept):
+    with hooks, _with_largest_recipes(model, largest, kept.holds), _skip_repeated_blocks(blocks, kept):
         loss = model(input_ids=tokens, labels=tokens).loss
     del loss
     return kept.nbytes
@@ -171,7 +171,7 @@ def saved_by_stage(
     sequence_length: int,
     interval: int,
     num_in_flight: int,
-    forms: LargestForms | None = None,
+    largest: LargestRecipes | None = None,
 ) -> int:
     """Bytes a pipeline's stage, made of these parts of the model, keeps when it is fullest.
 
@@ -198,8 +198,10 @@ def saved_by_stage(
     tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
     inputs = tokens if isinstance(parts[0], Embedding) else _hidden_states(model, tokens)
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
-    in_forms = _in_largest_forms(model, forms, lambda tensor: any(each.holds(tensor) for each in alive))
-    with hooks, in_forms, _alike_run_twice(of_model, kept):
+    with_largest = _with_largest_recipes(
+        model, largest, lambda tensor: any(each.holds(tensor) for each in alive)
+    )
+    with hooks, with_largest, _skip_repeated_blocks(of_model, kept):
         output = run_parts(parts, inputs, BlockInputs(model), run_blocks)
         assert isinstance(output, torch.Tensor)
         if isinstance(parts[-1], Head):
@@ -215,16 +217,16 @@ def _hidden_states(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor
     return torch.zeros(shape, dtype=next(model.parameters()).dtype, requires_grad=True)
 
 
-def largest_forms(settings: SpeculationSettings, recipe: Recipe) -> LargestForms:
+def largest_recipes(settings: SpeculationSettings, recipe: Recipe) -> LargestRecipes:
     """With what layers keep as much for backward as any choice of precisions can.
 
     An input is largest where `grad_weight` takes it as it is, unless it is kept anyway: then codes come on
     top. So do those of a weight, which `grad_input` may take.
     """
     widest = max((rung for rung in settings.ladder if rung != HIGHEST), key=_code_bytes, default=HIGHEST)
-    return LargestForms(
-        own=recipe_with(recipe, (HIGHEST, widest, HIGHEST)),
-        beside=recipe_with(recipe, (HIGHEST, widest, widest)),
+    return LargestRecipes(
+        input_unsaved=recipe_with(recipe, (HIGHEST, widest, HIGHEST)),
+        input_saved=recipe_with(recipe, (HIGHEST, widest, widest)),
     )
 
 

@@ -40,7 +40,7 @@ def products_line(counts: dict[str, dict[str, int]]) -> str:
     return f"products  {', '.join(parts)}"
 
 
-def cut(job: Job) -> str:
+def layout_text(job: Job) -> str:
     """How the job is cut, for the opening: `" (2 × 2: data 2, tensor 2, ZeRO 1)"`; empty if it is not."""
     stage = job.engine.zero_optimization_stage()
     grid = job.engine.process_grid
@@ -49,7 +49,7 @@ def cut(job: Job) -> str:
     return f" ({grid}" + (f", ZeRO {stage})" if stage else ")")
 
 
-def wasted_step(job: Job) -> str | None:
+def zero_rate_warning(job: Job) -> str | None:
     """A line where the schedule gives the first step a learning rate of 0; None where it does not."""
     scheduler = job.config.parts.deepspeed.get("scheduler")
     rates = [learning_rate(group) for group in job.engine.optimizer.param_groups]
@@ -67,7 +67,7 @@ def wasted_step(job: Job) -> str | None:
     return f"{first}: {kind} gives a learning rate of 0; {remedy}"
 
 
-def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
+def startup_lines(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
     """What a run says before its first step; `changes` are settings that a resumed run changed."""
     count = sum(map(whole_numel, job.engine.module.parameters()))
     count = getattr(job.engine.module, "num_parameters_of_all_stages", count)
@@ -82,9 +82,9 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: l
             f"data      {settings.data.corpus}, {job.loader.num_samples:,} sequences of "
             f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
             f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
-            f"process{'es' if identity.world_size > 1 else ''}" + cut(job),
-            *filter(None, (component.opening() for component in job.components)),
-            *([f"rate      {wasted}"] if (wasted := wasted_step(job)) is not None else []),
+            f"process{'es' if identity.world_size > 1 else ''}" + layout_text(job),
+            *filter(None, (component.startup_line() for component in job.components)),
+            *([f"rate      {wasted}"] if (wasted := zero_rate_warning(job)) is not None else []),
             *(f"changed   {change}" for change in changes),
             "",
         ]

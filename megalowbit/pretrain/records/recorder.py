@@ -27,7 +27,7 @@ from megalowbit.telemetry.summary import RunSummary, worst_layers
 
 logger = logging.getLogger(__name__)
 
-MISFITS = (
+MISFIT_WARNING = (
     "splits: %s times what was kept did not fit the next matrix (another rank, dtype or number of rows), "
     "and factors were found anew: the settings were changed, or batches have different sizes"
 )
@@ -75,7 +75,7 @@ class Recorder:
             for component in job.components:
                 component.open_records(job.folder.path, resume_step)
             job.loader.tokenizer.save_pretrained(job.folder.tokenizer)
-            job.folder.set_export_aside(job.step)
+            job.folder.rename_export(job.step)
             job.folder.done.unlink(missing_ok=True)
             job.folder.note_saved(job.step or None)
             job.folder.write_config(job.config.to_dict())
@@ -94,7 +94,7 @@ class Recorder:
         for name in (METRICS, *(name for each in self._job.components for name in each.records)):
             last_step(self._job.folder.path / name)
 
-    def go_back(self) -> None:
+    def roll_back(self) -> None:
         """Drop what was recorded after the job's step, which has become an earlier one. Every rank calls it.
 
         Raises:
@@ -163,7 +163,7 @@ class Recorder:
                 if line is not None:
                     self._console.print(line)
             if splits.get("misfit"):
-                logger.warning(MISFITS, f"{splits['misfit']:,}")
+                logger.warning(MISFIT_WARNING, f"{splits['misfit']:,}")
 
     def _write_layers(self) -> None:
         if self._job.tracker is None:

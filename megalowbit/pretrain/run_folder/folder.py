@@ -25,13 +25,17 @@ from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.components.registry import COMPONENTS
 
 LOCK = ".lock"
-LONGEST_TRY = 4096  # bytes of a lock; another program's file of that name must not be emptied
-TRY = "MEGALOWBIT_TRY"  # what a job script calls the try it makes
+MAX_LOCK_BYTES = 4096  # bytes of a lock; another program's file of that name must not be emptied
+ATTEMPT_VARIABLE = "MEGALOWBIT_TRY"  # what a job script calls the try it makes
 METRICS = "metrics.jsonl"
 RECORDS = (METRICS, *(name for component in COMPONENTS for name in component.records))
-ASIDE, MOVING = "before-restart", ".moving"  # where `--restart` moves a run, and until all of it is there
+# `--restart` moves a run to before-restart-<n>, which has the suffix until everything is there
+ASIDE_PREFIX, MOVING_SUFFIX = "before-restart", ".moving"
+    "before-restart",
+    ".moving",
+)  # where `--restart` moves a run, and until all of it is there
 # written as drafts, which a kill leaves behind; drafts of other names are somebody else's
-OWN_NAMES = ("hf", "config.json", "saved.json", "summary.json", "DONE", "*.jsonl")
+DRAFT_NAMES = ("hf", "config.json", "saved.json", "summary.json", "DONE", "*.jsonl")
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class RunFolder:
             )
             raise file_system_error(message, error) from error
 
-    def is_summed_up(self, step: int) -> bool:
+    def has_summary_of(self, step: int) -> bool:
         """Whether the summary is of a run that ended after this step."""
         try:
             return bool(read_json_object(self.summary).get("steps") == step)
@@ -130,10 +134,10 @@ class RunFolder:
     @property
     def interrupted_restart(self) -> Path | None:
         """Where a `--restart` that was killed has moved a part of the run; `None`: there is none."""
-        found = sorted(self.path.glob(f"{ASIDE}-*{MOVING}"))
+        found = sorted(self.path.glob(f"{ASIDE_PREFIX}-*{MOVING_SUFFIX}"))
         return found[0] if found else None
 
-    def set_records_aside(self) -> list[str]:
+    def rename_records(self) -> list[str]:
         """Rename the records of a try that died before its first checkpoint; returns their new names.
 
         Raises:
@@ -152,7 +156,7 @@ class RunFolder:
             renamed.append(target.name)
         return renamed
 
-    def set_export_aside(self, step: int) -> None:
+    def rename_export(self, step: int) -> None:
         """Rename an export of an earlier end of this run, so that `hf/` is never older than the run."""
         if self.hf.exists():
             self.hf.rename(first_free(numbered(self.path / f"hf-step-{step:08d}")))
@@ -163,7 +167,7 @@ class RunFolder:
         return self.config.exists()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keep other jobs out while the block runs; afterwards remove the folder if nothing was written.
 
         Raises:
@@ -180,7 +184,7 @@ class RunFolder:
                 ) from None
             try:
                 self._sign(file)
-                remove_drafts(self.path, OWN_NAMES)
+                remove_drafts(self.path, DRAFT_NAMES)
                 yield
             finally:
                 if self.is_new and not has_content(self.path):
@@ -189,7 +193,7 @@ class RunFolder:
 
     def _sign(self, lock: IO[str]) -> None:
         """Name this try in the lock: a job script counts only what its own run has written."""
-        name = os.environ.get(TRY, "no job script")
+        name = os.environ.get(ATTEMPT_VARIABLE, "no job script")
         try:  # not through the file's buffer, which would fail again when it is closed
             os.ftruncate(lock.fileno(), 0)
             os.write(lock.fileno(), f"{name}\n".encode())
@@ -222,7 +226,7 @@ def _open_lock(lock: Path) -> IO[str]:
             f"{lock} cannot be opened ({error.strerror}): make the folder yours, or use another --run-dir"
         )
         raise file_system_error(message, error) from error
-    if os.fstat(file.fileno()).st_size > LONGEST_TRY:
+    if os.fstat(file.fileno()).st_size > MAX_LOCK_BYTES:
         file.close()
         raise UserError(f"{lock} was not written by a run: move it away, or use another --run-dir")
     return file

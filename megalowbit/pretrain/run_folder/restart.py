@@ -14,9 +14,16 @@ from pathlib import Path
 
 from megalowbit.durable_files import sync
 from megalowbit.errors import UserError, file_system_error
-from megalowbit.pretrain.run_folder.folder import ASIDE, MOVING, RECORDS, RunFolder, first_free, numbered
+from megalowbit.pretrain.run_folder.folder import (
+    ASIDE_PREFIX,
+    MOVING_SUFFIX,
+    RECORDS,
+    RunFolder,
+    first_free,
+    numbered,
+)
 
-OWN = (
+RUN_FILES = (
     "config.json",
     "saved.json",
     "summary.json",
@@ -31,7 +38,7 @@ OWN = (
     "hf-step-*",
     "checkpoints",
 )
-OF_A_RUN = ("saved.json", "checkpoints", *RECORDS)  # other names may be of anything
+RUN_MARKERS = ("saved.json", "checkpoints", *RECORDS)  # other names may be of anything
 
 
 def check_restart(folder: Path) -> None:
@@ -46,7 +53,7 @@ def check_restart(folder: Path) -> None:
         message = f"run folder {folder} cannot be looked into ({error.strerror}): choose another --run-dir"
         raise file_system_error(message, error) from error
     # a restart that was killed before its first record has left only what it had moved
-    is_run = any(name in OF_A_RUN or name.startswith(f"{ASIDE}-") for name in names)
+    is_run = any(name in RUN_MARKERS or name.startswith(f"{ASIDE_PREFIX}-") for name in names)
     if names - {".lock"} and not is_run:
         raise UserError(f"{folder} holds no run that --restart could move aside: choose another --run-dir")
 
@@ -61,16 +68,16 @@ def move_aside(folder: RunFolder) -> Path | None:
         UserError: something cannot be moved; what has been moved is in the folder that the line names.
     """
     names = sorted(
-        {path.name for pattern in OWN for path in folder.path.glob(pattern)} | _dangling(folder.path)
+        {path.name for pattern in RUN_FILES for path in folder.path.glob(pattern)} | _dangling(folder.path)
     )
     moving = folder.interrupted_restart
     if not names and moving is None:
         return None
     if moving is None:
-        target = first_free(folder.path / f"{ASIDE}-{number}" for number in count(1))
+        target = first_free(folder.path / f"{ASIDE_PREFIX}-{number}" for number in count(1))
     else:
-        target = moving.with_name(moving.name.removesuffix(MOVING))
-    moving = target.with_name(target.name + MOVING)
+        target = moving.with_name(moving.name.removesuffix(MOVING_SUFFIX))
+    moving = target.with_name(target.name + MOVING_SUFFIX)
     try:
         moving.mkdir(exist_ok=True)
         for name in names:  # a restart that was killed may have moved one of that name already
@@ -89,4 +96,4 @@ def move_aside(folder: RunFolder) -> Path | None:
 
 def _dangling(folder: Path) -> set[str]:
     """Names without wildcards that are links to nothing, which a glob leaves out."""
-    return {name for name in OWN if os.path.lexists(folder / name)}
+    return {name for name in RUN_FILES if os.path.lexists(folder / name)}

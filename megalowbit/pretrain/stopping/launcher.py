@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_CHECKS = 1.0
 JOB_SCRIPT, TORCHRUN = "MEGALOWBIT_TRY", "TORCHELASTIC_RUN_ID"
 DEEPSPEED = ("CROSS_RANK", "LOCAL_SIZE")
 DEEPSPEED_PROGRAM, DEEPSPEED_MODULE = "deepspeed", "deepspeed.launcher.launch"
@@ -52,7 +52,7 @@ class LauncherWatch:
         self._is_over.set()
 
     def _watch(self) -> None:
-        while not self._is_over.wait(SECONDS_BETWEEN_LOOKS):
+        while not self._is_over.wait(SECONDS_BETWEEN_CHECKS):
             if self.has_ended:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 return

@@ -24,8 +24,8 @@ from typing import NoReturn
 
 from megalowbit.errors import EXIT_TRANSIENT
 
-SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_TO_COME_OUT = 1.0  # for the main thread after Ctrl-C
+SECONDS_BETWEEN_CHECKS = 0.5
+INTERRUPT_GRACE_SECONDS = 1.0  # for the main thread after Ctrl-C
 STOP_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGTERM})
 
 
@@ -92,11 +92,11 @@ class StartSignals:
 
     def _watch(self) -> None:
         while not self._is_over.is_set():
-            is_readable, _, _ = select.select([self._reader], [], [], SECONDS_BETWEEN_LOOKS)
+            is_readable, _, _ = select.select([self._reader], [], [], SECONDS_BETWEEN_CHECKS)
             if self._is_over.is_set():  # what comes now is for the loop
                 break
             if is_readable and signal.SIGINT in os.read(self._reader, 4096):
-                if not self._is_over.wait(SECONDS_TO_COME_OUT):
+                if not self._is_over.wait(INTERRUPT_GRACE_SECONDS):
                     _end("interrupted before the first step" if self._is_main else "", 128 + signal.SIGINT)
             elif signal.SIGTERM in signal.sigpending():
                 _end("ended by SIGTERM before the first step", 128 + signal.SIGTERM)

@@ -13,7 +13,7 @@ from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.memory import (
     GIB,
     MemoryEstimate,
-    ModelCut,
+    ModelLayout,
     ZeroSharing,
     estimate_memory,
 )
@@ -201,7 +201,7 @@ def llama3_8b(*overrides, world_size):
         micro_batch_size=1,
         sequence_length=128,
         sharing=ZeroSharing.from_config(deepspeed, config.grid.data_size),
-        cut=ModelCut.from_config(deepspeed, config.grid),
+        layout=ModelLayout.from_config(deepspeed, config.grid),
     )
 
 
@@ -229,8 +229,8 @@ def test_llama3_8b_in_four_stages_is_sized_by_its_largest():
 
 def test_a_stage_keeps_less_where_it_recomputes_and_fewer_micro_batches_late_in_the_pipeline(resolve):
     stages = {"num_stages": 2, "partition": "uniform", "micro_batches": 4}
-    plain = estimate(resolve(), cut=ModelCut(**stages))
-    recomputed = estimate(resolve(), cut=ModelCut(**stages, interval=1))
+    plain = estimate(resolve(), layout=ModelLayout(**stages))
+    recomputed = estimate(resolve(), layout=ModelLayout(**stages, interval=1))
     assert recomputed.saved_for_backward < plain.saved_for_backward
-    alone = estimate(resolve(), cut=ModelCut(**{**stages, "micro_batches": 1}))
+    alone = estimate(resolve(), layout=ModelLayout(**{**stages, "micro_batches": 1}))
     assert plain.saved_for_backward > alone.saved_for_backward
