@@ -41,7 +41,7 @@ def test_two_ranks_refuse_in_one_line_which_is_no_reason_to_try_again(folder):
         assert ranks.wait(), ranks.output()
         assert ranks.codes == [2, 2]
         (line,) = ranks.errors
-    assert "checkpoints does not exist: put them back to go on, or begin at step 0 with" in line
+    assert "checkpoints does not exist: put them back to continue, or start over with" in line
     assert line == f"error: {refusal.read_text().rstrip()}"
     assert contents(folder / "run") == before
 

@@ -1,8 +1,8 @@
 """What autograd keeps between forward and backward: counted on a model or on one stage of a pipeline.
 
 The forward is run for its hooks alone, as a rule under PyTorch's fake tensors, and each storage counts once.
-Where layers have a choice of recipes, the one that keeps more is counted (`LargestRecipes`). Of blocks that are
-alike two are run, and the others counted as the second: the first also meets what all share.
+Where layers have a choice of recipes, the one that keeps more is counted (`LargestRecipes`). Of blocks that
+are alike two are run, and the others counted as the second: the first also meets what all share.
 Not covered: what kernels allocate for a moment, and what a device's own attention does not keep.
 """
 

@@ -230,7 +230,7 @@ def test_a_folder_of_somebody_else_is_one_line(tmp_path):
             _hold(stack, claim("x", run_dir=run, is_resume=True))
 
     line = said_without_privileges(run, start)
-    assert line.startswith(f"{run / '.lock'} cannot be opened (Permission denied): make the folder yours")
+    assert line.startswith(f"{run / '.lock'} cannot be opened (Permission denied): make the folder writable")
     (run / "config.json").unlink()
     run.chmod(0o700)
     line = said_without_privileges(tmp_path, start)

@@ -37,7 +37,7 @@ LOSSES = {
     remove_steps: "checkpoints has none",
     dangle: "checkpoints is a link to .*gone.*, which does not exist",
     remove_manifests: r"no step in .*checkpoints has a manifest\.json",
-    put_a_file: "checkpoints is no folder",
+    put_a_file: "checkpoints is not a folder",
 }
 
 
@@ -60,13 +60,13 @@ def end_marks(folder):
 @pytest.mark.parametrize(
     ("evidence", "message"),
     [
-        ("saved.json", r"\(saved.json says so of step 2\)"),
+        ("saved.json", r"\(saved.json names step 2\)"),
         ("latest", r"there is checkpoints/latest"),
-        ("records", r"metrics.jsonl goes to step 4, the first was due after step 2"),
-        ("records without configuration", r"metrics.jsonl has step 4, though config.json is gone"),
+        ("records", r"metrics.jsonl ends at step 4, the first was due after step 2"),
+        ("records without configuration", r"metrics.jsonl has step 4, though config.json is missing"),
         ("folder", r"step-00000002 is there"),
         ("damaged note", r"saved.json is not JSON"),
-        ("strange note", r"saved.json says \[\] in place of a step"),
+        ("strange note", r"saved.json is damaged: its step is \[\]"),
     ],
 )
 def test_each_trace_of_a_checkpoint_is_enough(resolve, finished, evidence, message):

@@ -138,7 +138,7 @@ def test_a_launcher_that_has_ended_ends_a_start_for_another_try():
     code = "import time\nfrom megalowbit.pretrain.stopping.signals import StartSignals\n"
     code += "with StartSignals(has_launcher_ended=lambda: True):\n    time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    line = "ended before the first step, for the launcher has ended\n"
+    line = "ended before the first step: the launcher has ended\n"
     assert (done.returncode, done.stderr) == (75, line)
 
 
