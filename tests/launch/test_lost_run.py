@@ -56,7 +56,7 @@ def test_restart_is_refused_to_another_job_and_then_begins_again_on_both_ranks(f
     assert contents(folder / "run") == before
     both = run_ranks(*command, "--resume", "auto", cwd=folder)
     assert (both.code, both.errors) == (
-        2, ["error: --restart and --resume auto exclude each other: leave one of them out"]
+        2, ["error: --restart and --resume auto cannot be combined: leave one of them out"]
     )  # fmt: skip
     (folder / "link").symlink_to(folder / "run")
     done = run_ranks("--ds-config", "tiny.json", "--run-dir", "link", "--restart", cwd=folder, processes=2)

@@ -121,7 +121,7 @@ def test_one_process_sizes_a_run_of_many(more, said, capsys, tmp_path):
 @pytest.mark.parametrize("more", [["--processes", "0", "--dry-run"], ["--processes", "4"]])
 def test_a_number_of_processes_is_for_a_dry_run(more, capsys, tmp_path):
     assert main(["--ds-config", str(write_config(tmp_path)), *more]) == 2
-    assert "sizes a run for --dry-run" in capsys.readouterr().err
+    assert "needs --dry-run and a value of at least 1" in capsys.readouterr().err
 
 
 def test_a_number_of_processes_that_does_not_fit_is_said(capsys, tmp_path):

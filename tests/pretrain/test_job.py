@@ -68,7 +68,7 @@ def test_directions_of_weights_are_saved_once_and_of_other_operands_for_each_ran
     store.rank_state = lambda engine, path: None  # as on a rank that was not there
     caplog.clear()
     assert again.resume()
-    assert "no split directions of this rank" in caplog.text
+    assert "no split directions for this rank" in caplog.text
     for layer in bit_layers(again.engine.module).values():
         assert layer.split_states.keys() == {"weight"}
 

@@ -143,8 +143,7 @@ def test_what_is_told_and_kept_of_a_rollback(build_job, tmp_path, capsys):
     reason = "step 7: the loss of the step was not finite (the last one is nan)"
     printed = capsys.readouterr().out
     line = (
-        f"rolled back after step 7 to step 4 ({reason}): training goes on with the data that come next; "
-        "rollback 1 of 3"
+        f"rolled back after step 7 to step 4 ({reason}): training continues with new batches; rollback 1 of 3"
     )
     assert line in printed
     assert "rollbacks 1: after step 7 to step 4" in printed.partition("Summary")[2]
@@ -278,7 +277,7 @@ def test_without_a_checkpoint_the_run_stops_and_says_so(build_job):
     job = build_job(AT_ONCE)
     spoil(job, {2})
     with pytest.raises(
-        UserError, match=r"^step 2: .* no checkpoint from before step 2 to roll back to; train"
+        UserError, match=r"^step 2: .* no checkpoint from before step 2 to roll back to; start"
     ):
         run(job)
 
@@ -299,7 +298,7 @@ def test_in_trouble_nothing_is_saved_but_at_the_end(build_job, capsys):
     spoil(job, {3, 4, 6})
     run(job)
     assert job.store.steps() == [2, 6]
-    assert "step 4: no checkpoint while the loss is in trouble" in capsys.readouterr().out
+    assert "step 4: no checkpoint saved, because the loss is not stable" in capsys.readouterr().out
 
 
 def test_a_loss_that_has_risen_finds_a_checkpoint_from_before_however_few_are_kept(build_job, capsys):

@@ -58,7 +58,7 @@ def test_a_resumed_run_says_after_which_step(build_job):
             "WarmupCosineLR",
             {"total_num_steps": 9, "warmup_min_ratio": 0.1},
             "step 1",
-            "always gives it a learning rate of 0; WarmupDecayLR does not, with warmup_min_lr above 0",
+            "always gives it a learning rate of 0; to avoid that, use WarmupDecayLR with warmup_min_lr above 0",
         ),
     ],
 )
@@ -70,11 +70,11 @@ def test_first_steps_without_a_learning_rate_are_reported_with_a_remedy(
     line, text = zero_rate_warning(job), startup_lines(job, ProcessIdentity(), is_resumed=False, changes=[])
     if steps is None:
         assert line is None
-        assert "rate " not in text
+        assert "schedule " not in text
     else:
-        assert re.match(rf"{steps} trains? nothing: {kind} ", line)
+        assert re.match(rf"{steps} ha(s|ve) no effect: {kind} ", line)
         assert line.endswith(remedy)
-        assert f"rate      {line}" in text
+        assert f"schedule  {line}" in text
     unchanged = []
     for _ in range(3):  # what the steps do, as the line says
         before = [parameter.clone() for parameter in job.engine.module.parameters()]

@@ -129,7 +129,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_and_keeps_its_rec
 
 def test_a_run_whose_configuration_is_gone_is_compared_with_its_checkpoint(resolve, finished):
     (finished / "config.json").unlink()
-    with pytest.raises(UserError, match=r"megalowbit\.recipe was 'nvfp4' in the run to be resumed"):
+    with pytest.raises(UserError, match=r"megalowbit\.recipe was 'nvfp4' in the run to resume"):
         resume(resolve(*STEPS, "megalowbit.recipe=mxfp4"), finished)
     resume(resolve(*STEPS), finished)
 
@@ -137,9 +137,9 @@ def test_a_run_whose_configuration_is_gone_is_compared_with_its_checkpoint(resol
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"megalowbit": 3}', "config.json is damaged, megalowbit is 3 and not an object"),
-        ('{"megalowbit": {"run": [1]}}', r"megalowbit\.run is \[1\] and not an object"),
-        ("{}", "megalowbit is None and not an object"),
+        ('{"megalowbit": 3}', "config.json is damaged (megalowbit is 3, not an object)"),
+        ('{"megalowbit": {"run": [1]}}', r"megalowbit\.run is \[1\], not an object"),
+        ("{}", "megalowbit is None, not an object"),
         ("[" * 100_000, "is nested too deeply"),
         ('{"a": ' * 500 + "1" + "}" * 500, "is nested too deeply"),
         ("[]", "holds a list, not an object"),

@@ -75,8 +75,8 @@ def test_a_folder_that_restart_cannot_look_into_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"is_resume": True}, "--restart and --resume auto exclude each other"),
-        ({"run_dir": None}, "--restart needs the run's folder: name it with --run-dir"),
+        ({"is_resume": True}, "--restart and --resume auto cannot be combined"),
+        ({"run_dir": None}, "--restart needs a run folder: name it with --run-dir"),
         ({}, "does not hold a run to restart"),
     ],
 )
