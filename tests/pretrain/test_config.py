@@ -235,7 +235,7 @@ SPLIT = {"base": "nvfp4", "parameter_split": {"rank": 4, "warmup_steps": 5}}
 )
 def test_a_first_split_after_the_last_step_is_refused(write, recipe):
     path = write(raw_config(recipe=recipe))
-    with pytest.raises(UserError, match=r"parameter_split\.warmup_steps = 50? leaves no step of 5 to split"):
+    with pytest.raises(UserError, match=r"parameter_split\.warmup_steps = 50? is not below .*steps = 5, so"):
         resolve(path)
     resolve(path, "megalowbit.run.steps=51")
 
@@ -263,7 +263,9 @@ def test_what_stages_cannot_do_is_refused_before_anything_is_imported(write):
 def test_a_rollback_that_would_never_come_is_refused(tmp_path):
     config = write_config(tmp_path)
     guarded = ['megalowbit.loss_guard={"nonfinite": "rollback", "patience": 50}']
-    with pytest.raises(UserError, match=r"patience = 50 never ends, for .*max_consecutive_skips = 50 stops"):
+    with pytest.raises(
+        UserError, match=r"patience = 50 is never reached, .*max_consecutive_skips = 50 stops"
+    ):
         load_config(config, guarded, world_size=1)
     load_config(config, [*guarded, "megalowbit.run.max_consecutive_skips=51"], world_size=1)
     load_config(config, ["megalowbit.loss_guard.patience=50"], world_size=1)  # it only skips

@@ -58,7 +58,7 @@ def test_a_resumed_run_says_after_which_step(build_job):
             "WarmupCosineLR",
             {"total_num_steps": 9, "warmup_min_ratio": 0.1},
             "step 1",
-            "always gives it a learning rate of 0; to avoid that, use WarmupDecayLR with warmup_min_lr above 0",
+            "gives it a learning rate of 0; to avoid that, use WarmupDecayLR with warmup_min_lr above 0",
         ),
     ],
 )
