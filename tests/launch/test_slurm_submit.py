@@ -215,7 +215,7 @@ def test_a_working_folder_that_is_gone_is_told(submit, files, capsys, tmp_path, 
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert submit.main([*files, "--dry-run"]) == 2
-    assert "error: the working folder cannot be used (No such file" in capsys.readouterr().err
+    assert "error: the working directory cannot be used (No such file" in capsys.readouterr().err
 
 
 def test_a_job_that_submits_another_keeps_its_own_variables(submit, files, capsys, tmp_path, monkeypatch):

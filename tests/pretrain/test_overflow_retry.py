@@ -86,7 +86,7 @@ def test_retries_are_in_the_metrics_and_the_log_of_a_run(resolve, tmp_path, caps
     ],
 )
 def test_retries_without_a_scale_to_lower_are_refused(resolve, overrides):
-    with pytest.raises(UserError, match="overflow_retries = 2 has no loss scale to lower"):
+    with pytest.raises(UserError, match="overflow_retries = 2 needs a loss scale that can be lowered"):
         resolve("megalowbit.run.overflow_retries=2", *overrides)
 
 

@@ -82,7 +82,7 @@ def startup_lines(job: Job, identity: ProcessIdentity, *, is_resumed: bool, chan
             *([f"kernels   {describe_kernels(job.recipe, job.engine.device)}"] if report.swapped else []),
             f"data      {settings.data.corpus}, {job.loader.num_samples:,} sequences of "
             f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
-            f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
+            f"batch     {job.tokens_per_step:,} tokens per step on {identity.world_size} "
             f"process{'es' if identity.world_size > 1 else ''}" + layout_text(job),
             *filter(None, (component.startup_line() for component in job.components)),
             *([f"schedule  {warning}"] if (warning := zero_rate_warning(job)) is not None else []),

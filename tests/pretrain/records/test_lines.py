@@ -21,7 +21,7 @@ def test_the_opening_names_folder_model_recipe_data_and_batch(build_job):
     assert first_words == ["run", "model", "recipe", "kernels", "data", "batch", "rate", "changed"]
     parameters = sum(p.numel() for p in job.engine.module.parameters())
     assert f"{parameters:,} parameters" in text
-    assert f"{2 * 2 * 32:,} tokens a step on 1 process" in text
+    assert f"{2 * 2 * 32:,} tokens per step on 1 process" in text
     assert "resumed" not in text
 
 
