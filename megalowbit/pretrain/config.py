@@ -280,8 +280,8 @@ def check_retries(overflow_retries: int, engine: EngineSettings) -> None:
     if overflow_retries and engine.grad_scaler.type in {"none", "constant"}:
         raise UserError(
             f"{BLOCK}.run.overflow_retries = {overflow_retries} needs a loss scale that can be lowered "
-            f"(precision {engine.precision}, grad_scaler.type {engine.grad_scaler.type!r}): set it to 0, or use fp16 "
-            "with a dynamic scaler"
+            f"(precision {engine.precision}, grad_scaler.type {engine.grad_scaler.type!r}): set it to 0, or "
+            "use fp16 with a dynamic scaler"
         )
 
 

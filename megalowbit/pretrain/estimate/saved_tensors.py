@@ -231,14 +231,14 @@ def largest_recipes(settings: SpeculationSettings, recipe: Recipe) -> LargestRec
     anyway, quantised codes for `grad_weight` need additional memory instead. Codes of the weight for
     `grad_input` are additional in both cases.
     """
-    widest = max((candidate for candidate in settings.ladder if candidate != HIGHEST), key=_code_bytes,
-    default=HIGHEST) return LargestRecipes(
+    widest = max((rung for rung in settings.ladder if rung != HIGHEST), key=_code_bytes, default=HIGHEST)
+    return LargestRecipes(
         input_unsaved=recipe_with(recipe, (HIGHEST, widest, HIGHEST)),
         input_saved=recipe_with(recipe, (HIGHEST, widest, widest)),
     )
 
 
-def _code_bytes(candidate: str) -> int:
+def _code_bytes(rung: str) -> int:
     """Bytes of a weight's codes and scales, to compare candidate precisions."""
-    _, operand = quantizers_of(candidate, "output")
+    _, operand = quantizers_of(rung, "output")
     return quantizer(operand).quantize(torch.zeros(128, 128)).nbytes
