@@ -1,7 +1,8 @@
-"""What the simulation of failures is asked and what it answers, as a table and as plain data.
+"""Input and output of the goodput simulation, as a table and as plain data.
 
-Beside the interval found by simulation stand those of Young's and Daly's formulas and, if one is given, the
-user's own, all simulated on the same failures, and what Daly's model expects of each where it applies.
+The report compares the interval found by simulation with those of Young's and Daly's formulas and, if given,
+the user's interval. All are simulated with the same failures. If Daly's model applies, the report also shows
+the goodput that it predicts for each interval.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from megalowbit.cluster.intervals import (
 from megalowbit.cluster.run_history import CAUSES, RunCosts
 
 BEST, OWN = "best, simulated", "yours"
+DALYS_MODEL = "Daly's model"  # heading of the column with its prediction
 UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked.
+    """The input of the simulation.
 
     Attributes:
         failures: how often nodes fail.
-        costs: what everything takes.
-        step_seconds: of an optimizer step; None: intervals need not be whole steps.
-        own: an interval to compare, in seconds; None: none.
+        costs: durations of the parts of a run.
+        step_seconds: duration of an optimizer step; None: intervals need not be whole steps.
+        own: the user's interval to compare with, in seconds; None: none.
     """
 
     failures: NodeFailures
@@ -42,22 +44,22 @@ class Question:
     own: float | None = None
 
     def rounded(self, interval: float) -> float:
-        """To whole steps, at least one."""
+        """The interval rounded to whole steps, at least one."""
         if self.step_seconds is None:
             return interval
         return max(1, round(interval / self.step_seconds)) * self.step_seconds
 
     def steps(self, interval: float) -> int | None:
-        """How many steps an interval is."""
+        """The number of steps in an interval; None if the duration of a step is unknown."""
         return None if self.step_seconds is None else max(1, round(interval / self.step_seconds))
 
     @property
     def is_of_the_model(self) -> bool:
-        """Whether Daly's model holds: no memory, no time limit, always another node."""
+        """Whether Daly's model applies: exponential failures, no time limit, unlimited spare nodes."""
         return self.failures.shape == 1 and self.costs.time_limit == math.inf and self.costs.spares is None
 
     def expected_goodput(self, interval: float) -> float | None:
-        """By formula; None where it does not hold."""
+        """The goodput that Daly's model predicts; None if it does not apply."""
         if not self.is_of_the_model:
             return None
         costs = self.costs
@@ -73,12 +75,12 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came out.
+    """The output of the simulation.
 
     Attributes:
-        question: what was asked.
-        best: found by simulation.
-        outcomes: by the name of the interval, the best one first.
+        question: the input.
+        best: the interval found by simulation.
+        outcomes: by name of the interval, the best one first.
     """
 
     question: Question
@@ -86,7 +88,7 @@ class Answer:
     outcomes: dict[str, IntervalOutcome]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON may hold it: seconds and shares; infinity is None."""
+        """Plain data for JSON: seconds and fractions; infinity becomes None."""
         question = self.question
         rows = {
             name: {
@@ -108,7 +110,7 @@ class Answer:
 
 
 def answer(question: Question, traces: Sequence[FailureTrace]) -> Answer:
-    """Search and compare."""
+    """Search for the best interval and compare it with those of the formulas."""
     costs, failures = question.costs, question.failures
     best = best_interval(costs, failures, traces, rounded=question.rounded)
     restart = costs.detection + costs.requeue + costs.start
@@ -126,19 +128,19 @@ def answer(question: Question, traces: Sequence[FailureTrace]) -> Answer:
 
 
 def table(found: Answer) -> str:
-    """For people."""
+    """The report as text."""
     question, best = found.question, found.best.outcome
     failures, costs = question.failures, question.costs
     lines = [
         f"nodes      {failures.nodes:,}, each fails once in {duration(failures.node_mtbf)}: "
-        f"one of them in {duration(failures.mtbf)}",
+        f"one failure every {duration(failures.mtbf)}",
         f"costs      save {duration(costs.save)}, detection {duration(costs.detection)}, queue "
         f"{duration(costs.requeue)}, start {duration(costs.start)}",
-        f"training   {duration(costs.work)}, becomes {duration(best.wall)} in {best.jobs:,.1f} jobs with "
+        f"training   {duration(costs.work)}, takes {duration(best.wall)} in {best.jobs:,.1f} jobs with "
         f"{best.failures:,.1f} failures",
         "",
         f"{'interval between saves':34}{'steps' if question.step_seconds else '':>9}   {'goodput (95 %)':16}"
-        f"{'Daly expects' if question.is_of_the_model else '':>12}".rstrip(),
+        f"{DALYS_MODEL if question.is_of_the_model else '':>12}".rstrip(),
     ]
     for name, outcome in found.outcomes.items():
         steps, expected = question.steps(outcome.interval), question.expected_goodput(outcome.interval)
@@ -150,11 +152,17 @@ def table(found: Answer) -> str:
         )
     lost = ", ".join(f"{cause} {100 * best.shares[cause]:.2f} %" for cause in CAUSES if best.shares[cause])
     near = (duration(each) for each in (found.best.shortest, found.best.longest))
-    lines += ["", f"lost at the best: {lost}", "within half a percent of it: {} to {}".format(*near)]
-    lines += ["no interval is better than Daly's beyond chance"] if found.best.is_dalys else []
+    lines += [
+        "",
+        f"time lost with the best interval: {lost}",
+        "intervals within half a percent of it: {} to {}".format(*near),
+    ]
+    lines += ["no interval is significantly better than Daly's"] if found.best.is_dalys else []
     interval = best.interval
     if interval >= costs.time_limit:
-        lines.append("the save at the end of each job is enough; as often costs half a percent at most:")
+        lines.append(
+            "the save at the end of each job is enough; saving as often as this costs half a percent at most:"
+        )
         interval = min(found.best.shortest, costs.time_limit)
     if question.step_seconds is not None:
         lines.append(f"megalowbit.checkpoint.every = {question.steps(interval)}")
@@ -162,7 +170,7 @@ def table(found: Answer) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Three digits and the unit that suits: `"18.6 min"`."""
+    """Three digits and a suitable unit: `"18.6 min"`."""
     name, size = next(((name, size) for name, size in UNITS if seconds >= 2 * size), UNITS[-1])
     value = seconds / size
     return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"

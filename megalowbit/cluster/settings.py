@@ -1,9 +1,9 @@
-"""What a user says of a cluster: a JSON file, and single values over it.
+"""The settings of a cluster: a JSON file, with overrides of single values.
 
-The file is about the machine and its queue, not about training: the same one serves every run. What it asks
-of SLURM keeps SLURM's own name where it has one (`partition`, `time`, `cpus_per_task`). Values end up in
-`#SBATCH` lines and a shell script: what could leave its place there is refused here or quoted by `script.py`.
-Not covered: whether the cluster has such a partition or that much memory; `sbatch` says so.
+The file describes the machine and its queue, not the training, so every run can use the same file. Keys for
+SLURM have SLURM's names if there are any (`partition`, `time`, `cpus_per_task`). Values are inserted into
+`#SBATCH` lines and a shell script; values that could break out of their place are rejected here or quoted by
+`script.py`. Not covered: whether the cluster has the partition or the memory, which `sbatch` checks.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from megalowbit.json_text import NotJsonError, parse_json, read_json_object
 from megalowbit.values import SettingsModel
 
 ONE_LINE = r"[^\x00-\x1f\x7f]+"
-# as sbatch reads it: d-h, d-h:m and d-h:m:s, or m, m:s and h:m:s
+# the formats of sbatch: d-h, d-h:m and d-h:m:s, or m, m:s and h:m:s
 DAYS = r"(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"
 MINUTES = r"(?:(?P<h>\d+):(?=\d+:))?(?P<m>\d+)(?::(?P<s>\d+))?"
-KILL_MARGIN = 10  # seconds between a run's own end after TERM and SLURM's
-LAUNCHERS_WAIT = 30  # seconds, from TERM until torchrun and the DeepSpeed launcher kill their ranks
+KILL_MARGIN = 10  # seconds by which a run ends itself before SLURM kills it after TERM
+LAUNCHERS_WAIT = 30  # seconds from TERM until torchrun and the DeepSpeed launcher kill their ranks
 MOST_NODES = 100_000
-WIDEST_RANGE = 1000  # numbers of nodes in a range: the configuration is checked for each of them
+WIDEST_RANGE = 1000  # node counts in a range: the configuration is checked for each of them
 LONGEST_TIME = 366 * 24 * 3600  # seconds
-LONGEST_TEXT_OF_TIME = 40  # characters; Python reads no number of thousands of digits
-# what the job script and launchers say to the ranks, and what the shell keeps: values here would be lost
+MAX_TIME_CHARACTERS = 40  # Python cannot convert numbers of thousands of digits
+# set by the job script, the launchers or the shell: a user's value would be overwritten
 OWN_VARIABLES = {
     "BASHOPTS", "BASHPID", "BASH_VERSINFO", "EUID", "IFS", "MASTER_ADDR", "MASTER_PORT",
     "MEGALOWBIT_REFUSAL", "MEGALOWBIT_TRY", "PPID", "RANK", "SECONDS", "SHELLOPTS", "UID", "WORLD_SIZE",
 }  # fmt: skip
 OWN_PREFIXES = ("SLURM_", "LOCAL_", "CROSS_")
-# variables of the job script itself, which would go on with another value
+# variables of the job script itself: another value would change what it does
 SCRIPT_VARIABLES = {
     "answer", "arguments", "code", "counted", "failures", "file", "host", "hostfile", "job", "last", "lock",
     "manifest", "max_failures", "newest", "next_signal", "number", "pause", "process", "ranks", "refusal",
@@ -52,7 +52,7 @@ SCRIPT_VARIABLES = {
 
 
 def _like(pattern: str, remedy: str) -> AfterValidator:
-    """Let a value pass that is wholly as `pattern` says, and tell the user's remedy of any other."""
+    """A validator that accepts full matches of `pattern` and raises `remedy` otherwise."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.ASCII):
@@ -174,8 +174,8 @@ class ClusterSettings(SettingsModel):
     @field_validator("*", mode="before")
     @classmethod
     def _nothing_is_true_or_false(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # for a number, 1 or 0 would be taken
-            raise UserError("no key is true or false: write a number or a text")
+        if isinstance(value, bool):  # pydantic would convert it to the number 1 or 0
+            raise UserError("no key takes true or false: write a number or a text")
         return value
 
     @field_validator("nodes")
@@ -185,7 +185,7 @@ class ClusterSettings(SettingsModel):
         if max(len(fewest), len(most)) > len(str(MOST_NODES)) or int(most or fewest) > MOST_NODES:
             raise UserError(f"write at most {MOST_NODES}")
         if most and int(most) - int(fewest) >= WIDEST_RANGE:
-            raise UserError(f"a range is checked at each of its numbers: let it have at most {WIDEST_RANGE}")
+            raise UserError(f"a range may have at most {WIDEST_RANGE} numbers: use a smaller one")
         if most and int(most) < int(fewest):
             raise UserError(f"write the smaller number first: '{most}-{fewest}'")
         return nodes
@@ -204,13 +204,13 @@ class ClusterSettings(SettingsModel):
     def _variables_can_be_set(cls, environment: dict[str, str]) -> dict[str, str]:
         for name, value in environment.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise UserError(f"{shown(name)} is no name of a variable: use letters, digits and _")
+                raise UserError(f"{shown(name)} is not a variable name: use letters, digits and _")
             if name in OWN_VARIABLES or name.startswith(OWN_PREFIXES):
-                raise UserError(f"{name} is set for the ranks by the script or by SLURM: leave it out")
+                raise UserError(f"{name} is set by the job script or by SLURM: leave it out")
             if name in SCRIPT_VARIABLES:
                 raise UserError(f"{name} is a variable of the job script: use another name")
             if "\0" in value:
-                raise UserError(f"{name} = {shown(value)} holds a zero byte: leave it out")
+                raise UserError(f"{name} = {shown(value)} contains a null byte: leave it out")
         return environment
 
     @field_validator("setup")
@@ -233,14 +233,16 @@ class ClusterSettings(SettingsModel):
     def _a_rank_has_one_gpu(cls, tasks: int | None, info: ValidationInfo) -> int | None:
         gpus = info.data.get("gpus_per_node", 0)
         if gpus and tasks not in (None, gpus):
-            raise UserError(f"each rank has one of the {gpus} GPUs (gpus_per_node): leave it out")
+            raise UserError(
+                f"each of the {gpus} GPUs (gpus_per_node) gets one rank: leave tasks_per_node out"
+            )
         return tasks
 
     @field_validator("gpu_type")
     @classmethod
     def _a_type_needs_gpus(cls, gpu_type: str | None, info: ValidationInfo) -> str | None:
         if gpu_type is not None and not info.data.get("gpus_per_node", 1):
-            raise UserError("gpus_per_node is 0: leave it out")
+            raise UserError("gpus_per_node is 0: leave gpu_type out")
         return gpu_type
 
     @field_validator("grace_seconds")
@@ -248,7 +250,7 @@ class ClusterSettings(SettingsModel):
     def _launchers_wait_as_long(cls, seconds: int | None, info: ValidationInfo) -> int | None:
         launcher = info.data.get("launcher", "srun")
         if seconds is not None and seconds > LAUNCHERS_WAIT and launcher != "srun":
-            raise UserError(f"{launcher} itself kills ranks {LAUNCHERS_WAIT} s after TERM: use launcher srun")
+            raise UserError(f"{launcher} kills ranks {LAUNCHERS_WAIT} s after TERM: use launcher srun")
         return seconds
 
     @field_validator("signal_seconds")
@@ -257,14 +259,14 @@ class ClusterSettings(SettingsModel):
         time = info.data.get("time")
         limit = None if time is None else seconds_of(time)
         if limit and seconds >= limit:
-            raise UserError(f"time {time!r} is {limit} seconds: lower one or raise the other")
+            raise UserError(f"time {time!r} is only {limit} seconds: lower signal_seconds or raise time")
         return seconds
 
 
 def seconds_of(time: str) -> int | None:
-    """A time as sbatch reads it, in seconds; None if it cannot. 0 means no limit."""
+    """A time in one of sbatch's formats, in seconds; 0 means no limit. None if sbatch cannot read it."""
     match = re.fullmatch(f"{DAYS}|{MINUTES}", time, re.ASCII)
-    if match is None or len(time) > LONGEST_TEXT_OF_TIME:
+    if match is None or len(time) > MAX_TIME_CHARACTERS:
         return None
     part = {name: int(text or 0) for name, text in match.groupdict().items()}
     hours = 24 * part["d"] + part["dh"] + part["h"]
@@ -272,12 +274,12 @@ def seconds_of(time: str) -> int | None:
 
 
 def load_cluster(path: Path | None, overrides: list[str]) -> ClusterSettings:
-    """Read a cluster's JSON file, None for an empty one, and put single values over it.
+    """Read a cluster's JSON file (None: an empty one) and apply overrides.
 
-    Overrides are `"key=value"` or `"container.image=value"`; values are JSON, or else plain strings.
+    Overrides are `"key=value"` or `"container.image=value"`; values are JSON, or otherwise plain strings.
 
     Raises:
-        UserError: anything wrong with the file, its keys or values, or `overrides`.
+        UserError: the file, its keys or values, or the overrides are invalid.
     """
     raw = {} if path is None else read_json_object(path, is_strict=True)
     for override in overrides:
