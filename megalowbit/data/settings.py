@@ -1,7 +1,7 @@
-"""The `"data"` section of the configuration: which text, which tokenizer, how long a sequence.
+"""The `"data"` section of the configuration: text, tokenizer and sequence length.
 
-Only types and combinations are checked here, because this module is read before torch is imported; whether
-files and folders exist is said by `sources.open_corpus` and `tokenize.build_tokenizer`, which open them.
+This module is used before torch is imported, so it checks only types and combinations. `sources.open_corpus`
+and `tokenize.build_tokenizer` check that files and folders exist.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BYTE_TOKENIZER = "byte"
 BPE_TOKENIZER = "bpe"
 # A byte-level BPE starts from the 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
-# Far beyond any use; the library ends the process, without an exception, where it cannot allocate.
+# Far above any useful size; if the library cannot allocate, it ends the process without an exception.
 LIMIT_OF_BPE = 2**24
 
 
