@@ -44,10 +44,10 @@ OWN_VARIABLES = {
 OWN_PREFIXES = ("SLURM_", "LOCAL_", "CROSS_")
 # variables of the job script itself: another value would change what it does
 SCRIPT_VARIABLES = {
-    "answer", "arguments", "code", "counted", "failures", "file", "host", "hostfile", "job", "last", "lock",
-    "manifest", "max_failures", "newest", "next_signal", "number", "pause", "process", "ranks", "refusal",
-    "restarts", "run_folder", "shell_before_setup", "state", "status", "step", "stop_asked",
-    "tasks_per_node", "terminated", "try",
+    "answer", "arguments", "attempt", "code", "counted", "failures", "file", "host", "hostfile", "job", "last",
+    "lock", "manifest", "max_failures", "newest", "next_signal", "number", "pause", "process", "ranks",
+    "refusal", "restarts", "run_folder", "shell_before_setup", "state", "status", "step", "stop_asked",
+    "tasks_per_node", "terminated",
 }  # fmt: skip
 
 

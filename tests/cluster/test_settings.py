@@ -147,7 +147,7 @@ def test_no_variable_of_the_script_can_be_given_to_the_ranks():
         for name in line.split()
     }
     names |= {name for line in re.findall(r"\bread -r ([a-z ]+)", "\n".join(texts)) for name in line.split()}
-    assert {"job", "try", "ranks", "run_folder", "failures"} <= names
+    assert {"job", "attempt", "ranks", "run_folder", "failures"} <= names
     for name in names:
         with pytest.raises(UserError, match=f"{name} is a variable of the job script"):
             load_cluster(None, [*CPU, f"environment.{name}=1"])
