@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megalowbit.cluster.failures import NodeFailures
 from megalowbit.cluster.goodput import expected_events, failure_traces
-from megalowbit.cluster.goodput_report import Question, answer, duration, table
+from megalowbit.cluster.goodput_report import GoodputRequest, duration, make_report, table
 from megalowbit.cluster.run_history import RunCosts
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
 from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
@@ -121,7 +121,7 @@ def check_values(options: argparse.Namespace) -> None:
             )
 
 
-def question_of(options: argparse.Namespace) -> Question:
+def request_of(options: argparse.Namespace) -> GoodputRequest:
     """What the arguments ask.
 
     Raises:
@@ -146,7 +146,7 @@ def question_of(options: argparse.Namespace) -> Question:
             f"and at most {duration(LONGEST_TRAINING)} are simulated: fewer --steps tell as much"
         )
     limit = options.time_limit_hours
-    return Question(
+    return GoodputRequest(
         failures=NodeFailures(
             nodes=options.nodes, node_mtbf=options.node_mtbf_hours * 3600, shape=options.shape
         ),
@@ -180,13 +180,13 @@ def save_seconds(options: argparse.Namespace) -> float:
     return seconds
 
 
-def check_amount(options: argparse.Namespace, question: Question) -> None:
+def check_amount(options: argparse.Namespace, request: GoodputRequest) -> None:
     """Whether the simulation ends while somebody waits for it.
 
     Raises:
         UserError: it does not.
     """
-    events = expected_events(question.costs, question.failures, runs=options.runs)
+    events = expected_events(request.costs, request.failures, runs=options.runs)
     total = sum(events.values())
     if total <= MOST_EVENTS:
         return
@@ -198,7 +198,7 @@ def check_amount(options: argparse.Namespace, question: Question) -> None:
         "runs": "give fewer",
     }[most]
     raise UserError(
-        f"--runs {options.runs} of {duration(question.costs.work)} each take too long to simulate, some "
+        f"--runs {options.runs} of {duration(request.costs.work)} each take too long to simulate, some "
         f"{total:,.0f} events with each interval where {MOST_EVENTS:,} can be, most of them {most}: {remedy}"
     )
 
@@ -208,10 +208,10 @@ def main(arguments: list[str] | None = None) -> int:
     escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
-        question = question_of(options)
-        check_amount(options, question)
-        traces = failure_traces(question.failures, runs=options.runs, seed=options.seed)
-        found = answer(question, traces)
+        request = request_of(options)
+        check_amount(options, request)
+        traces = failure_traces(request.failures, runs=options.runs, seed=options.seed)
+        found = make_report(request, traces)
         print(json.dumps(found.to_dict(), indent=1) if options.json else table(found))
     except UserError as error:
         print(f"error: {printed(error)}", file=sys.stderr)

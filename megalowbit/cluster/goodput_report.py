@@ -28,7 +28,7 @@ UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class GoodputRequest:
     """The input of the simulation.
 
     Attributes:
@@ -54,13 +54,13 @@ class Question:
         return None if self.step_seconds is None else max(1, round(interval / self.step_seconds))
 
     @property
-    def is_of_the_model(self) -> bool:
+    def is_dalys_model(self) -> bool:
         """Whether Daly's model applies: exponential failures, no time limit, unlimited spare nodes."""
         return self.failures.shape == 1 and self.costs.time_limit == math.inf and self.costs.spares is None
 
     def expected_goodput(self, interval: float) -> float | None:
         """The goodput that Daly's model predicts; None if it does not apply."""
-        if not self.is_of_the_model:
+        if not self.is_dalys_model:
             return None
         costs = self.costs
         return costs.work / expected_seconds(
@@ -74,34 +74,34 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class GoodputReport:
     """The output of the simulation.
 
     Attributes:
-        question: the input.
+        request: the input.
         best: the interval found by simulation.
         outcomes: by name of the interval, the best one first.
     """
 
-    question: Question
+    request: GoodputRequest
     best: Best
     outcomes: dict[str, IntervalOutcome]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: seconds and fractions; infinity becomes None."""
-        question = self.question
+        request = self.request
         rows = {
             name: {
                 **{key: value for key, value in asdict(outcome).items() if key != "each"},
-                "steps": question.steps(outcome.interval),
-                "expected_goodput": question.expected_goodput(outcome.interval),
+                "steps": request.steps(outcome.interval),
+                "expected_goodput": request.expected_goodput(outcome.interval),
             }
             for name, outcome in self.outcomes.items()
         }
-        asked = {**asdict(question.failures), **asdict(question.costs), "step_seconds": question.step_seconds}
+        asked = {**asdict(request.failures), **asdict(request.costs), "step_seconds": request.step_seconds}
         return {
             "asked": {key: None if value == math.inf else value for key, value in asked.items()},
-            "mtbf": question.failures.mtbf,
+            "mtbf": request.failures.mtbf,
             "best": rows[BEST],
             "is_dalys": self.best.is_dalys,
             "near": {"shortest": self.best.shortest, "longest": self.best.longest},
@@ -109,28 +109,28 @@ class Answer:
         }
 
 
-def answer(question: Question, traces: Sequence[FailureTrace]) -> Answer:
+def make_report(request: GoodputRequest, traces: Sequence[FailureTrace]) -> GoodputReport:
     """Search for the best interval and compare it with those of the formulas."""
-    costs, failures = question.costs, question.failures
-    best = best_interval(costs, failures, traces, rounded=question.rounded)
+    costs, failures = request.costs, request.failures
+    best = best_interval(costs, failures, traces, rounded=request.rounded)
     restart = costs.detection + costs.requeue + costs.start
     intervals = {
         "Young 1974": young_interval(costs.save, failures.mtbf),
         "Daly 2006, first order": daly_first_order_interval(costs.save, failures.mtbf, restart),
         "Daly 2006": daly_interval(costs.save, failures.mtbf),
     }
-    if question.own is not None:
-        intervals[OWN] = question.own
+    if request.own is not None:
+        intervals[OWN] = request.own
     outcomes = {BEST: best.outcome}
     for name, interval in intervals.items():
-        outcomes[name] = simulate(costs, question.rounded(interval), traces)
-    return Answer(question=question, best=best, outcomes=outcomes)
+        outcomes[name] = simulate(costs, request.rounded(interval), traces)
+    return GoodputReport(request=request, best=best, outcomes=outcomes)
 
 
-def table(found: Answer) -> str:
+def table(found: GoodputReport) -> str:
     """The report as text."""
-    question, best = found.question, found.best.outcome
-    failures, costs = question.failures, question.costs
+    request, best = found.request, found.best.outcome
+    failures, costs = request.failures, request.costs
     lines = [
         f"nodes      {failures.nodes:,}, each fails once in {duration(failures.node_mtbf)}: "
         f"one failure every {duration(failures.mtbf)}",
@@ -139,11 +139,11 @@ def table(found: Answer) -> str:
         f"training   {duration(costs.work)}, takes {duration(best.wall)} in {best.jobs:,.1f} jobs with "
         f"{best.failures:,.1f} failures",
         "",
-        f"{'interval between saves':34}{'steps' if question.step_seconds else '':>9}   {'goodput (95 %)':16}"
-        f"{DALYS_MODEL if question.is_of_the_model else '':>12}".rstrip(),
+        f"{'interval between saves':34}{'steps' if request.step_seconds else '':>9}   {'goodput (95 %)':16}"
+        f"{DALYS_MODEL if request.is_dalys_model else '':>12}".rstrip(),
     ]
     for name, outcome in found.outcomes.items():
-        steps, expected = question.steps(outcome.interval), question.expected_goodput(outcome.interval)
+        steps, expected = request.steps(outcome.interval), request.expected_goodput(outcome.interval)
         lines.append(
             f"{name:24}{duration(outcome.interval):>10}{'' if steps is None else f'{steps:,}':>9}   "
             f"{100 * outcome.goodput:5.2f} ± {100 * (outcome.high - outcome.goodput):4.2f} %  "
@@ -164,8 +164,8 @@ def table(found: Answer) -> str:
             "the save at the end of each job is enough; saving as often as this costs half a percent at most:"
         )
         interval = min(found.best.shortest, costs.time_limit)
-    if question.step_seconds is not None:
-        lines.append(f"megalowbit.checkpoint.every = {question.steps(interval)}")
+    if request.step_seconds is not None:
+        lines.append(f"megalowbit.checkpoint.every = {request.steps(interval)}")
     return "\n".join(lines)
 
 

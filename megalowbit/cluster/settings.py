@@ -44,10 +44,10 @@ OWN_VARIABLES = {
 OWN_PREFIXES = ("SLURM_", "LOCAL_", "CROSS_")
 # variables of the job script itself: another value would change what it does
 SCRIPT_VARIABLES = {
-    "answer", "arguments", "attempt", "code", "counted", "failures", "file", "host", "hostfile", "job", "last",
-    "lock", "manifest", "max_failures", "newest", "next_signal", "number", "pause", "process", "ranks",
-    "refusal", "restarts", "run_folder", "shell_before_setup", "state", "status", "step", "stop_asked",
-    "tasks_per_node", "terminated",
+    "answer", "arguments", "attempt", "code", "counted", "failures", "file", "host", "hostfile", "job",
+    "last", "lock", "manifest", "max_failures", "newest", "next_signal", "number", "pause", "process",
+    "ranks", "refusal", "restarts", "run_folder", "shell_before_setup", "state", "status", "step",
+    "stop_asked", "tasks_per_node", "terminated",
 }  # fmt: skip
 
 
@@ -162,12 +162,12 @@ class ClusterSettings(SettingsModel):
 
     @property
     def termination_seconds(self) -> int | None:
-        """So long a run may try to save after TERM before it ends itself; None: as it does by default."""
+        """How long a run may take to save after TERM before it ends itself; None: the run's default."""
         return None if self.grace_seconds is None else self.grace_seconds - KILL_MARGIN
 
     @property
     def node_counts(self) -> range:
-        """All numbers of nodes that the job may get."""
+        """All node counts that the job may get."""
         fewest, _, most = self.nodes.partition("-")
         return range(int(fewest), int(most or fewest) + 1)
 

@@ -69,7 +69,7 @@ class Job:
 
     Attributes:
         config: the resolved configuration.
-        folder: where the run writes.
+        folder: the run folder.
         engine: DeepSpeed's engine around the converted model.
         loader: endless, resumable batches of this rank.
         report: what the conversion swapped and kept.

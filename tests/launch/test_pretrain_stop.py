@@ -203,7 +203,7 @@ def test_ranks_whose_launcher_is_killed_save_the_same_step_for_the_next_try(tmp_
     kill(process)
     output = process.stdout.read()
     step = metrics(tmp_path / "run")[-1]["step"]
-    line = f"error: the launcher has ended before its ranks: saved after step {step}, continue with --resume auto"
+    line = f"error: the launcher has ended before its ranks: saved after step {step}, continue with --resume"
     assert output.count(line) == 1, output
     assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
     assert not (tmp_path / "run" / "DONE").exists()

@@ -83,7 +83,7 @@ class Recorder:
         except OSError as error:
             raise file_system_error(
                 f"the run cannot be recorded in {error.filename or job.folder.path} ({error.strerror}): "
-                "free space or move away what is there, or choose another --run-dir",
+                "free space, move the file away, or choose another --run-dir",
                 error,
             ) from error
         self._sinks = SinkGroup([*files.sinks, self._console])

@@ -62,8 +62,8 @@ def check_checkpoints_are_there(folder: RunFolder, *, is_resume: bool) -> None:
     if evidence is not None:
         raise UserError(
             f"the run in {folder.path} has saved checkpoints ({evidence}), but {_missing(place)}: put them "
-            f"back to continue, or start over with --run-dir {folder.path} --restart, which moves what is "
-            "there aside and removes nothing"
+            f"back to continue, or start over with --run-dir {folder.path} --restart, which moves the "
+            "old files aside and removes nothing"
         )
 
 
