@@ -63,7 +63,7 @@ def _like(pattern: str, remedy: str) -> AfterValidator:
 
 
 Word = Annotated[str, _like(ONE_LINE, "write a word on one line")]
-Nodes = Annotated[str, _like(r"[1-9]\d*(-[1-9]\d*)?", "write how many, 2, or from how few on, '1-2'")]
+Nodes = Annotated[str, _like(r"[1-9]\d*(-[1-9]\d*)?", "write a number such as 2, or a range such as '1-2'")]
 GpuType = Annotated[str, _like(r"[\w.-]+", "write a type that the cluster has, e.g. 'h100'")]
 Memory = Annotated[str, _like(r"\d+[KMGT]?", "write a number and K, M, G or T: '64G'")]
 AbsolutePath = Annotated[str, _like(f"/{ONE_LINE}", "write an absolute path")]

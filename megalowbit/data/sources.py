@@ -41,7 +41,8 @@ def source_of(settings: DataSettings) -> Source:
             return source
     raise UserError(
         f"corpus {settings.corpus!r} does not exist: "
-        f'name a {", ".join(LOCAL_SUFFIXES)} file, a folder of them, "{STDLIB}" or a data set'
+        f'name a {", ".join(LOCAL_SUFFIXES[:-1])} or {LOCAL_SUFFIXES[-1]} file, a folder of them, "{STDLIB}" '
+        "or a data set"
     )
 
 

@@ -80,7 +80,7 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
             "container.kind = 'docker' is not valid: Input should be 'pyxis'",
         ),
         ([*CPU, "launcher=mpirun"], "launcher = 'mpirun' is not valid: Input should be 'srun', 'torchrun'"),
-        ([*CPU, "nodes=0"], "nodes = 0 is not valid: write how many, 2, or from how few on"),
+        ([*CPU, "nodes=0"], "nodes = 0 is not valid: write a number such as 2, or a range"),
         ([*CPU, "nodes=4-2"], "nodes = '4-2' is not valid: write the smaller number first: '2-4'"),
         ([*CPU, "time=soon"], "time = 'soon' is not valid: write minutes"),
         ([*CPU, "time=5"], "signal_seconds = 300 is not valid: time '5' is 300 seconds"),
