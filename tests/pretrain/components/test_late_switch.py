@@ -212,7 +212,7 @@ def test_a_stage_without_low_bit_layers_counts_those_of_all_stages():
     settings = LateSwitchSettings(at=1, scope="all")
     switch = LateSwitch(settings, nn.Embedding(4, 4), recipe("nvfp4"), total_steps=4, num_layers=5)
     lines = told(switch, [1.0, 2.0])
-    assert lines[1][0].startswith("precision switched after step 1: 5 layers go on")
+    assert lines[1][0].startswith("precision switched after step 1: 5 layers now use")
     assert switch.is_switched
 
 
