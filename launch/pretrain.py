@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Start pretraining: `deepspeed launch/pretrain.py --ds-config configs/gpt2_tiny_fp4.json`.
 
-Also under torchrun, srun and plain python; everything is in `megalowbit.pretrain.command_line`.
+Also works with torchrun, srun and plain python. The code is in `megalowbit.pretrain.command_line`.
 """
 
 import sys

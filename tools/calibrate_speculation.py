@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.pretrain.command_line import OneLineParser, print_what_can_be_printed
+from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (1, 2, 3)
@@ -85,7 +85,7 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    print_what_can_be_printed()
+    escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
         from megalowbit.pretrain.sweep.calibration import CalibrationPlan, calibrate

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown, unknown_name
 from megalowbit.hf.new_folder import refuse_existing
-from megalowbit.pretrain.command_line import OneLineParser, print_what_can_be_printed
+from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
 
 if TYPE_CHECKING:
     from megalowbit.data.tokenize import Tokenizer
@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    parser = OneLineParser.of_program(__doc__)
+    parser = OneLineParser.for_script(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_ours = commands.add_parser(
         "to-megalowbit",
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    print_what_can_be_printed()
+    escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
         _check_places(options.source, options.folder)

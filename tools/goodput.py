@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from megalowbit.cluster.failures import NodeFailures
 from megalowbit.cluster.goodput import expected_events, failure_traces
-from megalowbit.cluster.goodput_report import Question, answer, duration, table
+from megalowbit.cluster.goodput_report import GoodputRequest, duration, make_report, table
 from megalowbit.cluster.run_history import RunCosts
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
-from megalowbit.pretrain.command_line import OneLineParser, print_what_can_be_printed
+from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
 
 MOST_EVENTS = 400_000  # simulated for one interval: about a second; some thirty intervals are tried
 LONGEST_TRAINING = 3650 * 86400.0  # seconds
@@ -101,7 +101,7 @@ ARGUMENTS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments."""
-    parser = OneLineParser.of_program(__doc__)
+    parser = OneLineParser.for_script(__doc__)
     for argument in ARGUMENTS:
         default = "" if argument.default is None else f" (default: {argument.default:g})"
         parser.add_argument(
@@ -131,7 +131,7 @@ def check_values(options: argparse.Namespace) -> None:
             )
 
 
-def question_of(options: argparse.Namespace) -> Question:
+def request_of(options: argparse.Namespace) -> GoodputRequest:
     """Convert the arguments into a request.
 
     Raises:
@@ -156,7 +156,7 @@ def question_of(options: argparse.Namespace) -> Question:
             f"and at most {duration(LONGEST_TRAINING)} can be simulated: give fewer --steps"
         )
     limit = options.time_limit_hours
-    return Question(
+    return GoodputRequest(
         failures=NodeFailures(
             nodes=options.nodes, node_mtbf=options.node_mtbf_hours * 3600, shape=options.shape
         ),
@@ -190,13 +190,13 @@ def save_seconds(options: argparse.Namespace) -> float:
     return seconds
 
 
-def check_amount(options: argparse.Namespace, question: Question) -> None:
+def check_amount(options: argparse.Namespace, request: GoodputRequest) -> None:
     """Check that the simulation takes an acceptable time.
 
     Raises:
         UserError: it would take too long.
     """
-    events = expected_events(question.costs, question.failures, runs=options.runs)
+    events = expected_events(request.costs, request.failures, runs=options.runs)
     total = sum(events.values())
     if total <= MOST_EVENTS:
         return
@@ -208,20 +208,20 @@ def check_amount(options: argparse.Namespace, question: Question) -> None:
         "runs": "give fewer",
     }[most]
     raise UserError(
-        f"--runs {options.runs} of {duration(question.costs.work)} each take too long to simulate, some "
+        f"--runs {options.runs} of {duration(request.costs.work)} each take too long to simulate, some "
         f"{total:,.0f} events an interval (at most {MOST_EVENTS:,}), most of them {most}: {remedy}"
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    print_what_can_be_printed()
+    escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
-        question = question_of(options)
-        check_amount(options, question)
-        traces = failure_traces(question.failures, runs=options.runs, seed=options.seed)
-        found = answer(question, traces)
+        request = request_of(options)
+        check_amount(options, request)
+        traces = failure_traces(request.failures, runs=options.runs, seed=options.seed)
+        found = make_report(request, traces)
         print(json.dumps(found.to_dict(), indent=1) if options.json else table(found))
     except UserError as error:
         print(f"error: {printed(error)}", file=sys.stderr)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.pretrain.command_line import OneLineParser, print_what_can_be_printed
+from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,7 +39,7 @@ def check_picture(path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    print_what_can_be_printed()
+    escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
         if options.picture is not None:

@@ -1,10 +1,10 @@
-"""Start a pretraining run as a SLURM job that goes on by itself until the run is finished.
+"""Submit a pretraining run as a SLURM job that requeues itself until the run is finished.
 
     python launch/slurm/submit.py --cluster configs/clusters/two_nodes.json --ds-config configs/gpt2_124m_fp4.json
     python launch/slurm/submit.py --cluster C.json --ds-config X.json --run-dir runs/lr --array sweep.txt
 
-The job script is written to DIR/slurm/pretrain.sbatch, beside its logs, and given to sbatch. In the file of a
-sweep each line is KEY=VALUE …, as after --set, and makes a run of its own in DIR/1, DIR/2 and so on.
+The job script is written to DIR/slurm/pretrain.sbatch, next to its logs, and passed to sbatch. In a sweep file
+each line is KEY=VALUE …, as for --set, and defines one run; the runs are in DIR/1, DIR/2 and so on.
 """  # noqa: E501 (a command stays on its line)
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megalowbit.pretrain.config import PretrainConfig, load_config, working_fold
 
 HERE = Path(__file__).resolve().parent
 PRETRAIN = HERE.parent / "pretrain.py"
-OF_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_CLUSTERS"}  # variables that say where to submit
+KEPT_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_CLUSTERS"}  # they define where to submit
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments."""
-    parser = OneLineParser.of_program(__doc__)
-    parser.add_argument("--cluster", type=Path, metavar="C.json", help="what the cluster is like")
+    """The arguments of `launch/slurm/submit.py`."""
+    parser = OneLineParser.for_script(__doc__)
+    parser.add_argument("--cluster", type=Path, metavar="C.json", help="settings of the cluster")
     parser.add_argument(
         "--slurm",
         action="append",
@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--resume",
         choices=("no", "auto"),
         default="no",
-        help="auto: go on with the run in DIR, if there is one (default: no)",
+        help="auto: continue the run in DIR, if there is one (default: no)",
     )
     parser.add_argument("--array", type=Path, metavar="FILE", help="a sweep: one run for each line of FILE")
     parser.add_argument(
@@ -95,16 +95,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def build_request(options: argparse.Namespace, settings: ClusterSettings) -> JobRequest:
-    """What the arguments ask for, with absolute paths."""
+    """The run or sweep that the arguments describe, with absolute paths."""
     if options.array_limit is not None and (options.array is None or options.array_limit < 1):
-        raise UserError(f"--array-limit {options.array_limit} is for --array, and at least 1")
+        raise UserError(f"--array-limit {options.array_limit} needs --array and a value of at least 1")
     folder = options.run_dir or Path("runs") / options.ds_config.stem
     return JobRequest(
         ds_config=_absolute(options.ds_config),
         folder=_absolute(folder),
         script=Path(settings.script) if settings.script else PRETRAIN,
         working_folder=working_folder(),
-        # where this Python was installed, torchrun and deepspeed were; not in an image
+        # torchrun and deepspeed are installed next to this Python, unless the run uses a container image
         python_folder=None if settings.container else _absolute(Path(sys.executable).parent),
         overrides=options.overrides,
         sweep=None if options.array is None else read_sweep(options.array),
@@ -113,18 +113,20 @@ def build_request(options: argparse.Namespace, settings: ClusterSettings) -> Job
 
 
 def _absolute(path: Path) -> Path:
-    # links stay: where a link of a shared folder leads may be another place on the nodes
+    # links are not resolved: on the nodes, a link in a shared folder may lead to another place
     try:
         return Path(os.path.abspath(path.expanduser()))  # noqa: PTH100
     except RuntimeError:
-        raise UserError(f"{shown(str(path))} begins with a home that there is not: write it out") from None
+        raise UserError(
+            f"{shown(str(path))}: this home directory does not exist: write the path out"
+        ) from None
 
 
 def read_sweep(path: Path) -> list[list[str]]:
-    """Overrides of each run of a sweep; lines that are empty or begin with # are none.
+    """The overrides of each run of a sweep; empty lines and comments (#) are skipped.
 
     Raises:
-        UserError: the file cannot be read, has no run, or a word that is no KEY=VALUE.
+        UserError: the file cannot be read, has no run, or contains a word that is not KEY=VALUE.
     """
     try:
         lines = read_text(path).split("\n")
@@ -136,25 +138,25 @@ def read_sweep(path: Path) -> list[list[str]]:
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
-            raise UserError(f"{path}, line {number}: {error}: close what is quoted") from None
+            raise UserError(f"{path}, line {number}: {error}: close the quotation") from None
         overrides = [word for word in words if word != "--set"]
         for word in overrides:
             if "=" not in word[1:]:
                 raise UserError(
-                    f"{path}, line {number}: {shown(word)} is not KEY=VALUE: write it as after --set"
+                    f"{path}, line {number}: {shown(word)} is not KEY=VALUE: write it as for --set"
                 )
         if overrides:
             runs.append(overrides)
     if not runs:
-        raise UserError(f"--array {path} names no run: write KEY=VALUE … on each line")
+        raise UserError(f"--array {path} contains no run: write KEY=VALUE … on each line")
     return runs
 
 
 def check_runs(settings: ClusterSettings, request: JobRequest) -> None:
-    """Read the configuration of every run as its ranks will, so that no job is queued to be refused.
+    """Check the configuration of every run as its ranks will, so that no queued job fails because of it.
 
     Raises:
-        UserError: as `load_config`; of a sweep, says which run.
+        UserError: as `load_config`; for a sweep, the message names the run.
     """
     overrides = all_overrides(settings, request)
     for number, more in enumerate(request.sweep or [[]], start=1):
@@ -167,7 +169,7 @@ def check_runs(settings: ClusterSettings, request: JobRequest) -> None:
                     world_size=world_size,
                     has_model=settings.container is None,
                 )
-                if nodes == settings.node_counts[0]:  # nothing in there depends on their number
+                if nodes == settings.node_counts[0]:  # these checks do not depend on the number of nodes
                     check_fully(config, is_in_image=settings.container is not None)
             except UserError as error:
                 where = f"run {number} of the sweep: " if request.sweep else ""
@@ -176,7 +178,7 @@ def check_runs(settings: ClusterSettings, request: JobRequest) -> None:
 
 
 def check_fully(config: PretrainConfig, *, is_in_image: bool) -> None:
-    """Check what takes torch and DeepSpeed to know, if they are installed here and not in an image only.
+    """Make the checks that need torch and DeepSpeed, unless only the container image has them.
 
     Raises:
         UserError: as `check_config`.
@@ -186,21 +188,21 @@ def check_fully(config: PretrainConfig, *, is_in_image: bool) -> None:
     except ModuleNotFoundError as error:
         if not is_in_image:
             raise
-        print(f"{error.name} is not installed here: the job itself checks the rest", file=sys.stderr)
+        print(f"{error.name} is not installed here: the job makes the remaining checks", file=sys.stderr)
         return
     check_config(config, has_model=not is_in_image)
 
 
 def read_templates(settings: ClusterSettings) -> dict[str, str]:
-    """Texts of the templates beside this file."""
+    """The texts of the templates, which are next to this file."""
     return {name: (HERE / name).read_text(encoding="utf-8") for name in template_names(settings)}
 
 
 def check_text(script: str) -> None:
-    """Keep what is no Unicode, as bytes on the command line may be, out of the script's file.
+    """Check that the script is valid Unicode; command-line arguments may contain other bytes.
 
     Raises:
-        UserError: there is such a character, with what is around it.
+        UserError: it is not; the message shows the line.
     """
     try:
         script.encode("utf-8")
@@ -213,21 +215,21 @@ def check_text(script: str) -> None:
 
 
 def check_syntax(script: str) -> None:
-    """Let the shell read the script, and run nothing: lines of setup are not ours.
+    """Check the shell syntax of the script without running it, because `setup` is written by the user.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: it has a syntax error.
     """
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, encoding="utf-8")
     if done.returncode:
-        raise UserError(f"the script is no valid shell ({done.stderr.strip()}): mend setup of the cluster")
+        raise UserError(f"the script has a syntax error ({done.stderr.strip()}): fix 'setup' of the cluster")
 
 
 def refuse_started(folder: Path) -> None:
-    """Keep a new run from going on with an old one by mistake.
+    """Check that a new run does not continue an old one by mistake.
 
     Raises:
-        UserError: there is something in `folder`.
+        UserError: `folder` is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
@@ -236,15 +238,16 @@ def refuse_started(folder: Path) -> None:
 
 
 def submit(script: str, folder: Path) -> str:
-    """Write the script below the run's folder and give it to sbatch; returns what to tell the user.
+    """Write the script below the run folder and pass it to sbatch; returns a line for the user.
 
     Raises:
-        UserError: the folder cannot be written, or sbatch is missing or refuses; nothing is left behind.
+        UserError: the folder cannot be written, or sbatch is missing or rejects the job; nothing is left
+            behind.
     """
     path = folder / STATE / "pretrain.sbatch"
     new_folders = [each for each in (path.parent, *path.parent.parents) if not each.exists()]
     try:
-        earlier = path.read_bytes() if path.exists() else None  # of a job that may still run
+        earlier = path.read_bytes() if path.exists() else None  # the script of a job that may still run
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
             file.write(script)
@@ -268,13 +271,13 @@ def give_to_sbatch(path: Path) -> str:
     """Queue a script; returns the job's id.
 
     Raises:
-        UserError: sbatch is missing or refuses, or queues nothing.
+        UserError: sbatch is missing, rejects the job or queues nothing.
     """
-    # the new job would take SLURM_* of one that this may run in for its own; SBATCH_* win over #SBATCH lines
+    # the new job would inherit SLURM_* if this runs within a job, and SBATCH_* override #SBATCH lines
     environ = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "SBATCH_")) or name in OF_SLURM
+        if not name.startswith(("SLURM_", "SBATCH_")) or name in KEPT_VARIABLES
     }
     try:
         done = subprocess.run(
@@ -282,17 +285,17 @@ def give_to_sbatch(path: Path) -> str:
         )
     except OSError as error:
         raise UserError(
-            f"sbatch cannot be run ({error.strerror}): do this where jobs are submitted, or use --dry-run"
+            f"sbatch cannot be run ({error.strerror}): use a machine where jobs are submitted, or --dry-run"
         ) from None
     if done.returncode:
         reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise UserError(
-            f"sbatch refuses the job ({reason}): mend --cluster or --slurm; --dry-run shows the script"
+            f"sbatch rejects the job ({reason}): fix --cluster or --slurm; --dry-run shows the script"
         )
     job = done.stdout.strip().split(";")[0]
     if not re.fullmatch(r"\d+", job, re.ASCII):
         raise UserError(
-            f"sbatch answers {shown(done.stdout.strip())} and no number of a job: mend 'sbatch' of --cluster"
+            f"sbatch prints {shown(done.stdout.strip())} instead of a job id: fix 'sbatch' of --cluster"
         )
     return job
 

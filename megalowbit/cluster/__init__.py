@@ -1,1 +1,1 @@
-"""Runs on clusters: their job scripts, and how much of the machines' time they make use of."""
+"""Runs on SLURM clusters: job scripts, and a simulation of how failures reduce goodput."""

@@ -1,9 +1,10 @@
-"""When nodes fail: one sequence of moments, the same whatever a run does, so that settings can be compared.
+"""Times of node failures: one sequence that does not depend on the run, so that settings can be compared.
 
-Nodes fail independently. The time from repair to failure is exponential, or Weibull with the same mean:
-a shape below 1 says that a node just repaired is the likeliest to fail again. A cluster is not new when a run
-begins, so first failures are drawn from the stationary process and the rate is nodes/MTBF throughout, at any
-shape. Not covered: failures of many nodes at once, and ones that a node's load brings about.
+Nodes fail independently. The time from repair to failure has an exponential distribution, or a Weibull
+distribution with the same mean. With a shape below 1, nodes that have just been repaired are the most likely
+to fail. A cluster is not new when a run starts, so first failures are drawn from the stationary process: for
+every shape the rate is nodes/MTBF from the beginning. Not covered: simultaneous failures of several nodes,
+and failures caused by a node's load.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class NodeFailures:
     """How often nodes fail.
 
     Attributes:
-        nodes: that a run uses.
-        node_mtbf: mean seconds between failures of one node, as good as new after each.
-        shape: of the Weibull distribution; 1 is the exponential one.
+        nodes: number of nodes that a run uses.
+        node_mtbf: mean seconds between failures of one node, which is as good as new after a repair.
+        shape: shape of the Weibull distribution; 1 is the exponential distribution.
     """
 
     nodes: int
@@ -42,7 +43,7 @@ class NodeFailures:
                 raise UserError(f"{name} = {value:g} is not valid: it must be positive and finite")
         if not 0.1 <= self.shape <= 10:
             raise UserError(
-                f"shape = {self.shape:g} is not valid: nodes have 0.5 to 2, 0.1 to 10 is computed"
+                f"shape = {self.shape:g} is not valid: use 0.1 to 10; typical nodes have 0.5 to 2"
             )
 
     @property
@@ -52,13 +53,13 @@ class NodeFailures:
 
 
 class FailureTrace:
-    """The moments at which nodes fail, found as far as they are asked for, the same for a seed."""
+    """The times of node failures; computed on demand and determined by the seed."""
 
     def __init__(self, failures: NodeFailures, *seed: int) -> None:
         self._failures = failures
         self._random = np.random.default_rng(seed)
         self._moments: list[float] = []
-        self._next_of_nodes: list[float] = []  # a heap; stays empty where the distribution has no memory
+        self._next_of_nodes: list[float] = []  # next failure of each node, a heap; empty if exponential
         self._scale = failures.node_mtbf / math.gamma(1 + 1 / failures.shape)
         if failures.shape != 1:
             self._next_of_nodes = sorted(self._residual_lives().tolist())
@@ -70,7 +71,10 @@ class FailureTrace:
         return self._moments[index]
 
     def _residual_lives(self) -> np.ndarray:
-        """What is left of nodes that were met at any time: part of a life that is drawn by its length."""
+        """Remaining times to failure in the stationary process, (nodes,): a random part of each node's life.
+
+        Long lives are more likely to be observed, so lives are drawn weighted by their length.
+        """
         nodes, shape = self._failures.nodes, self._failures.shape
         lives = self._scale * self._random.gamma(1 + 1 / shape, size=nodes) ** (1 / shape)
         return lives * self._random.random(nodes)

@@ -1,8 +1,9 @@
-"""What failures cost a run: training time over wall time, and the interval between saves that costs least.
+"""Simulates the goodput of a run (training time / wall time) and finds the best interval between saves.
 
-Many runs are simulated (`run_history`), each struck at moments of its own. Candidates for the interval are
-compared on the same failures, so that their differences are theirs and not the draw's. The curve is flat
-about its top: Daly's interval is kept unless another is better beyond chance, and what lies near is told.
+Many runs are simulated (`run_history`), each with different failures. All candidate intervals are compared on
+the same failures, which removes the random differences between them. Goodput changes little near the
+optimum, so Daly's interval is kept unless another one is significantly better. The range of nearly equal
+intervals is reported.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from megalowbit.cluster.run_history import CAUSES, HOPELESS, RunCosts, simulate_
 from megalowbit.errors import UserError
 
 CONFIDENCE = 1.96  # standard errors on each side: 95 %
-NEAR = 0.005  # of goodput: not worth telling apart
-FARTHEST = 12  # half octaves from Daly's interval
-ENOUGH_FAILURES = 50  # in all runs together
-RUN_IN_EVENTS, LIFE_IN_EVENTS = 5, 0.1  # what a run, and the draw of a node's first failure, cost beside one
+NEAR = 0.005  # differences of goodput below this do not matter
+FARTHEST = 12  # search range around Daly's interval, in half octaves
+ENOUGH_FAILURES = 50  # in all runs together, for a comparison
+# computing cost of a run, and of drawing a node's first failure, relative to one event
+RUN_IN_EVENTS, LIFE_IN_EVENTS = 5, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalOutcome:
-    """Many simulated runs with one interval.
+    """Statistics of many simulated runs with one interval.
 
     Attributes:
         interval: seconds of training between saves.
         goodput: mean over the runs.
-        low, high: of the 95 % confidence interval of that mean.
-        wall: mean seconds of a run.
-        shares: of the time, by cause: means over the runs.
+        low, high: bounds of the 95 % confidence interval of that mean.
+        wall: mean duration of a run in seconds.
+        shares: fraction of the time by cause, mean over the runs.
         failures, jobs: means over the runs.
-        given_up: share of runs that would not have ended in `HOPELESS` times their training time.
-        each: goodput of every run.
+        given_up: fraction of runs that did not end within `HOPELESS` times their training time.
+        each: goodput of each run.
     """
 
     interval: float
@@ -53,12 +55,12 @@ class IntervalOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        outcome: of the best interval.
-        is_dalys: it is the formula's, which no other interval beat beyond chance.
-        shortest, longest: of the intervals that were tried and cost at most `NEAR` of goodput more.
+        outcome: statistics of the best interval.
+        is_dalys: whether it is Daly's interval, because no other one is significantly better.
+        shortest, longest: the range of tried intervals whose goodput is at most `NEAR` lower.
     """
 
     outcome: IntervalOutcome
@@ -68,22 +70,22 @@ class Best:
 
 
 def failure_traces(failures: NodeFailures, *, runs: int, seed: int) -> list[FailureTrace]:
-    """What strikes `runs` runs; the same arguments, the same moments.
+    """The failures of each of `runs` runs; deterministic in the arguments.
 
     Raises:
-        UserError: a mean over so few runs says nothing.
+        UserError: there are too few runs for a meaningful mean.
     """
     if runs < 10:
-        raise UserError(f"runs = {runs} is not valid: simulate at least 10, 100 for half a percent")
+        raise UserError(f"runs = {runs} is not valid: simulate at least 10, or 100 to resolve half a percent")
     return [FailureTrace(failures, seed, run) for run in range(runs)]
 
 
 def expected_events(costs: RunCosts, failures: NodeFailures, *, runs: int) -> dict[str, float]:
-    """How much there is to follow in `runs` runs with one interval, by what brings it; rather too much.
+    """An upper estimate of the events to simulate in `runs` runs with one interval, by kind.
 
-    Saves are none of it, for cycles that nothing comes between are taken at once. A failure strikes a job, a
-    pause or a wait for nodes, and is a repair as well. No run goes on for longer than `HOPELESS` times its
-    training.
+    Saves do not count, because cycles without a failure are simulated in one step. A failure during a job, a
+    pause or a wait for nodes counts once, including its repair. No run lasts longer than `HOPELESS` times its
+    training time.
     """
     interval, job = min(daly_interval(costs.save, failures.mtbf), costs.work), math.inf
     pause = costs.detection + costs.requeue
@@ -95,7 +97,7 @@ def expected_events(costs: RunCosts, failures: NodeFailures, *, runs: int) -> di
         job = costs.start + trained + costs.save + costs.requeue
         stretch *= job / trained
     if costs.spares is not None and 2 * costs.repair / failures.mtbf > costs.spares:
-        stretch = HOPELESS  # it may wait for nodes for most of its time
+        stretch = HOPELESS  # the run may spend most of its time waiting for nodes
     wall = min(stretch, HOPELESS) * costs.work + costs.start + pause
     return {
         "failures": runs * wall / failures.mtbf,
@@ -106,7 +108,7 @@ def expected_events(costs: RunCosts, failures: NodeFailures, *, runs: int) -> di
 
 
 def simulate(costs: RunCosts, interval: float, traces: Sequence[FailureTrace]) -> IntervalOutcome:
-    """Runs with one interval, one for each trace."""
+    """Simulate one run for each trace, all with the same interval."""
     runs = [simulate_run(costs, interval, trace) for trace in traces]
     goodputs = [run.goodput for run in runs]
     mean = statistics.fmean(goodputs)
@@ -132,13 +134,15 @@ def best_interval(
     *,
     rounded: Callable[[float], float] = float,
 ) -> Best:
-    """The interval of highest mean goodput, searched from Daly's outwards as far as it is worth it.
+    """Find the interval with the highest mean goodput, searching outwards from Daly's interval.
+
+    The search in a direction ends when goodput falls clearly below the best.
 
     Args:
-        costs: of the run.
-        failures: where the search begins.
-        traces: what strikes each run, for every candidate alike.
-        rounded: turns seconds into an interval that can be had, as whole steps; positive.
+        costs: durations of the parts of a run.
+        failures: determine Daly's interval.
+        traces: the failures of each run, the same for every candidate.
+        rounded: rounds seconds to a possible, positive interval, such as whole steps.
     """
     tried: dict[float, IntervalOutcome] = {}
     formula = centre = min(daly_interval(costs.save, failures.mtbf), costs.work)
@@ -168,9 +172,9 @@ def best_interval(
 
 
 def is_better(one: IntervalOutcome, other: IntervalOutcome) -> bool:
-    """Whether one interval beats another beyond chance, run by run under the same failures.
+    """Whether one interval is significantly better than another: a paired comparison of runs.
 
-    Where few of the runs were struck at all, nothing is known of what failures cost, and none does.
+    False if there were too few failures to compare.
     """
     if one.failures * len(one.each) < ENOUGH_FAILURES:
         return False

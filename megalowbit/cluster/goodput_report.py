@@ -1,7 +1,8 @@
-"""What the simulation of failures is asked and what it answers, as a table and as plain data.
+"""Input and output of the goodput simulation, as a table and as plain data.
 
-Beside the interval found by simulation stand those of Young's and Daly's formulas and, if one is given, the
-user's own, all simulated on the same failures, and what Daly's model expects of each where it applies.
+The report compares the interval found by simulation with those of Young's and Daly's formulas and, if given,
+the user's interval. All are simulated with the same failures. If Daly's model applies, the report also shows
+the goodput that it predicts for each interval.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from megalowbit.cluster.intervals import (
 from megalowbit.cluster.run_history import CAUSES, RunCosts
 
 BEST, OWN = "best, simulated", "yours"
+DALYS_MODEL = "Daly's model"  # heading of the column with its prediction
 UNITS = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked.
+class GoodputRequest:
+    """The input of the simulation.
 
     Attributes:
         failures: how often nodes fail.
-        costs: what everything takes.
-        step_seconds: of an optimizer step; None: intervals need not be whole steps.
-        own: an interval to compare, in seconds; None: none.
+        costs: durations of the parts of a run.
+        step_seconds: duration of an optimizer step; None: intervals need not be whole steps.
+        own: the user's interval to compare with, in seconds; None: none.
     """
 
     failures: NodeFailures
@@ -42,23 +44,23 @@ class Question:
     own: float | None = None
 
     def rounded(self, interval: float) -> float:
-        """To whole steps, at least one."""
+        """The interval rounded to whole steps, at least one."""
         if self.step_seconds is None:
             return interval
         return max(1, round(interval / self.step_seconds)) * self.step_seconds
 
     def steps(self, interval: float) -> int | None:
-        """How many steps an interval is."""
+        """The number of steps in an interval; None if the duration of a step is unknown."""
         return None if self.step_seconds is None else max(1, round(interval / self.step_seconds))
 
     @property
-    def is_of_the_model(self) -> bool:
-        """Whether Daly's model holds: no memory, no time limit, always another node."""
+    def is_dalys_model(self) -> bool:
+        """Whether Daly's model applies: exponential failures, no time limit, unlimited spare nodes."""
         return self.failures.shape == 1 and self.costs.time_limit == math.inf and self.costs.spares is None
 
     def expected_goodput(self, interval: float) -> float | None:
-        """By formula; None where it does not hold."""
-        if not self.is_of_the_model:
+        """The goodput that Daly's model predicts; None if it does not apply."""
+        if not self.is_dalys_model:
             return None
         costs = self.costs
         return costs.work / expected_seconds(
@@ -72,34 +74,34 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What came out.
+class GoodputReport:
+    """The output of the simulation.
 
     Attributes:
-        question: what was asked.
-        best: found by simulation.
-        outcomes: by the name of the interval, the best one first.
+        request: the input.
+        best: the interval found by simulation.
+        outcomes: by name of the interval, the best one first.
     """
 
-    question: Question
+    request: GoodputRequest
     best: Best
     outcomes: dict[str, IntervalOutcome]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON may hold it: seconds and shares; infinity is None."""
-        question = self.question
+        """Plain data for JSON: seconds and fractions; infinity becomes None."""
+        request = self.request
         rows = {
             name: {
                 **{key: value for key, value in asdict(outcome).items() if key != "each"},
-                "steps": question.steps(outcome.interval),
-                "expected_goodput": question.expected_goodput(outcome.interval),
+                "steps": request.steps(outcome.interval),
+                "expected_goodput": request.expected_goodput(outcome.interval),
             }
             for name, outcome in self.outcomes.items()
         }
-        asked = {**asdict(question.failures), **asdict(question.costs), "step_seconds": question.step_seconds}
+        asked = {**asdict(request.failures), **asdict(request.costs), "step_seconds": request.step_seconds}
         return {
             "asked": {key: None if value == math.inf else value for key, value in asked.items()},
-            "mtbf": question.failures.mtbf,
+            "mtbf": request.failures.mtbf,
             "best": rows[BEST],
             "is_dalys": self.best.is_dalys,
             "near": {"shortest": self.best.shortest, "longest": self.best.longest},
@@ -107,41 +109,41 @@ class Answer:
         }
 
 
-def answer(question: Question, traces: Sequence[FailureTrace]) -> Answer:
-    """Search and compare."""
-    costs, failures = question.costs, question.failures
-    best = best_interval(costs, failures, traces, rounded=question.rounded)
+def make_report(request: GoodputRequest, traces: Sequence[FailureTrace]) -> GoodputReport:
+    """Search for the best interval and compare it with those of the formulas."""
+    costs, failures = request.costs, request.failures
+    best = best_interval(costs, failures, traces, rounded=request.rounded)
     restart = costs.detection + costs.requeue + costs.start
     intervals = {
         "Young 1974": young_interval(costs.save, failures.mtbf),
         "Daly 2006, first order": daly_first_order_interval(costs.save, failures.mtbf, restart),
         "Daly 2006": daly_interval(costs.save, failures.mtbf),
     }
-    if question.own is not None:
-        intervals[OWN] = question.own
+    if request.own is not None:
+        intervals[OWN] = request.own
     outcomes = {BEST: best.outcome}
     for name, interval in intervals.items():
-        outcomes[name] = simulate(costs, question.rounded(interval), traces)
-    return Answer(question=question, best=best, outcomes=outcomes)
+        outcomes[name] = simulate(costs, request.rounded(interval), traces)
+    return GoodputReport(request=request, best=best, outcomes=outcomes)
 
 
-def table(found: Answer) -> str:
-    """For people."""
-    question, best = found.question, found.best.outcome
-    failures, costs = question.failures, question.costs
+def table(found: GoodputReport) -> str:
+    """The report as text."""
+    request, best = found.request, found.best.outcome
+    failures, costs = request.failures, request.costs
     lines = [
         f"nodes      {failures.nodes:,}, each fails once in {duration(failures.node_mtbf)}: "
-        f"one of them in {duration(failures.mtbf)}",
+        f"one failure every {duration(failures.mtbf)}",
         f"costs      save {duration(costs.save)}, detection {duration(costs.detection)}, queue "
         f"{duration(costs.requeue)}, start {duration(costs.start)}",
-        f"training   {duration(costs.work)}, becomes {duration(best.wall)} in {best.jobs:,.1f} jobs with "
+        f"training   {duration(costs.work)}, takes {duration(best.wall)} in {best.jobs:,.1f} jobs with "
         f"{best.failures:,.1f} failures",
         "",
-        f"{'interval between saves':34}{'steps' if question.step_seconds else '':>9}   {'goodput (95 %)':16}"
-        f"{'Daly expects' if question.is_of_the_model else '':>12}".rstrip(),
+        f"{'interval between saves':34}{'steps' if request.step_seconds else '':>9}   {'goodput (95 %)':16}"
+        f"{DALYS_MODEL if request.is_dalys_model else '':>12}".rstrip(),
     ]
     for name, outcome in found.outcomes.items():
-        steps, expected = question.steps(outcome.interval), question.expected_goodput(outcome.interval)
+        steps, expected = request.steps(outcome.interval), request.expected_goodput(outcome.interval)
         lines.append(
             f"{name:24}{duration(outcome.interval):>10}{'' if steps is None else f'{steps:,}':>9}   "
             f"{100 * outcome.goodput:5.2f} ± {100 * (outcome.high - outcome.goodput):4.2f} %  "
@@ -150,19 +152,25 @@ def table(found: Answer) -> str:
         )
     lost = ", ".join(f"{cause} {100 * best.shares[cause]:.2f} %" for cause in CAUSES if best.shares[cause])
     near = (duration(each) for each in (found.best.shortest, found.best.longest))
-    lines += ["", f"lost at the best: {lost}", "within half a percent of it: {} to {}".format(*near)]
-    lines += ["no interval is better than Daly's beyond chance"] if found.best.is_dalys else []
+    lines += [
+        "",
+        f"time lost with the best interval: {lost}",
+        "intervals within half a percent of it: {} to {}".format(*near),
+    ]
+    lines += ["no interval is significantly better than Daly's"] if found.best.is_dalys else []
     interval = best.interval
     if interval >= costs.time_limit:
-        lines.append("the save at the end of each job is enough; as often costs half a percent at most:")
+        lines.append(
+            "the save at the end of each job is enough; saving as often as this costs half a percent at most:"
+        )
         interval = min(found.best.shortest, costs.time_limit)
-    if question.step_seconds is not None:
-        lines.append(f"megalowbit.checkpoint.every = {question.steps(interval)}")
+    if request.step_seconds is not None:
+        lines.append(f"megalowbit.checkpoint.every = {request.steps(interval)}")
     return "\n".join(lines)
 
 
 def duration(seconds: float) -> str:
-    """Three digits and the unit that suits: `"18.6 min"`."""
+    """Three digits and a suitable unit: `"18.6 min"`."""
     name, size = next(((name, size) for name, size in UNITS if seconds >= 2 * size), UNITS[-1])
     value = seconds / size
     return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"

@@ -1,10 +1,11 @@
-"""One run that nodes fail under, from failure to failure: what it took, and what for.
+"""Simulates one run with node failures, and records how its time was spent.
 
-A run trains, stops to save, and is struck at moments that do not depend on it (`failures`). What was trained
-since the last complete save is lost; the failure has to be noticed, the job queued and started again, and any
-of that, a save and a start too, may be struck as well. Before its time limit a job saves, ends and is queued
-again. Cycles that nothing comes between are taken at once, so that a run costs no more than its failures.
-Not covered: saving beside training, steps (time is continuous), jobs that wait for each other.
+A run alternates between training and saving. Failures come at times that do not depend on the run
+(`failures`). A failure loses the training since the last complete save. It must then be detected, and the job
+is queued and started again. Failures can also happen during saves, starts and detection. Before its time
+limit a job saves, ends and is queued again. Cycles without a failure are simulated in one step, so the cost
+of a simulation depends on the number of failures only.
+Not covered: saves in parallel with training, steps (time is continuous), and jobs that wait for each other.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from megalowbit.cluster.failures import FailureTrace
 from megalowbit.errors import UserError
 
 CAUSES = ("saves", "lost work", "detection", "queue", "starts", "spare nodes")
-HOPELESS = 10  # times its training time, after which a run is given up
+HOPELESS = 10  # a run is given up after this many times its training time
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCosts:
-    """What a run has to do and what everything takes, in seconds.
+    """Durations of the parts of a run, in seconds.
 
     Attributes:
-        work: of training, without failures and saves.
-        save: during which training stands still.
-        start: from the start of processes to the first step: imports, groups, model, data, load.
+        work: total training time, without failures and saves.
+        save: duration of a save, during which training stops.
+        start: from the start of the processes to the first step: imports, process groups, model, data, load.
         detection: from a failure to the end of the job; at most 1.5 × `watchdog.timeout`.
         requeue: from the end of a job to the start of the next one.
-        time_limit: of a job; it then saves and is queued again.
-        notice: before the limit, at which the signal to save comes.
-        spares: nodes that stand by; None: there is always another.
-        repair: of a failed node, after which it stands by.
+        time_limit: of a job, which then saves and is queued again.
+        notice: time between the signal to save and the time limit.
+        spares: number of spare nodes; None: another node is always available.
+        repair: repair time of a failed node, which then becomes a spare.
     """
 
     work: float
@@ -58,26 +59,26 @@ class RunCosts:
             raise UserError(f"spares = {self.spares} is not valid: give their number, 0 or more")
         if self.time_limit <= self.start + self.notice:
             raise UserError(
-                f"a time limit of {self.time_limit:g} s leaves nothing beside a start of {self.start:g} s "
-                f"and a notice of {self.notice:g} s: raise it"
+                f"a time limit of {self.time_limit:g} s leaves no time to train after a start of "
+                f"{self.start:g} s and before a notice of {self.notice:g} s: raise it"
             )
         if self.time_limit < math.inf and self.notice < self.save:
             raise UserError(
-                f"a notice of {self.notice:g} s is shorter than a save of {self.save:g} s, which would never "
-                "be complete: raise it"
+                f"a notice of {self.notice:g} s is shorter than a save of {self.save:g} s, so no save would "
+                "ever be complete: raise it"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """One simulated run.
+    """The result of one simulated run.
 
     Attributes:
-        wall: seconds from its beginning to its end.
-        trained: seconds of training that count; less than the work where the run was given up.
-        spent: seconds by cause, in the order of `CAUSES`; with `trained` they make `wall`.
-        failures: that struck a job or a start.
-        jobs: that were started.
+        wall: seconds from start to end.
+        trained: seconds of training that were saved; less than `work` if the run was given up.
+        spent: other seconds by cause, in the order of `CAUSES`; `trained` plus their sum equals `wall`.
+        failures: number of failures during a job or its start.
+        jobs: number of jobs that were started.
     """
 
     wall: float
@@ -88,22 +89,22 @@ class RunHistory:
 
     @property
     def goodput(self) -> float:
-        """Share of the time that was training which counts."""
+        """The fraction of the time that was useful training."""
         return self.trained / self.wall
 
 
 class _Run:
-    """A run in the middle of its history; `train_all` ends it."""
+    """The state of a simulation; `train_all` runs it to its end."""
 
     def __init__(self, costs: RunCosts, interval: float, trace: FailureTrace) -> None:
         self.costs, self.interval, self.trace = costs, interval, trace
         self.clock = 0.0
         self.done = 0.0  # seconds of training in complete saves
-        self.marks = 0  # multiples of the interval among them
+        self.marks = 0  # number of full intervals in `done`
         self.spent = dict.fromkeys(CAUSES, 0.0)
         self.failures = self.jobs = 0
         self._index = 0
-        self._back: list[float] = []  # a heap: when failed nodes stand by again
+        self._back: list[float] = []  # a heap of times at which failed nodes become spares
         self._struck_at = trace.moment(0)
         self._hopeless_at = HOPELESS * costs.work
 
@@ -116,7 +117,7 @@ class _Run:
         )
 
     def _start(self) -> bool:
-        """Wait for nodes and start a job; whether it came to train."""
+        """Wait for nodes and start a job; returns whether it got as far as training."""
         self._wait_for_nodes()
         if self.clock >= self._hopeless_at:
             return False
@@ -128,7 +129,7 @@ class _Run:
         return not is_struck
 
     def _train(self) -> None:
-        """Train and save until something comes between."""
+        """Train and save until a failure, the time limit or the end of the work."""
         deadline = self.clock - self.costs.start + self.costs.time_limit - self.costs.notice
         until = min(self._struck_at, deadline)
         while True:
@@ -152,7 +153,7 @@ class _Run:
         self._fail()
 
     def _skip_whole_cycles(self, until: float) -> None:
-        """Go over the cycles of training and saving that nothing comes between, at once."""
+        """Advance over all complete cycles of training and saving before `until`, in one step."""
         if self.done != self.marks * self.interval:
             return
         cycle = self.interval + self.costs.save
@@ -164,7 +165,7 @@ class _Run:
             self._spend("saves", count * self.costs.save)
 
     def _commit(self, trained: float, segment: float) -> None:
-        """Train so long of a segment, and save."""
+        """Train for `trained` seconds of the segment, and save."""
         self.clock += trained
         self._spend("saves", self.costs.save)
         if trained < segment:
@@ -176,14 +177,14 @@ class _Run:
             self.done = self.costs.work
 
     def _fail(self) -> None:
-        """End the job at the failure that comes now, and queue it again."""
+        """End the job at the current failure, and queue it again."""
         self.failures += 1
         self._next_failure()
         self._pause("detection", self.costs.detection)
         self._pause("queue", self.costs.requeue)
 
     def _pause(self, cause: str, seconds: float) -> None:
-        """Let time pass in which a failure ends nothing, but takes a node."""
+        """Advance through time without a running job: a failure then only takes a node."""
         self._spend(cause, seconds)
         while self._struck_at <= self.clock:
             self._next_failure()
@@ -195,7 +196,7 @@ class _Run:
         self._struck_at = self.trace.moment(self._index)
 
     def _wait_for_nodes(self) -> None:
-        """Until enough are back, or the run is given up: nodes fail meanwhile, so it may take for ever."""
+        """Wait until enough nodes are repaired, or give up: more nodes fail meanwhile."""
         if self.costs.spares is None:
             return
         while len(self._back) > self.costs.spares or (self._back and self._back[0] <= self.clock):
@@ -210,7 +211,9 @@ class _Run:
 
 
 def simulate_run(costs: RunCosts, interval: float, trace: FailureTrace) -> RunHistory:
-    """One run, struck where `trace` says; saves after each `interval` seconds of training, and at its end.
+    """Simulate a run with the failures in `trace` and a save after each `interval` seconds of training.
+
+    The run also saves at its end.
 
     Raises:
         UserError: the interval is not positive.

@@ -1,8 +1,8 @@
-"""Further options of sbatch in a cluster's file, and those among them that the job script needs for itself.
+"""Checks the additional sbatch options in a cluster's file: the job script sets some options itself.
 
-SLURM takes the last of two options that say the same, so one that slipped in could turn off requeueing, or
-move the log away from where it is looked for. An `#SBATCH` line may hold many options; here a string is one,
-so that each is looked at. Long options may be abbreviated, as sbatch takes them.
+If an option is given twice, SLURM uses the last one. A user's option could therefore turn off requeueing, or
+move the log to another place. An `#SBATCH` line may contain several options, but in the cluster's file each
+string must be one option, so that each can be checked. Like sbatch, this accepts abbreviated long options.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shlex
 
 from megalowbit.errors import UserError, shown
 
-# long option: short option, key of a cluster's file that sets it; None: it has to stay as the script has it
+# long option: (short option, key of the cluster's file that sets it; None: it cannot be changed)
 OWN_OPTIONS: dict[str, tuple[str | None, str | None]] = {
     "partition": ("p", "partition"),
     "account": ("A", "account"),
@@ -39,7 +39,7 @@ OWN_OPTIONS: dict[str, tuple[str | None, str | None]] = {
     "requeue": (None, None),
     "no-requeue": (None, None),
     "wrap": (None, None),
-    # no job is queued, or submitting does not tell its number at once
+    # with these, sbatch queues no job or does not print its id at once
     "test-only": (None, None),
     "wait": ("W", None),
     "quiet": ("Q", None),
@@ -47,33 +47,33 @@ OWN_OPTIONS: dict[str, tuple[str | None, str | None]] = {
     "usage": (None, None),
     "version": ("V", None),
 }
-SHORT_FLAGS = "HOhksQvVW"  # without a value: what follows in the same word would be further options
+SHORT_FLAGS = "HOhksQvVW"  # flags without a value: further letters in the same word are further options
 LONG_OF_SHORT = {short: long for long, (short, _) in OWN_OPTIONS.items() if short is not None}
 
 
 def check_sbatch_option(option: str) -> None:
-    """Refuse what is no option of an `#SBATCH` line (`"--mail-type=END"`), or one that the script sets."""
+    """Reject a string that is not one sbatch option (`"--mail-type=END"`), or is one that the script sets."""
     match = re.fullmatch(r"--?(?P<name>[A-Za-z][\w-]*)[^\x00-\x1f\x7f]*", option)
     if match is None:
-        raise UserError(f"{shown(option)} is no option on one line: write it like '--mail-type=END'")
+        raise UserError(f"{shown(option)} is not an option on one line: write it like '--mail-type=END'")
     if not _is_one(option):
         raise UserError(
-            f"{shown(option)} is more than one option, or its value has spaces: give each option a string "
-            "of its own, and quote spaces"
+            f"{shown(option)} is more than one option, or its value has spaces: write each option as a "
+            "separate string, and quote spaces"
         )
     written = match["name"] if option.startswith("--") else LONG_OF_SHORT.get(match["name"][0])
     names = [] if written is None else [each for each in OWN_OPTIONS if each.startswith(written)]
     if names:
         _, key = OWN_OPTIONS[written if written in names else names[0]]
-        remedy = f"use the key {key!r}" if key is not None else "leave it out, the script needs it as it is"
+        remedy = f"use the key {key!r}" if key is not None else "leave it out, because it cannot be changed"
         raise UserError(f"{shown(option)} is set by the script: {remedy}")
 
 
 def _is_one(option: str) -> bool:
-    """Whether `option` is one option: one word, or `-x` or `--name` and its value."""
+    """Whether the string is a single option: one word, or `-x` or `--name` followed by a value."""
     try:
         name, *rest = shlex.split(option)
-    except ValueError:  # a quote is not closed
+    except ValueError:  # an unclosed quote
         return False
     is_long = name.startswith("--")
     is_flag = not is_long and name[1] in SHORT_FLAGS

@@ -1,8 +1,8 @@
-"""From a cluster's settings and a run to the text of its job script: pure, the same in, the same out.
+"""Renders the job script of a run from the cluster's settings; a pure function.
 
-What a script does stands in the templates (`launch/slurm/`); here each value gets its final form. Everything
-that users write is quoted for where it stands, a word of the shell or an argument in an `#SBATCH` line, and
-cannot end there and begin something else. Only `setup` and `sbatch` are taken as they are, on purpose.
+The templates in `launch/slurm/` define what the script does. This module formats and quotes the values that
+are inserted. Text from the user is quoted as a shell word or as an argument of an `#SBATCH` line, so it
+cannot end there and start something else. Only `setup` and `sbatch` are inserted without quoting, on purpose.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from megalowbit.distributed.process_group import FIRST_SLURM_PORT, SLURM_PORTS
 from megalowbit.errors import UserError, shown
 
 TEMPLATE = "pretrain.sbatch"
-STATE = "slurm"  # folder below a run's or sweep's folder: script, logs, what the script remembers
+STATE = "slurm"  # folder below the folder of a run or sweep: script, logs and the script's state
 TERMINATION = "megalowbit.watchdog.termination_seconds"
 PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """One run, or one sweep of runs, to be started; all paths are absolute, as the nodes see them.
+    """A run, or a sweep of runs, to submit. All paths are absolute and valid on the nodes.
 
     Attributes:
-        ds_config: its DeepSpeed configuration.
-        folder: of the run; of a sweep, where each run has a folder below, `1`, `2` and so on.
-        script: `launch/pretrain.py`.
-        working_folder: where it runs; relative paths of overrides are seen from there.
-        python_folder: where `python`, `torchrun` and `deepspeed` lie; put before PATH. None: PATH as it is.
-        overrides: `"key=value"` of every run.
-        sweep: further overrides of each run of a sweep; None for a single run.
-        sweep_limit: how many of them run at the same time; None: as many as can.
+        ds_config: the DeepSpeed configuration.
+        folder: folder of the run, or of the sweep, whose runs have the folders `1`, `2` and so on below it.
+        script: path of `launch/pretrain.py`.
+        working_folder: working directory of the job; relative paths in overrides are relative to it.
+        python_folder: folder of `python`, `torchrun` and `deepspeed`, prepended to PATH; None: PATH is kept.
+        overrides: `"key=value"`, for every run.
+        sweep: additional overrides of each run of a sweep; None for a single run.
+        sweep_limit: the number of runs at the same time; None: no limit.
     """
 
     ds_config: Path
@@ -50,15 +50,20 @@ class JobRequest:
 
 
 def template_names(settings: ClusterSettings) -> tuple[str, str]:
-    """Files that the script is made of."""
+    """The names of the two template files: the script, and the part that starts the ranks."""
     return TEMPLATE, f"start_{settings.launcher}.sh"
 
 
 def render(settings: ClusterSettings, request: JobRequest, templates: Mapping[str, str]) -> str:
-    """The job script, from the texts of the files that `template_names` says.
+    """Render the job script.
+
+    Args:
+        settings: of the cluster.
+        request: the run or sweep.
+        templates: text by name, for the files that `template_names` returns.
 
     Raises:
-        UserError: a template names a value that there is not, or a path cannot stand in an `#SBATCH` line.
+        UserError: a template has an unknown placeholder, or a path cannot be used in an `#SBATCH` line.
     """
     main, start = template_names(settings)
     values = {**_sbatch_values(settings, request), **_shell_values(settings, request)}
@@ -67,19 +72,19 @@ def render(settings: ClusterSettings, request: JobRequest, templates: Mapping[st
 
 
 def all_overrides(settings: ClusterSettings, request: JobRequest) -> list[str]:
-    """`"key=value"` of every run: what the cluster asks for, then the user's own, which win."""
+    """`"key=value"` for every run: first those that the cluster requires, then the user's, which win."""
     seconds = settings.termination_seconds
     return [*([] if seconds is None else [f"{TERMINATION}={seconds}"]), *request.overrides]
 
 
 def sbatch_word(value: str) -> str:
-    """`value` as one argument in an `#SBATCH` line, whose quoting is not the shell's.
+    """Quote `value` as one argument of an `#SBATCH` line; its quoting rules differ from the shell's.
 
     Raises:
-        UserError: it has more than one line.
+        UserError: it contains control characters, such as a line break.
     """
     if re.search(r"[\x00-\x1f\x7f]", value):
-        raise UserError(f"{shown(value)} cannot stand in an #SBATCH line: leave control characters out")
+        raise UserError(f"{shown(value)} cannot be used in an #SBATCH line: remove the control characters")
     if PLAIN.fullmatch(value):
         return value
     escaped = value.replace("\\", r"\\").replace('"', r"\"")
@@ -88,9 +93,9 @@ def sbatch_word(value: str) -> str:
 
 def _sbatch_values(settings: ClusterSettings, request: JobRequest) -> dict[str, Value]:
     """Values for the `#SBATCH` lines at the top of the script."""
-    is_per_rank = settings.launcher == "srun"  # others start a node's ranks from one task
+    is_per_rank = settings.launcher == "srun"  # other launchers have one task per node
     ranks = settings.ranks_per_node
-    # told how many tasks a node has, SLURM would take the fewest nodes of a range even if all are idle
+    # with --ntasks-per-node SLURM would allocate the minimum of a node range, even if all nodes are idle
     is_range = len(settings.node_counts) > 1
     step_cores = settings.cpus_per_task * (1 if is_per_rank else ranks)
     gres = ":".join(filter(None, ["gpu", settings.gpu_type, str(settings.gpus_per_node)]))
@@ -130,7 +135,7 @@ def _array(request: JobRequest) -> str | None:
 def _log(request: JobRequest) -> str:
     folder = str(request.folder / STATE)
     if "\\" in folder:
-        raise UserError(f"run folder {shown(folder)} holds a backslash, the name of a log may not: rename it")
+        raise UserError(f"run folder {shown(folder)} contains a backslash, which log names cannot: rename it")
     name = "job-%j.log" if request.sweep is None else "job-%A-%a.log"
     return f"{folder.replace('%', '%%')}/{name}"
 
@@ -157,7 +162,7 @@ def _shell_values(settings: ClusterSettings, request: JobRequest) -> dict[str, V
 
 
 def _sweep(sweep: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of shell that choose the overrides of one task."""
+    """Lines of shell that select the overrides of an array task."""
     choices = []
     for number, overrides in enumerate(sweep, start=1):
         words = " ".join(f"--set {shlex.quote(each)}" for each in overrides)
@@ -170,8 +175,8 @@ def _environment(settings: ClusterSettings) -> dict[str, str]:
     network = {name.upper(): getattr(settings, name) for name in names}
     return {
         "OMP_NUM_THREADS": str(settings.cpus_per_task),
-        "PYTHONUNBUFFERED": "1",  # a log that can be followed
-        # where there is no GPU, DeepSpeed's launcher and runtime each search for one
+        "PYTHONUNBUFFERED": "1",  # so that the log is written line by line
+        # on CPUs: keeps DeepSpeed's launcher and runtime from searching for a GPU
         **({} if settings.gpus_per_node else {"DS_ACCELERATOR": "cpu"}),
         **{name: value for name, value in network.items() if value is not None},
         **settings.environment,
@@ -179,7 +184,7 @@ def _environment(settings: ClusterSettings) -> dict[str, str]:
 
 
 def _container(settings: ClusterSettings, request: JobRequest) -> list[str]:
-    """Words between `srun` and the command of a task."""
+    """Shell words between `srun` and the command of a task."""
     container = settings.container
     if container is None:
         return []

@@ -35,6 +35,7 @@ LAUNCHERS_WAIT = 30  # seconds from SIGTERM until torchrun and the DeepSpeed lau
 MOST_NODES = 100_000
 WIDEST_RANGE = 1000  # node counts in a range; the configuration is checked for each of them
 LONGEST_TIME = 366 * 24 * 3600  # seconds
+MAX_TIME_CHARACTERS = 40  # Python cannot convert numbers of thousands of digits
 LONGEST_TEXT_OF_TIME = 40  # characters; Python cannot parse integers of thousands of digits
 # set for the ranks by the job script and the launchers, or by the shell itself: a value in `environment`
 # would be overwritten
@@ -45,10 +46,10 @@ RESERVED_VARIABLES = {
 RESERVED_PREFIXES = ("SLURM_", "LOCAL_", "CROSS_")
 # variables of the job script itself, which would continue with another value
 SCRIPT_VARIABLES = {
-    "answer", "arguments", "code", "counted", "failures", "file", "host", "hostfile", "job", "last", "lock",
-    "manifest", "max_failures", "newest", "next_signal", "number", "pause", "process", "ranks", "refusal",
-    "restarts", "run_folder", "shell_before_setup", "state", "status", "step", "stop_asked",
-    "tasks_per_node", "terminated", "try",
+    "answer", "arguments", "attempt", "code", "counted", "failures", "file", "host", "hostfile", "job",
+    "last", "lock", "manifest", "max_failures", "newest", "next_signal", "number", "pause", "process",
+    "ranks", "refusal", "restarts", "run_folder", "shell_before_setup", "state", "status", "step",
+    "stop_asked", "tasks_per_node", "terminated",
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def _like(pattern: str, remedy: str) -> AfterValidator:
 
 
 Word = Annotated[str, _like(ONE_LINE, "write a word on one line")]
-Nodes = Annotated[str, _like(r"[1-9]\d*(-[1-9]\d*)?", "write how many, 2, or from how few on, '1-2'")]
+Nodes = Annotated[str, _like(r"[1-9]\d*(-[1-9]\d*)?", "write a number such as 2, or a range such as '1-2'")]
 GpuType = Annotated[str, _like(r"[\w.-]+", "write a type that the cluster has, e.g. 'h100'")]
 Memory = Annotated[str, _like(r"\d+[KMGT]?", "write a number and K, M, G or T: '64G'")]
 AbsolutePath = Annotated[str, _like(f"/{ONE_LINE}", "write an absolute path")]
@@ -273,14 +274,16 @@ class ClusterSettings(SettingsModel):
     def _a_rank_has_one_gpu(cls, tasks: int | None, info: ValidationInfo) -> int | None:
         gpus = info.data.get("gpus_per_node", 0)
         if gpus and tasks not in (None, gpus):
-            raise UserError(f"each rank has one of the {gpus} GPUs (gpus_per_node): leave it out")
+            raise UserError(
+                f"each of the {gpus} GPUs (gpus_per_node) gets one rank: leave tasks_per_node out"
+            )
         return tasks
 
     @field_validator("gpu_type")
     @classmethod
     def _a_type_needs_gpus(cls, gpu_type: str | None, info: ValidationInfo) -> str | None:
         if gpu_type is not None and not info.data.get("gpus_per_node", 1):
-            raise UserError("gpus_per_node is 0: leave it out")
+            raise UserError("gpus_per_node is 0: leave gpu_type out")
         return gpu_type
 
     @field_validator("grace_seconds")
@@ -288,7 +291,7 @@ class ClusterSettings(SettingsModel):
     def _launchers_wait_as_long(cls, seconds: int | None, info: ValidationInfo) -> int | None:
         launcher = info.data.get("launcher", "srun")
         if seconds is not None and seconds > LAUNCHERS_WAIT and launcher != "srun":
-            raise UserError(f"{launcher} itself kills ranks {LAUNCHERS_WAIT} s after TERM: use launcher srun")
+            raise UserError(f"{launcher} kills ranks {LAUNCHERS_WAIT} s after TERM: use launcher srun")
         return seconds
 
     @field_validator("signal_seconds")
@@ -297,14 +300,14 @@ class ClusterSettings(SettingsModel):
         time = info.data.get("time")
         limit = None if time is None else seconds_of(time)
         if limit and seconds >= limit:
-            raise UserError(f"time {time!r} is {limit} seconds: lower one or raise the other")
+            raise UserError(f"time {time!r} is only {limit} seconds: lower signal_seconds or raise time")
         return seconds
 
 
 def seconds_of(time: str) -> int | None:
     """Parse a time in a format that sbatch accepts, into seconds; None if it is invalid. 0 means no limit."""
     match = re.fullmatch(f"{DAYS}|{MINUTES}", time, re.ASCII)
-    if match is None or len(time) > LONGEST_TEXT_OF_TIME:
+    if match is None or len(time) > MAX_TIME_CHARACTERS:
         return None
     part = {name: int(text or 0) for name, text in match.groupdict().items()}
     hours = 24 * part["d"] + part["dh"] + part["h"]
@@ -314,7 +317,7 @@ def seconds_of(time: str) -> int | None:
 def load_cluster(path: Path | None, overrides: list[str]) -> ClusterSettings:
     """Read a cluster's JSON file (None: an empty one) and apply overrides.
 
-    Overrides are `"key=value"` or `"container.image=value"`; values are JSON, or else plain strings.
+    Overrides are `"key=value"` or `"container.image=value"`; values are JSON, or otherwise plain strings.
 
     Raises:
         UserError: the file, a key, a value or an override is invalid.

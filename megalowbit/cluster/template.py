@@ -1,11 +1,11 @@
-"""Templates that are scripts themselves: `{{name}}` stands for a value, and a line without one is left out.
+"""Fills templates: `{{name}}` is replaced by a value.
 
-    #SBATCH --partition={{partition}}       left out where the value is None
-    export {{environment}}                  once for each element of a list
-    #: for readers of the template          left out always
+    #SBATCH --partition={{partition}}       omitted if the value is None
+    export {{environment}}                  repeated for each element of a list
+    #: for readers of the template          always omitted
 
-That is all: no conditions and no loops, so that a template reads like the script it becomes. Values come
-quoted for the place where they stand; nothing is quoted here.
+There are no conditions and no loops, so a template reads like the script that it becomes. The caller quotes
+the values.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Value = str | Sequence[str] | None
 
 
 def fill(template: str, values: Mapping[str, Value]) -> str:
-    """Put values in their places.
+    """Replace the placeholders in a template.
 
     Args:
         template: the text.
-        values: by name; of lists, one at most in a line.
+        values: by name; a line may contain at most one list.
 
     Raises:
-        UserError: the template names a value that there is not.
+        UserError: the template has an unknown placeholder.
     """
     filled = [line for raw in template.splitlines() for line in _fill_line(raw, values)]
     return "\n".join(filled) + "\n"
@@ -57,5 +57,5 @@ def _fill_line(line: str, values: Mapping[str, Value]) -> list[str]:
 
 
 def _replace(line: str, texts: Mapping[str, str]) -> str:
-    # all at once: what a value says is never looked at for placeholders
+    # in one pass: placeholders inside values are not replaced
     return PLACEHOLDER.sub(lambda match: texts[match[1]], line)

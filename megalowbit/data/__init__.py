@@ -1,1 +1,1 @@
-"""Training text: corpora, tokenisation, packing into fixed-length samples, a resumable sharded loader."""
+"""Training data: corpora, tokenisation, packing into fixed-length samples, and a resumable sharded loader."""

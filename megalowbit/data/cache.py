@@ -1,10 +1,10 @@
-"""Files that cost time to make and are made once: trained tokenizers, tokenised corpora.
+"""Caches files that take long to build: trained tokenizers and tokenised corpora.
 
-A file is written under a temporary name and moved into place, so no reader ever sees half of one, and
-processes or jobs that build at the same time do so side by side (what they build is the same). A manifest
-beside it holds size and digest; a file that does not match is built again, with a line in the log.
-`run_on_each_node_first` lets one process a node do the work, and carries errors to all of them, so that none
-waits for a process that is gone.
+A file is written under a temporary name and then renamed, so readers never see an incomplete file. Processes
+or jobs may build the same file at the same time, because they produce the same content. A manifest next to
+the file has its size and digest; a file that does not match is built again, and a warning is logged.
+`run_on_each_node_first` runs the work on one process of each node and raises errors on all processes, so that
+none waits for a process that has failed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 BLOCK_BYTES = 256 * 1024
-NUM_BLOCKS = 256  # files up to 64 MiB are read whole
+NUM_BLOCKS = 256  # files up to 64 MiB are read completely
 
 
 def content_digest(path: Path) -> str:
-    """SHA-256 over the size of a file and its content, of which 256 evenly spaced blocks if it is large.
+    """SHA-256 of a file's size and content; of a large file, only 256 evenly spaced blocks are read.
 
-    A corpus of hundreds of gigabytes is thus identified in a second, and the same after copying it elsewhere.
-    A change in place that keeps the size of a file over 64 MiB and touches none of the blocks is not noticed.
+    This identifies a corpus of hundreds of gigabytes within a second, also after it has been copied. Not
+    detected: a change in a file over 64 MiB that keeps its size and affects none of the blocks.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -53,13 +53,13 @@ def content_digest(path: Path) -> str:
 
 
 def cached_file(path: Path, build: Callable[[Path], None]) -> Path:
-    """Return `path`, made by `build` unless it already exists undamaged.
+    """Return `path`; call `build` first if the file does not exist or is damaged.
 
     Args:
         path: the final name; its folder is created.
-        build: writes the file under the temporary name it is given; must write the same bytes every time.
-            An `OSError` of it is taken for one of writing, so what it reads must report its own, as every
-            `Corpus` does.
+        build: writes the file to the temporary path that it is given; must write the same bytes every time.
+            An `OSError` raised by it is reported as an error of the cache folder, so `build` must report
+            errors of reading in another way, as every `Corpus` does.
 
     Raises:
         UserError: the cache folder cannot be written.
@@ -67,7 +67,7 @@ def cached_file(path: Path, build: Callable[[Path], None]) -> Path:
     draft = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
         if path.is_dir():
-            raise UserError(f"{path} in the cache is a folder where a file belongs: remove it")
+            raise UserError(f"{path} in the cache is a folder and should be a file: remove it")
         if path.exists():
             if _is_whole(path):
                 return path
@@ -81,7 +81,7 @@ def cached_file(path: Path, build: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise UserError(
             f"cache folder {path.parent} cannot be written ({error.strerror or error}): "
-            "set data.cache_dir or MEGALOWBIT_CACHE to one with room"
+            "set data.cache_dir or MEGALOWBIT_CACHE to a writable folder with free space"
         ) from error
     return path
 
@@ -100,7 +100,7 @@ def _is_whole(path: Path) -> bool:
 
 def _move_into_place(draft: Path, path: Path) -> None:
     if path.exists() and _is_whole(path):
-        return  # another process was quicker, and may be reading its file already
+        return  # another process has finished first, and may be reading its file already
     facts = {"size": draft.stat().st_size, "digest": content_digest(draft)}
     with atomic_file(_manifest(path)) as note:
         json.dump(facts, note)
@@ -110,26 +110,26 @@ def _move_into_place(draft: Path, path: Path) -> None:
 
 
 def run_on_each_node_first(work: Callable[[], Result], fingerprint: Callable[[Result], str]) -> Result:
-    """Run `work` on one process of each node, then on the others, which find its files in the cache.
+    """Run `work` on one process of each node, then on the others, which find the files in the cache.
 
-    Collective where a process group exists; otherwise just `work()`. If it fails anywhere, it raises
-    everywhere.
+    Collective if there is a process group; otherwise it only calls `work()`. If `work` fails on one rank, all
+    ranks raise an error.
 
     Args:
-        work: called exactly once in every process; makes no collective calls itself.
-        fingerprint: identifies a result; all ranks must have the same.
+        work: called exactly once in each process; must not call collectives.
+        fingerprint: identifies a result; must be equal on all ranks.
 
     Raises:
-        UserError: `work` raised one on some rank, or the ranks' results differ.
-        RuntimeError: `work` raised anything else on another rank (the rank itself raises the original).
+        UserError: `work` raised a `UserError` on some rank, or the results of ranks differ.
+        RuntimeError: `work` raised another error on another rank (that rank raises the original error).
     """
     if not is_initialized():
         return work()
     is_first = identify().local_rank == 0
     results: list[Result] = []
-    for is_my_turn in (is_first, not is_first):
+    for is_local_turn in (is_first, not is_first):
         failure: Exception | None = None
-        if is_my_turn:
+        if is_local_turn:
             try:
                 results.append(work())
             except Exception as error:
@@ -142,23 +142,24 @@ def run_on_each_node_first(work: Callable[[], Result], fingerprint: Callable[[Re
 def _raise_everywhere(failure: Exception | None) -> None:
     if not is_true_anywhere(failure is not None):
         return
-    mine = None if failure is None else (isinstance(failure, UserError), str(failure), repr(failure))
-    everyones: list[tuple[bool, str, str] | None] = [None] * world_size()
-    dist.all_gather_object(everyones, mine)
+    local = None if failure is None else (isinstance(failure, UserError), str(failure), repr(failure))
+    of_all_ranks: list[tuple[bool, str, str] | None] = [None] * world_size()
+    dist.all_gather_object(of_all_ranks, local)
     if failure is not None:
         raise failure
-    for rank, theirs in enumerate(everyones):
-        if theirs is not None:
-            is_user_error, message, description = theirs
+    for rank, failed in enumerate(of_all_ranks):
+        if failed is not None:
+            is_user_error, message, description = failed
             raise UserError(message) if is_user_error else RuntimeError(f"rank {rank} failed: {description}")
 
 
-def _compare_everywhere(mine: str) -> None:
-    everyones: list[str] = [""] * world_size()
-    dist.all_gather_object(everyones, mine)
-    odd = [rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
-    if odd:
+def _compare_everywhere(fingerprint: str) -> None:
+    of_all_ranks: list[str] = [""] * world_size()
+    dist.all_gather_object(of_all_ranks, fingerprint)
+    different = [rank for rank, other in enumerate(of_all_ranks) if other != of_all_ranks[0]]
+    if different:
+        rank = different[0]
         raise UserError(
-            f"rank {odd[0]} reads other data than rank 0 ({everyones[odd[0]]} instead of {everyones[0]}): "
-            "give all nodes the same corpus, tokenizer and Python version"
+            f"rank {rank} reads other data than rank 0 ({of_all_ranks[rank]} instead of {of_all_ranks[0]}): "
+            "use the same corpus, tokenizer and Python version on all nodes"
         )

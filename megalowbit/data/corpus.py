@@ -1,6 +1,6 @@
-"""What a corpus is: an iterator of documents and a fingerprint of what they are.
+"""The interface of a corpus: an iterator over documents and a fingerprint of them.
 
-The same fingerprint means the same documents in the same order. `sources` lists the kinds of corpora.
+Equal fingerprints mean equal documents in the same order. `sources` lists the kinds of corpora.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ class Corpus(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What the user would call it, for messages."""
+        """The user's name for it, for messages."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Hexadecimal; equal for equal documents in equal order."""
+        """Hexadecimal; equal for equal documents in the same order."""
 
     @abstractmethod
     def documents(self) -> Iterator[str]:
         """Yield every non-empty document once.
 
         Raises:
-            UserError: a file cannot be read as what it claims to be.
+            UserError: a file cannot be read, or is not in the format that its name suggests.
         """

@@ -1,8 +1,8 @@
-"""Text from a Hugging Face data set: any name `datasets.load_dataset` knows, downloaded or in its cache.
+"""Text from a Hugging Face data set: any name that `datasets.load_dataset` accepts, downloaded or cached.
 
-The library keeps its own download cache; here are only its errors in one line and a fingerprint that does
-not change from machine to machine (the library's own is made of file times). Not covered: streaming, data
-sets that run code.
+The library has its own download cache. This module adds one-line errors and a fingerprint that is equal on
+all machines (the library's fingerprint depends on file times). Not covered: streaming, and data sets that run
+code.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ROWS_PER_READ = 1024
 
 
 class HubCorpus(Corpus):
-    """One split of a data set, one row a document.
+    """One split of a data set; each row is a document.
 
     Args:
-        dataset_name: as `load_dataset` takes it.
+        dataset_name: name for `load_dataset`.
         config: configuration of the data set, if it has several.
         split: in the library's notation, `"train"` or `"train[:10%]"`.
-        text_field: the column that holds the text.
+        text_field: the column with the text.
 
     Raises:
-        UserError: not found, not reachable, no such configuration, split or column, or the column is not
-        text.
+        UserError: the data set, configuration, split or column does not exist or cannot be reached, or the
+            column is not text.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class HubCorpus(Corpus):
             reason = str(error).strip().split("\n")[0]
             raise UserError(
                 f"data set {self.name!r} cannot be loaded ({reason}): check corpus, corpus_config, split and "
-                "the network, or fill the cache of the datasets library; a local path would have to exist"
+                "the network, or fill the cache of the datasets library (if you meant a local path, it does "
+                "not exist)"
             ) from error
         if self.text_field not in rows.column_names:
             raise UserError(

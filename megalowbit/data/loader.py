@@ -1,10 +1,10 @@
 """An endless, sharded, resumable iterator over packed samples.
 
-There is one counter for the whole job: samples consumed so far. Each micro-batch takes the next world_size ×
-micro_batch_size positions, of which rank r takes the r-th contiguous slice; `order.sample_index` turns
-positions into samples, epoch after epoch without a gap. Nothing else is state, so a run continues on another
-number of ranks without repeating or skipping a sample. Labels equal the inputs: Hugging Face models shift
-them inside.
+The only state is one counter for the whole job: the number of samples consumed so far. Each micro-batch takes
+the next world_size × micro_batch_size positions, and rank r takes the r-th contiguous slice of them.
+`order.sample_index` maps positions to samples, one epoch after another without a gap. A run can therefore
+continue on another number of ranks without repeating or skipping samples. Labels equal the inputs, because
+Hugging Face models shift them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ from megalowbit.errors import UserError
 
 
 class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
-    """Micro-batches of one data-parallel rank, without end.
+    """Endless micro-batches of one data-parallel rank.
 
     Yields `{"input_ids", "labels"}`, both int64 (micro_batch_size, sequence_length), on the CPU.
 
-    `rank` and `world_size` are those of data parallelism, and `seed` decides the order of the samples. The
-    tokenizer has made them, and is kept for whoever saves the model.
+    Args:
+        dataset: the packed samples.
+        micro_batch_size: samples per micro-batch on this rank.
+        rank: data-parallel rank.
+        world_size: number of data-parallel ranks.
+        seed: determines the order of the samples.
+        tokenizer: the tokenizer of the samples; saved together with the model.
 
     Raises:
-        UserError: the data set has fewer samples than one micro-batch of all ranks takes.
+        UserError: the data set has fewer samples than one micro-batch over all ranks.
     """
 
     def __init__(
@@ -62,17 +67,17 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
             raise UserError(
                 f"corpus {dataset.name} has {dataset.num_samples} sequences of {dataset.sequence_length} "
                 f"tokens, fewer than one micro-batch of {micro_batch_size} on each of {world_size} ranks: "
-                "give more text, or lower data.sequence_length or train_micro_batch_size_per_gpu"
+                "use more text, or lower data.sequence_length or train_micro_batch_size_per_gpu"
             )
 
     @property
     def samples_per_batch(self) -> int:
-        """Samples one micro-batch takes over all ranks."""
+        """Samples of one micro-batch over all ranks."""
         return self.micro_batch_size * self.world_size
 
     @property
     def tokens_per_batch(self) -> int:
-        """Tokens one micro-batch takes over all ranks."""
+        """Tokens of one micro-batch over all ranks."""
         return self.samples_per_batch * self.dataset.sequence_length
 
     @property
@@ -96,7 +101,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
     def state_dict(self) -> dict[str, Any]:
-        """`position` (samples consumed by all ranks together) and what it is a position in."""
+        """The `position` (samples consumed by all ranks together), and what identifies data and order."""
         return {
             "position": self.position,
             "seed": self.seed,
@@ -105,21 +110,21 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, on any number of ranks.
+        """Continue from the position in `state`, on any number of ranks.
 
         Raises:
             UserError: the state belongs to other data or another seed, or is incomplete.
         """
-        mine = self.state_dict()
-        missing = mine.keys() - state.keys()
+        current = self.state_dict()
+        missing = current.keys() - state.keys()
         if missing:
             raise UserError(
                 f"the data position in the checkpoint lacks {', '.join(sorted(missing))}: it is damaged"
             )
         for key in ("fingerprint", "num_samples", "seed"):
-            if state[key] != mine[key]:
+            if state[key] != current[key]:
                 raise UserError(
-                    f"the checkpoint was made with data {key} {state[key]}, this run has {mine[key]} "
+                    f"the checkpoint was made with data {key} {state[key]}, this run has {current[key]} "
                     f"(corpus {self.dataset.name}): resume with the data settings of the checkpoint"
                 )
         if not (isinstance(state["position"], int) and state["position"] >= 0):
@@ -130,14 +135,14 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
 def build_loader(
     settings: DataSettings, *, micro_batch_size: int, rank: int, world_size: int
 ) -> ShardedLoader:
-    """Open the corpus, the tokenizer and the tokenised samples, making what is not in the cache.
+    """Open the corpus, tokenizer and tokenised samples, and create those that are not in the cache.
 
-    Collective where a process group exists: one process a node works, the others wait and then read the
-    cache. Work that outlasts the group's timeout is better done once beforehand, by `count_samples` in a
-    single process. Sizes and ranks are as of `ShardedLoader`.
+    Collective if there is a process group: one process of each node does the work, while the others wait and
+    then read the cache. Work that takes longer than the group's timeout should be done once beforehand, by
+    `count_samples` in a single process (`--prepare-data`). The arguments are those of `ShardedLoader`.
 
     Raises:
-        UserError: anything wrong with corpus, tokenizer or cache, on whichever rank: all ranks raise it.
+        UserError: corpus, tokenizer or cache cannot be used on some rank; all ranks raise it.
     """
 
     def work() -> ShardedLoader:
@@ -155,7 +160,7 @@ def build_loader(
 
 
 def count_samples(settings: DataSettings) -> int:
-    """Number of samples in an epoch; tokenises the corpus if it is not in the cache. Not collective.
+    """The number of samples in an epoch; tokenises the corpus if it is not in the cache. Not collective.
 
     Raises:
         UserError: as `build_loader`.

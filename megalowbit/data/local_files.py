@@ -1,11 +1,13 @@
 """Local text: `.txt`, `.jsonl` and `.parquet` files, or a folder of them.
 
-A `.txt` file is one document, a line of `.jsonl` or a row of `.parquet` is one. A `.txt` file beyond 16 MiB
-is cut at line ends into documents of about that size; a line or a text that is longer still is cut at a
-space, or where there is none in 1 MiB between two characters. So no `.txt` file has to fit into memory; a
-line of `.jsonl` has to, about five times, and 1,024 rows of `.parquet`. Text is UTF-8,
-strictly: the first byte, line or field that is wrong stops the run with its file and line, because text that
-was skipped in silence is never missed. Blank lines and empty texts within a file are no documents.
+A document is a `.txt` file, a line of a `.jsonl` file or a row of a `.parquet` file. A `.txt` file of more
+than 16 MiB is divided at line ends into documents of about that size. A longer line or text is divided at a
+space, or between two characters if there is no space within 1 MiB. A `.txt` file therefore never has to fit
+into memory. A line of `.jsonl` has to, about five times, and so do 1,024 rows of `.parquet`.
+
+Text must be valid UTF-8. The first invalid byte, line or field stops the run with an error that names file
+and line, because nobody would notice silently skipped text. Blank lines and empty texts within a file are not
+documents.
 """
 
 from __future__ import annotations
@@ -24,20 +26,19 @@ from megalowbit.errors import UserError, unknown_name
 from megalowbit.json_text import parse_json
 
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
-LARGEST_DOCUMENT = 16 * 2**20  # characters, but for the end of a line
-READ_SIZE = 2**20  # bytes; of a line that is longer, pieces are read
-SPACES = " \t\n"  # where a long text is cut; the space begins the next document, as it begins a word's token
+LARGEST_DOCUMENT = 16 * 2**20  # characters; a document may be longer by the rest of its last line
+READ_SIZE = 2**20  # bytes; longer lines are read in pieces
+SPACES = " \t\n"  # long texts are divided before a space, which tokenizers attach to the next word
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class LocalCorpus(Corpus):
-    """An existing file, or all text files below a folder in the order of their paths.
+    """A file, or all text files below a folder, in the order of their paths.
 
-    `text_field` is the field (jsonl) or column (parquet) that holds the text.
+    `text_field` is the field (jsonl) or column (parquet) with the text.
 
     Raises:
-        UserError: a file of another kind, an empty file, a file that cannot be read, a folder without text
-        files.
+        UserError: a file is of another kind, is empty or cannot be read, or a folder has no text files.
     """
 
     def __init__(self, path: Path, *, text_field: str = "text") -> None:
@@ -75,17 +76,17 @@ class LocalCorpus(Corpus):
                 for document in readers[file.suffix](file, self.text_field):
                     is_empty = False
                     yield document
-            except OSError as error:  # of the file: what takes the documents does not raise in here
+            except OSError as error:  # from reading: the consumer cannot raise here
                 raise _unreadable(file, error) from error
             if is_empty:
-                raise UserError(f"corpus file {file} has no text in it: remove or replace it")
+                raise UserError(f"corpus file {file} contains no text: remove or replace it")
 
 
 def _find_files(path: Path) -> list[Path]:
     if path.is_file():
         if path.suffix not in LOCAL_SUFFIXES:
             raise UserError(
-                f"corpus file {path} is of no known kind: rename it to one of {', '.join(LOCAL_SUFFIXES)}"
+                f"corpus file {path} has an unknown suffix: rename it to one of {', '.join(LOCAL_SUFFIXES)}"
             )
         return [path]
     if not path.is_dir():
@@ -95,21 +96,21 @@ def _find_files(path: Path) -> list[Path]:
         raise UserError(f"corpus folder {path} has no {', '.join(LOCAL_SUFFIXES)} files: name another")
     for file in files:
         if not file.is_file():
-            raise UserError(f"corpus file {file} is no regular file, or a link to nothing: remove it")
+            raise UserError(f"corpus file {file} is not a regular file, or is a dangling link: remove it")
     return files
 
 
 def _walk(path: Path) -> Iterator[Path]:
-    """Everything below a folder that is named as a text file, but for hidden names; links lead to no folder.
+    """All files with a suffix of text below a folder, except hidden ones; links to folders are not followed.
 
     Raises:
-        UserError: a folder cannot be read: its text would be left out in silence.
+        UserError: a folder cannot be read, so its text would be silently missing.
     """
 
     def refuse(error: OSError) -> None:
         reason = error.strerror or error
         raise UserError(
-            f"corpus folder {error.filename} cannot be read ({reason}): mend or remove it"
+            f"corpus folder {error.filename} cannot be read ({reason}): fix or remove it"
         ) from error
 
     for folder, subfolders, names in os.walk(path, onerror=refuse):
@@ -130,11 +131,11 @@ def _refuse_unreadable(file: Path) -> None:
 
 
 def _unreadable(file: Path, error: OSError) -> UserError:
-    return UserError(f"corpus file {file} cannot be read ({error.strerror or error}): mend or remove it")
+    return UserError(f"corpus file {file} cannot be read ({error.strerror or error}): fix or remove it")
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers from 1, line ends kept."""
+    """Lines with their line ends and their numbers, counted from 1."""
     with file.open("rb") as opened:
         for number, line in enumerate(opened, start=1):
             if number == 1:
@@ -166,7 +167,7 @@ def _text_documents(file: Path, _text_field: str) -> Iterator[str]:
 
 
 def _pieces(file: Path) -> Iterator[tuple[str, bool]]:
-    """A text in pieces, and whether each ends a line; together they are the text."""
+    """The text of a file in pieces, each with whether it ends a line."""
     decoder, number = codecs.getincrementaldecoder("utf-8")(), 1
     with file.open("rb") as opened:
         if opened.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
@@ -185,7 +186,7 @@ def _pieces(file: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """A text beyond the largest document as several, the last one perhaps short; any other as it is."""
+    """Divide a text that is too long into documents; the last one may be short. Other texts stay whole."""
     start = 0
     while len(text) - start > LARGEST_DOCUMENT:
         end = start + LARGEST_DOCUMENT
@@ -243,7 +244,7 @@ def _parquet_documents(file: Path, text_field: str) -> Iterator[str]:
                     raise _null(f"corpus file {file}, row {row}", text_field)
                 if text:
                     yield from _cut(text)
-    except (pyarrow.ArrowException, OSError) as error:  # damage inside the file is an OSError
+    except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises OSError for a damaged file
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"corpus file {file} is not a readable parquet file ({reason}): replace it"
@@ -257,12 +258,10 @@ def _null(where: str, text_field: str) -> UserError:
 
 
 def _storable(text: str, where: str) -> str:
-    # JSON can spell halves of surrogate pairs, which no encoding of text can hold.
+    # JSON can contain lone surrogates, which UTF-8 cannot encode.
     try:
         if not text.isascii():
             text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"{where}: lone surrogate {text[error.start]!r} is not text: mend the line"
-        ) from error
+        raise UserError(f"{where}: lone surrogate {text[error.start]!r} is not text: fix the line") from error
     return text

@@ -1,10 +1,10 @@
-"""In which order samples are seen: a keyed permutation of 0 … n-1 that is computed, never stored.
+"""The order of samples: a keyed permutation of 0 … n-1 that is computed rather than stored.
 
-Position p of epoch e maps to a sample by a Feistel network over the smallest power of two that holds n;
-results ≥ n are mapped again until they fall inside (cycle walking, Black & Rogaway 2002), which keeps it a
-permutation and takes less than two rounds on average. The cost is O(1) memory for any n, so a run resumes at
-any position without replaying. The numbers depend on nothing but integer arithmetic and are part of the
-checkpoint format: changing them changes what a resumed run reads.
+A Feistel network over the smallest power of two ≥ n maps position p of epoch e to a sample. Results ≥ n are
+mapped again until they are below n (cycle walking, Black & Rogaway 2002); this keeps the mapping a
+permutation and takes less than two rounds on average. It needs O(1) memory for any n, so a run can resume at
+any position without replaying. The numbers depend on integer arithmetic only and are part of the checkpoint
+format: changing them would change the data that a resumed run reads.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from numpy.typing import ArrayLike, NDArray
 
 UInt64 = NDArray[np.uint64]
 
-# Half rounds; 4 suffice for large n (Luby-Rackoff), tiny domains have few key bits per half and need more.
+# Each round changes one half. 4 suffice for large n (Luby-Rackoff); small n has few bits per half and needs
+# more.
 NUM_ROUNDS = 12
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: the increment of splitmix64
 WORD = 2**64
 
 
 def sample_index(seed: int, epoch: ArrayLike, position: ArrayLike, num_samples: int) -> NDArray[np.int64]:
-    """Sample at `position` of `epoch`: for fixed seed and epoch a permutation of 0 … num_samples-1.
+    """The sample at `position` of `epoch`; for a fixed seed and epoch, a permutation of 0 … num_samples-1.
 
     Args:
         seed: 0 … 2⁶⁴-1.
@@ -30,7 +31,7 @@ def sample_index(seed: int, epoch: ArrayLike, position: ArrayLike, num_samples: 
         num_samples: 1 … 2⁶².
 
     Returns:
-        int64 indices of the broadcast shape.
+        int64 indices, of the shape of `epoch` and `position` broadcast together.
 
     Raises:
         ValueError: `num_samples` or a position is out of range.
@@ -67,7 +68,7 @@ def _feistel(values: UInt64, keys: UInt64, num_bits: int) -> UInt64:
 
 
 def _mix(words: UInt64) -> UInt64:
-    """The splitmix64 step (Steele, Lea & Flood 2014) of each word: add the increment, then its finaliser."""
+    """One splitmix64 step (Steele, Lea & Flood 2014) for each word: add the increment, then finalise."""
     words = words + np.uint64(GOLDEN_GAMMA)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -75,5 +76,5 @@ def _mix(words: UInt64) -> UInt64:
 
 
 def _mix_word(word: int) -> int:
-    # A one-element array: numpy warns when scalar products wrap around, which is what is wanted here.
+    # A one-element array, because numpy warns when scalar products wrap around; here they should.
     return int(_mix(np.array([word % WORD], dtype=np.uint64))[0])

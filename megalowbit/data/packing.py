@@ -1,9 +1,9 @@
-"""Documents to one flat array of token ids on disk, read as fixed-length samples through a memory map.
+"""Packs documents into one flat array of token ids on disk, read as fixed-length samples via a memory map.
 
-Each document is followed by the end-of-document id and the next one; sample i is the tokens i·L … (i+1)·L-1,
-so samples cross document ends and nothing is padded. The array is kept in the cache as an ordinary `.npy`
-file, whatever L is, under a key made of the corpus and the tokenizer, and is written as a stream: neither
-text nor tokens have to fit into memory.
+Each document is followed by the end-of-document id and the next document. Sample i consists of the tokens
+i·L … (i+1)·L-1, so samples cross document boundaries and nothing is padded. The array is cached as an
+ordinary `.npy` file under a key of corpus and tokenizer; it does not depend on L. It is written as a stream:
+neither the text nor the tokens have to fit into memory.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from megalowbit.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-PACKING_FORMAT = 1  # raise when the layout changes, so that old files are not read
+PACKING_FORMAT = 1  # increment when the layout changes, so that old files are not read
 BATCH_DOCUMENTS = 512
 BATCH_CHARACTERS = 2**20
 HEADER_BYTES = 128
 
 
 class PackedDataset:
-    """Samples of `sequence_length` tokens, by number.
+    """Samples of `sequence_length` tokens, by index.
 
     Args:
         tokens: one-dimensional array of ids; may be a memory map.
-        sequence_length: tokens per sample; what is left over at the end is not used.
+        sequence_length: tokens per sample; an incomplete sample at the end is not used.
         fingerprint: identifies the tokens.
-        name: what the user calls the corpus, for messages.
+        name: the user's name of the corpus, for messages.
 
     Raises:
-        UserError: fewer tokens than one sample has.
+        UserError: there are fewer tokens than in one sample.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PackedDataset:
         if not self.num_samples:
             raise UserError(
                 f"corpus {name} has {self.num_tokens} tokens, fewer than one sequence of {sequence_length}: "
-                "give more text or lower data.sequence_length"
+                "use more text or lower data.sequence_length"
             )
         used = tokens[: self.num_samples * sequence_length]
         self._samples = used.reshape(self.num_samples, sequence_length)
@@ -75,7 +75,7 @@ class PackedDataset:
 
 
 def pack(corpus: Corpus, tokenizer: Tokenizer, sequence_length: int, cache_dir: Path) -> PackedDataset:
-    """Tokenise `corpus`, or find it tokenised in the cache.
+    """Tokenise `corpus`, or load the tokens from the cache.
 
     Raises:
         UserError: the corpus cannot be read or is shorter than one sequence; the cache cannot be written.
@@ -92,14 +92,14 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> None:
     start = time.monotonic()
     num_tokens = num_documents = 0
     with path.open("wb") as file:
-        file.write(_header(tokenizer.dtype, 0))  # the number of tokens is known at the end
+        file.write(_header(tokenizer.dtype, 0))  # written again below, when the number of tokens is known
         for texts in _batches(corpus.documents()):
             num_documents += len(texts)
             num_tokens += _write_batch(file, tokenizer, texts)
         file.seek(0)
         file.write(_header(tokenizer.dtype, num_tokens))
     if not num_documents:
-        raise UserError(f"corpus {corpus.name} has no text in it: name another")
+        raise UserError(f"corpus {corpus.name} contains no text: name another")
     seconds = time.monotonic() - start
     logger.info("%s: %d documents, %d tokens, %.1f s", corpus.name, num_documents, num_tokens, seconds)
 
@@ -109,13 +109,13 @@ def _write_batch(file: BinaryIO, tokenizer: Tokenizer, texts: list[str]) -> int:
     count = 0
     for ids in tokenizer.encode_batch(texts):
         for piece in (ids, end):
-            file.write(piece.data)  # of a long document no second copy is made
+            file.write(piece.data)  # the buffer itself: no second copy of a long document
             count += len(piece)
     return count
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    """Groups of documents, large enough to be tokenised in parallel, small enough for memory."""
+    """Groups of documents, large enough to tokenise in parallel and small enough for memory."""
     batch: list[str] = []
     size = 0
     for document in documents:
@@ -129,7 +129,7 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _header(dtype: np.dtype[Any], num_tokens: int) -> bytes:
-    """A `.npy` header; always of one length, so that it can be written again when the shape is known."""
+    """A `.npy` header of fixed length, which can be overwritten once the shape is known."""
     text = io.BytesIO()
     facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (num_tokens,)}
     np.lib.format.write_array_header_1_0(text, facts)

@@ -1,8 +1,8 @@
-"""Where text comes from, by the name that a user writes: one list of the kinds of corpora.
+"""Opens a corpus by name, and lists the kinds of corpora.
 
-The first kind that claims a name opens it: `"stdlib"`; else a path that exists is local; else it is the name
-of a Hugging Face data set. A new kind is a file with its `Corpus` and its place in `SOURCES`.
-Not covered: streaming data sets, mixtures of several corpora.
+`"stdlib"` is the standard library; an existing path is a local corpus; any other name is a Hugging Face data
+set. To add a kind, write a file with its `Corpus` class and add the class to `SOURCES`, in the order of
+precedence. Not covered: streaming data sets, and mixtures of several corpora.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megalowbit.errors import UserError
 
 
 class Source(Protocol):
-    """A kind of corpus: what a `Corpus` class offers here, beside its constructor."""
+    """A kind of corpus: class methods that a `Corpus` class needs for `SOURCES`."""
 
     def is_meant(self, corpus: str) -> bool:
-        """Whether this text, `data.corpus`, names one of this kind; the kinds before have declined."""
+        """Whether `data.corpus` names a corpus of this kind; called only if no earlier kind matched."""
 
     def open(self, settings: DataSettings, /) -> Corpus:
-        """The corpus that `settings` names; errors as of its constructor."""
+        """Open the corpus of `settings`; raises the errors of its constructor."""
 
 
 SOURCES: tuple[Source, ...] = (StdlibCorpus, LocalCorpus, HubCorpus)
@@ -34,30 +34,31 @@ def source_of(settings: DataSettings) -> Source:
     """The kind of corpus that `settings` names.
 
     Raises:
-        UserError: it is a path, and nothing is there.
+        UserError: it is a path that does not exist.
     """
     for source in SOURCES:
         if source.is_meant(settings.corpus):
             return source
     raise UserError(
         f"corpus {settings.corpus!r} does not exist: "
-        f'name a {", ".join(LOCAL_SUFFIXES)} file, a folder of them, "{STDLIB}" or a data set'
+        f'name a {", ".join(LOCAL_SUFFIXES[:-1])} or {LOCAL_SUFFIXES[-1]} file, a folder of them, "{STDLIB}" '
+        "or a data set"
     )
 
 
 def open_corpus(settings: DataSettings) -> Corpus:
-    """The corpus `settings` names.
+    """Open the corpus of `settings`.
 
     Raises:
-        UserError: no such file or folder, nothing usable in it, or no such data set.
+        UserError: the file, folder or data set does not exist or cannot be used.
     """
     return source_of(settings).open(settings)
 
 
 def is_on_hub(settings: DataSettings) -> bool:
-    """Whether the corpus is a Hugging Face data set, for which opening it may mean a download.
+    """Whether the corpus is a Hugging Face data set; opening it may download it.
 
     Raises:
-        UserError: it is a path, and nothing is there.
+        UserError: it is a path that does not exist.
     """
     return source_of(settings) is HubCorpus

@@ -1,4 +1,4 @@
-"""Text that is there without a download: the running Python's own sources."""
+"""Text that needs no download: the source code of the running Python's standard library."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from megalowbit.data.settings import DataSettings
 from megalowbit.errors import UserError
 
 STDLIB = "stdlib"
-# Installed packages and the tests: what differs between installations of one version, and what is not prose.
+# Installed packages differ between installations of the same version; tests are left out as well.
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 class StdlibCorpus(Corpus):
     """The `.py` files of the running Python's standard library, without tests: about 12 MB of text.
 
-    Needs no download, so a first run works anywhere. Files are sorted by path; empty ones are skipped and
-    bytes that are not UTF-8 become U+FFFD.
+    Files are sorted by path. Empty files are skipped, and bytes that are not UTF-8 become U+FFFD.
 
     Args:
         root: folder of the standard library; the default is the running interpreter's.
 
     Raises:
-        UserError: there are no sources in it (a zipped or stripped installation).
+        UserError: the folder has no sources (a zipped or stripped installation).
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -37,7 +36,7 @@ class StdlibCorpus(Corpus):
         self.paths = tuple(sorted(self._find(), key=lambda path: path.relative_to(self.root).as_posix()))
         if not self.paths:
             raise UserError(
-                f'corpus "{STDLIB}": there are no Python sources in {self.root}: name a text file instead'
+                f'corpus "{STDLIB}": {self.root} contains no Python sources: name a text file instead'
             )
 
     @classmethod
@@ -54,7 +53,7 @@ class StdlibCorpus(Corpus):
             yield from (Path(folder) / name for name in files if name.endswith(".py"))
 
     def _refuse(self, error: OSError) -> None:
-        raise UserError(f'corpus "{STDLIB}": {error.filename} cannot be read ({error.strerror}): mend it')
+        raise UserError(f'corpus "{STDLIB}": {error.filename} cannot be read ({error.strerror}): fix it')
 
     @property
     def name(self) -> str:
@@ -80,4 +79,4 @@ def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"corpus file {path} cannot be read ({error.strerror}): mend it") from error
+        raise UserError(f"corpus file {path} cannot be read ({error.strerror}): fix it") from error

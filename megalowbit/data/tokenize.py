@@ -1,9 +1,9 @@
 """Text to token ids: bytes, a BPE trained on the corpus, or a Hugging Face tokenizer folder.
 
-Every tokenizer has an end-of-document id, which packing puts after each document, and can be saved as a
-Hugging Face tokenizer that gives the same ids, so that a trained model is usable with `AutoTokenizer`. No
-tokens are added at the beginning of a text. Text that spells a special token (`<|endoftext|>`) becomes that
-token, as it does in the saved tokenizer.
+Every tokenizer has an end-of-document id, which packing appends to each document. Every tokenizer can be
+saved as a Hugging Face tokenizer that gives the same ids, so `AutoTokenizer` can be used with the trained
+model. No tokens are added at the beginning of a text. Text that spells a special token (`<|endoftext|>`)
+becomes that token, as in the saved tokenizer.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megalowbit.json_text import refuse_irregular_files
 logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
-SPECIAL_TOKENS = [END_OF_TEXT]  # they get the first ids
+SPECIAL_TOKENS = [END_OF_TEXT]  # these get the first ids
 TEMPLATES = "additional_chat_templates"
 END_OF_DOCUMENT_BYTE = "\0"
-# More text no longer changes which merges are frequent, only the time they take to count.
+# More text takes longer to count but does not change which merges are frequent.
 BPE_TRAINING_CHARACTERS = 256 * 2**20
-BPE_FORMAT = 1  # raise when training changes, so that cached tokenizers are trained again
-# What decides a folder's token ids; the folder may hold gigabytes of weights as well.
+BPE_FORMAT = 1  # increment when training changes, so that cached tokenizers are trained again
+# The files that determine a folder's token ids; the folder may also hold gigabytes of weights.
 FOLDER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -49,11 +49,11 @@ FOLDER_FILES = (
 
 
 class Tokenizer(ABC):
-    """Text to ids in 0 … vocab_size-1.
+    """Converts text to ids in 0 … vocab_size-1.
 
     Attributes:
-        name: what the user would call it.
-        vocab_size: number of ids, the least `vocab_size` of a model for it.
+        name: the user's name for it.
+        vocab_size: number of ids; a model needs at least this `vocab_size`.
         eos_token_id: id that ends a document.
         fingerprint: hexadecimal; equal for tokenizers that give equal ids.
     """
@@ -70,7 +70,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
-        """Ids of each text, `dtype`, one-dimensional, without an end-of-document id."""
+        """The ids of each text as a one-dimensional array of `dtype`, without an end-of-document id."""
 
     @abstractmethod
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -78,9 +78,9 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8; an id is the value of a byte and 0, the NUL byte, ends a document.
+    """UTF-8 bytes as ids; 0, the NUL byte, ends a document.
 
-    NULs inside a document would end it early, so they are dropped.
+    NUL bytes inside a document are dropped, because they would end it early.
     """
 
     name = BYTE_TOKENIZER
@@ -97,9 +97,9 @@ class ByteTokenizer(Tokenizer):
         ]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a byte-level BPE without merges; it differs in that a NUL within a text stays, as id 0."""
+        """Write a byte-level BPE without merges; unlike this class it keeps NULs within a text, as id 0."""
         vocabulary = {letter: byte for byte, letter in _letters_of_bytes().items()}
-        # The end-of-document token must have id 0 and match nothing but a NUL: it takes that byte's place.
+        # The end-of-document token must have id 0 and match only a NUL, so it replaces that byte.
         vocabulary = {
             END_OF_DOCUMENT_BYTE if byte == 0 else letter: byte for letter, byte in vocabulary.items()
         }
@@ -111,7 +111,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """A byte-level BPE, from a file of `train_bpe`, with `<|endoftext|>` (id 0) as the end of a document."""
+    """A byte-level BPE from a file that `train_bpe` wrote; `<|endoftext|>` (id 0) ends a document."""
 
     name = BPE_TOKENIZER
 
@@ -131,10 +131,10 @@ class BPETokenizer(Tokenizer):
 
 
 class FolderTokenizer(Tokenizer):
-    """A Hugging Face tokenizer in a local folder; code that lies there is not run.
+    """A Hugging Face tokenizer in a local folder; code in the folder is never run.
 
     Raises:
-        UserError: no tokenizer in `folder`, one that needs its own code, or one without an end-of-sequence
+        UserError: `folder` has no tokenizer, or the tokenizer needs its own code or has no end-of-sequence
             token.
     """
 
@@ -142,22 +142,22 @@ class FolderTokenizer(Tokenizer):
         from transformers import AutoTokenizer  # slow to import, and only this kind needs it
 
         self.name = str(folder)
-        refuse_irregular_files("tokenizer", folder, TEMPLATES)  # transformers would wait for a FIFO
+        refuse_irregular_files("tokenizer", folder, TEMPLATES)  # transformers would block on a FIFO
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(
                 folder,
                 local_files_only=True,
-                trust_remote_code=False,  # left out, transformers asks on the standard input
+                trust_remote_code=False,  # by default, transformers would ask on stdin
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = str(error).strip().split("\n")[0]
             if "trust_remote_code" in str(error):
-                reason = "it brings code of its own, which is never run: save it as a tokenizer.json"
+                reason = "it needs its own code, which is never run; save it as a tokenizer.json"
             raise UserError(f"no usable tokenizer in folder {folder} ({reason}): name another") from error
         eos_token_id = self._tokenizer.eos_token_id
         if eos_token_id is None:
             raise UserError(
-                f"tokenizer {folder} has no end-of-sequence token, which must end documents: "
+                f"tokenizer {folder} has no end-of-sequence token, which is needed at the end of documents: "
                 'set "eos_token" in its tokenizer_config.json'
             )
         self.vocab_size = len(self._tokenizer)
@@ -165,7 +165,7 @@ class FolderTokenizer(Tokenizer):
         self.fingerprint = _folder_fingerprint(folder)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
-        # verbose: it would warn that whole documents exceed the model's length; they are cut afterwards.
+        # verbose=False: no warning that documents exceed the model's length; they are packed into samples.
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=self.dtype) for ids in encoded["input_ids"]]
 
@@ -174,13 +174,12 @@ class FolderTokenizer(Tokenizer):
 
 
 def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tokenizer:
-    """The tokenizer `settings` names; a BPE is trained on the corpus, or found in the cache.
+    """The tokenizer of `settings`; a BPE is loaded from the cache, or trained on the corpus.
 
-    Makes no collective calls: any process may call it, alone. `corpus` is that of `settings`, if it is open
-    already.
+    Not collective: a single process may call it. `corpus` is the corpus of `settings`, if already open.
 
     Raises:
-        UserError: an unusable tokenizer folder, or (BPE) an unusable corpus or cache folder.
+        UserError: the tokenizer folder cannot be used, or (BPE) the corpus or the cache folder cannot.
     """
     if settings.tokenizer == BYTE_TOKENIZER:
         return ByteTokenizer()
@@ -197,9 +196,9 @@ def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tok
 
 
 def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: Path) -> BPETokenizer:
-    """Train a byte-level BPE on the first 256 Mi characters of `corpus`, once for every corpus and size.
+    """Train a byte-level BPE on the first 256 Mi characters of `corpus`, or load it from the cache.
 
-    A corpus too small for `vocab_size` gives a smaller vocabulary.
+    If the corpus is too small for `vocab_size`, the vocabulary is smaller.
     """
     parts = (BPE_FORMAT, tokenizers.__version__, vocab_size, corpus.fingerprint)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
@@ -212,7 +211,7 @@ def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: Path) -> BPETokenizer:
     tokenizer = BPETokenizer(cached_file(cache_dir / "tokenizers" / f"bpe-{key}.json", build))
     if tokenizer.vocab_size < vocab_size:
         logger.warning(
-            "corpus %s yields %d tokens only, not vocab_size %d",
+            "corpus %s yields a vocabulary of only %d tokens, not vocab_size %d",
             corpus.name,
             tokenizer.vocab_size,
             vocab_size,
@@ -228,7 +227,7 @@ def _train(texts: Iterator[str], vocab_size: int) -> Any:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=SPECIAL_TOKENS,
-        # sorted: the library's own order changes from call to call, and with it the ids
+        # sorted, because the library's order changes between calls and would change the ids
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -246,7 +245,7 @@ def _limited(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _letters_of_bytes() -> dict[int, str]:
-    """The letter that byte-level BPE (GPT-2) writes for each byte: itself, or the next from U+0100."""
+    """The character that byte-level BPE (GPT-2) uses for each byte: itself, or the next from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = itertools.count(0x100)
     return {byte: chr(byte if byte in printable else next(others)) for byte in range(256)}

@@ -1,1 +1,1 @@
-"""The story of a pretraining run: its configuration, its folder, its loop, its command line."""
+"""A pretraining run: its command line, configuration, folder, loop and records."""

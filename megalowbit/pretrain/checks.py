@@ -1,9 +1,9 @@
-"""The one check of a configuration that all ways to a run go through, and the one of the machine.
+"""Checks of the configuration that need torch, transformers or DeepSpeed, and a check of the machine.
 
-`load_config` reads what can be read in a second. Here is what takes torch, transformers and DeepSpeed to
-know: recipe, DeepSpeed's own blocks, the model's configuration. The run, `--dry-run`, `--prepare-data`,
-`submit.py` and sweeps call the same function, so none accepts what another refuses. Whether this machine has
-the kernels for a recipe is asked where the run is, before anything is written. Not covered: the data.
+`load_config` makes the checks that take a second. This module checks the recipe, DeepSpeed's own blocks and
+the model's configuration. Runs, `--dry-run`, `--prepare-data`, `submit.py` and sweeps all call
+`check_config`, so all accept the same configurations. `check_kernels` checks that this machine can run the
+recipe; the run calls it before it writes anything. Not covered: the data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNAVAILABLE = {"fp8": fp8_product.why_unavailable, "fp4": native_fp4.why_unavai
 
 
 def load_checked_config(path: Path, overrides: list[str], *, world_size: int | None) -> PretrainConfig:
-    """Read a configuration as `load_config` does, and check it.
+    """Read a configuration with `load_config` and check it with `check_config`.
 
     Raises:
         UserError: a line for each mistake.
@@ -38,7 +38,11 @@ def load_checked_config(path: Path, overrides: list[str], *, world_size: int | N
 
 
 def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
-    """Check what `load_config` cannot; without `has_model` the model's files can be read in the run only.
+    """Check everything that `load_config` does not.
+
+    Args:
+        config: the configuration.
+        has_model: whether the model's files can be read on this machine; if not, they are not checked.
 
     Raises:
         UserError: a line for each mistake.
@@ -47,7 +51,7 @@ def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
     settings = config.settings
     with problems.collect():
         check_parts(config.parts)
-    if not problems:  # what follows takes a recipe that is one
+    if not problems:  # the recipe is valid
         recipe = recipe_of(config.recipe)
         for component, of_component in settings.components():
             with problems.collect():
@@ -74,20 +78,20 @@ def why_not(recipe: Recipe, device: torch.device) -> str | None:
 
 
 def describe_kernels(recipe: Recipe, device: torch.device) -> str:
-    """What quantises and multiplies, for people.
+    """The quantisation backend and the precision of products, as text for a person.
 
     Raises:
-        UserError: `MEGALOWBIT_BACKEND` asks for what the device cannot have.
+        UserError: the device does not support the backend that `MEGALOWBIT_BACKEND` names.
     """
     backend = _DESCRIBED[backend_of(torch.empty(0, device=device))]
     return f"{backend} on {device}, {recipe.gemm} products"
 
 
 def check_kernels(recipe: Recipe) -> None:
-    """Refuse a recipe or a backend that this machine cannot run.
+    """Check that this machine can run the recipe and the backend.
 
     Raises:
-        UserError: naming the device and the remedy.
+        UserError: it cannot; the message names the device and the remedy.
     """
     device = this_device()
     describe_kernels(recipe, device)

@@ -1,10 +1,10 @@
-"""The command line of pretraining: arguments in, exit code out.
+"""The command line of pretraining: parses arguments, runs, and returns the exit code.
 
-A mistake of the user ends as one line and exit code 2 and never as a traceback, a lost rank as one line and
-code 75: another try may help. Launchers distort codes, so the line of a mistake also goes to the file that
-MEGALOWBIT_REFUSAL names, for whoever would start the job again. Anything else that raises is a defect of ours
-and keeps its traceback. The configuration is checked before torch is imported, so a typing mistake
-is answered at once and nothing has been allocated, joined or written by then.
+A user error prints one line and exits with code 2, never with a traceback. A lost rank prints one line and
+exits with code 75, because another attempt may succeed. Launchers change exit codes, so the line of a user
+error is also written to the file named by MEGALOWBIT_REFUSAL, where the job script reads it. Any other
+exception is a bug of this project and keeps its traceback. The configuration is checked before torch is
+imported: a typo is reported at once, before anything is allocated, joined or written.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
     from megalowbit.pretrain.config import PretrainConfig
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-REFUSAL = "MEGALOWBIT_REFUSAL"  # names a file for the line of a mistake, if there is one
-# Launchers stop all ranks when one fails: the main rank must get to print first.
-SECONDS_FOR_THE_MAIN_RANK = 5.0
-SECONDS_FOR_ALL_TO_LEAVE = 60.0
+REFUSAL = "MEGALOWBIT_REFUSAL"  # names the file that gets the line of a user error
+# Launchers stop all ranks when one fails, so other ranks give the main rank time to print first.
+MAIN_RANK_HEAD_START_SECONDS = 5.0
+SHUTDOWN_SECONDS = 60.0
 
 
-def print_what_can_be_printed() -> None:
-    """Let standard output write an escape for a character that it lacks, as standard error does."""
+def escape_unprintable_output() -> None:
+    """Make stdout escape characters that its encoding lacks, as stderr does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser of arguments whose complaints are `UserError`s, as of all our command lines."""
+    """Argument parser that raises `UserError` for invalid arguments."""
 
     @classmethod
-    def of_program(cls, text: str | None) -> OneLineParser:
-        """A parser whose help is a program's own text: the first paragraph, and after the flags the rest."""
+    def for_script(cls, text: str | None) -> OneLineParser:
+        """A parser whose description is the first paragraph of a docstring; the rest are examples."""
         description, _, examples = str(text).partition("\n\n")
         return cls(
             description=description,
@@ -59,7 +59,7 @@ class OneLineParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage."""
+        """Raise `UserError` instead of printing the usage."""
         raise UserError(f"{message}; see --help")
 
 
@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The arguments of `launch/pretrain.py`."""
     parser = OneLineParser(
         prog="pretrain.py",
-        description="Pretrain a language model in FP4, under deepspeed, torchrun, srun or plain python.",
+        description="Pretrain a language model in FP4. Start it with deepspeed, torchrun, srun or python.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -94,43 +94,46 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the run writes, how it begins, and what may be done in its place."""
+    """Add the options for the run folder, resuming, restarting, `--dry-run` and `--prepare-data`."""
     parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="where the run writes (default: a new folder below runs/)"
+        "--run-dir", type=Path, metavar="DIR", help="folder of the run (default: a new one below runs/)"
     )
     parser.add_argument(
         "--resume",
         choices=("no", "auto"),
         default="no",
-        help="auto: continue from the newest complete checkpoint, or start if there never was one "
+        help="auto: continue from the newest complete checkpoint, or start a new run if none was ever saved "
         "(default: no)",
     )
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="begin again at step 0: what the run in --run-dir has written moves to before-restart-1 in it",
+        help="start over at step 0; the files of the run in --run-dir move to before-restart-1 in it",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved configuration, the swapped layers, sizes and memory, and exit",
+        help="print the resolved configuration, the swapped layers, model size and estimated memory; "
+        "then exit",
     )
     parser.add_argument(
         "--processes",
         type=int,
         metavar="N",
-        help="with --dry-run: size the run for N processes (default: those started, or the fewest that fit)",
+        help="with --dry-run: describe a run of N processes (default: the number started, or the smallest "
+        "that fits the configuration)",
     )
     parser.add_argument(
         "--prepare-data",
         action="store_true",
-        help="tokenise the corpus into the cache and exit: once, before a large corpus meets many processes",
+        help="tokenise the corpus into the cache and exit; do this once before many processes train on a "
+        "large corpus",
     )
 
 
 def program() -> int:
-    """The command line as a process of its own, which stop signals are sent to; returns the exit code."""
-    block_stop_signals()  # before heavy imports, whose threads inherit it
+    """Run the command line in a process that may get stop signals; returns 0 and exits with other codes."""
+    block_stop_signals()  # before heavy imports: their threads inherit the signal mask
     try:
         code = main()
     except Exception:
@@ -140,14 +143,14 @@ def program() -> int:
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)  # taking down groups whose ranks are gone can hang, or abort with another code
+        os._exit(code)  # destroying process groups with lost ranks can hang, or abort with another code
     return code
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     identity = ProcessIdentity()
-    print_what_can_be_printed()
+    escape_unprintable_output()
     try:
         identity = identify()
         options = build_parser().parse_args(arguments)
@@ -155,11 +158,11 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         _report(error, identity)
         if error.is_on_all_ranks:
-            _leave_together()
+            _shut_down_together()
         return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         if identity.is_main:
-            _say("interrupted: continue from the last checkpoint with --resume auto")
+            _print_error("interrupted: continue from the last checkpoint with --resume auto")
         return EXIT_INTERRUPTED
     return 0
 
@@ -168,10 +171,10 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     from megalowbit.pretrain.config import load_config
 
     if options.restart and options.resume == "auto":
-        raise UserError("--restart and --resume auto exclude each other: leave one of them out")
+        raise UserError("--restart and --resume auto cannot be combined: leave one of them out")
     config = load_config(options.ds_config, options.overrides, world_size=_world_size(options, identity))
-    _share_cores()
-    # or torch prints its stack on every rank when a main process is lost; read when it is first imported
+    _limit_threads()
+    # torch reads this when it is imported; without it every rank prints a stack if the main process is lost
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.dry_run or options.prepare_data:
         release_stop_signals()
@@ -191,7 +194,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
 def _describe_or_prepare(
     options: argparse.Namespace, config: PretrainConfig, identity: ProcessIdentity
 ) -> None:
-    """What needs one process only."""
+    """Run `--dry-run` or `--prepare-data`, which need the main process only."""
     if not identity.is_main:
         return
     if options.dry_run:
@@ -217,7 +220,7 @@ def _pretrain(
 ) -> None:
     from megalowbit.engine.process_start import import_deepspeed, stop_process_group
 
-    import_deepspeed(is_checked=False)  # first of all imports that lead to it, for it is set up on the way
+    import_deepspeed(is_checked=False)  # before any other import of deepspeed, because this one sets it up
     from megalowbit.pretrain.run import pretrain
 
     pretrain(
@@ -230,29 +233,27 @@ def _pretrain(
         at_first_step=start.stop,
         has_launcher_ended=None if launcher is None else lambda: launcher.has_ended,
     )
-    stop_process_group(
-        timedelta(seconds=SECONDS_FOR_ALL_TO_LEAVE)
-    )  # all work is done: none is missed for long
+    stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))  # all work is done: other ranks arrive soon
 
 
 def _world_size(options: argparse.Namespace, identity: ProcessIdentity) -> int | None:
-    """Processes of the run; None where it is yet to be started, and any number that fits will do."""
+    """Number of processes; None if nothing is trained and any number that fits the configuration will do."""
     if options.processes is not None:
         if not options.dry_run or options.processes < 1:
             raise UserError(
-                f"--processes {options.processes} sizes a run for --dry-run: add that, and give at least 1; "
-                "a run takes their number from its launcher"
+                f"--processes {options.processes} needs --dry-run and a value of at least 1; the launcher "
+                "decides the number of processes of a run"
             )
         return int(options.processes)
     is_only_prepared = options.prepare_data or (options.dry_run and identity.world_size == 1)
     return None if is_only_prepared else identity.world_size
 
 
-def _share_cores() -> None:
-    """Give each process of this node its part of the cores, where nobody has said otherwise.
+def _limit_threads() -> None:
+    """Divide the cores among the processes of this node, unless OMP_NUM_THREADS is set.
 
-    The DeepSpeed launcher leaves OMP_NUM_THREADS alone, and two processes with a thread per core each run
-    several times slower than with half of them.
+    The DeepSpeed launcher does not set it, and two processes with one thread per core each run several times
+    slower than with half as many threads.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
@@ -265,22 +266,22 @@ def _share_cores() -> None:
 
 
 def _report(error: UserError, identity: ProcessIdentity) -> None:
-    """Print the line once for the whole job, and leave it where the job's script looks."""
+    """Print the error once for the whole job, and write it to the file that the job script reads."""
     line, is_transient = printed(error), isinstance(error, TransientError)
     if identity.is_main and REFUSAL in os.environ and not is_transient:
         _write_refusal(Path(os.environ[REFUSAL]), "; ".join(lines_of(error)))
     if error.is_reported or (error.is_on_all_ranks and not identity.is_main):
         return
     if identity.is_main or is_transient:
-        _say(f"error: {line}")
+        _print_error(f"error: {line}")
     else:
-        if threading.current_thread() is threading.main_thread():  # a watchdog's is here to end us now
-            time.sleep(SECONDS_FOR_THE_MAIN_RANK)
-        _say(f"error on rank {identity.rank}: {line}")
+        if threading.current_thread() is threading.main_thread():  # the watchdog's thread must not wait
+            time.sleep(MAIN_RANK_HEAD_START_SECONDS)
+        _print_error(f"error on rank {identity.rank}: {line}")
 
 
-def _say(line: str) -> None:
-    with suppress(OSError):  # whoever read it may have ended; the exit code counts
+def _print_error(line: str) -> None:
+    with suppress(OSError):  # the reader of stderr may have ended; the exit code still counts
         print(line, file=sys.stderr, flush=True)
 
 
@@ -292,8 +293,8 @@ def _write_refusal(path: Path, line: str) -> None:
         print(f"{REFUSAL}={path} could not be written ({error.strerror})", file=sys.stderr, flush=True)
 
 
-def _leave_together() -> None:
-    """End the process group on all ranks, so that none is aborted by the end of another; within seconds."""
+def _shut_down_together() -> None:
+    """End the process group on all ranks at once: a rank that ends alone could abort the others."""
     from megalowbit.engine.process_start import stop_process_group
 
-    stop_process_group(timedelta(seconds=SECONDS_FOR_THE_MAIN_RANK))
+    stop_process_group(timedelta(seconds=MAIN_RANK_HEAD_START_SECONDS))

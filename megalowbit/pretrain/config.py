@@ -1,11 +1,12 @@
 """The configuration of a run: one DeepSpeed JSON file with a strict `"megalowbit"` block.
 
-Everything DeepSpeed understands stays where DeepSpeed documents it; `config/deepspeed_json.py` reads that
-half. Each section of our block is a frozen model that lives beside its owner (data, hf, telemetry,
-components); here they are put together, `--set key=value` is applied and relative paths are made absolute:
-those written in the file against the file's folder, those given with `--set` against the working directory.
-A typing mistake is answered in a second, before heavy imports, unless a recipe is named whose mistakes are
-to be reported with it. Not covered: what takes torch or DeepSpeed to know, which is `checks.py`'s.
+DeepSpeed's keys stay where DeepSpeed documents them; `config/deepspeed_json.py` reads those. Each section of
+the `"megalowbit"` block is a frozen model, defined next to the code that uses it (data, hf, telemetry,
+components). This module combines the sections, applies `--set key=value` and makes relative paths absolute:
+paths in the file are relative to the file's folder, paths given with `--set` to the working directory.
+
+A typo is reported within a second, before heavy imports, unless the recipe's mistakes are to be reported as
+well. Not covered: checks that need torch or DeepSpeed, which are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megalowbit.errors import Problems, UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
 from megalowbit.pretrain.components.base import RUN_NAME, Component, RunSettings
-from megalowbit.pretrain.components.registry import COMPONENTS, OPTIONAL, STANDING
+from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
 from megalowbit.values import LARGEST, SettingsModel, unit
 
@@ -42,7 +43,7 @@ ENGINE_KEYS = tuple(EngineSettings.model_fields)
 FILE_KEYS = (("model", "config"), ("model", "checkpoint"), ("data", "cache_dir"))
 NAME_OR_FILE_KEYS = (("data", "corpus"), ("data", "tokenizer"))
 NOT_PATHS = {"stdlib", "byte", "bpe"}
-DEFAULT_RECIPE = "nvfp4"  # what the project is for; an engine without the loop leaves layers alone
+DEFAULT_RECIPE = "nvfp4"  # of the loop only: an engine without the loop converts no layers by default
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -98,7 +99,7 @@ _SECTIONS: dict[str, Any] = {  # name: type and default
             kind.settings_class,
             Field(default_factory=kind.settings_class, description=kind.description),
         )
-        for kind in STANDING
+        for kind in ALWAYS_ON
     },
     **{
         kind.key: (kind.settings_class | None, Field(default=None, description=kind.description))
@@ -122,12 +123,12 @@ class PretrainConfig:
     """A validated configuration with every default and every `"auto"` filled in.
 
     Attributes:
-        source: the file it was read from.
-        parts: what DeepSpeed gets, and the engine's settings.
-        settings: what the loop reads.
-        monitors: what the sinks read.
-        grid: rank 0's place among the processes that it was resolved for.
-        is_sized_to_fit: their number was not given, and is the smallest that fits.
+        source: the file that was read.
+        parts: DeepSpeed's configuration, and the engine's settings.
+        settings: the loop's settings.
+        monitors: the sinks' settings.
+        grid: the process grid, as seen from rank 0.
+        is_sized_to_fit: the number of processes was not given, and is the smallest that fits.
     """
 
     source: Path
@@ -144,7 +145,7 @@ class PretrainConfig:
         return DEFAULT_RECIPE if recipe is None else recipe
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved configuration as one JSON object that can be run again."""
+        """The resolved configuration as one JSON object, which can be used as a configuration file."""
         block = {
             **self.settings.model_dump(mode="json"),
             **self.parts.settings.model_dump(mode="json"),
@@ -161,16 +162,17 @@ def load_config(
     Args:
         path: a DeepSpeed JSON file with a `"megalowbit"` block.
         overrides: `"dotted.key=value"`; values are JSON, or else plain strings.
-        world_size: number of processes; those that a model is cut over count as one in batch sizes. None: not
-            known yet, as where a run is prepared; the smallest number that fits.
-        has_model: the files of the model can be read here; if not, sizes that follow from it stay 1.
+        world_size: number of processes; processes that share one model count as one in batch sizes. None: not
+            known yet, for example with `--prepare-data`; the smallest number that fits is used.
+        has_model: whether the model's files can be read on this machine; if not, `"auto"` values that
+            depend on the model become 1.
 
     Raises:
-        UserError: anything wrong with file, keys, values or their combination, a line for each mistake.
+        UserError: the file, keys, values or their combination are invalid; a line for each mistake.
     """
     raw = _read_overridden(path, overrides)
     block = raw[BLOCK]
-    if block.get("recipe") is None:  # null, too, is shown as what it stands for
+    if block.get("recipe") is None:  # the resolved configuration shows the default in place of null
         block["recipe"] = DEFAULT_RECIPE
     problems = Problems()
     settings, grid, hidden_size = None, None, None
@@ -211,7 +213,7 @@ def _grid_of(raw: Mapping[str, Any], world_size: int | None) -> ProcessGrid:
 
 
 def _check_combinations(settings: PretrainSettings, parts: DeepSpeedConfigParts) -> None:
-    """Refuse values that are right by themselves and not beside each other."""
+    """Reject values that are valid on their own but cannot be combined."""
     problems = Problems()
     for component, of_component in settings.components():
         with problems.collect():
@@ -224,7 +226,7 @@ def _check_combinations(settings: PretrainSettings, parts: DeepSpeedConfigParts)
 
 
 def _read_overridden(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """The file's content with `overrides` applied and paths made absolute; nothing else is checked."""
+    """The content of the file with `overrides` applied and paths made absolute, otherwise unchecked."""
     raw = load_json(path)
     problems = Problems()
     with problems.collect():
@@ -239,7 +241,7 @@ def _read_overridden(path: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def working_folder() -> Path:
-    """Where this process runs.
+    """The working directory.
 
     Raises:
         UserError: it has been removed.
@@ -248,12 +250,12 @@ def working_folder() -> Path:
         return Path.cwd()
     except OSError as error:
         raise UserError(
-            f"the working folder cannot be used ({error.strerror}): go to one that exists"
+            f"the working directory cannot be used ({error.strerror}): change to one that exists"
         ) from None
 
 
 def _hidden_size(raw: Mapping[str, Any], settings: PretrainSettings | None) -> int | None:
-    """Of the model, where a value is to be filled in from it: only then is torch imported for it."""
+    """The model's hidden size if an `"auto"` value needs it; otherwise None, without importing torch."""
     if settings is None or not auto_sizes(raw):
         return None
     from megalowbit.hf.checkpoint import read_config
@@ -263,14 +265,14 @@ def _hidden_size(raw: Mapping[str, Any], settings: PretrainSettings | None) -> i
 
 
 def _add_mistakes_in_recipe(recipe: object, problems: Problems) -> None:
-    """Report a recipe's mistakes with others; without others they are found when torch is imported anyway."""
+    """Add the recipe's mistakes to other mistakes; if there are no others, `check_config` finds them."""
     if recipe == DEFAULT_RECIPE:
         return
     try:
         from megalowbit.layers.recipe import recipe as recipe_of
-    except ModuleNotFoundError:  # where jobs are submitted, only their image may have torch
+    except ModuleNotFoundError:  # no torch on a login node: only the job's container image may have it
         return
-    if isinstance(recipe, str | Mapping):  # other types have been reported
+    if isinstance(recipe, str | Mapping):  # other types have been reported already
         with problems.collect():
             recipe_of(recipe)
 
@@ -296,12 +298,12 @@ def _validate_block(block: dict[str, Any], stem: str) -> PretrainSettings:
 
 
 def check_retries(overflow_retries: int, engine: EngineSettings) -> None:
-    """Refuse retries where there is no scale that could be lowered for them."""
+    """Reject retries if there is no loss scale to lower."""
     if overflow_retries and engine.grad_scaler.type in {"none", "constant"}:
         raise UserError(
-            f"{BLOCK}.run.overflow_retries = {overflow_retries} has no loss scale to lower (precision "
-            f"{engine.precision}, grad_scaler.type {engine.grad_scaler.type!r}): set it to 0, or use fp16 "
-            "with a dynamic scaler"
+            f"{BLOCK}.run.overflow_retries = {overflow_retries} needs a loss scale that can be lowered "
+            f"(precision {engine.precision}, grad_scaler.type {engine.grad_scaler.type!r}): set it to 0, or "
+            "use fp16 with a dynamic scaler"
         )
 
 
@@ -325,19 +327,19 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     node = raw
     for depth, parent in enumerate(parents):
-        if node.get(parent) is None:  # null too, as a resolved configuration has it
+        if node.get(parent) is None:  # missing, or null as in a resolved configuration
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, dict):
             where = ".".join(parents[: depth + 1])
             raise UserError(
-                f"--set {shown(override)}: {where} is {shown(node)}, not an object that holds {last!r}"
+                f"--set {shown(override)}: {where} is {shown(node)}, not an object that can contain {last!r}"
             )
     node[last] = value
 
 
 def _make_paths_absolute(block: dict[str, Any], base: Path) -> None:
-    """Resolve the path-valued keys of `block` against `base`, in place; names that are no paths stay."""
+    """Resolve the paths in `block` relative to `base`, in place; names that are not paths are kept."""
     for section, key in (*FILE_KEYS, *NAME_OR_FILE_KEYS):
         holder = block.get(section)
         if not isinstance(holder, dict):
@@ -345,20 +347,21 @@ def _make_paths_absolute(block: dict[str, Any], base: Path) -> None:
         value = holder.get(key)
         if not isinstance(value, str) or value in NOT_PATHS:
             continue
-        if not value:  # it would become the folder itself
-            raise UserError(f"{BLOCK}.{section}.{key} = '' names nothing: leave it out")
+        if not value:  # it would resolve to the folder itself
+            raise UserError(f"{BLOCK}.{section}.{key} = '' is empty: name a file, or leave it out")
         try:
             holder[key] = _absolute(value, base, is_path=(section, key) in FILE_KEYS)
-        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, no text, no home
+        # too long; a loop of links or no home directory; a null byte
+        except (OSError, RuntimeError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"{BLOCK}.{section}.{key} = {shown(value)} is no possible path ({reason}): name another"
+                f"{BLOCK}.{section}.{key} = {shown(value)} is not a valid path ({reason}): name another"
             ) from None
 
 
 def _absolute(value: str, base: Path, *, is_path: bool) -> str:
     path = base / Path(value).expanduser()
-    # A corpus may also be the name of a data set: only what exists or looks like a file is a path.
+    # A corpus may also be the name of a data set: only a value that exists or looks like a file is a path.
     looks_like_file = is_path or Path(value).suffix in {".txt", ".jsonl", ".parquet", ".json"}
     if path.exists() or looks_like_file or value.startswith((".", "~")):
         return str(path.resolve())

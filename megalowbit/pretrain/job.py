@@ -1,8 +1,8 @@
-"""A run put together: model, data, engine and telemetry in one place, and what of them a checkpoint holds.
+"""The job: model, data, engine and components of a run, and the state that its checkpoints hold.
 
-Every rank builds the same job in the same order. A checkpoint's client state has two parts: `megalowbit` is
-what an exporter needs to read the weights (model configuration, recipe), `progress` is what the loop needs to
-go on as if nothing had happened (data position, random stream, totals, the state of each component).
+Every rank builds the same job in the same order. A checkpoint's client state has two parts. `megalowbit`
+holds what an exporter needs to read the weights: model configuration and recipe. `progress` holds what the
+loop needs to continue exactly: data position, random stream, totals and the state of each component.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ class Job:
 
     Attributes:
         config: the resolved configuration.
-        folder: where the run writes.
+        folder: the run folder.
         engine: DeepSpeed's engine around the converted model.
         loader: endless, resumable batches of this rank.
         report: what the conversion swapped and kept.
         recipe: how the layers quantise.
         store: the run's checkpoints.
-        components: those that the configuration asks for, in the order in which they act.
-        weight_cache: quantised weights of a step that uses them more than once; not at ZeRO 3.
-        totals: what the run has done so far, resumed parts included.
-        skips_in_a_row: steps up to now whose update was left out.
+        components: the enabled components, in the order in which they act.
+        weight_cache: keeps quantised weights within a step that uses them more than once; None at ZeRO 3.
+        totals: counters of the whole run, including the parts before it was resumed.
+        skips_in_a_row: skipped steps since the last update.
     """
 
     config: PretrainConfig
@@ -99,14 +99,14 @@ class Job:
 
     @property
     def loss_guard(self) -> LossGuard:
-        """What a loss in trouble leads to."""
+        """The component that reacts to non-finite and rising losses."""
         guard = self.find(LossGuard)
         assert guard is not None  # every run has one
         return guard
 
     @property
     def tracker(self) -> GradientOverflowTracker | None:
-        """Overflow counts; None where telemetry or quantisation is off."""
+        """Overflow counts; None if telemetry or quantisation is off."""
         counts = self.find(OverflowCounts)
         return None if counts is None else counts.tracker
 
@@ -122,7 +122,7 @@ class Job:
 
     @property
     def checkpoint_every(self) -> int:
-        """Optimizer steps between two checkpoints; those of the run where only its end is saved."""
+        """Optimizer steps between two checkpoints; `run.steps` if only the end is saved."""
         return self.config.settings.checkpoint.every or self.config.settings.run.steps
 
     @property
@@ -132,11 +132,11 @@ class Job:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the engine runs stages, and takes the micro-batches of a step all at once."""
+        """Whether the engine runs pipeline stages; it then takes all micro-batches of a step at once."""
         return bool(self.engine.process_grid.pipeline_size > 1)
 
     def weights_have_changed(self) -> None:
-        """Forget quantised weights; DeepSpeed and our optimizer write where no layer can see it."""
+        """Clear the weight cache; layers cannot detect that the optimizer has changed their weights."""
         if self.weight_cache is not None:
             self.weight_cache.clear()
 
@@ -157,9 +157,9 @@ class Job:
             raise file_system_error(message, error) from error
 
     def _retained_steps(self) -> tuple[int, ...]:
-        """Steps whose checkpoints a rollback may need, however old: the newest known as good, and the next.
+        """Steps whose checkpoints a rollback may need: the newest one known to be good, and the next one.
 
-        The next one is kept until it is known to be good itself, or none would ever come to be.
+        The next one is kept because it becomes the newest good one if the loss stays stable.
         """
         until = self.loss_guard.good_until(self.step)
         if until is None:
@@ -170,7 +170,7 @@ class Job:
         return (*good[-1:], *later[:1])
 
     def _state(self, weight_splits: Mapping[str, Any]) -> dict[str, Any]:
-        """What a checkpoint holds besides the engine's own."""
+        """The client state of a checkpoint; the engine adds weights and optimizer state."""
         return {
             "megalowbit": {
                 "format": FORMAT,
@@ -199,15 +199,15 @@ class Job:
         return True
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint, also one of an earlier step than this. Every rank must call it."""
+        """Continue from a checkpoint, which may be of an earlier step. Every rank must call it."""
         forget_lr_scales(self.engine)
         state = self.store.load(self.engine, path)
-        forget_uses(self.engine.module)  # and quantised weights
+        forget_uses(self.engine.module)  # also clears cached weights
         own = self.store.rank_state(self.engine, path)
         succeed_together(lambda: self._continue_from(path, state, own))
 
     def _continue_from(self, path: Path, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Take over what `_state` has saved, and this rank's own; the engine has its part."""
+        """Restore what `_state` saved, and this rank's state `own`; the engine has restored its part."""
         check_same_model(state["megalowbit"]["hf_config"], self.engine.module.config.to_dict())
         progress = state.get("progress")
         if progress is None:
@@ -215,7 +215,7 @@ class Job:
                 f"{path} holds weights only and cannot be resumed: "
                 "start from it with megalowbit.model.checkpoint"
             )
-        if not self.folder.is_started:  # else that has been compared, which may be newer
+        if not self.folder.is_started:  # otherwise compared with config.json, which may be newer
             changed_settings(state["megalowbit"]["config"], self.config.to_dict())
         for kind in COMPONENTS:
             kind.check_resumed(
@@ -228,11 +228,11 @@ class Job:
         if stream is not None and progress["random_stream"] is not None:
             stream.load_state_dict(progress["random_stream"])
         self._resume_splits(path, progress.get("weight_splits", {}), own)
-        for component in self.components:  # of earlier versions some saved none
+        for component in self.components:  # None: earlier versions saved no state for some components
             component.load_state_dict(progress.get(component.key), step=self.step, source=path)
 
     def _weight_splits(self) -> dict[str, Any]:
-        """Of all layers, on every rank; collective where stages have some each."""
+        """The state of all layers' weight splits, on every rank; collective in a pipeline."""
         own = succeed_together(lambda: split_state_dict(self.engine.module, SHARED_ROLES))
         if not (self.is_pipeline and self.recipe.split_weight is not None):
             return own
@@ -246,7 +246,7 @@ class Job:
         load_split_state_dict(model, local if self.is_pipeline else weight_splits, SHARED_ROLES)
         load_split_state_dict(model, own or {}, OWN_ROLES)
         if own is None and has_splits(model, OWN_ROLES):
-            logger.warning("%s has no split directions of this rank: they are found anew", path)
+            logger.warning("%s has no split directions for this rank: they are computed again", path)
 
 
 def _state_of(part: Any) -> dict[str, Any] | None:
@@ -264,13 +264,13 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
     loader = build_loader(
         settings.data,
         micro_batch_size=parts.deepspeed["train_micro_batch_size_per_gpu"],
-        rank=grid.data_rank,  # ranks that hold parts of one model read the same batches
+        rank=grid.data_rank,  # ranks with shards of the same model read the same batches
         world_size=grid.data_size,
     )
     recipe = recipe_of(config.recipe)
     model, report = _prepared_model(config, recipe, loader, grid)
     engine, _, _, _ = initialize(model=model, config=parts)
-    # dropout differs between ranks, not between runs, nor where ranks compute the same
+    # dropout differs between ranks, but is equal between runs and on tensor-parallel ranks of one model
     seed_generators(settings.run.seed, identity.rank // grid.tensor_size)
     if settings.telemetry.timers:
         engine.optimizer.timers = StepTimers(engine.device)
@@ -310,7 +310,7 @@ def _components(
 def _prepared_model(
     config: PretrainConfig, recipe: Recipe, loader: ShardedLoader, grid: ProcessGrid
 ) -> tuple[Any, ConversionReport]:
-    """The model as the engine takes it: cut over tensor ranks, converted, cut into stages."""
+    """The model for the engine: sharded over tensor ranks, converted, and divided into stages."""
     settings, parts = config.settings, config.parts
     model = build_model(settings.model, seed=settings.run.seed)
     check_fits(
@@ -318,34 +318,34 @@ def _prepared_model(
         vocab_size=loader.tokenizer.vocab_size,
         sequence_length=settings.data.sequence_length,
     )
-    shard_model(model, parts)  # low-bit layers are made of shards
+    shard_model(model, parts)  # before conversion: low-bit layers are built from shards
     report = convert(model, recipe, seed=settings.run.seed, rank=grid.data_rank)
-    check_nothing_missed(model.config, report)
+    check_all_projections_seen(model.config, report)
     if grid.pipeline_size > 1:
         model = pipeline_module(
             model,
             num_stages=grid.pipeline_size,
             partition=partition_of(parts.deepspeed),
             activation_checkpoint_interval=interval_of(parts.deepspeed),
-            dynamic_shape=False,  # the loader's batches are all alike
+            dynamic_shape=False,  # all batches of the loader have the same shape
         )
     return model, report
 
 
 def _reuses_codes(engine: Any) -> bool:
-    """Whether a step uses quantised weights more than once, and whole weights may be kept for that."""
+    """Whether caching quantised weights helps: a step uses them more than once, and memory is not sharded."""
     is_used_again = engine.gradient_accumulation_steps() > 1 or getattr(
         engine.module, "is_activation_checkpointing", False
     )
-    # codes of whole weights on every rank are what stage 3 is chosen to do without
+    # stage 3 shards weights to save memory; codes of full weights on every rank would defeat that
     return bool(is_used_again and engine.zero_optimization_stage() < 3)
 
 
-def check_nothing_missed(model_config: Any, report: ConversionReport) -> None:
-    """Make sure that every projection of the model's family was swapped, or kept on purpose.
+def check_all_projections_seen(model_config: Any, report: ConversionReport) -> None:
+    """Check that every projection of the model's family was swapped, or kept on purpose.
 
     Raises:
-        UserError: a projection is neither; the run would quietly be less quantised than asked for.
+        UserError: a projection is neither; the run would silently quantise less than configured.
     """
     refuse_missed(report.missed, report.recipe)
     seen = {layer.name for layer in report.swapped} | {layer.name for layer in report.kept}
@@ -353,6 +353,6 @@ def check_nothing_missed(model_config: Any, report: ConversionReport) -> None:
     missing = [name for name in expected if name not in seen]
     if missing:
         raise UserError(
-            f"projection {missing[0]} (and {len(missing) - 1} more) is not a layer this version knows: "
+            f"projection {missing[0]} (and {len(missing) - 1} more) has a layer type that is not supported: "
             "use a transformers version allowed by setup.py"
         )

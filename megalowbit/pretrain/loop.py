@@ -1,19 +1,18 @@
-"""The loop: one step, its facts, its checkpoint, the way back from trouble, the end.
+"""The training loop: steps, records, checkpoints, rollbacks and the end of training.
 
-Everything with state lives elsewhere (`job.py`, `records/`, `components/`); here is only the order of things.
-A step that is skipped because gradients were not finite is a step: it has a line in every record, it moves
-the data on and holds the learning rate.
+The loop defines the order only; state is in `job.py`, `records/` and `components/`. A step that is skipped
+because its gradients were not finite still counts as a step: every record has a line for it, and the data
+position advances. The learning-rate schedule does not.
 
-Where the loss guard asks for it, the run goes back to a checkpoint from before its loss was in trouble, and
-leaves out the data it met since. That happens within the process, on all ranks together: everything that a
-resumed run takes from a checkpoint is taken from it, but for the data position, which stays where it is. The
-run then is bitwise the one that would be resumed from that checkpoint further on in the data. Records and
-checkpoints of later steps are dropped, for these steps come again.
+If the loss guard requests a rollback, all ranks load the newest checkpoint saved before the problem began,
+within the running processes. Everything except the data position is restored, so the repeated steps train on
+new batches. The result is bitwise equal to a run that resumes from that checkpoint at the later data
+position. Records and checkpoints of later steps are removed, because those steps are repeated.
 
-A kill afterwards loses nothing of this: until the next checkpoint the resumed run goes the same way into the
-same trouble and back. To keep it so whatever else has been saved, as on request before a time limit, a
-checkpoint of the run's own rhythm (`checkpoint.every`) is taken first.
-Not covered: settings that were changed in between.
+A kill after a rollback is harmless: until the next checkpoint, the resumed run repeats the same steps, meets
+the same problem and rolls back again. To ensure this, a rollback prefers checkpoints at multiples of
+`checkpoint.every` to those saved on request, for example before a time limit.
+Not covered: settings that are changed when the run is resumed.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ from megalowbit.telemetry.step_facts import reduce_step_facts
 
 
 class Ending(Enum):
-    """How training ended: after its last step, or where it was asked to."""
+    """How training ended: after its last step, or earlier on request."""
 
     DONE = "done"
     STOPPED = "stopped"
 
 
 def train(job: Job, recorder: Recorder, watchdog: Watchdog | None = None) -> Ending:
-    """Step until the configured number of steps, recording and saving on the way and at the end.
+    """Train until the configured number of steps; record each step and save checkpoints.
 
-    Where any rank is asked to stop (`stop_signals`), all save after the same step and end.
+    If any rank has a pending stop signal (`stopping/signals.py`), all ranks save after the same step and end.
 
     Raises:
-        UserError: `run.max_consecutive_skips` steps in a row had non-finite gradients or losses, or the loss
-            guard stops the run.
+        UserError: `run.max_consecutive_skips` consecutive steps had non-finite gradients or losses, or the
+            loss guard stops the run.
     """
     settings = job.config.settings
     watchdog = watchdog or Watchdog(WatchdogSettings(timeout=None), ProcessIdentity())
@@ -76,7 +75,7 @@ def train(job: Job, recorder: Recorder, watchdog: Watchdog | None = None) -> End
             raise too_many_skips(job.step, job.skips_in_a_row, step.facts)
         is_last = job.step == settings.run.steps
         if is_last or step.is_stop_asked or _is_save_due(job, recorder):
-            recorder.sync()  # a power cut must not leave a checkpoint whose records are gone
+            recorder.sync()  # after a power failure a checkpoint must not be newer than the records
             watchdog.mark(f"the save of step {job.step}", is_save=True)
             with uninterrupted():
                 job.save()
@@ -87,43 +86,43 @@ def train(job: Job, recorder: Recorder, watchdog: Watchdog | None = None) -> End
 
 
 def _is_save_due(job: Job, recorder: Recorder) -> bool:
-    """Whether a checkpoint is due that is worth going back to; if not, that is logged."""
+    """Whether to save a periodic checkpoint now; logs a line if one is due but the loss is not stable."""
     if job.step % job.checkpoint_every:
         return False
     if not job.loss_guard.is_stable:
-        recorder.log(f"step {job.step}: no checkpoint while the loss is in trouble")
+        recorder.log(f"step {job.step}: no checkpoint saved, because the loss is not stable")
     return job.loss_guard.is_stable
 
 
 def too_many_skips(step: int, skips_in_a_row: int, facts: Facts) -> UserError:
-    """Training cannot go on: no update was applied for so long."""
+    """The error that ends training after too many skipped steps in a row."""
     return raised_on_all_ranks(
         f"the gradients or losses of {skips_in_a_row} steps in a row were not finite (step {step}, "
-        f"loss {facts['loss']}, loss scale {facts['loss_scale']:g}): start a new run with a lower "
-        "learning rate, or a lower loss scale if the loss is finite, from the last good checkpoint "
-        "with megalowbit.model.checkpoint"
+        f"loss {facts['loss']}, loss scale {facts['loss_scale']:g}): start a new run from the last good "
+        "checkpoint (megalowbit.model.checkpoint) with a lower learning rate, or with a lower loss scale if "
+        "the loss is finite"
     )
 
 
 def _record(job: Job, recorder: Recorder, step: TrainedStep) -> None:
-    """Record the step just taken, and say what was special about it."""
+    """Record the step just taken, and log its retries and whether it was skipped."""
     recorder.step(step.facts)
     optimizer = job.engine.optimizer
     for line in step.overflows:
-        recorder.log(f"{line}; tried again")
+        recorder.log(f"{line}; retried")
     recorder.log(skip_line(job.step, optimizer.report, optimizer.loss_scale))
     for component in job.components:
         recorder.follow(component, step.facts)
 
 
 def guard_loss(job: Job, recorder: Recorder, *, is_skipped: bool) -> bool:
-    """Let the guard judge the step just taken and recorded, and do what it asks; every rank must call it.
+    """Apply the loss guard's decision about the step just recorded; every rank must call it.
 
     Returns:
-        Whether the run has gone back.
+        Whether the run was rolled back.
 
     Raises:
-        UserError: it cannot go on.
+        UserError: the guard stops the run, or there is no checkpoint to roll back to.
     """
     loss = job.totals.final_loss
     assert loss is not None  # a step was taken
@@ -138,17 +137,17 @@ def guard_loss(job: Job, recorder: Recorder, *, is_skipped: bool) -> bool:
 
 
 def roll_back(job: Job, recorder: Recorder, decision: GuardDecision) -> None:
-    """Go back as the guard's decision asks; every rank must call it, between two steps.
+    """Roll back as the guard has decided; every rank must call it, between two steps.
 
     Raises:
-        UserError: there is no good checkpoint to go back to.
+        UserError: there is no good checkpoint to roll back to.
     """
-    assert decision.since is not None  # whoever rolls back knows from what
+    assert decision.since is not None  # set by every decision to roll back
     path = _checkpoint_before(job, decision.since)
     if path is None:
         raise raised_on_all_ranks(
             f"{decision.line}: there is no checkpoint from before step {decision.since} to roll back to; "
-            "train anew with a lower learning rate or other data, or lower megalowbit.checkpoint.every"
+            "start a new run with a lower learning rate or other data, or lower megalowbit.checkpoint.every"
         )
     guard, step, position = job.loss_guard, job.step, job.loader.state_dict()
     made = list(guard.rollbacks)
@@ -156,15 +155,15 @@ def roll_back(job: Job, recorder: Recorder, decision: GuardDecision) -> None:
     job.loader.load_state_dict(position)
     guard.rollbacks = [*made, {"after_step": step, "to_step": job.step, "reason": decision.line}]
     job.store.remove_after(job.step)
-    recorder.go_back()
+    recorder.roll_back()
     recorder.log(
-        f"rolled back after step {step} to step {job.step} ({decision.line}): training goes on with the data "
-        f"that come next; rollback {len(guard.rollbacks)} of {guard.settings.max_rollbacks}"
+        f"rolled back after step {step} to step {job.step} ({decision.line}): training continues with new "
+        f"batches; rollback {len(guard.rollbacks)} of {guard.settings.max_rollbacks}"
     )
 
 
 def _checkpoint_before(job: Job, since: int) -> Path | None:
-    """The newest good checkpoint from before a step, one of the run's own rhythm if there is any."""
+    """The newest good checkpoint from before step `since`, preferably at a multiple of `checkpoint.every`."""
     for until in dict.fromkeys((job.loss_guard.newest_good_step(since), since - 1)):
         for every in (job.checkpoint_every, 1):
             path = job.store.latest(until=until, every=every)
@@ -174,14 +173,14 @@ def _checkpoint_before(job: Job, since: int) -> Path | None:
 
 
 class TrainedStep(NamedTuple):
-    """What became of an optimizer step.
+    """The result of one optimizer step.
 
     Attributes:
-        facts: for the records.
-        is_skipped: whether its update was left out.
-        overflows: a line for each try that was repeated.
-        is_stop_asked: whether any rank was asked to stop.
-        seconds: it took.
+        facts: columns for the records.
+        is_skipped: whether the update was skipped.
+        overflows: one line for each attempt that was repeated.
+        is_stop_asked: whether any rank has a pending stop signal.
+        seconds: duration.
     """
 
     facts: Facts
@@ -192,7 +191,7 @@ class TrainedStep(NamedTuple):
 
 
 def train_step(job: Job) -> TrainedStep:
-    """One optimizer step over all its micro-batches, repeated ones included; every rank must call it."""
+    """Take one optimizer step, retries included, and collect its facts; every rank must call it."""
     engine, optimizer = job.engine, job.engine.optimizer
     started, skipped_before = time.perf_counter(), engine.skipped_steps
     rate = learning_rate(optimizer.param_groups[0])
@@ -223,10 +222,10 @@ def train_step(job: Job) -> TrainedStep:
 
 
 def optimizer_facts(optimizer: MegatronOptimizer, report: StepReport) -> Facts:
-    """Facts of a step that has been taken; those nobody asked for are left out.
+    """The optimizer's facts about the step just taken; optional ones only if they are enabled.
 
-    `skipped/tensor` and `skipped/rank` name the first gradient that was not finite; only skipped steps have
-    them. `milliseconds/…` are means of the phases that the device has finished since the last step.
+    `skipped/tensor` and `skipped/rank` name the first non-finite gradient and exist for skipped steps only.
+    `milliseconds/…` are mean durations of the phases that the device has finished since the last step.
     """
     facts: dict[str, Fact] = {"grad_norm": report.grad_norm, "loss_scale": report.loss_scale}
     if optimizer.log_num_zeros_in_grad:

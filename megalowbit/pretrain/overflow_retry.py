@@ -1,8 +1,8 @@
-"""The micro-batches of a step, once or, after an overflow, again at a lower scale (`run.overflow_retries`).
+"""Runs a step's micro-batches, and repeats them at a lower loss scale after an overflow.
 
-The step's batches are kept only where they may be needed again. What is recorded of a step is its last try:
-counts of earlier ones are dropped, as is what speculation saw of their infinite gradients, and its seconds
-are those of all.
+`run.overflow_retries` limits the repetitions. The batches are kept in memory only if retries are enabled. The
+records describe the last attempt of a step: overflow counts of earlier attempts are dropped, and so are the
+infinite gradients that speculation sampled in them. The step's duration includes all attempts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megalowbit.pretrain.records.lines import skip_line
 
 @dataclass(frozen=True, kw_only=True)
 class TakenStep:
-    """The last try of a step, and the tries before it.
+    """The last attempt of a step, and a summary of earlier attempts.
 
     Attributes:
-        loss: 0-dim float64 on the engine's device, mean over this rank's micro-batches.
-        retries: how many tries there were before.
-        overflows: a line for each of these, naming what overflowed.
+        loss: mean over this rank's micro-batches, 0-dim float64 on the engine's device.
+        retries: number of earlier attempts.
+        overflows: a line for each earlier attempt that names what overflowed.
     """
 
     loss: torch.Tensor
@@ -35,7 +35,7 @@ class TakenStep:
 
 
 def take_step(job: Job) -> TakenStep:
-    """Forward, backward and optimizer step over the micro-batches that come next; every rank must call it."""
+    """Forward, backward and optimizer step over the next micro-batches; every rank must call it."""
     max_retries = job.config.settings.run.overflow_retries
     batches = (next(job.loader) for _ in range(job.accumulation_steps))
     if not max_retries:
@@ -57,13 +57,14 @@ def take_step(job: Job) -> TakenStep:
 
 
 def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """One try; the loss is as in `TakenStep`."""
+    """Make one attempt; returns the loss as in `TakenStep`."""
     engine = job.engine
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     for component in job.components:
-        component.begin_try()
+        component.begin_attempt()
     if job.is_pipeline:
-        engine.train_batch(iter(list(batches)))  # all, so that middle stages move on in the data as well
+        # list() reads all batches: middle stages use none, but their data position must advance as well
+        engine.train_batch(iter(list(batches)))
         job.weights_have_changed()
         loss_of_all: torch.Tensor = engine.dp_group_loss.double()
         return loss_of_all

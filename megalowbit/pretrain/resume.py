@@ -1,11 +1,11 @@
-"""What may change when a run is resumed, and what makes it another run.
+"""Which settings may change when a run is resumed.
 
-A checkpoint brings back the optimizer with its learning rate, the scaler with its scale, the data with its
-order. Settings that the checkpoint decides would have no effect, and settings that change the model or its
-arithmetic would quietly make one run out of two; both are refused. So is any change of `speculation`: every
-setting affects the precision of products, and the decisions in the checkpoint depend on the former candidates
-and thresholds. What decides only how long, how often or on how many processes may change, and
-of a component what its `may_change` lists.
+A checkpoint restores the optimizer with its learning rate, the loss scale and the data order. Changes of
+settings that the checkpoint overrides are rejected, because they would have no effect. Changes of settings
+that alter the model or its arithmetic are rejected, because they would silently join two different runs. This
+includes all of `speculation`: each of its settings influences the precisions, and the decisions in the
+checkpoint were made with the earlier settings. Settings of duration, intervals and the number of processes
+may change, and so may the settings that a component lists in `may_change`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megalowbit.config.deepspeed_json import LOOP_SECTIONS
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.errors import UserError, shown
 from megalowbit.optim.loss_scale.dynamic import DynamicSettings
-from megalowbit.pretrain.components.registry import COMPONENTS, OPTIONAL, STANDING
+from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
 from megalowbit.speculation.settings import with_current_keys
 
 MAY_CHANGE = (
@@ -28,7 +28,7 @@ MAY_CHANGE = (
     "scheduler.params.total_num_steps",
     "megalowbit.lr_schedule.total_steps",
     "megalowbit.lr_schedule.decay_steps",
-    # how the run is cut over ranks: a checkpoint is read whole and cut anew
+    # the layout: full tensors are read from the checkpoint and sharded for the new layout
     "zero_optimization.*",
     "tensor_parallel.*",
     "pipeline.*",
@@ -48,7 +48,7 @@ MAY_CHANGE = (
     "megalowbit.watchdog.*",
     "megalowbit.checkpoint.*",
     "megalowbit.telemetry.*",
-    # paths: what they hold is compared by fingerprint (data) and by value (model)
+    # paths: their contents are compared instead, by fingerprint (data) and by value (model)
     "megalowbit.data.cache_dir",
     "megalowbit.data.corpus",
     "megalowbit.data.tokenizer",
@@ -56,37 +56,37 @@ MAY_CHANGE = (
     "megalowbit.model.checkpoint",
     *(pattern for component in COMPONENTS for pattern in component.may_change),
 )
-# Settings that earlier versions did not write down: their runs had what is the default now.
-WRITTEN_SINCE = (
+# Earlier versions did not record these settings; their runs used the values that are now the defaults.
+ADDED_LATER = (
     "regularizer", "gradient_norm", "autocast", "fp32_norms", "layer_scaling", "log_num_zeros_in_grad",
 )  # fmt: skip
-# Said first: other settings have changed because of them.
-DECISIVE = (
+# Reported first, because a change of one of these also changes others.
+REPORTED_FIRST = (
     "megalowbit.precision",
     "megalowbit.grad_scaler.type",
     "megalowbit.grad_scaler.mode",
     "megalowbit.lr_schedule.type",
     "megalowbit.speculation.candidates",
 )
-# Of a HuggingFace configuration: where it came from, and what the loop sets itself.
+# Keys of a HuggingFace configuration that name its origin, or that the loop sets itself.
 NOT_OF_THE_MODEL = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
-REMEDY = "resume with the former value, or start a new run from its weights with megalowbit.model.checkpoint"
+REMEDY = "resume with the old value, or start a new run from its weights with megalowbit.model.checkpoint"
 
 
 def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Compare the resolved configurations of a run and of its continuation.
+    """Compare the resolved configurations of a run before and after it is resumed.
 
     Returns:
-        What changed and may, as `"key: old → new"`.
+        The allowed changes, as `"key: old → new"`.
 
     Raises:
-        UserError: something changed that may not.
+        UserError: a setting has changed that must not.
     """
     unwritten = {
         "megalowbit": {
-            **EngineSettings().model_dump(mode="json", include=set(WRITTEN_SINCE)),
+            **EngineSettings().model_dump(mode="json", include=set(ADDED_LATER)),
             "run": {"overflow_retries": 0},
-            **{kind.key: kind.settings_class().model_dump(mode="json") for kind in STANDING},
+            **{kind.key: kind.settings_class().model_dump(mode="json") for kind in ALWAYS_ON},
         }
     }
     saved = with_current_names(saved)
@@ -94,13 +94,13 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     now = {**_flat(unwritten), **_flat(current)}
     _check_components_are_kept(saved, current)
     changes = []
-    for key in sorted(before.keys() | now.keys(), key=lambda key: (_place(key), key)):
+    for key in sorted(before.keys() | now.keys(), key=lambda key: (_report_order(key), key)):
         old, new = before.get(key), now.get(key)
         if old == new:
             continue
         if not _may_change(key):
             was, now_is = _shown(saved, key, old), _shown(current, key, new)
-            raise UserError(f"{key} was {was} in the run to be resumed and is {now_is} now: {REMEDY}")
+            raise UserError(f"{key} was {was} in the run to resume and is {now_is} now: {REMEDY}")
         changes.append(f"{key}: {old} → {new}")
     return changes
 
@@ -119,22 +119,20 @@ def _may_change(key: str) -> bool:
 
 
 def _check_components_are_kept(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to add or to leave out a component, naming the section and not the first of its many keys."""
+    """Reject added or removed components; the message names the section rather than one of its keys."""
     for name in (kind.key for kind in OPTIONAL):
         blocks = [config.get("megalowbit", {}).get(name) for config in (saved, current)]
-        # earlier versions did not write it down
+        # earlier versions did not record sections that were off
         if (blocks[0] is None) != (blocks[1] is None) and not _may_change(f"megalowbit.{name}"):
             was, now = ("off" if block is None else "on" for block in blocks)
-            raise UserError(
-                f"megalowbit.{name} was {was} in the run to be resumed and is {now} now: {REMEDY}"
-            )
+            raise UserError(f"megalowbit.{name} was {was} in the run to resume and is {now} now: {REMEDY}")
 
 
 def check_is_configuration(saved: Mapping[str, Any], where: str) -> None:
-    """Refuse what no run has written as its resolved configuration.
+    """Check that a file has the structure of a resolved configuration.
 
     Raises:
-        UserError: there is no `megalowbit` block in it, or a section of that is no object.
+        UserError: the `megalowbit` block is missing, or one of its sections is not an object.
     """
     block = saved.get("megalowbit")
     if not isinstance(block, dict):
@@ -146,13 +144,13 @@ def check_is_configuration(saved: Mapping[str, Any], where: str) -> None:
             return
         what = f"megalowbit.{wrong[0]} is {shown(block[wrong[0]])}"
     raise UserError(
-        f"{where} is damaged, {what} and not an object: put back what the run has written, or remove it, and "
-        "settings are compared with those in the checkpoint"
+        f"{where} is damaged ({what}, not an object): restore the original, or remove it to compare with the "
+        "settings in the checkpoint"
     )
 
 
 def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse to continue with a model of the same shapes whose HuggingFace configuration differs."""
+    """Reject a model with the same shapes whose HuggingFace configuration differs."""
     before, now = _flat(saved), _flat(current)
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
@@ -161,12 +159,12 @@ def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
             raise UserError(f"the model's {key} was {was} in the checkpoint and is {now_is} now: {REMEDY}")
 
 
-def _place(key: str) -> int:
-    return DECISIVE.index(key) if key in DECISIVE else len(DECISIVE)
+def _report_order(key: str) -> int:
+    return REPORTED_FIRST.index(key) if key in REPORTED_FIRST else len(REPORTED_FIRST)
 
 
 def _unwritten_scaler(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a dynamic scaler's block left out before it had a `mode`: Megatron's rule was the only one."""
+    """Defaults for a dynamic scaler's block from before `mode` existed, when only Megatron's rule did."""
     block = saved.get("megalowbit", {})
     scaler = block.get("grad_scaler") if isinstance(block, Mapping) else None
     if not isinstance(scaler, Mapping) or scaler.get("type") != "dynamic" or scaler.get("mode") is not None:
@@ -177,7 +175,7 @@ def _unwritten_scaler(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(values: Mapping[str, Any], key: str, value: object) -> str:
-    """A value of flattened ones for a message; of a block, whose fields alone are among them, the block."""
+    """A value for a message; for a key that names a block, which flattening removes, the block."""
     if value is not None:
         return shown(value)
     found: object = values

@@ -1,7 +1,7 @@
-"""A run from its first check to its export; every rank of the job goes through it once.
+"""A run from its first check to its export; every rank calls `pretrain` once.
 
-What can be wrong is found before anything is written, the folder is held as long as the run lasts, and the
-mark of a finished run is the last thing that is written. The steps themselves are `loop.py`'s.
+All checks come before anything is written. The folder stays locked until the run ends, and the mark of a
+finished run (`DONE`) is written last. The training loop is in `loop.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megalowbit.pretrain.checks import check_config, check_kernels
 from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.loop import Ending, train
-from megalowbit.pretrain.records.lines import opening, products_line
+from megalowbit.pretrain.records.lines import products_line, startup_lines
 from megalowbit.pretrain.records.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings, check_is_configuration
 from megalowbit.pretrain.run_folder.folder import RunFolder, claim
@@ -55,26 +55,28 @@ def pretrain(
     at_first_step: Callable[[], None] | None = None,
     has_launcher_ended: Callable[[], bool] | None = None,
 ) -> None:
-    """Train until `run.steps`; every rank of the job calls this once.
+    """Train until `run.steps`; every rank calls this once.
 
     Args:
-        config: resolved.
+        config: the resolved configuration.
         identity: this process.
-        run_dir: the folder the user asked for; None: a new one.
+        run_dir: the folder the user named; None: a new folder.
         is_resume: whether an existing run may be continued.
-        is_restart: whether one in `run_dir` moves aside, to begin again; not together with `is_resume`.
-        report: says why the process ends where it ends in here, as `Watchdog` does.
-        at_first_step: called when the start is over, and steps begin to look for stop signals.
-        has_launcher_ended: asked where the run was stopped, for what stopped it; None: nobody did.
+        is_restart: whether an existing run in `run_dir` is moved aside; cannot be combined with `is_resume`.
+        report: prints why the watchdog ends this process; see `Watchdog`.
+        at_first_step: called before the first step; from then on the loop polls for stop signals.
+        has_launcher_ended: called after a stop, to find out whether the launcher's end caused it; None: the
+            launcher is not watched.
 
     Raises:
-        TransientError: a rank was lost, hangs or cannot be reached, or the launcher has ended without them.
-        UserError: a mistake in configuration, data or folders, or training that cannot go on.
+        TransientError: a rank was lost, hangs or cannot be reached, or the launcher has ended before its
+            ranks.
+        UserError: configuration, data or folders are invalid, or training cannot continue.
     """
     with ExitStack() as stack:
-        stack.enter_context(naming_lost_ranks(identity))
+        stack.enter_context(report_lost_ranks(identity))
         start_process_group(identity)
-        folder = _held_folder(stack, config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
+        folder = _lock_folder(stack, config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
         job = assemble(config, identity, folder)
         watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, report=report)
@@ -84,12 +86,12 @@ def pretrain(
         if is_restart or (is_resume and not is_resumed):
             agree(lambda: _move_aside(folder) if is_restart else _keep_records(folder))
         console = _console(job, identity)
-        console.print(opening(job, identity, is_resumed=is_resumed, changes=changes))
+        console.print(startup_lines(job, identity, is_resumed=is_resumed, changes=changes))
         if at_first_step is not None:
             at_first_step()
-        is_summed_up = agree(lambda: folder.is_summed_up(job.step))  # or it was killed just before that
-        if job.step >= config.settings.run.steps and is_summed_up:
-            console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to go on")
+        has_summary = agree(lambda: folder.has_summary_of(job.step))  # a kill after the last step leaves none
+        if job.step >= config.settings.run.steps and has_summary:
+            console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to continue")
         else:
             recorder = Recorder(job, console, is_main=identity.is_main, is_resume=is_resume)
             if _train(job, recorder, watchdog, has_launcher_ended) is Ending.STOPPED:
@@ -107,8 +109,8 @@ def _train(
     with recorder:
         ending = train(job, recorder, watchdog)
         if ending is Ending.STOPPED:
-            _refuse_lost_launcher(has_launcher_ended, job.step)
-            recorder.log(f"stopped after step {job.step} as asked: go on with --resume auto")
+            _raise_if_launcher_ended(has_launcher_ended, job.step)
+            recorder.log(f"stopped after step {job.step} on request: continue with --resume auto")
         else:
             recorder.finish()
     return ending
@@ -124,19 +126,19 @@ def _console(job: Job, identity: ProcessIdentity) -> Console:
     )
 
 
-def _refuse_lost_launcher(has_ended: Callable[[], bool] | None, step: int) -> None:
-    """Nobody waits for this end, so it is one that another try begins after; collective."""
+def _raise_if_launcher_ended(has_ended: Callable[[], bool] | None, step: int) -> None:
+    """Raise a transient error if the launcher has ended: another attempt may continue the run; collective."""
     if is_true_anywhere(has_ended is not None and has_ended()):
         raise raised_on_all_ranks(
-            f"the launcher has ended without its ranks: saved after step {step}, go on with --resume auto",
+            f"the launcher has ended before its ranks: saved after step {step}, continue with --resume auto",
             is_transient=True,
         )
 
 
-def _held_folder(
+def _lock_folder(
     stack: ExitStack, config: PretrainConfig, *, run_dir: Path | None, is_resume: bool, is_restart: bool
 ) -> RunFolder:
-    """The run's folder, kept from other jobs until the run ends, once all that needs no model is checked."""
+    """Check everything that needs no model; then create the run folder and lock it until the run ends."""
     check_ranks_agree(start_facts(config, is_resume=is_resume, is_restart=is_restart))
     if is_restart:
         agree(lambda: _check_restart(run_dir, is_resume=is_resume))
@@ -151,13 +153,13 @@ def _held_folder(
 
 
 def _hold(stack: ExitStack, folder: RunFolder) -> None:
-    """Hold the folder until the run ends.
+    """Lock the folder until the run ends.
 
     Raises:
-        UserError: another job holds it, or it cannot be written to.
+        UserError: another job holds the lock, or the folder cannot be written to.
     """
     try:
-        stack.enter_context(folder.held())
+        stack.enter_context(folder.locked())
     except OSError as error:
         message = (
             f"run folder {folder.path} cannot be written to ({error.strerror}): use another --run-dir, or "
@@ -169,29 +171,29 @@ def _hold(stack: ExitStack, folder: RunFolder) -> None:
 def _move_aside(folder: RunFolder) -> None:
     moved_to = move_aside(folder)
     if moved_to is not None:
-        logger.warning("what was in %s has been moved to %s", folder.path, moved_to)
+        logger.warning("moved the files of the run in %s to %s", folder.path, moved_to)
 
 
 def _keep_records(folder: RunFolder) -> None:
-    renamed = folder.set_records_aside()
+    renamed = folder.rename_records()
     if renamed:
         logger.warning(
-            "%s: the run died before its first checkpoint and begins at step 0; its records are kept as %s",
+            "%s: the run died before its first checkpoint and restarts at step 0; its records are kept as %s",
             folder.path, ", ".join(renamed),
         )  # fmt: skip
 
 
 def _check_restart(run_dir: Path | None, *, is_resume: bool) -> None:
     if is_resume:
-        raise UserError("--restart and --resume auto exclude each other: leave one of them out")
+        raise UserError("--restart and --resume auto cannot be combined: leave one of them out")
     if run_dir is None:
-        raise UserError("--restart needs the run's folder: name it with --run-dir")
+        raise UserError("--restart needs a run folder: name it with --run-dir")
     check_restart(run_dir)
 
 
 @contextmanager
-def naming_lost_ranks(identity: ProcessIdentity) -> Iterator[None]:
-    """Say in one line where a collective has failed before the watchdog looks after that, and after."""
+def report_lost_ranks(identity: ProcessIdentity) -> Iterator[None]:
+    """Turn a failed collective into a one-line `TransientError` before and after the watchdog's block."""
     try:
         yield
     except UserError:
@@ -200,19 +202,19 @@ def naming_lost_ranks(identity: ProcessIdentity) -> Iterator[None]:
         if not is_failed_collective(error):
             raise
         raise TransientError(
-            f"rank {identity.rank} has lost another rank in {trace_of_error(error).text}, at the run's start "
-            "or end: what ended that one is above, or in its node's log"
+            f"rank {identity.rank} has lost another rank in {trace_of_error(error).text}, at the start or "
+            "end of the run: the cause is above, or in the log of that rank's node"
         ) from error
 
 
 def _print_products(job: Job, console: Console) -> None:
-    products = products_of_all_stages(job)
+    products = product_counts_of_all_stages(job)
     if job.recipe.gemm != "bf16" and products:
         console.print(products_line(products))
 
 
 def start_facts(config: PretrainConfig, *, is_resume: bool, is_restart: bool = False) -> dict[str, str]:
-    """What must be alike on all ranks before they do anything together."""
+    """Facts that must be equal on all ranks before any other collective."""
     return {
         **installation_facts(),
         "resume": str(is_resume),
@@ -225,7 +227,7 @@ def start_facts(config: PretrainConfig, *, is_resume: bool, is_restart: bool = F
 
 
 def _compare_with_saved(config: PretrainConfig, folder: RunFolder) -> list[str]:
-    if not folder.is_started:  # then the checkpoint's own copy is compared
+    if not folder.is_started:  # the configuration in the checkpoint is compared instead, see Job.load
         return []
     saved = load_json(folder.config)
     check_is_configuration(saved, str(folder.config))
@@ -233,14 +235,14 @@ def _compare_with_saved(config: PretrainConfig, folder: RunFolder) -> list[str]:
 
 
 def export(job: Job, console: Console) -> None:
-    """Leave an ordinary HuggingFace checkpoint of the final model in `hf/`, if asked to and not there yet."""
-    # rank 0's view: others may look when it has begun to write, and would leave it gathering alone
+    """Write the final model to `hf/` as an ordinary HuggingFace checkpoint, if enabled and not yet there."""
+    # rank 0 decides: others could see the folder after it has begun to write, and skip the collectives below
     if not job.config.settings.checkpoint.export_hf or agree(job.folder.hf.exists):
         return
     model = job.engine.module
     is_in_parts = job.engine.process_grid.tensor_size > 1 or job.engine.zero_optimization_stage() == 3
     whole = full_state_dict(job.engine) if is_in_parts else None
-    if job.is_pipeline:  # gathered weights are those of plain layers, of which no stage has all
+    if job.is_pipeline:  # no stage has all layers: save the gathered weights with an empty model
         whole = gather_weights(model)
         model = random_model(model.config, seed=0, device="meta")
         store_generation(model, stored_generation(job.engine.module))
@@ -248,8 +250,8 @@ def export(job: Job, console: Console) -> None:
     console.print(f"HuggingFace checkpoint: {job.folder.hf}")
 
 
-def products_of_all_stages(job: Job) -> dict[str, dict[str, int]]:
-    """What products have run in, in this process and in the other stages of its pipeline; collective."""
+def product_counts_of_all_stages(job: Job) -> dict[str, dict[str, int]]:
+    """The precisions in which products have run, over all stages of this process's pipeline; collective."""
     grid = job.engine.process_grid
     place_here = (grid.data_rank, grid.tensor_rank)
     tables = gather((place_here, product_counts(job.engine.module)))

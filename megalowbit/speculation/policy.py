@@ -132,10 +132,15 @@ class GemmState:
             raise UserError(
                 f"{DAMAGED}: {where} = {shown(first['input'])}, {first['msg']}; {RESTART}"
             ) from None
-        lists = {name: tuple(getattr(saved, name)) for name in ("streak", "corrections")}
         history = tuple(Prediction(step=step, predicted=tuple(dbs)) for step, *dbs in values["history"])
-        scalars = saved.model_dump(exclude={"ladder", "history", *lists})
-        state = GemmState(candidates=tuple(saved.ladder), history=history, **scalars, **lists)
+        scalars = saved.model_dump(exclude={"ladder", "history", "streak", "corrections"})
+        state = GemmState(
+            candidates=tuple(saved.ladder),
+            history=history,
+            streak=tuple(saved.streak),
+            corrections=tuple(saved.corrections),
+            **scalars,
+        )
         lengths = {len(state.streak), len(state.corrections), *(len(check.predicted) for check in history)}
         if state.precision not in state.candidates or lengths != {len(state.candidates) - 1}:
             raise UserError(

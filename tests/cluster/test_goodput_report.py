@@ -7,7 +7,7 @@ import pytest
 
 from megalowbit.cluster.failures import NodeFailures
 from megalowbit.cluster.goodput import failure_traces
-from megalowbit.cluster.goodput_report import BEST, OWN, Question, answer, duration, table
+from megalowbit.cluster.goodput_report import BEST, OWN, GoodputRequest, duration, make_report, table
 from megalowbit.cluster.intervals import daly_interval, young_interval
 from megalowbit.cluster.run_history import RunCosts
 
@@ -18,8 +18,8 @@ FAILURES = NodeFailures(nodes=64, node_mtbf=600 * HOUR)
 def ask(**changes):
     costs = {"work": 30000 * 4.0, "save": 50, "start": 100, "detection": 300, "requeue": 60}
     mine = {"failures": FAILURES, "costs": RunCosts(**costs), "step_seconds": 4.0, "own": 400.0}
-    question = Question(**{**mine, **changes})
-    return answer(question, failure_traces(question.failures, runs=20, seed=0))
+    request = GoodputRequest(**{**mine, **changes})
+    return make_report(request, failure_traces(request.failures, runs=20, seed=0))
 
 
 def test_table_and_data_say_the_same():
@@ -60,15 +60,17 @@ def test_no_steps_are_told_where_none_are_known():
 
 @pytest.mark.parametrize("changes", [{"time_limit": 4 * HOUR, "notice": 99}, {"spares": 3, "repair": HOUR}])
 def test_dalys_model_is_not_asked_where_it_does_not_hold(changes):
-    question = Question(failures=FAILURES, costs=RunCosts(work=1e5, save=50, **changes))
-    assert question.expected_goodput(1000.0) is None
-    found = answer(question, failure_traces(FAILURES, runs=10, seed=0))
-    assert "Daly expects" not in table(found)
+    request = GoodputRequest(failures=FAILURES, costs=RunCosts(work=1e5, save=50, **changes))
+    assert request.expected_goodput(1000.0) is None
+    found = make_report(request, failure_traces(FAILURES, runs=10, seed=0))
+    assert "Daly's model" not in table(found)
 
 
 def test_a_weibull_shape_is_not_dalys_either():
     failures = NodeFailures(nodes=64, node_mtbf=600 * HOUR, shape=0.8)
-    assert Question(failures=failures, costs=RunCosts(work=1e5, save=50)).expected_goodput(1000.0) is None
+    assert (
+        GoodputRequest(failures=failures, costs=RunCosts(work=1e5, save=50)).expected_goodput(1000.0) is None
+    )
 
 
 def test_runs_that_never_end_are_marked():

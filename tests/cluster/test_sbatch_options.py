@@ -55,13 +55,13 @@ def test_options_with_a_key_of_their_own_name_it(option, key):
     ],
 )
 def test_options_that_the_script_needs_as_they_are_stay_so(option):
-    with pytest.raises(UserError, match="leave it out, the script needs it as it is"):
+    with pytest.raises(UserError, match="leave it out, because it cannot be changed"):
         check_sbatch_option(option)
 
 
 @pytest.mark.parametrize("option", ["mail-type=END", "--a=b\n#SBATCH --no-requeue", "--\0", "-", "--", ""])
 def test_what_is_no_option_is_refused(option):
-    with pytest.raises(UserError, match="is no option on one line"):
+    with pytest.raises(UserError, match="is not an option on one line"):
         check_sbatch_option(option)
 
 

@@ -80,19 +80,19 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
             "container.kind = 'docker' is not valid: Input should be 'pyxis'",
         ),
         ([*CPU, "launcher=mpirun"], "launcher = 'mpirun' is not valid: Input should be 'srun', 'torchrun'"),
-        ([*CPU, "nodes=0"], "nodes = 0 is not valid: write how many, 2, or from how few on"),
+        ([*CPU, "nodes=0"], "nodes = 0 is not valid: write a number such as 2, or a range"),
         ([*CPU, "nodes=4-2"], "nodes = '4-2' is not valid: write the smaller number first: '2-4'"),
         ([*CPU, "time=soon"], "time = 'soon' is not valid: write minutes"),
         ([*CPU, "time=5"], "signal_seconds = 300 is not valid: time '5' is 300 seconds"),
         ([*CPU, "grace_seconds=10"], "grace_seconds = 10 is not valid: Input should be greater than 10"),
         (
             [*CPU, "launcher=torchrun", "grace_seconds=120"],
-            "grace_seconds = 120 is not valid: torchrun itself kills ranks 30 s after TERM",
+            "grace_seconds = 120 is not valid: torchrun kills ranks 30 s after TERM",
         ),
         ([*CPU, "gpu_type=h100"], "gpu_type = 'h100' is not valid: gpus_per_node is 0"),
         (
             ["gpus_per_node=8", "cpus_per_task=1", "tasks_per_node=4"],
-            "tasks_per_node = 4 is not valid: each rank has one of the 8 GPUs",
+            "tasks_per_node = 4 is not valid: each of the 8 GPUs",
         ),
         ([*CPU, 'partition="a\\nb"'], r"partition = 'a\nb' is not valid: write a word on one line"),
         ([*CPU, 'environment={"A B": "1"}'], "'A B' is not a variable name"),
@@ -103,7 +103,10 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
         ([*CPU, "environment.CROSS_RANK=1"], "CROSS_RANK is set for the ranks"),
         ([*CPU, "environment.UID=1"], "UID is set for the ranks"),
         ([*CPU, "environment.run_folder=1"], "run_folder is a variable of the job script: use another name"),
-        (["cpus_per_task=1", "gpus_per_node=true"], "gpus_per_node = True is not valid: no key is true or"),
+        (
+            ["cpus_per_task=1", "gpus_per_node=true"],
+            "gpus_per_node = True is not valid: no key takes true or",
+        ),
         ([*CPU, "nodes=99999999999999999999"], "is not valid: write at most 100000"),
         ([*CPU, "nodes=100001"], "is not valid: write at most 100000"),
         ([*CPU, f'nodes="{"9" * 5000}"'], "is not valid: write at most 100000"),
@@ -144,7 +147,7 @@ def test_no_variable_of_the_script_can_be_given_to_the_ranks():
         for name in line.split()
     }
     names |= {name for line in re.findall(r"\bread -r ([a-z ]+)", "\n".join(texts)) for name in line.split()}
-    assert {"job", "try", "ranks", "run_folder", "failures"} <= names
+    assert {"job", "attempt", "ranks", "run_folder", "failures"} <= names
     for name in names:
         with pytest.raises(UserError, match=f"{name} is a variable of the job script"):
             load_cluster(None, [*CPU, f"environment.{name}=1"])

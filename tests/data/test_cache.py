@@ -113,7 +113,7 @@ def test_a_folder_where_a_file_belongs_is_named(tmp_path, has_manifest):
     path.mkdir()
     if not has_manifest:
         lose_manifest(path)
-    with pytest.raises(UserError, match=r"file in the cache is a folder where a file belongs: remove it"):
+    with pytest.raises(UserError, match=r"file in the cache is a folder and should be a file: remove it"):
         cached_file(path, Builder())
 
 

@@ -141,8 +141,8 @@ def test_the_fingerprint_follows_the_content_not_the_place_or_the_time(tmp_path)
     [
         ("a.txt", b"", r"a\.txt is empty"),
         ("a.jsonl", b"", r"a\.jsonl is empty"),
-        ("a.jsonl", b"\n\n", r"a\.jsonl has no text in it"),
-        ("a.csv", b"x", r"a\.csv is of no known kind: rename it"),
+        ("a.jsonl", b"\n\n", r"a\.jsonl contains no text"),
+        ("a.csv", b"x", r"a\.csv has an unknown suffix: rename it"),
         ("a.txt", b"fine\nbad \xff byte\n", r"a\.txt, line 2: byte 0xff is not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl is not JSON: line 2, column 13"),
         ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', r"a\.jsonl, line 3: a list, not an object"),
@@ -238,7 +238,7 @@ def test_a_folder_that_cannot_be_read_is_refused_and_not_left_out(tmp_path):
         path.write_text("text")
     (tmp_path / "secret").chmod(0)
     message = said_without_privileges(tmp_path, lambda: LocalCorpus(tmp_path))
-    assert message == f"corpus folder {tmp_path}/secret cannot be read (Permission denied): mend or remove it"
+    assert message == f"corpus folder {tmp_path}/secret cannot be read (Permission denied): fix or remove it"
     (tmp_path / "secret").chmod(0o755)
     assert len(LocalCorpus(tmp_path).files) == 2
 
@@ -256,7 +256,7 @@ def test_what_is_named_as_a_text_file_is_one(tmp_path, kind):
     if kind == "folder":
         assert [file.name for file in LocalCorpus(tmp_path).files] == ["a.txt"]
         return
-    with pytest.raises(UserError, match=r"b\.txt is no regular file, or a link to nothing: remove it"):
+    with pytest.raises(UserError, match=r"b\.txt is not a regular file, or is a dangling link: remove it"):
         LocalCorpus(tmp_path)
     if kind != "link to nothing":
         with pytest.raises(UserError, match="is a FIFO, a socket or a device: name a file or a folder"):

@@ -99,7 +99,7 @@ def test_a_corpus_shorter_than_one_sequence_is_refused_with_both_sizes(tmp_path)
 
 
 def test_a_corpus_without_documents_is_refused_and_nothing_is_cached(tmp_path):
-    with pytest.raises(UserError, match="documents has no text in it"):
+    with pytest.raises(UserError, match="documents contains no text"):
         pack(Documents(), ByteTokenizer(), 4, tmp_path)
     assert not list((tmp_path / "tokens").iterdir())
 

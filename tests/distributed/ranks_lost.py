@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
-from megalowbit.pretrain.run import naming_lost_ranks
+from megalowbit.pretrain.run import report_lost_ranks
 from megalowbit.supervision.timeouts import set_group_timeouts
 
 identity = start_process_group()
@@ -20,7 +20,7 @@ set_group_timeouts(timedelta(seconds=2))
 
 def outcome(work):
     try:
-        with naming_lost_ranks(identity):
+        with report_lost_ranks(identity):
             work()
     except (UserError, RuntimeError) as error:
         return [type(error).__name__, str(error)]

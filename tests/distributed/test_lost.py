@@ -9,4 +9,6 @@ def test_a_collective_that_fails_outside_the_watchdogs_care_is_one_line(launch_r
     assert seen["mistake"] == ["UserError", "mend it"]
     kind, line = seen["lost"]
     assert kind == "TransientError"
-    assert re.match(r"rank 0 has lost another rank in all_reduce \(.*\), at the run's start or end: ", line)
+    assert re.match(
+        r"rank 0 has lost another rank in all_reduce \(.*\), at the start or end of the run: ", line
+    )

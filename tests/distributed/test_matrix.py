@@ -38,7 +38,7 @@ from matrix_cells import (
 import megalowbit as mlb
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.recipe import recipe
-from megalowbit.pretrain.estimate.memory import ModelPartition, ZeroSharing, estimate_memory
+from megalowbit.pretrain.estimate.memory import ModelLayout, ZeroSharing, estimate_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # relative, of losses and norms: sums in another order, and what half precision makes of that
@@ -178,7 +178,7 @@ def test_a_dry_run_estimates_what_ranks_really_hold(ran, tensor_size, cell, tmp_
         micro_batch_size=1,
         sequence_length=16,
         sharing=ZeroSharing(stage=stage, data_size=2 // tensor_size),
-        partition=ModelPartition(tensor_size=tensor_size),
+        layout=ModelLayout(tensor_size=tensor_size),
     )
     for rank in ran(tensor_size):
         for name, held in rank[name_of(cell)]["bytes"].items():

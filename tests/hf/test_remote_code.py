@@ -65,7 +65,7 @@ def test_a_tokenizer_with_code_is_read_without_it_or_refused(tmp_path, marker, t
     bring_code(folder, marker, AutoTokenizer=[None, "brought.Tokenizer"], AutoConfig="brought.Config")
     outcome = read_or_refused(folder)
     if isinstance(outcome, str):
-        assert outcome.startswith(f"no usable tokenizer in folder {folder} (it brings code of its own")
+        assert outcome.startswith(f"no usable tokenizer in folder {folder} (it needs its own code")
         assert "\n" not in outcome
     else:
         assert outcome == list(b"import this")
@@ -121,7 +121,7 @@ def test_every_call_that_could_run_such_code_says_no():
                 if node.func.attr in LOADERS and owner not in (
                     "cls",
                     "ProcessGrid",
-                    "ModelPartition",
+                    "ModelLayout",
                     "ZeroSharing",
                 ):
                     said = [word.value for word in node.keywords if word.arg == "trust_remote_code"]

@@ -115,7 +115,7 @@ def test_records_that_find_no_room_end_the_run_with_one_line(full_at_record):
     assert ranks.codes[1] != 0
     (line,) = [line for line in ranks.errors if line.startswith("error: ")]
     assert f"cannot be recorded in {run} (No space left on device): free space" in line
-    assert f"go on from the checkpoint of step {kept[-1]} with --resume auto" in line
+    assert f"continue from the checkpoint of step {kept[-1]} with --resume auto" in line
     assert "Traceback" not in ranks.logs[0].read_text()
 
 

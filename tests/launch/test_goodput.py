@@ -12,7 +12,7 @@ import pytest
 from launchers import ROOT, check_refusal
 from megalowbit.cluster.failures import NodeFailures
 from megalowbit.cluster.goodput import failure_traces
-from megalowbit.cluster.goodput_report import Question, answer, table
+from megalowbit.cluster.goodput_report import GoodputRequest, make_report, table
 from megalowbit.cluster.run_history import RunCosts
 
 PAGE = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
@@ -50,11 +50,11 @@ def test_it_prints_what_was_computed():
     costs = RunCosts(
         work=3 * 86400.0, save=50.0, start=120.0, detection=600.0, requeue=60.0, notice=300.0, repair=86400.0
     )
-    question = Question(failures=failures, costs=costs, step_seconds=4.5, own=450.0)
-    found = answer(question, failure_traces(failures, runs=20, seed=7))
+    request = GoodputRequest(failures=failures, costs=costs, step_seconds=4.5, own=450.0)
+    found = make_report(request, failure_traces(failures, runs=20, seed=7))
     assert done.stdout == table(found) + "\n"
     assert done.stdout.endswith(
-        f"megalowbit.checkpoint.every = {question.steps(found.best.outcome.interval)}\n"
+        f"megalowbit.checkpoint.every = {request.steps(found.best.outcome.interval)}\n"
     )
 
 

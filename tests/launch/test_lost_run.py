@@ -41,7 +41,7 @@ def test_two_ranks_refuse_in_one_line_which_is_no_reason_to_try_again(folder):
         assert ranks.wait(), ranks.output()
         assert ranks.codes == [2, 2]
         (line,) = ranks.errors
-    assert "checkpoints does not exist: put them back to go on, or begin at step 0 with" in line
+    assert "checkpoints does not exist: put them back to continue, or start over with" in line
     assert line == f"error: {refusal.read_text().rstrip()}"
     assert contents(folder / "run") == before
 
@@ -57,7 +57,7 @@ def test_restart_is_refused_to_another_job_and_then_begins_again_on_both_ranks(f
     assert contents(folder / "run") == before
     both = run_ranks(*command, "--resume", "auto", cwd=folder)
     assert (both.code, both.errors) == (
-        2, ["error: --restart and --resume auto exclude each other: leave one of them out"]
+        2, ["error: --restart and --resume auto cannot be combined: leave one of them out"]
     )  # fmt: skip
     (folder / "link").symlink_to(folder / "run")
     done = run_ranks("--ds-config", "tiny.json", "--run-dir", "link", "--restart", cwd=folder, processes=2)

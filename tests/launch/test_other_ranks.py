@@ -95,7 +95,7 @@ def test_the_losses_are_those_of_the_undisturbed_run(changing, undisturbed):
 def test_each_part_was_on_its_own_number_of_ranks_and_said_so(changing):
     logs = changing[2]
     for log, world_size in zip(logs, UNTIL, strict=True):
-        assert f"tokens a step on {world_size} process" in log
+        assert f"tokens per step on {world_size} process" in log
     for log, change in zip(
         logs[1:], ("2 processes continued with 1", "1 processes continued with 3"), strict=True
     ):

@@ -77,7 +77,7 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all_and_ends_with_0(signall
     step = metrics(folder / "run")[-1]["step"]
     assert code == 0, output
     assert 2 <= step < 400
-    assert f"stopped after step {step} as asked" in output
+    assert f"stopped after step {step} on request" in output
     saved = folder / "run" / "checkpoints" / f"step-{step:08d}"
     assert (saved / "manifest.json").exists()
     assert not (folder / "run" / "DONE").exists()
@@ -93,7 +93,7 @@ def test_sigterm_to_the_launcher_saves_too_and_the_rest_is_done_later(signalled,
     child.send_signal(signal.SIGTERM)
     _, output = ended(process)
     step = metrics(folder / "run")[-1]["step"]
-    assert f"stopped after step {step} as asked" in output
+    assert f"stopped after step {step} on request" in output
     assert (folder / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
     more = ["--set", f"megalowbit.run.steps={step + 1}"]
     done = run("torchrun", *arguments, *more, cwd=folder, processes=2, seconds=SECONDS)
@@ -177,9 +177,7 @@ def test_ranks_whose_launcher_is_killed_save_the_same_step_for_the_next_try(tmp_
     kill(process)
     output = process.stdout.read()
     step = metrics(tmp_path / "run")[-1]["step"]
-    line = (
-        f"error: the launcher has ended without its ranks: saved after step {step}, go on with --resume auto"
-    )
+    line = f"error: the launcher has ended before its ranks: saved after step {step}, continue with --resume"
     assert output.count(line) == 1, output
     assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
     assert not (tmp_path / "run" / "DONE").exists()

@@ -123,7 +123,7 @@ def test_a_line_of_setup_that_fails_ends_the_try(tmp_path):
     job = Job(tmp_path, 'setup=["export A=1", "test -e nowhere", "export B=1"]')
     code, output = job.start(DONE)
     assert (code, job.requeues) == (0, ["job"])
-    assert "a line of the setup has failed" in output
+    assert "a setup command has failed" in output
     assert not (job.log / "command").exists()
 
 

@@ -88,20 +88,20 @@ def test_documented_settings_are_valid(tmp_path):
         (["--slurm", "noodes=3"], "unknown key 'noodes': did you mean 'nodes'?"),
         (["--set", "megalowbit.recip=bf16"], "unknown key 'megalowbit.recip'"),
         (["--set", "train_batch_size=3"], "train_batch_size"),
-        (["--slurm", 'setup=["if true"]'], "the script is no valid shell"),
-        (["--array-limit", "2"], "--array-limit 2 is for --array"),
+        (["--slurm", 'setup=["if true"]'], "the script has a syntax error"),
+        (["--array-limit", "2"], "--array-limit 2 needs --array"),
         (["--array", "nowhere.txt"], "--array nowhere.txt cannot be read (No such file or directory)"),
-        (["--array", "EMPTY"], "names no run: write KEY=VALUE"),
-        (["--array", "WORD"], "line 2: 'seed' is not KEY=VALUE: write it as after --set"),
-        (["--array", "QUOTE"], "line 1: No closing quotation: close what is quoted"),
+        (["--array", "EMPTY"], "contains no run: write KEY=VALUE"),
+        (["--array", "WORD"], "line 2: 'seed' is not KEY=VALUE: write it as for --set"),
+        (["--array", "QUOTE"], "line 1: No closing quotation: close the quotation"),
         (["--array", "KEY"], "run 2 of the sweep: unknown key 'megalowbit.run.stps': did you mean"),
         (["--run-dir", "TAKEN"], "is not empty: continue it with --resume auto, or choose another --run-dir"),
         (["--array", "FEED"], "line 1: 'seed\\x0c' is not KEY=VALUE"),
-        (["--run-dir", "~nosuch/x"], "'~nosuch/x' begins with a home that there is not: write it out"),
+        (["--run-dir", "~nosuch/x"], "'~nosuch/x': this home directory does not exist: write the path out"),
         (["--run-dir", "/tmp/\udcff"], "is not UTF-8 text: write --cluster, --slurm, --set and paths in"),
         (["--slurm", "job_name=\udcff"], "is not UTF-8 text"),
         (["--slurm", 'environment={"A": "\\ud800"}'], "is not UTF-8 text"),
-        ([], "sbatch cannot be run (No such file or directory): do this where jobs are submitted"),
+        ([], "sbatch cannot be run (No such file or directory): use a machine where jobs are submitted"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_queued(
@@ -184,7 +184,7 @@ def test_what_sbatch_refuses_leaves_nothing_behind(submit, files, capsys, tmp_pa
     (folder / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
     assert submit.main(files) == 2
-    assert "sbatch refuses the job (sbatch: error: invalid partition)" in capsys.readouterr().err
+    assert "sbatch rejects the job (sbatch: error: invalid partition)" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -215,7 +215,7 @@ def test_a_working_folder_that_is_gone_is_told(submit, files, capsys, tmp_path, 
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert submit.main([*files, "--dry-run"]) == 2
-    assert "error: the working folder cannot be used (No such file" in capsys.readouterr().err
+    assert "error: the working directory cannot be used (No such file" in capsys.readouterr().err
 
 
 def test_a_job_that_submits_another_keeps_its_own_variables(submit, files, capsys, tmp_path, monkeypatch):

@@ -46,7 +46,7 @@ def test_a_refusal_is_told_and_not_tried_again(tmp_path):
     job = Job(tmp_path)
     code, output = job.start('echo "no corpus: name one" >"$MEGALOWBIT_REFUSAL"; exit 1')
     assert (code, job.requeues) == (2, [])
-    assert "not tried again: no corpus: name one" in output
+    assert "will not be retried: no corpus: name one" in output
     _, output = job.start("exit 1", restarts=1)
     assert "no corpus" not in output
 
@@ -59,7 +59,7 @@ def test_only_a_file_is_the_mark_of_a_finished_run_and_a_refusal_counts_more(tmp
     (job.run / "DONE").rmdir()
     code, output = job.start(f'{DONE}\necho "no room" >"$MEGALOWBIT_REFUSAL"', restarts=1)
     assert code == 2
-    assert "not tried again: no room" in output
+    assert "will not be retried: no room" in output
 
 
 def test_tries_without_progress_are_counted_over_requeues_and_those_with_it_are_not(tmp_path):
@@ -70,7 +70,7 @@ def test_tries_without_progress_are_counted_over_requeues_and_those_with_it_are_
     assert (codes, len(job.requeues)) == ([0] * 5, 5)
     code, output = job.start("exit 1", restarts=5)
     assert (code, len(job.requeues)) == (1, 5)
-    assert "is given up: 3 tries in a row without a new checkpoint" in output
+    assert "giving up after 3 attempts in a row without a new checkpoint" in output
     code, _ = job.start("exit 1")  # submitted again
     assert (code, len(job.requeues)) == (0, 6)
 
@@ -94,7 +94,7 @@ def test_tries_that_take_the_script_along_are_counted_too(tmp_path):
     (job.log / "command").unlink()
     code, output = job.start(node_dies, restarts=2)
     assert code == 1
-    assert "is given up: 2 tries in a row without a new checkpoint" in output
+    assert "giving up after 2 attempts in a row without a new checkpoint" in output
     assert not (job.log / "command").exists()
 
 
@@ -123,7 +123,7 @@ def test_two_jobs_on_one_folder_do_not_count_for_each_other(tmp_path):
     assert "is finished" not in output
     code, output = other.start(meanwhile, restarts=1)
     assert (code, other.requeues) == (1, ["job"])
-    assert "is given up: 2 tries in a row" in output
+    assert "giving up after 2 attempts in a row" in output
     code, output = job.start("exit 1", restarts=1)
     assert code == 0
     assert "the run is finished" in output  # by its own try
@@ -192,7 +192,7 @@ def test_a_signal_that_comes_just_before_the_wait_is_not_lost(tmp_path):
 @pytest.mark.parametrize(
     ("state", "code", "requeues", "told"),
     [
-        ("COMPLETING None", 143, [], "is cancelled or requeued from outside, saved so far: step 0"),
+        ("COMPLETING None", 143, [], "was cancelled or requeued from outside; last saved step: 0"),
         ("COMPLETING TimeLimit", 0, ["job"], "the time is up"),
         ("RUNNING None", 0, ["job"], "asked to stop"),
     ],
@@ -251,7 +251,7 @@ def test_requeueing_is_tried_for_as_long_as_a_controller_may_be_away(tmp_path):
     names = """[[ $1 != show ]] || { echo n1; exit; }\n"""
     for times, code, told in (
         (7, 0, ""),
-        (999, 1, "submit it again with --resume auto to go on from step 0"),
+        (999, 1, "submit it again with --resume auto to continue from step 0"),
     ):
         away = FAILS.format(name=f"{times}", times=times).replace("bash\n", f"bash\n{names}", 1)
         (job.bin / "scontrol").write_text(f'{away}echo "$*" >>"$LOG/scontrol"\n')
@@ -268,7 +268,7 @@ def test_a_step_that_hangs_does_not_hold_the_nodes(tmp_path):
     (job.bin / "srun").write_text("#!/bin/bash\n[[ ${@: -1} != true ]] || exec sleep 600\n" + SRUN)
     code, output = job.start(DONE, restarts=4)
     assert code == 0, output
-    assert "a step that does nothing has failed" in output
+    assert "an empty job step has failed" in output
 
 
 def test_what_outlives_a_try_is_ended_before_the_next(tmp_path):

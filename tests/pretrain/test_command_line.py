@@ -47,7 +47,7 @@ def test_other_ranks_let_the_main_rank_speak_first(capsys, monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert main(["--ds-config", "missing.json"]) == 2
-    assert waited == [command_line.SECONDS_FOR_THE_MAIN_RANK]
+    assert waited == [command_line.MAIN_RANK_HEAD_START_SECONDS]
     assert capsys.readouterr().err.startswith("error on rank 1: ")
 
 
@@ -121,7 +121,7 @@ def test_one_process_sizes_a_run_of_many(more, said, capsys, tmp_path):
 @pytest.mark.parametrize("more", [["--processes", "0", "--dry-run"], ["--processes", "4"]])
 def test_a_number_of_processes_is_for_a_dry_run(more, capsys, tmp_path):
     assert main(["--ds-config", str(write_config(tmp_path)), *more]) == 2
-    assert "sizes a run for --dry-run" in capsys.readouterr().err
+    assert "needs --dry-run and a value of at least 1" in capsys.readouterr().err
 
 
 def test_a_number_of_processes_that_does_not_fit_is_said(capsys, tmp_path):

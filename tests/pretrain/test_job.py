@@ -9,7 +9,7 @@ from megalowbit.hf.training_checkpoint import read_checkpoint
 from megalowbit.layers.carried_state import split_counts
 from megalowbit.layers.conversion.convert import bit_layers, random_stream
 from megalowbit.layers.conversion.report import ConversionReport, MissedWeight
-from megalowbit.pretrain.job import check_nothing_missed
+from megalowbit.pretrain.job import check_all_projections_seen
 from megalowbit.pretrain.loop import train_step
 
 
@@ -68,7 +68,7 @@ def test_directions_of_weights_are_saved_once_and_of_other_operands_for_each_ran
     store.rank_state = lambda engine, path: None  # as on a rank that was not there
     caplog.clear()
     assert again.resume()
-    assert "no split directions of this rank" in caplog.text
+    assert "no split directions for this rank" in caplog.text
     for layer in bit_layers(again.engine.module).values():
         assert layer.split_states.keys() == {"weight"}
 
@@ -116,10 +116,10 @@ def test_a_projection_that_is_neither_swapped_nor_kept_is_an_error(build_job):
     job = build_job()
     report = ConversionReport(recipe=job.recipe, swapped=job.report.swapped[1:], kept=job.report.kept)
     with pytest.raises(UserError, match=r"transformer\.h\.0\.attn\.c_attn"):
-        check_nothing_missed(job.engine.module.config, report)
+        check_all_projections_seen(job.engine.module.config, report)
     missed = (MissedWeight("transformer.h.0.experts", (2, 4, 4), "a parameter of Experts"),)
     with pytest.raises(UserError, match=r"does not reach weight transformer\.h\.0\.experts \(2, 4, 4\)"):
-        check_nothing_missed(job.engine.module.config, replace(job.report, missed=missed))
+        check_all_projections_seen(job.engine.module.config, replace(job.report, missed=missed))
 
 
 def test_quantised_weights_are_kept_only_where_a_step_uses_them_again(build_job):

@@ -73,7 +73,7 @@ def test_retries_are_in_the_metrics_and_the_log_of_a_run(resolve, tmp_path, caps
     pretrain(config, ProcessIdentity(), run_dir=tmp_path / "run", is_resume=False)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["overflow_retries"] > 0
-    assert capsys.readouterr().out.count("tried again") == sum(row.get("overflow_retries", 0) for row in rows)
+    assert capsys.readouterr().out.count("; retried") == sum(row.get("overflow_retries", 0) for row in rows)
     assert "overflow_retries" not in rows[-1]
     assert [row["skipped_steps"] for row in rows] == [0] * 4
 
@@ -86,7 +86,7 @@ def test_retries_are_in_the_metrics_and_the_log_of_a_run(resolve, tmp_path, caps
     ],
 )
 def test_retries_without_a_scale_to_lower_are_refused(resolve, overrides):
-    with pytest.raises(UserError, match="overflow_retries = 2 has no loss scale to lower"):
+    with pytest.raises(UserError, match="overflow_retries = 2 needs a loss scale that can be lowered"):
         resolve("megalowbit.run.overflow_retries=2", *overrides)
 
 

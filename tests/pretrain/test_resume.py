@@ -83,7 +83,7 @@ def test_a_block_in_place_of_a_name_is_said_as_it_was(key, is_reversed):
     old, new = (repr(each["megalowbit"][key]) for each in (before, now))
     with pytest.raises(UserError) as caught:
         changed_settings(before, now)
-    expected = f"megalowbit.{key} was {old} in the run to be resumed and is {new} now: resume with"
+    expected = f"megalowbit.{key} was {old} in the run to resume and is {new} now: resume with"
     assert str(caught.value).startswith(expected)
 
 
@@ -134,7 +134,7 @@ def test_speculation_may_not_be_added_or_left_out(is_reversed):
         ({"candidates": ["int8", "bf16"], "every": 5}, r"speculation\.candidates was "),
         (
             {"threshold_db": 20.0},
-            r"speculation\.threshold_db was 15\.0 .* is 20\.0 now: resume with the former",
+            r"speculation\.threshold_db was 15\.0 .* is 20\.0 now: resume with the old",
         ),
         (
             {"threshold_db": {"int8": 20, "fp8": 15}},

@@ -96,7 +96,7 @@ def test_a_finished_run_is_marked_and_a_stopped_one_is_not(resolve, tmp_path, st
     assert json.loads(done.read_text()) == {"step": 2}
     signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
     pretrain(resolve("megalowbit.run.steps=4"), ProcessIdentity(), **arguments)
-    assert "stopped after step 3 as asked: go on with --resume auto" in capsys.readouterr().out
+    assert "stopped after step 3 on request: continue with --resume auto" in capsys.readouterr().out
     assert not done.exists()
     signal.sigtimedwait([signal.SIGTERM], 0)
     for _ in range(2):  # the second time nothing is left to do

@@ -42,7 +42,7 @@ def test_signal_then_killed_rank_under_every_launcher(workspace, undisturbed, la
     run.kill_rank(run.nodes()[0])  # of the main process
     assert run.end() == "COMPLETED", run.log
     assert run.job.restarts == 2
-    assert f"stopped after step {run.starts[1]} as asked" in run.tries[0]
+    assert f"stopped after step {run.starts[1]} on request" in run.tries[0]
     assert run.losses() == undisturbed[launcher]
 
 
@@ -69,7 +69,7 @@ def test_orphans_of_killed_deepspeed_launchers_are_ended_before_the_next_try(wor
     run.reach(tries=2, step=1)
     assert "(code 0)" in run.tries[0]
     for node, [orphan] in zip(nodes, orphans, strict=True):
-        assert f"process {orphan} on {node} was left over and is ended" in run.tries[0]
+        assert f"killing left-over process {orphan} on {node}" in run.tries[0]
         assert orphan not in processes(workspace.cluster, node)
     run.reach(tries=2, step=run.starts[1] + 2)
     run.job.cancel()

@@ -95,7 +95,7 @@ def test_signal_before_the_time_limit_saves_on_all_ranks_and_requeues(stories):
     run = stories(troubled)
     stopped = run.starts[1]
     assert 4 <= stopped < STEPS
-    assert run.tries[0].count(f"stopped after step {stopped} as asked") == 1
+    assert run.tries[0].count(f"stopped after step {stopped} on request") == 1
     assert f"ended at step {stopped} (code 0, asked to stop)" in run.tries[0]
     shards = run.files_of_checkpoint(stopped)
     assert len([name for name in shards if "pp_rank_0_" in name]) == 1
@@ -141,4 +141,4 @@ def test_refusal_is_told_and_not_tried_again(stories):
 def test_tries_without_a_new_checkpoint_end_with_giving_up(stories):
     run = stories(hopeless)
     assert (run.job.state, run.job.restarts) == ("FAILED", 1)
-    assert "given up: 2 tries" in run.log.splitlines()[-1]
+    assert "giving up after 2 attempts" in run.log.splitlines()[-1]

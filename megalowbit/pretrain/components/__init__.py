@@ -1,1 +1,1 @@
-"""Parts of a run that a configuration switches on: each declares its settings, state and facts."""
+"""Optional parts of a run; each declares its settings, state and metrics."""

@@ -1,13 +1,14 @@
-"""What a component of a run is: a part that a configuration switches on, with settings, state and facts.
+"""The base class of components: parts of a run with their own settings, state and metrics.
 
-A component is one file in this folder and one class in `registry`. From what that declares follow its section
-of the configuration, what of it a resumed run may change, its place in checkpoints, its columns in the
-metrics and its part of the summary; the loop calls its hooks, in the order of `COMPONENTS`. Each hook does
-nothing unless a component says otherwise. Hooks are called on every rank, and must leave collectives in the
-same order on all. A component whose section is null or left out is neither built nor asked.
+To add a component, write one file in this folder and add its class to `registry`. The class declares its
+section of the configuration, which settings a resumed run may change, its state in checkpoints, its columns
+in the metrics and its part of the summary. The loop calls the components' hooks in the order of `COMPONENTS`.
+By default a hook does nothing. Hooks are called on every rank and must issue collectives in the same order on
+all ranks. A component whose section is null or left out is not built.
 
-Components are imported before torch, which checks a configuration in a second: what is heavy, they import
-where they use it. What decides where the run goes on (stop, roll back) is the loop's; see `roll_back`.
+Components are imported before torch, so that a configuration is checked within a second. They import heavy
+modules inside the functions that use them. Components do not control the loop: stopping and rolling back are
+the loop's decisions (`loop.roll_back`).
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ class RunSettings(SettingsModel):
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """What a component is built from.
+    """The arguments from which a component is built.
 
     Attributes:
         engine: DeepSpeed's engine around the converted model.
         recipe: how the layers quantise.
-        num_layers: low-bit layers of the whole model, of which this process may hold a part.
-        run: the section of that name.
-        telemetry: the section of that name.
+        num_layers: low-bit layers of the full model; this process may hold a part of them.
+        run: the `run` section.
+        telemetry: the `telemetry` section.
         earlier: components built so far.
     """
 
@@ -82,11 +83,11 @@ class RunParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a component adds to the end of a run.
+    """A component's part of the summary at the end of a run.
 
     Attributes:
-        entries: of `summary.json`, by key.
-        row: of the screen: two names, each followed by its value.
+        entries: keys and values for `summary.json`.
+        row: a row of the printed summary: name, value, name, value.
         line: printed after the summary.
     """
 
@@ -99,12 +100,13 @@ class Component:
     """A part of a run; subclasses override what they need. Checks raise `UserError`.
 
     Attributes:
-        key: of its section of the `"megalowbit"` block, and of its state in a checkpoint's `progress`; empty:
-            it has neither.
-        settings_class: of its section, a `SettingsModel`; None: it has none and follows from other settings.
-        description: of its section, for the reference of all keys.
+        key: name of its section in the `"megalowbit"` block and of its state in a checkpoint's `progress`;
+            empty: it has neither.
+        settings_class: the `SettingsModel` of its section; None: it has no section and depends on other
+            settings.
+        description: describes the section in the reference of all keys.
         may_change: patterns of keys that a resumed run may change.
-        records: names of files that it writes into the run's folder, JSON lines with a `step`.
+        records: names of the JSON lines files that it writes to the run folder; each line has a `step`.
     """
 
     key: ClassVar[str] = ""
@@ -115,74 +117,74 @@ class Component:
 
     @classmethod
     def check(cls, settings: Any, run: RunSettings, recipe: object) -> None:
-        """Refuse settings that do not go with the run's, or with the recipe as the block has it; no torch."""
+        """Check the settings against those of the run and the unresolved recipe, without importing torch."""
 
     @classmethod
     def check_recipe(cls, settings: Any, recipe: Recipe) -> None:
-        """Refuse settings that a valid recipe does not allow; messages get the section's key in front."""
+        """Check the settings against the resolved recipe; the section's key is prepended to messages."""
 
     @classmethod
     def check_resumed(cls, saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:
-        """Refuse what `may_change` lets pass and the steps trained so far do not.
+        """Reject changes that `may_change` allows but that conflict with the steps trained so far.
 
         Args:
             saved: the resolved configuration in the checkpoint.
-            current: the one of the run now.
+            current: the resolved configuration of the resumed run.
             step: steps trained so far.
         """
 
     @classmethod
     def build(cls, settings: Any, parts: RunParts) -> Component | None:
-        """The component of a run; None where there is nothing for it to do."""
+        """Build the component; None if it has nothing to do in this run."""
         return None
 
-    def opening(self) -> str | None:
-        """A line for the run's opening, its name in ten characters first."""
+    def startup_line(self) -> str | None:
+        """A line for the start of the run; its label takes the first ten characters."""
         return None
 
     def before_step(self, step: int) -> str | None:
-        """Act between two optimizer steps; `step` are trained so far. Returns what to print."""
+        """Called before each optimizer step, after `step` steps. Returns a line to print."""
         return None
 
-    def begin_try(self) -> None:
-        """Called before the first micro-batch of a step, and once more for each time it is repeated."""
+    def begin_attempt(self) -> None:
+        """Called before the first micro-batch of each attempt at a step."""
 
     def end_step(self) -> None:
-        """Called after a step's last try, before its loss is reduced over the ranks."""
+        """Called after the last attempt at a step, before the loss is reduced over the ranks."""
 
     def facts(self, known: Facts) -> Facts:
-        """Columns of the metrics for the step just taken; `known` has those of the loop, such as the loss."""
+        """Columns of the metrics for this step; `known` has the loop's columns, such as the loss."""
         return {}
 
     def after_step(self, step: int, facts: Facts) -> Iterable[str]:
-        """Called when a step's facts are recorded; its number counts from 1. Returns what to print."""
+        """Called after the metrics of `step` (counted from 1) are recorded. Returns lines to print."""
         return ()
 
     def summary(self) -> Summary:
-        """What the end of the run says of it; every rank calls it."""
+        """Its part of the summary; every rank calls it."""
         return Summary()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for the checkpoint, under `key`; every rank calls it."""
+        """Plain values for the checkpoint, stored under `key`; every rank calls it."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, source: Path) -> None:
-        """Continue from a checkpoint, also with a state from before this process went on.
+        """Restore the state from a checkpoint: after a resume, or in a running process after a rollback.
 
         Args:
-            state: as `state_dict` has returned it; None: the run was saved without.
-            step: steps trained then.
-            source: of the checkpoint, for messages.
+            state: the value that `state_dict` returned; None: the checkpoint has none.
+            step: steps trained when the checkpoint was saved.
+            source: path of the checkpoint, for messages.
 
         Raises:
-            UserError: it cannot continue from `state`.
+            UserError: the component cannot continue from `state`.
         """
 
     def open_records(self, folder: Path, resume_step: int | None) -> None:
-        """Open `records`, on the main process; lines after `resume_step` go, None: there are none."""
+        """Open `records` on the main process and remove lines after `resume_step`; None: a new run."""
 
     def close_records(self) -> None:
-        """Close them, if they are open."""
+        """Close the records, if they are open."""
 
 
 def find(components: Iterable[Component], kind: type[Kind]) -> Kind | None:

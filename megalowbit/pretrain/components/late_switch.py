@@ -1,9 +1,9 @@
-"""The late precision switch of a run: its settings, when it comes, and what the loss did around it.
+"""The late switch: after a given step, layers run in high precision; reports the loss before and after.
 
-Whether layers are switched follows from the step alone, so a resumed run needs no flag: one that has loaded a
-checkpoint from behind the switch is switched. What a checkpoint holds are the losses around it, for the two
-lines that a person reads: the mean of the steps before, and later the mean of the steps since. Losses are the
-means over all ranks that the loop has read anyway.
+The step alone determines whether layers are switched, so a checkpoint needs no flag: a run that loads a
+checkpoint from after the switch switches its layers. The checkpoint holds the losses around the switch for
+the two lines that are printed: the mean loss of the steps before it, and later the mean loss since. These are
+the means over all ranks that the loop reads anyway.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ class LateSwitchSettings(SettingsModel):
 
 
 class LateSwitch(Component):
-    """Switches a model's layers when their step has come.
+    """Switches the layers of a model after a given step.
 
     Args:
-        settings: when, and what.
+        settings: when to switch, and which products.
         model: the converted model.
         recipe: its recipe.
         total_steps: optimizer steps of the run.
-        num_layers: low-bit layers of the whole model, of which a pipeline's stage may have none.
+        num_layers: low-bit layers of the full model; a pipeline stage may have none.
 
     Attributes:
         step: optimizer steps before the switch.
-        recipe: with which layers go on after it.
-        is_switched: whether they do.
+        recipe: the recipe of the layers after the switch.
+        is_switched: whether the layers are switched now.
 
     Raises:
         UserError: the recipe quantises nothing that could be switched.
@@ -78,7 +78,7 @@ class LateSwitch(Component):
     key = "late_switch"
     settings_class = LateSwitchSettings
     description = "from this step on, run the layers in high precision; off unless set"
-    may_change = (KEY, f"{KEY}.*")  # `check_resumed` sees whether the steps trained so far allow it
+    may_change = (KEY, f"{KEY}.*")  # unless it conflicts with the steps trained so far: see `check_resumed`
 
     def __init__(
         self,
@@ -96,9 +96,9 @@ class LateSwitch(Component):
         self._scope, self._model = settings.scope, model
         self._num_layers = num_layers
         self._reported_at = min(self.step + WINDOW, total_steps)
-        self._former: dict[str, Recipe] = {}  # of the layers, since the switch
+        self._former: dict[str, Recipe] = {}  # recipes of the layers before the switch, to undo it
         self._before: list[float | None] = []  # losses of the last steps before the switch
-        self._since: list[float | None] = []  # of the first ones after it
+        self._since: list[float | None] = []  # losses of the first steps after it
 
     @classmethod
     def build(cls, settings: LateSwitchSettings, parts: RunParts) -> LateSwitch:
@@ -112,25 +112,25 @@ class LateSwitch(Component):
 
     @classmethod
     def check(cls, settings: LateSwitchSettings, run: RunSettings, recipe: object) -> None:
-        """Refuse a switch that would come after the last step."""
+        """Reject a switch after the last step."""
         if settings.step(run.steps) >= run.steps:
             raise UserError(
-                f"{KEY}.at = {settings.at} leaves no step after the switch: megalowbit.run.steps is "
-                f"{run.steps}; lower at, or leave late_switch out"
+                f"{KEY}.at = {settings.at} leaves no step after the switch, because megalowbit.run.steps is "
+                f"{run.steps}: lower at, or leave late_switch out"
             )
 
     @classmethod
     def check_recipe(cls, settings: LateSwitchSettings, recipe: Recipe) -> None:
-        """Refuse a recipe that quantises nothing that could be switched."""
+        """Reject a recipe that quantises nothing that could be switched."""
         from megalowbit.layers.precision_switch import switched
 
         switched(recipe, settings.scope)
 
     @classmethod
     def check_resumed(cls, saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:
-        """Refuse to continue a run whose trained steps would, by the present settings, have been others.
+        """Reject settings with which the steps trained so far would have run in other precisions.
 
-        A switch that lies ahead may be moved, added and left out; what a fraction means changes with
+        A switch in the future may be moved, added or removed. A fraction is resolved with the current
         run.steps.
         """
         before, now = _switch(saved), _switch(current)
@@ -142,21 +142,21 @@ class LateSwitch(Component):
             else f'resume with {KEY} = {{"at": {before[0]}, "scope": "{before[1]}"}}'
         )
         raise UserError(
-            f"{KEY} would switch {_described(now)}, but of the {step} steps trained so far the run to be "
-            f"resumed had switched {_described(before)}: {remedy}, or start a new run from its weights with "
+            f"{KEY} would switch {_described(now)}, but the run to resume, after {step} steps, has switched "
+            f"{_described(before)}: {remedy}, or start a new run from its weights with "
             "megalowbit.model.checkpoint"
         )
 
-    def opening(self) -> str:
+    def startup_line(self) -> str:
         return f"switch    after step {self.step}: {self.recipe.name}"
 
     def before_step(self, step: int) -> str | None:
-        """Switch where the last step before it has just been trained."""
+        """Switch if the last step before the switch has just been trained."""
         if step != self.step:
             return None
         self._switch()
         return (
-            f"precision switched after step {step}: {self._num_layers} layers go on as {self.recipe.name}; "
+            f"precision switched after step {step}: {self._num_layers} layers now use {self.recipe.name}; "
             f"{_mean_loss(self._before)} before"
         )
 
@@ -165,10 +165,10 @@ class LateSwitch(Component):
         return {"precision_switched": int(self.is_switched)}
 
     def after_step(self, step: int, facts: Facts) -> Iterable[str]:
-        """Take note of the loss; says what it was once enough steps have passed, or the run is at its end."""
+        """Record the loss; report its mean `WINDOW` steps after the switch, or at the end of the run."""
         loss = facts["loss"]
         assert isinstance(loss, float)
-        # None, for a checkpoint's JSON-like state and a mean that one skipped step must not spoil
+        # None: the checkpoint's state is JSON-like, and one skipped step must not make the mean NaN
         value = loss if math.isfinite(loss) else None
         if step <= self.step:
             self._before = [*self._before, value][-WINDOW:]
@@ -184,7 +184,7 @@ class LateSwitch(Component):
         )
 
     def summary(self) -> Summary:
-        """The switch and the mean losses around it, None where no step's is known; nothing before it."""
+        """The switch and the mean losses around it (None if unknown); empty before the switch."""
         if not self.is_switched:
             return Summary()
         entry = {
@@ -200,7 +200,7 @@ class LateSwitch(Component):
         return {"before": list(self._before), "since": list(self._since)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, source: Path) -> None:
-        """Continue from `state`, switched if the step is behind the switch, and otherwise not."""
+        """Restore the losses; switch the layers if `step` is after the switch, otherwise undo a switch."""
         state = state or {"before": [], "since": []}
         self._before, self._since = list(state["before"]), list(state["since"])
         if step > self.step:
@@ -245,12 +245,12 @@ def _described(switch: tuple[int, str] | None) -> str:
 def _mean_loss(losses: list[float | None]) -> str:
     mean, count = _mean(losses), sum(loss is not None for loss in losses)
     if mean is None:
-        return "no loss known of the steps"
+        return "no finite loss in the steps"
     steps = f"the {count} steps" if count > 1 else "the step"
     return f"mean loss {mean:.4f} over {steps}"
 
 
 def _mean(losses: list[float | None]) -> float | None:
-    """Of the finite ones."""
+    """Mean of the finite losses; None if there are none."""
     finite = [loss for loss in losses if loss is not None]
     return sum(finite) / len(finite) if finite else None

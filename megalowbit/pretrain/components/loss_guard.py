@@ -1,12 +1,14 @@
-"""What a run does when its loss is in trouble: skip, roll back, or stop.
+"""The loss guard: decides whether to continue, roll back or stop when the loss is unstable.
 
-Trouble is a loss that is not finite, or one that stands out or has risen (`LossSpikes`). A single such step
-is said and passed over: its update was left out, or is one among thousands. What stays for `patience` steps,
-and a loss that has risen as a whole, is acted upon. The guard only decides; `roll_back` does it.
+The loss is unstable if it is not finite, if it spikes, or if its level has risen (`LossSpikes`). A single bad
+step is only reported: its update was skipped, or is one of thousands. The guard acts on problems that last
+`patience` steps, and on a loss whose level has risen. It only decides; `loop.roll_back` carries out a
+rollback.
 
-It sees the loss of all ranks, the same number on each, so all decide the same, and NaN on one rank is NaN for
-all. Its state goes with the checkpoints: a run that was killed decides again as it did. A step skipped
-because of the loss scale has a finite loss, and is no trouble here.
+The guard uses the mean loss over all ranks, which is the same number on each rank, so all ranks decide the
+same. NaN on one rank is NaN on all. The guard's state is saved in checkpoints: a run that was killed and
+resumed makes the same decisions. A step that is skipped because of the loss scale has a finite loss and does
+not count as unstable.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from megalowbit.telemetry.facts import Facts
 from megalowbit.values import SettingsModel, unit
 
 KEY = "megalowbit.loss_guard"
-Action = Literal["go on", "roll back", "stop"]
+Action = Literal["continue", "roll back", "stop"]
 NEW_RUN = "megalowbit.model.checkpoint, with a lower learning rate"
-ACTS: Mapping[str, Action] = {"rollback": "roll back", "stop": "stop"}  # other policies go on
-SHORTEST_WINDOW = 32  # losses; a spread found from fewer is no measure of anything
-NORMAL = 1.4826  # deviation of a normal distribution in median absolute deviations
-LEAST_DEVIATION = 0.002  # of log loss; a loss that hardly varies must not make every step a spike
-RISE = 1.5  # deviations of single steps by which the median of a window has risen
-LEAST_RISE = 0.02  # of log loss: less than 2 % is not worth a word
-LEAST_LOSS = 1e-9  # below it the logarithm says nothing any more
+ACTIONS: Mapping[str, Action] = {"rollback": "roll back", "stop": "stop"}  # other policies continue
+MIN_WINDOW = 32  # losses; fewer do not give a usable deviation
+MAD_TO_STD = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
+MIN_DEVIATION = 0.002  # of log loss; otherwise every step of a nearly constant loss would be a spike
+RISE_DEVIATIONS = 1.5  # the median of a window has risen if it grows by this many deviations of single steps
+MIN_RISE = 0.02  # of log loss: a rise of less than 2 % is not reported
+MIN_LOSS = 1e-9  # losses are clamped to this before the logarithm
 
 
 class LossGuardSettings(SettingsModel):
@@ -66,7 +68,7 @@ class LossGuardSettings(SettingsModel):
     )
     window: int = Field(
         default=100,
-        ge=SHORTEST_WINDOW,
+        ge=MIN_WINDOW,
         le=1000,
         description="number of finite losses over which the median and the deviation are computed",
         json_schema_extra=unit("steps"),
@@ -85,11 +87,11 @@ class LossGuardSettings(SettingsModel):
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeFinding:
-    """What a step's loss was like.
+    """The result of examining one loss.
 
     Attributes:
-        spike: what to say of it if it stands out; `None` if it does not.
-        rise: what to say if the loss has risen and stays, as of this step; otherwise `None`.
+        spike: describes the spike; `None` if the loss is not a spike.
+        rise: describes the rise, if the level of the loss has risen as of this step; otherwise `None`.
     """
 
     spike: str | None = None
@@ -97,7 +99,7 @@ class SpikeFinding:
 
 
 class _Level(NamedTuple):
-    """Where losses lie, and how far from it single ones usually are."""
+    """Median of log losses, and the typical deviation of single losses from it."""
 
     median: float
     deviation: float
@@ -105,23 +107,25 @@ class _Level(NamedTuple):
     @classmethod
     def of(cls, values: list[float]) -> _Level:
         middle = median(values) if values else 0.0
-        deviation = NORMAL * median(abs(value - middle) for value in values) if values else 0.0
-        return cls(middle, max(deviation, LEAST_DEVIATION))
+        deviation = MAD_TO_STD * median(abs(value - middle) for value in values) if values else 0.0
+        return cls(middle, max(deviation, MIN_DEVIATION))
 
 
 class LossSpikes:
-    """Which losses stand out above those before them, and when the loss as a whole has risen.
+    """Finds spikes of the loss, and rises of its level.
 
-    Two questions, both asked of the logarithm of the loss, which is nearly symmetric about its trend where
-    the loss itself has a tail towards high values (small batches). *Does this step stand out?* Its distance
-    above the median of the last `window` losses, in deviations: 1.4826 times the median absolute deviation,
-    which a few spikes in the window do not move and which the steep start of a run only widens. *Has the loss
-    risen?* The median of a full window, against the lowest such median so far: a divergence moves it for
-    good, a spike not at all. After a rise has been found, further ones are measured from there.
+    Both use the logarithm of the loss: with small batches the loss has a tail towards high values, while its
+    logarithm is nearly symmetric about the trend.
 
-    Pure arithmetic on what it was given, so equal losses give equal findings. A falling loss is never
-    reported. Not covered: a loss that rises by less than LEAST_RISE, or within a run's first window; a loss
-    that ought to rise (harder data, a learning rate that starts again) is found to have risen.
+    - *Spike*: the loss is more than `spike_deviations` deviations above the median of the last `window`
+      losses. A deviation is 1.4826 times the median absolute deviation. A few spikes in the window do not
+      change it, and the steep start of a run only increases it.
+    - *Rise*: the median of a full window is above the lowest such median so far. A divergence moves this
+      median permanently, a spike does not. After a rise, the next rise is measured from the new level.
+
+    The result depends on the losses only. A falling loss is never reported. Not covered: a loss that rises by
+    less than MIN_RISE, or within the first window of a run. A rise with a legitimate cause, such as harder
+    data or a restarted learning rate, is reported as well.
     """
 
     def __init__(self, settings: LossGuardSettings) -> None:
@@ -129,23 +133,23 @@ class LossSpikes:
         self._losses: list[float] = []  # logarithms, newest last
         self._level = _Level.of(self._losses)
         self._lowest: _Level | None = None  # of the full windows so far
-        self._low_until = 0  # the last step at which the median was near the lowest
+        self._low_until = 0  # the last step at which the median was close to the lowest
 
     @property
     def low_until(self) -> int:
-        """A step up to which the loss had not begun to rise: that long ago the window was all low."""
+        """A step before any rise: the window that ended at `_low_until` began after it."""
         return self._low_until - self._length
 
     def add(self, step: int, loss: float) -> SpikeFinding:
-        """Judge the loss of a step, which is finite; numbers of steps ascend."""
-        value = math.log(max(loss, LEAST_LOSS))
+        """Examine the finite loss of a step; step numbers must increase."""
+        value = math.log(max(loss, MIN_LOSS))
         spike = self._spike(value, loss)
         self._losses = [*self._losses, value][-self._length :]
         self._level = _Level.of(self._losses)
         return SpikeFinding(spike=spike, rise=self._rise(step))
 
     def _spike(self, value: float, loss: float) -> str | None:
-        if len(self._losses) < SHORTEST_WINDOW:
+        if len(self._losses) < MIN_WINDOW:
             return None
         deviations = (value - self._level.median) / self._level.deviation
         if deviations <= self._threshold:
@@ -161,7 +165,7 @@ class LossSpikes:
         if self._lowest is None or level.median < self._lowest.median:
             self._lowest = level
         lowest = self._lowest
-        rise, allowed = level.median - lowest.median, max(RISE * lowest.deviation, LEAST_RISE)
+        rise, allowed = level.median - lowest.median, max(RISE_DEVIATIONS * lowest.deviation, MIN_RISE)
         if rise <= allowed / 2:
             self._low_until = step
         if rise <= allowed:
@@ -169,8 +173,8 @@ class LossSpikes:
         self._lowest = level
         now, before = math.exp(level.median), math.exp(lowest.median)
         return (
-            f"the loss has risen and stays: {now:.4g} is the median of the last {self._length} steps, after "
-            f"{before:.4g} at its lowest"
+            f"the loss has risen: the median of the last {self._length} steps is {now:.4g}, the lowest was "
+            f"{before:.4g}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,25 +195,25 @@ class LossSpikes:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardDecision:
-    """What is to be done after a step.
+    """The decision after a step.
 
     Attributes:
-        action: whether to train on, to roll back, or to stop.
-        line: what to tell of the step; where it stops the run, with the remedy. `None` is nothing.
-        since: where it does not, the first step that was in trouble.
+        action: whether to continue, roll back or stop.
+        line: the line to print, with the remedy if the run stops; `None` prints nothing.
+        since: the first step of the problem, for a rollback or stop.
     """
 
-    action: Action = "go on"
+    action: Action = "continue"
     line: str | None = None
     since: int | None = None
 
 
 class LossGuard(Component):
-    """Decides after each step.
+    """Decides after each step whether to continue, roll back or stop.
 
     Attributes:
         settings: the policies.
-        rollbacks: those made so far, as `{"after_step", "to_step", "reason"}`.
+        rollbacks: rollbacks so far, each as `{"after_step", "to_step", "reason"}`.
     """
 
     key = "loss_guard"
@@ -223,16 +227,17 @@ class LossGuard(Component):
         self._spikes = LossSpikes(settings)
         self._nonfinite_in_a_row = 0
         self._spikes_in_a_row = 0
-        self._since: int | None = None  # first step of trouble that may have to be acted upon
+        self._since: int | None = None  # first step of a current problem that a policy may act on
 
     @classmethod
     def check(cls, settings: LossGuardSettings, run: RunSettings, recipe: object) -> None:
-        """Refuse a rollback that would never come, for the run is stopped before."""
+        """Reject a patience that is never reached, because max_consecutive_skips stops the run earlier."""
         skips = run.max_consecutive_skips
         if settings.nonfinite != "skip" and settings.patience >= skips:
             raise UserError(
-                f"{KEY}.patience = {settings.patience} never ends, for megalowbit.run.max_consecutive_skips "
-                f"= {skips} stops the run before: lower the former, or raise the latter"
+                f"{KEY}.patience = {settings.patience} is never reached, because "
+                f"megalowbit.run.max_consecutive_skips = {skips} stops the run earlier: lower the first or "
+                "raise the second"
             )
 
     @classmethod
@@ -241,36 +246,42 @@ class LossGuard(Component):
 
     @property
     def is_stable(self) -> bool:
-        """Whether the last step is one to come back to; where it is not, a checkpoint would be no refuge."""
+        """Whether the loss is stable, so that a rollback could return to a checkpoint of this step."""
         return self._since is None
 
     def good_until(self, step: int) -> int | None:
-        """The newest step that a rollback may ask for once `step` is trained; `None`: there are none."""
+        """The newest step that a rollback after `step` could return to; `None` if rollbacks are off."""
         if not self.settings.rolls_back:
             return None
         newest = step if self._since is None else self._since - 1
         return min(newest, self._spikes.low_until) if self.settings.spike == "rollback" else newest
 
     def judge(self, step: int, loss: float, *, is_skipped: bool) -> GuardDecision:
-        """Decide after a step, once for each; `loss` is the mean over all ranks, and the first step is 1."""
+        """Decide after a step; call it once per step.
+
+        Args:
+            step: counted from 1.
+            loss: mean over all ranks.
+            is_skipped: whether the update was skipped.
+        """
         decide = self._judge_finite if math.isfinite(loss) else self._judge_nonfinite
         decision = decide(step, loss)
         if math.isfinite(loss) or is_skipped or decision.line is not None:
             return decision
-        line = f"step {step}: the loss is {loss}, but its gradients were finite and have moved the weights"
+        line = f"step {step}: the loss is {loss}, but its gradients were finite and the weights were updated"
         return GuardDecision(line=line)
 
     def _judge_nonfinite(self, step: int, loss: float) -> GuardDecision:
         policy, patience = self.settings.nonfinite, self.settings.patience
         self._nonfinite_in_a_row += 1
         self._spikes_in_a_row = 0
-        self._note_trouble(step, is_trouble=policy in ACTS)
+        self._mark_unstable(step, is_unstable=policy in ACTIONS)
         if self._nonfinite_in_a_row < patience:
             return GuardDecision()
         steps = f"{patience} steps in a row" if patience > 1 else "the step"
         reason = f"step {step}: the loss of {steps} was not finite (the last one is {loss})"
-        if policy not in ACTS:
-            # once in a row of them: each skipped step has a line of its own
+        if policy not in ACTIONS:
+            # once per series: each skipped step has a line already
             return GuardDecision(line=reason if self._nonfinite_in_a_row == patience else None)
         return self._act("nonfinite", reason, self._since or step)
 
@@ -278,44 +289,44 @@ class LossGuard(Component):
         policy = self.settings.spike
         self._nonfinite_in_a_row = 0
         if policy == "off":
-            self._note_trouble(step, is_trouble=False)
+            self._mark_unstable(step, is_unstable=False)
             return GuardDecision()
         found = self._spikes.add(step, loss)
         is_spike = found.spike is not None
         self._spikes_in_a_row = self._spikes_in_a_row + 1 if is_spike else 0
-        self._note_trouble(step, is_trouble=is_spike and policy in ACTS)
+        self._mark_unstable(step, is_unstable=is_spike and policy in ACTIONS)
         if found.rise is not None:
             reason = f"step {step}: {found.rise}"
             since = min(self._spikes.low_until + 1, self._since or step)
-            return self._act("spike", reason, since) if policy in ACTS else GuardDecision(line=reason)
+            return self._act("spike", reason, since) if policy in ACTIONS else GuardDecision(line=reason)
         if not is_spike:
             return GuardDecision()
         reason = f"step {step}: {found.spike}"
-        if policy in ACTS and self._spikes_in_a_row >= self.settings.patience:
-            many = f", as {self._spikes_in_a_row} steps in a row" if self._spikes_in_a_row > 1 else ""
+        if policy in ACTIONS and self._spikes_in_a_row >= self.settings.patience:
+            many = f", {self._spikes_in_a_row} steps in a row" if self._spikes_in_a_row > 1 else ""
             return self._act("spike", reason + many, self._since or step)
         return GuardDecision(line=reason if self._spikes_in_a_row == 1 else None)
 
-    def _note_trouble(self, step: int, *, is_trouble: bool) -> None:
-        self._since = (self._since or step) if is_trouble else None
+    def _mark_unstable(self, step: int, *, is_unstable: bool) -> None:
+        self._since = (self._since or step) if is_unstable else None
 
     def _act(self, key: str, reason: str, since: int) -> GuardDecision:
-        action = ACTS[getattr(self.settings, key)]
+        action = ACTIONS[getattr(self.settings, key)]
         if action == "stop":
-            way_out = f"resume with --set {KEY}.{key}=rollback to leave these data out"
+            way_out = f"resume with --set {KEY}.{key}=rollback to skip these batches"
         elif len(self.rollbacks) >= self.settings.max_rollbacks:
             action = "stop"
-            way_out = f"{KEY}.max_rollbacks = {self.settings.max_rollbacks} are made: raise it"
+            way_out = f"{KEY}.max_rollbacks = {self.settings.max_rollbacks} is reached: raise it"
         else:
             return GuardDecision(action=action, line=reason, since=since)
         line = f"{reason}: {way_out}, or start a new run from an earlier checkpoint ({NEW_RUN})"
         return GuardDecision(action=action, line=line, since=since)
 
     def newest_good_step(self, since: int) -> int:
-        """The newest step to roll back to from trouble that began at `since`.
+        """The newest step to roll back to from a problem that began at `since`.
 
-        Where the run has not got past the trouble that it rolled back from last, what it rolled back to is
-        under suspicion too, and an earlier step is asked for.
+        If the run has not passed the step of the last rollback, the checkpoint it rolled back to may be bad
+        as well, so this returns an earlier step.
         """
         last = self.rollbacks[-1] if self.rollbacks else None
         if last is not None and since <= last["after_step"]:
@@ -323,11 +334,11 @@ class LossGuard(Component):
         return since - 1
 
     def facts(self, known: Facts) -> Facts:
-        """Rollbacks so far, once there are any."""
+        """The number of rollbacks so far; no column before the first."""
         return {"rollbacks": len(self.rollbacks)} if self.rollbacks else {}
 
     def summary(self) -> Summary:
-        """To which step the run went back after which, and why."""
+        """The step after which each rollback happened, the step it returned to, and the reason."""
         if not self.rollbacks:
             return Summary()
         steps = (f"after step {each['after_step']} to step {each['to_step']}" for each in self.rollbacks)
@@ -337,7 +348,7 @@ class LossGuard(Component):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decisions rest on, as plain values."""
+        """Everything that decisions depend on, as plain values."""
         return {
             "rollbacks": [dict(each) for each in self.rollbacks],
             "spikes": self._spikes.state_dict(),
@@ -347,7 +358,7 @@ class LossGuard(Component):
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, source: Path) -> None:
-        """Continue from `state`; runs of earlier versions saved none, and begin as new ones do."""
+        """Continue from `state`; without one (earlier versions saved none), start like a new run."""
         state = state or LossGuard(self.settings).state_dict()
         self.rollbacks = [dict(each) for each in state["rollbacks"]]
         self._spikes.load_state_dict(state["spikes"])

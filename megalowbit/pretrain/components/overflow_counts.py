@@ -1,7 +1,7 @@
-"""Overflow of quantised operands, counted by layer over the whole run (`telemetry.overflow`).
+"""Counts overflow of quantised operands per layer over the whole run (`telemetry.overflow`).
 
-Its figures ride with the loss in one all-reduce, so the loop reads them with `reduce_step_facts` and the
-recorder writes the table by layer; here is what a run needs around the tracker.
+This component builds, resets and saves the tracker. The counts are reduced together with the loss in one
+all-reduce, so the loop reads them with `reduce_step_facts`, and the recorder writes the per-layer table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OverflowCounts(Component):
-    """Counts of all low-bit layers; `tracker` is their observer."""
+    """Overflow counts of all low-bit layers; `tracker` observes the layers."""
 
     key = "tracker"
     records = ("overflow_layers.jsonl",)
@@ -27,7 +27,7 @@ class OverflowCounts(Component):
 
     @classmethod
     def build(cls, settings: None, parts: RunParts) -> OverflowCounts | None:
-        """With the layers observed; None where nothing is quantised, or counted."""
+        """Attach a tracker to the layers; None if nothing is quantised or counting is off."""
         from megalowbit.engine.pipeline.setup import groups_of
         from megalowbit.layers.conversion.convert import set_observer
         from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
@@ -39,8 +39,8 @@ class OverflowCounts(Component):
         set_observer(parts.engine.module, tracker)
         return cls(tracker)
 
-    def begin_try(self) -> None:
-        """Drop what was seen since the last step, and what a try that is repeated has counted."""
+    def begin_attempt(self) -> None:
+        """Drop counts since the last step, including those of an attempt that is repeated."""
         self.tracker.begin_step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class OverflowCounts(Component):
         return self.tracker.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, source: Path) -> None:
-        """Continue from `state`; from nothing where there is none."""
+        """Continue from `state`; start at zero if there is none."""
         self.tracker.reset()
         if state is not None:
             self.tracker.load_state_dict(dict(state))

@@ -1,7 +1,7 @@
-"""Weights that a run splits into parameters on its way (`recipe.parameter_split`): when that is due.
+"""Splits weights into parameters during a run (`recipe.parameter_split`).
 
-Which parameters, and what becomes of optimizer state, is `engine/parameters/split.py`'s. What a checkpoint
-needs is in the model's own state, so there is none here.
+This component decides before which step; `engine/parameters/split.py` splits the parameters and their
+optimizer state. It has no state in checkpoints, because the model's state already shows the split.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from megalowbit.telemetry.facts import Facts
 
 
 class ParameterSplitting(Component):
-    """Splits weights before the steps at which that is due.
+    """Splits weights before the steps at which a split is due.
 
     Args:
-        split: the `ParameterSplit` of the run's recipe; layers may have lost theirs.
-        engine: whose weights are split.
+        split: the `ParameterSplit` of the run's recipe; a late switch may have removed it from layers.
+        engine: the engine with the weights to split.
     """
 
     def __init__(self, split: Any, engine: Any) -> None:
         self._split, self._engine = split, engine
-        self._num_split = 0  # weights, before the coming step
+        self._num_split = 0  # weights split before the next step
 
     @classmethod
     def build(cls, settings: None, parts: RunParts) -> ParameterSplitting | None:
-        """None where the recipe has no such split."""
+        """None if the recipe has no parameter split."""
         split = parts.recipe.parameter_split
         return None if split is None else cls(split, parts.engine)
 
     @classmethod
     def check(cls, settings: None, run: RunSettings, recipe: object) -> None:
-        """Refuse weights that would be split after the last step."""
+        """Reject a split that is due after the last step."""
         warmup_steps: object = None
         while isinstance(recipe, Mapping) and warmup_steps is None:
             split = recipe.get("parameter_split", {})
@@ -44,13 +44,13 @@ class ParameterSplitting(Component):
             recipe = recipe.get("base")
         if isinstance(warmup_steps, int) and warmup_steps >= run.steps:
             raise UserError(
-                f"megalowbit.recipe.parameter_split.warmup_steps = {warmup_steps} leaves no step of "
-                f"{run.steps} to split before: lower it, raise megalowbit.run.steps, or leave "
-                "parameter_split out"
+                f"megalowbit.recipe.parameter_split.warmup_steps = {warmup_steps} is not below "
+                f"megalowbit.run.steps = {run.steps}, so weights would never be split: lower it, raise "
+                "megalowbit.run.steps, or leave parameter_split out"
             )
 
     def before_step(self, step: int) -> str | None:
-        """Split, if that is due before the coming step; collective."""
+        """Split the weights if that is due before the next step; collective."""
         from megalowbit.engine.parameters.split import split_weights
         from megalowbit.layers.conversion.convert import bit_layers
 
@@ -58,11 +58,11 @@ class ParameterSplitting(Component):
         if not self._split.is_due(step):
             return None
         if not any(layer.recipe.parameter_split for layer in bit_layers(self._engine.module).values()):
-            return None  # a late switch has ended low precision
+            return None  # a late switch has removed the split from all layers
         report = split_weights(self._engine)
         self._num_split = len(report.ranks)
         return f"before step {step + 1}: {report}"
 
     def facts(self, known: Facts) -> Facts:
-        """How many weights were split before the step."""
+        """The number of weights that were split before the step."""
         return {"weights_split": self._num_split}

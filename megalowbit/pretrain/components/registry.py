@@ -1,8 +1,8 @@
-"""All components that a run may have, in the order in which they act.
+"""The registry of all components, in the order in which they act.
 
-First what changes how a step is computed, then what watches it. The order is also that of columns in the
-metrics, of states in a checkpoint and of entries in the summary. The engine, which accepts a file with the
-loop's sections, lists their names in `config/deepspeed_json.py`.
+Components that change how a step is computed come first, then those that monitor it. Columns of the metrics,
+states in a checkpoint and entries of the summary have the same order. The engine accepts configuration files
+with the loop's sections; `config/deepspeed_json.py` lists their names.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.parameter_split import ParameterSplitting
 from megalowbit.pretrain.components.speculation import Speculation
 
-# off where their section is null or left out
+# off if their section is null or left out
 OPTIONAL: tuple[type[Component], ...] = (LateSwitch, Speculation)
-# part of every run; without a section they have its defaults
-STANDING: tuple[type[Component], ...] = (LossGuard,)
-COMPONENTS: tuple[type[Component], ...] = (OverflowCounts, *OPTIONAL, *STANDING, ParameterSplitting)
+# part of every run; without a section they use default settings
+ALWAYS_ON: tuple[type[Component], ...] = (LossGuard,)
+COMPONENTS: tuple[type[Component], ...] = (OverflowCounts, *OPTIONAL, *ALWAYS_ON, ParameterSplitting)

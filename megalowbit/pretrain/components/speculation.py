@@ -73,7 +73,7 @@ class Speculation(Component):
         controller = PrecisionController(parts.engine.module, settings)
         return cls(controller, find(parts.earlier, LateSwitch))
 
-    def opening(self) -> str:
+    def startup_line(self) -> str:
         return f"speculate {describe_speculation(self.controller.settings)}"
 
     def before_step(self, step: int) -> str | None:
@@ -83,7 +83,7 @@ class Speculation(Component):
         self.controller.check_next()
         return line_after_switch(self._switch.recipe)
 
-    def begin_try(self) -> None:
+    def begin_attempt(self) -> None:
         self.controller.begin_step()
 
     def end_step(self) -> None:

@@ -1,1 +1,1 @@
-"""How much memory a run will need, before any of it is allocated."""
+"""Estimates the memory of a run before anything is allocated."""

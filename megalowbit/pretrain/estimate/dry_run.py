@@ -1,8 +1,8 @@
-"""What a run would do, without doing it: configuration, swapped layers, sizes, memory.
+"""`--dry-run`: describes a run without starting it: configuration, converted layers, model size and memory.
 
-Processes are counted and not started: one is enough to size a run of many. The model is built on fake
-tensors, so a model that would not fit here is described all the same, and nothing is written or downloaded:
-no run folder, no cache, no data set.
+One process is enough to describe a run of many; the others are not started. The model is built on fake
+tensors, so it need not fit into this machine's memory. Nothing is written or downloaded: no run folder, cache
+or data set.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from megalowbit.pretrain.checks import check_config, this_device, why_not
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
 from megalowbit.pretrain.components.speculation import describe_speculation
 from megalowbit.pretrain.config import PretrainConfig
-from megalowbit.pretrain.estimate.memory import MemoryEstimate, ModelPartition, ZeroSharing, estimate_memory
-from megalowbit.pretrain.estimate.saved_tensors import largest_forms
-from megalowbit.pretrain.job import check_nothing_missed
+from megalowbit.pretrain.estimate.memory import MemoryEstimate, ModelLayout, ZeroSharing, estimate_memory
+from megalowbit.pretrain.estimate.saved_tensors import largest_recipes
+from megalowbit.pretrain.job import check_all_projections_seen
 from megalowbit.speculation.settings import SpeculationSettings
 
-SIZED_TO_FIT = ", the fewest that fit this configuration: give --processes for another number"
+SIZED_TO_FIT = ", the fewest that fit this configuration; use --processes for another number"
 
-MOST_OF_ALL_CANDIDATES = "\n  at most: saved for backward with the candidate precisions that save the most"
+UPPER_BOUND_NOTE = (
+    "\n  upper bound: saved for backward assumes the candidate precisions that keep the most memory"
+)
 
 
 def describe(config: PretrainConfig) -> str:
-    """The report `--dry-run` prints.
+    """The report that `--dry-run` prints.
 
     Raises:
         UserError: model, recipe or corpus would fail in the real run.
@@ -51,7 +53,7 @@ def describe(config: PretrainConfig) -> str:
         + (SIZED_TO_FIT if config.is_sized_to_fit else ""),
         "configuration": json.dumps(config.to_dict(), indent=2),
         **_model_sections(config, recipe),
-        "data": (f"data set {corpus} (not looked up)" if is_hub else corpus) + f"; {_tokens(config)}",
+        "data": (f"data set {corpus} (not downloaded)" if is_hub else corpus) + f"; {_tokens(config)}",
         **_memory_sections(config, recipe),
     }
     return "\n\n".join(f"== {title}\n{text}" for title, text in sections.items())
@@ -62,7 +64,7 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
         model = build_model(settings.model, seed=settings.run.seed)
         report = convert(model, recipe)
-        check_nothing_missed(model.config, report)
+        check_all_projections_seen(model.config, report)
         layers = bit_layers(model).values()
         total = sum(parameter.numel() for parameter in model.parameters())
         swapped = sum(
@@ -84,39 +86,40 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
 def _tokens(config: PretrainConfig) -> str:
     settings = config.settings
     tokens = config.parts.deepspeed["train_batch_size"] * settings.data.sequence_length
+    count = config.grid.world_size
     return (
-        f"{tokens:,} tokens a step on {config.grid.world_size} process(es), "
+        f"{tokens:,} tokens per step on {count} process{'es' if count > 1 else ''}, "
         f"{tokens * settings.run.steps:,} in {settings.run.steps:,} steps"
     )
 
 
 def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
-    """What a process takes, and what components change of that on the way."""
+    """The memory of one process, with speculation, and after a late switch."""
     settings = config.settings
     speculation, switch = settings.of(SpeculationSettings), settings.of(LateSwitchSettings)
     memory = estimate_run(config, recipe)
     sections = {
-        "memory of one process (estimate)": str(memory) + (MOST_OF_ALL_CANDIDATES if speculation else ""),
+        "memory of one process (estimate)": str(memory) + (UPPER_BOUND_NOTE if speculation else ""),
     }
     if speculation is not None:
         sections["speculation"] = describe_speculation(speculation)
     if switch is not None:
         later = switched(recipe, switch.scope)
         sections["late switch"] = f"after step {switch.step(settings.run.steps)}: {later}"
-        saved = estimate_run(config, later).saved_for_backward  # all else stays as it was
+        saved = estimate_run(config, later).saved_for_backward  # the only part that changes
         sections["memory after the late switch (estimate)"] = str(replace(memory, saved_for_backward=saved))
     return sections
 
 
 def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
-    """Memory of one process whose layers have this recipe; with speculation, the most that it takes."""
+    """Memory of one process whose layers have this recipe; with speculation, an upper bound."""
     settings, engine, deepspeed = config.settings, config.parts.settings, config.parts.deepspeed
     optimizer = deepspeed["optimizer"]
     speculation = settings.of(SpeculationSettings)
     return estimate_memory(
         settings.model,
         recipe,
-        forms=None if speculation is None else largest_forms(speculation, recipe),
+        largest=None if speculation is None else largest_recipes(speculation, recipe),
         precision=engine.precision,
         fp32_norms=engine.fp32_norms,
         op_classes=engine.autocast.op_classes() if engine.autocast.enabled else None,
@@ -125,12 +128,12 @@ def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
         micro_batch_size=deepspeed["train_micro_batch_size_per_gpu"],
         sequence_length=settings.data.sequence_length,
         sharing=ZeroSharing.from_config(deepspeed, config.grid.data_size),
-        partition=ModelPartition.from_config(deepspeed, config.grid),
+        layout=ModelLayout.from_config(deepspeed, config.grid),
     )
 
 
 def split_ranks(layers: Collection[BitLinear]) -> list[str]:
-    """The rank that each split has, as a range over the layers, a line for each split of their recipes."""
+    """For each split in the layers' recipes, a line with the smallest and largest rank over the layers."""
     lines = []
     for field in SPLIT_FIELDS:
         ranks = sorted(

@@ -1,13 +1,14 @@
-"""How much memory a process will need, before any of it is allocated.
+"""Estimates the memory of one process before anything is allocated.
 
-Weights, gradients and optimizer state are exact: the optimizer keeps half-precision parameters, fp32 main
-gradients, fp32 masters and the inner optimizer's moments, of which ZeRO's stages leave each process a share
-and may put it on the host. What is saved for backward is counted, not
-modelled: the real model runs forward under PyTorch's fake tensors and a hook adds up every storage autograd
-would keep, packed FP4 operands included. The device's own attention kernel may keep less than the fake one.
-Where processes divide the model, the shard is really made, and of a pipeline's stages the largest is told.
-Not covered: temporaries inside a kernel, fragmentation, padding, what stage 3 fetches ahead, communication
-buffers but those gradients are reduced in.
+The sizes of weights, gradients and optimizer state are exact: half-precision parameters, fp32 main gradients,
+fp32 master weights and the inner optimizer's moments. ZeRO leaves each process a share of them, and may keep
+it on the host. The tensors saved for backward are counted, not modelled: the model runs forward on PyTorch's
+fake tensors, and a hook adds up each storage that autograd would keep, packed FP4 operands included. The
+device's attention kernel may keep less than the fake one. For tensor parallelism the actual shard is built;
+for a pipeline, the estimate is that of the largest stage.
+
+Not covered: temporaries inside kernels, fragmentation, padding, parameters that ZeRO 3 prefetches, and
+communication buffers other than those for reducing gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megalowbit.layers.recipe import Recipe
 from megalowbit.optim.precision.autocast import attach_autocast
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32, keep_fp32
 from megalowbit.optim.precision.op_classes import OpClasses
-from megalowbit.pretrain.estimate.saved_tensors import LargestForms, saved_by_stage, saved_for_backward
+from megalowbit.pretrain.estimate.saved_tensors import LargestRecipes, saved_by_stage, saved_for_backward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,15 +48,16 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelPartition:
-    """How processes divide the model itself.
+class ModelLayout:
+    """How tensor and pipeline parallelism divide the model.
 
     Attributes:
-        tensor_size: processes that share each projection; all else is whole in each of them.
-        num_stages: of a pipeline.
-        partition: how parts are dealt to stages.
-        interval: blocks per recomputed segment of a stage; 0 recomputes nothing.
-        micro_batches: of an optimizer step.
+        tensor_size: tensor-parallel processes; each holds a shard of each projection and all other
+            parameters.
+        num_stages: pipeline stages.
+        partition: how the model's parts are distributed over stages.
+        interval: blocks per recomputed segment of a stage; 0: no recomputation.
+        micro_batches: micro-batches of an optimizer step.
     """
 
     tensor_size: int = 1
@@ -65,7 +67,7 @@ class ModelPartition:
     micro_batches: int = 1
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], grid: ProcessGrid) -> ModelPartition:
+    def from_config(cls, config: Mapping[str, Any], grid: ProcessGrid) -> ModelLayout:
         """From a complete DeepSpeed configuration."""
         return cls(
             tensor_size=grid.tensor_size,
@@ -78,14 +80,14 @@ class ModelPartition:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroSharing:
-    """How ZeRO divides things.
+    """How ZeRO divides the training state.
 
     Attributes:
         stage: 0 to 3.
-        data_size: processes that share.
-        is_optimizer_on_host: masters and moments are.
-        are_parameters_on_host: the shares of half-precision parameters are.
-        bucket_elements: of the buffers gradients are reduced in, all together.
+        data_size: data-parallel processes.
+        is_optimizer_on_host: whether master weights and moments are on the host.
+        are_parameters_on_host: whether the shares of half-precision parameters are on the host.
+        bucket_elements: total number of elements in the buffers for reducing gradients.
     """
 
     stage: int = 0
@@ -103,7 +105,7 @@ class ZeroSharing:
         ]
         num_buckets = 0
         if stage and zero.get("contiguous_gradients", True):
-            # with overlap there are two; a pipeline at stage 1 makes a second one in each step
+            # two with overlap_comm; a pipeline at stage 1 allocates a second one in each step
             is_pipeline = stages_of(config) > 1
             num_buckets = 2 if is_pipeline or (stage < 3 and zero.get("overlap_comm")) else 1
         return cls(
@@ -115,17 +117,17 @@ class ZeroSharing:
         )
 
     def share(self, size: int, *, from_stage: int) -> int:
-        """Bytes of a process's share of what is divided from some stage on."""
+        """Bytes per process of something that ZeRO divides at `from_stage` and above."""
         return -(-size // self.data_size) if self.stage >= from_stage else size
 
     def reduction_buffers(self, precision: str) -> int:
-        """Bytes of the buffers gradients are reduced in; stage 2 alone has them in the model's precision."""
+        """Bytes of the buffers for reducing gradients; only stage 2 has them in the model's precision."""
         return self.bucket_elements * (2 if self.stage == 2 and precision in HALF_DTYPES else 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes in one process, by what they hold; what is `on_the_host` is not part of the total."""
+    """Bytes of one process by purpose; the total does not include `on_the_host`."""
 
     parameters: int
     main_gradients: int
@@ -152,7 +154,7 @@ def estimate_memory(
     model_settings: ModelSettings,
     recipe: Recipe,
     *,
-    forms: LargestForms | None = None,
+    largest: LargestRecipes | None = None,
     precision: str,
     fp32_norms: bool = False,
     op_classes: OpClasses | None = None,
@@ -161,52 +163,47 @@ def estimate_memory(
     micro_batch_size: int,
     sequence_length: int,
     sharing: ZeroSharing | None = None,
-    partition: ModelPartition | None = None,
+    layout: ModelLayout | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory of one process; of a pipeline's, one of the stage that needs most.
+    """Estimate the memory of one process; in a pipeline, of a process in the stage that needs the most.
 
     Args:
-        model_settings: which model.
+        model_settings: the model.
         recipe: its low-bit recipe.
-        forms: what layers keep where their recipes change in the run; None: they keep what `recipe` says.
+        largest: the recipes that keep the most, if recipes change during the run; None: always `recipe`.
         precision: `"fp16"`, `"bf16"` or `"fp32"`.
-        fp32_norms: whether norms keep fp32 parameters, which have no master.
-        op_classes: of autocast, under which more is kept in fp32; None where it is off.
+        fp32_norms: whether norms keep fp32 parameters, which have no master weights.
+        op_classes: the op classes of autocast, which keeps more tensors in fp32; None if it is off.
         optimizer_type: DeepSpeed's `optimizer.type`.
         has_momentum: whether SGD keeps a momentum buffer.
         micro_batch_size: sequences per forward pass.
         sequence_length: tokens per sequence.
-        sharing: what ZeRO does; None: stage 0.
-        partition: how the model is divided; None: not at all.
+        sharing: how ZeRO divides the training state; None: stage 0.
+        layout: how the model is divided; None: not at all.
 
     Raises:
-        UserError: the model cannot be divided so.
+        UserError: the model cannot be divided in this way.
     """
-    partition, zero = partition or ModelPartition(), sharing or ZeroSharing()
+    layout, zero = layout or ModelLayout(), sharing or ZeroSharing()
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
-        model = _converted(model_settings, recipe, partition, precision, fp32_norms=fp32_norms)
+        model = _converted(model_settings, recipe, layout, precision, fp32_norms=fp32_norms)
         if op_classes is not None:
             attach_autocast(model, precision, "cpu", op_classes)
-        stages = _stages(model, partition, micro_batch_size, sequence_length, forms)
+        stages = _stages(model, layout, micro_batch_size, sequence_length, largest)
     moments = MOMENTS_PER_PARAMETER.get(optimizer_type.lower(), int(has_momentum))
     estimates = [_of_stage(zero, parameters, saved, precision, moments) for parameters, saved in stages]
     return max(estimates, key=lambda estimate: estimate.total)
 
 
 def _converted(
-    model_settings: ModelSettings,
-    recipe: Recipe,
-    partition: ModelPartition,
-    precision: str,
-    *,
-    fp32_norms: bool,
+    model_settings: ModelSettings, recipe: Recipe, layout: ModelLayout, precision: str, *, fp32_norms: bool
 ) -> PreTrainedModel:
-    """The model as a process has it before it is cut into stages."""
+    """The model of one process before it is divided into stages."""
     model = build_model(model_settings, seed=0)
-    keep_first_shard(model, partition.tensor_size)
+    keep_first_shard(model, layout.tensor_size)
     convert(model, recipe)
     for layer in bit_layers(model).values():
-        layer.is_split = recipe.parameter_split is not None  # a whole one keeps as much
+        layer.is_split = recipe.parameter_split is not None  # a weight that is not split yet keeps as much
     if fp32_norms:
         keep_fp32(model)
     half = HALF_DTYPES.get(precision)
@@ -218,18 +215,18 @@ def _converted(
 
 def _stages(
     model: PreTrainedModel,
-    partition: ModelPartition,
+    layout: ModelLayout,
     micro_batch_size: int,
     sequence_length: int,
-    forms: LargestForms | None,
+    largest: LargestRecipes | None,
 ) -> list[tuple[list[nn.Parameter], int]]:
-    """Parameters of each stage, a tied one in each that has it, and bytes that it keeps for backward."""
-    if partition.num_stages == 1:
+    """For each stage: its parameters (a tied one in every stage that has it) and its bytes for backward."""
+    if layout.num_stages == 1:
         blocks = list(model.get_submodule(family(model.config.model_type).blocks).children())
-        saved = saved_for_backward(model, micro_batch_size, sequence_length, forms, blocks=blocks)
+        saved = saved_for_backward(model, micro_batch_size, sequence_length, largest, blocks=blocks)
         return [(list(model.parameters()), saved)]
     parts = parts_of(model)
-    bounds = stage_bounds(parts, partition.num_stages, partition.partition)
+    bounds = stage_bounds(parts, layout.num_stages, layout.partition)
     found = []
     for stage, (start, stop) in enumerate(pairwise(bounds)):
         own = parts[start:stop]
@@ -238,10 +235,10 @@ def _stages(
             own,
             micro_batch_size=micro_batch_size,
             sequence_length=sequence_length,
-            interval=partition.interval,
-            # one forward, one backward in turn: the first stage waits longest
-            num_in_flight=min(partition.num_stages - stage, partition.micro_batches),
-            forms=forms,
+            interval=layout.interval,
+            # 1F1B schedule: earlier stages have more micro-batches in flight
+            num_in_flight=min(layout.num_stages - stage, layout.micro_batches),
+            largest=largest,
         )
         found.append((list(dict.fromkeys(p for part in own for p in part.parameters())), saved))
     return found
@@ -250,13 +247,13 @@ def _stages(
 def _of_stage(
     zero: ZeroSharing, parameters: list[nn.Parameter], saved: int, precision: str, moments: int
 ) -> MemoryEstimate:
-    """Of a process with these parameters, which keeps `saved` bytes for backward."""
+    """The estimate for a process with these parameters and `saved` bytes for backward."""
     count = sum(parameter.numel() for parameter in parameters)
     gradients = 4 * count
-    # ZeRO steps copies of fp32 parameters too
+    # ZeRO keeps master weights for fp32 parameters, too
     with_masters = (p for p in parameters if zero.stage or p.dtype != torch.float32)
     main_gradients = zero.share(gradients, from_stage=2)
-    if zero.stage == 1:  # whole sums over micro-batches, and the share that a step works on
+    if zero.stage == 1:  # full gradients summed over micro-batches, plus the share that the update uses
         main_gradients += zero.share(gradients, from_stage=1)
     of_optimizer = {
         "master_parameters": zero.share(4 * sum(p.numel() for p in with_masters), from_stage=1),
@@ -272,7 +269,7 @@ def _of_stage(
         if is_on_host:
             on_the_host += sum(parts.values())
             parts.update(dict.fromkeys(parts, 0))
-    if zero.is_optimizer_on_host:  # the gradients that it reads; at stage 3 there are no others
+    if zero.is_optimizer_on_host:  # a copy of the gradients for the update; at stage 3 the only one
         on_the_host += zero.share(gradients, from_stage=1)
         main_gradients = 0 if zero.stage == 3 else main_gradients
     return MemoryEstimate(

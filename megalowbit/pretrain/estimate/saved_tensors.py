@@ -1,9 +1,10 @@
-"""What autograd keeps between forward and backward: counted on a model or on one stage of a pipeline.
+"""Counts the bytes that autograd saves for backward, for a model or one pipeline stage.
 
-The forward is run for its hooks alone, as a rule under PyTorch's fake tensors, and each storage counts once.
-Where layers have a choice of recipes, the one that keeps more is counted (`LargestForms`). Of blocks that are
-alike two are run, and the others counted as the second: the first also meets what all share.
-Not covered: what kernels allocate for a moment, and what a device's own attention does not keep.
+The forward pass runs for its hooks only, usually on PyTorch's fake tensors. Each storage counts once. If
+layers have a choice of recipes, the one that saves more counts (`LargestRecipes`). Of a sequence of equal
+blocks only two are run, and the others count as much as the second; the first also counts the tensors that
+all share. Not covered: temporary allocations of kernels, and what the device's attention kernel does not
+save.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargestForms:
-    """The recipes with which layers keep the most.
+class LargestRecipes:
+    """The recipes with which layers save the most for backward.
 
     Attributes:
-        own: of a layer whose input nobody else keeps.
-        beside: of a layer whose input is kept anyway, by another layer or by the operation it comes from: a
-            form of its own is kept on top of that.
+        input_unsaved: for a layer whose input no other operation saves.
+        input_saved: for a layer whose input is already saved, by another layer or by the operation that
+            produced it; quantised codes of the input then need additional memory.
     """
 
-    own: Recipe
-    beside: Recipe
+    input_unsaved: Recipe
+    input_saved: Recipe
 
 
 class _Kept:
-    """Storages that autograd would keep; they stay alive here, so that no address comes twice."""
+    """Storages that autograd would keep. Holding them prevents a new storage from reusing an address."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._not_counted = {parameter.untyped_storage()._cdata for parameter in parameters}
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._uncounted = 0  # bytes of what was not run
+        self._uncounted = 0  # bytes of blocks that were not run
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -76,17 +77,17 @@ class _Kept:
 
 
 @contextmanager
-def _in_largest_forms(
-    model: nn.Module, forms: LargestForms | None, is_kept: Callable[[torch.Tensor], bool]
+def _with_largest_recipes(
+    model: nn.Module, largest: LargestRecipes | None, is_kept: Callable[[torch.Tensor], bool]
 ) -> Iterator[None]:
-    """Give each layer its recipe when it gets its input; those that layers had are gone afterwards."""
+    """Set each layer's recipe in a forward pre-hook; the layers' previous recipes are not restored."""
 
     def choose(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert isinstance(layer, BitLinear)
-        assert forms is not None
-        layer.recipe = forms.beside if is_kept(inputs[0]) else forms.own
+        assert largest is not None
+        layer.recipe = largest.input_saved if is_kept(inputs[0]) else largest.input_unsaved
 
-    layers = [] if forms is None else list(bit_layers(model).values())
+    layers = [] if largest is None else list(bit_layers(model).values())
     handles = [layer.register_forward_pre_hook(choose) for layer in layers]
     try:
         yield
@@ -96,8 +97,8 @@ def _in_largest_forms(
 
 
 @contextmanager
-def _alike_run_twice(blocks: Sequence[nn.Module], kept: _Kept) -> Iterator[None]:
-    """Let blocks that follow one like them, which was not the first of its kind, only be counted."""
+def _skip_repeated_blocks(blocks: Sequence[nn.Module], kept: _Kept) -> Iterator[None]:
+    """Run only the first two of equal consecutive blocks, and count each of the others as the second."""
     seen: list[str] = []
     sizes: dict[str, int] = {}
 
@@ -105,7 +106,7 @@ def _alike_run_twice(blocks: Sequence[nn.Module], kept: _Kept) -> Iterator[None]
         run, own_kind = block.forward, _kind(block)
 
         def forward(hidden: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            # masks differ where some blocks attend within a window
+            # blocks with sliding-window attention get other masks
             kind = f"{own_kind} {[id(each) for each in (*args, *options.values())]}"
             is_repeated = kind in seen[-1:]
             seen.append(kind)
@@ -130,7 +131,7 @@ def _alike_run_twice(blocks: Sequence[nn.Module], kept: _Kept) -> Iterator[None]
 
 
 def _kind(block: nn.Module) -> str:
-    """What blocks that keep as much have in common: modules, recipes, and the form of their parameters."""
+    """A key for blocks that save equally many bytes: modules, recipes, parameters' shapes and dtypes."""
     layers = [(layer.recipe, layer.is_split) for layer in bit_layers(block).values()]
     parameters = [(name, value.shape, value.dtype) for name, value in block.named_parameters()]
     return f"{block} {layers} {parameters}"
@@ -140,24 +141,24 @@ def saved_for_backward(
     model: nn.Module,
     micro_batch_size: int,
     sequence_length: int,
-    forms: LargestForms | None = None,
+    largest: LargestRecipes | None = None,
     *,
     blocks: Sequence[nn.Module] = (),
 ) -> int:
-    """Bytes autograd keeps between one forward and its backward, parameters not counted.
+    """Bytes that autograd keeps between one forward and its backward, without parameters.
 
     Args:
-        model: a causal language model that takes `input_ids` and `labels`; fake tensors serve as well.
+        model: a causal language model that takes `input_ids` and `labels`; may consist of fake tensors.
         micro_batch_size: sequences in the batch.
         sequence_length: tokens per sequence.
-        forms: recipes to choose from; None: each layer's own.
-        blocks: modules that the model runs one after the other on its hidden states; of those alike
-            only two are run. Without them all are.
+        largest: the recipes that save the most; None: each layer's current recipe.
+        blocks: modules that the model runs in sequence on its hidden states; of equal ones only two are
+            run. Empty: all modules are run.
     """
     kept = _Kept(model.parameters())
     tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
-    with hooks, _in_largest_forms(model, forms, kept.holds), _alike_run_twice(blocks, kept):
+    with hooks, _with_largest_recipes(model, largest, kept.holds), _skip_repeated_blocks(blocks, kept):
         loss = model(input_ids=tokens, labels=tokens).loss
     del loss
     return kept.nbytes
@@ -171,12 +172,18 @@ def saved_by_stage(
     sequence_length: int,
     interval: int,
     num_in_flight: int,
-    forms: LargestForms | None = None,
+    largest: LargestRecipes | None = None,
 ) -> int:
-    """Bytes a pipeline's stage, made of these parts of the model, keeps when it is fullest.
+    """Peak bytes that a pipeline stage keeps for backward.
 
-    That is, with `num_in_flight` micro-batches whose backward is still to come. `interval` is of blocks per
-    recomputed segment, 0 recomputes nothing; all else is as for `saved_for_backward`.
+    Args:
+        model: as for `saved_for_backward`.
+        parts: the parts of the model in this stage.
+        micro_batch_size: sequences in a micro-batch.
+        sequence_length: tokens per sequence.
+        interval: blocks per recomputed segment; 0: no recomputation.
+        num_in_flight: micro-batches whose backward is still to come.
+        largest: as for `saved_for_backward`.
     """
     kept, recomputed = _Kept(model.parameters()), [0]
     of_model = (
@@ -198,37 +205,40 @@ def saved_by_stage(
     tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
     inputs = tokens if isinstance(parts[0], Embedding) else _hidden_states(model, tokens)
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
-    in_forms = _in_largest_forms(model, forms, lambda tensor: any(each.holds(tensor) for each in alive))
-    with hooks, in_forms, _alike_run_twice(of_model, kept):
+    with_largest = _with_largest_recipes(
+        model, largest, lambda tensor: any(each.holds(tensor) for each in alive)
+    )
+    with hooks, with_largest, _skip_repeated_blocks(of_model, kept):
         output = run_parts(parts, inputs, BlockInputs(model), run_blocks)
         assert isinstance(output, torch.Tensor)
         if isinstance(parts[-1], Head):
             causal_loss(output, tokens)
         else:
-            kept.add(output)  # it waits for its gradient
+            kept.add(output)  # kept until its gradient arrives from the next stage
     return kept.nbytes * num_in_flight + recomputed[0]
 
 
 def _hidden_states(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """What the stage before hands on for `tokens` (sequences, tokens): with a dimension of hidden_size."""
+    """The previous stage's output for `tokens`: (sequences, tokens) → (sequences, tokens, hidden_size)."""
     shape = (*tokens.shape, model.config.hidden_size)
     return torch.zeros(shape, dtype=next(model.parameters()).dtype, requires_grad=True)
 
 
-def largest_forms(settings: SpeculationSettings, recipe: Recipe) -> LargestForms:
-    """With what layers keep as much for backward as any choice of precisions can.
+def largest_recipes(settings: SpeculationSettings, recipe: Recipe) -> LargestRecipes:
+    """The choices of candidate precisions with which layers save the most for backward.
 
-    An input is largest where `grad_weight` takes it as it is, unless it is kept anyway: then codes come on
-    top. So do those of a weight, which `grad_input` may take.
+    An input needs the most memory if `grad_weight` uses it unquantised. If another operation saves the input
+    anyway, quantised codes for `grad_weight` need additional memory instead. Codes of the weight for
+    `grad_input` are additional in both cases.
     """
     widest = max((name for name in settings.candidates if name != HIGHEST), key=_code_bytes, default=HIGHEST)
-    return LargestForms(
-        own=recipe_with(recipe, (HIGHEST, widest, HIGHEST)),
-        beside=recipe_with(recipe, (HIGHEST, widest, widest)),
+    return LargestRecipes(
+        input_unsaved=recipe_with(recipe, (HIGHEST, widest, HIGHEST)),
+        input_saved=recipe_with(recipe, (HIGHEST, widest, widest)),
     )
 
 
-def _code_bytes(precision: str) -> int:
-    """Size of the codes and scales of a weight, to compare precisions."""
-    _, operand = quantizers_of(precision, "output")
+def _code_bytes(name: str) -> int:
+    """Bytes of a weight's codes and scales, to compare candidate precisions."""
+    _, operand = quantizers_of(name, "output")
     return quantizer(operand).quantize(torch.zeros(128, 128)).nbytes

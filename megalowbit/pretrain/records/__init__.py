@@ -1,1 +1,1 @@
-"""What a run writes down: metrics, console lines, summary."""
+"""The output of a run: metrics, console lines and the summary."""

@@ -1,4 +1,4 @@
-"""What a run says of itself before, between and after its steps: plain text, one fact a line."""
+"""Lines that a run prints before, between and after its steps; one fact a line."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from megalowbit.pretrain.checks import describe_kernels
 from megalowbit.pretrain.job import Job
 from megalowbit.telemetry.columns import scale_text
 
-# What makes the rates of a scheduler's first steps more than 0. DeepSpeed's warm-ups take their beginning
-# twice, for step 1 before they are stepped; for WarmupCosineLR that is 0 whatever its settings.
+# How to make the learning rate of a scheduler's first steps positive. DeepSpeed's warm-up schedulers use
+# their first value twice: for step 1, before they are stepped, and for step 2. WarmupCosineLR always uses 0
+# for step 1.
 REMEDIES = MappingProxyType(
     {
         "WarmupLR": "set scheduler.params.warmup_min_lr above 0",
@@ -32,7 +33,7 @@ WARM_UPS = {
 
 
 def products_line(counts: dict[str, dict[str, int]]) -> str:
-    """What low-bit products ran in, on one line: `{"output": {"fp8": 3}}` → "output 3 fp8"."""
+    """The precisions of low-bit products on one line: `{"output": {"fp8": 3}}` → "output 3 fp8"."""
     parts = (
         f"{product} " + " + ".join(f"{count:,} {path}" for path, count in sorted(paths.items()))
         for product, paths in counts.items()
@@ -40,8 +41,8 @@ def products_line(counts: dict[str, dict[str, int]]) -> str:
     return f"products  {', '.join(parts)}"
 
 
-def describe_parallelism(job: Job) -> str:
-    """How the job is cut, for the opening: `" (2 × 2: data 2, tensor 2, ZeRO 1)"`; empty if it is not."""
+def layout_text(job: Job) -> str:
+    """The layout for the startup lines: `" (2 × 2: data 2, tensor 2, ZeRO 1)"`; empty for plain DP."""
     stage = job.engine.zero_optimization_stage()
     grid = job.engine.process_grid
     if grid.model_parallel_size == 1 and not stage:
@@ -49,8 +50,8 @@ def describe_parallelism(job: Job) -> str:
     return f" ({grid}" + (f", ZeRO {stage})" if stage else ")")
 
 
-def wasted_step(job: Job) -> str | None:
-    """A line where the schedule gives the first step a learning rate of 0; None where it does not."""
+def zero_rate_warning(job: Job) -> str | None:
+    """A warning if the schedule gives the first step a learning rate of 0; otherwise None."""
     scheduler = job.config.parts.deepspeed.get("scheduler")
     rates = [learning_rate(group) for group in job.engine.optimizer.param_groups]
     if job.step or scheduler is None or any(rates):
@@ -59,16 +60,16 @@ def wasted_step(job: Job) -> str | None:
     is_warm_up = kind in WARM_UPS and not (scheduler.get("params") or {}).get(WARM_UPS[kind])
     if kind == "WarmupCosineLR" and not is_warm_up:
         return (
-            f"step 1 trains nothing: {kind} always gives it a learning rate of 0; WarmupDecayLR does not, "
-            "with warmup_min_lr above 0"
+            f"step 1 has no effect: {kind} always gives it a learning rate of 0; to avoid that, use "
+            "WarmupDecayLR with warmup_min_lr above 0"
         )
-    first = "steps 1 and 2 train nothing" if is_warm_up else "step 1 trains nothing"
-    remedy = REMEDIES.get(kind, "let the schedule begin above 0")
+    first = "steps 1 and 2 have no effect" if is_warm_up else "step 1 has no effect"
+    remedy = REMEDIES.get(kind, "start the schedule above 0")
     return f"{first}: {kind} gives a learning rate of 0; {remedy}"
 
 
-def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
-    """What a run says before its first step; `changes` are settings that a resumed run changed."""
+def startup_lines(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
+    """The lines printed before the first step; `changes` are the settings that a resumed run changed."""
     count = sum(map(full_numel, job.engine.module.parameters()))
     count = getattr(job.engine.module, "num_parameters_of_all_stages", count)
     settings, report = job.config.settings, job.report
@@ -81,10 +82,10 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: l
             *([f"kernels   {describe_kernels(job.recipe, job.engine.device)}"] if report.swapped else []),
             f"data      {settings.data.corpus}, {job.loader.num_samples:,} sequences of "
             f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
-            f"batch     {job.tokens_per_step:,} tokens a step on {identity.world_size} "
-            f"process{'es' if identity.world_size > 1 else ''}" + describe_parallelism(job),
-            *filter(None, (component.opening() for component in job.components)),
-            *([f"rate      {wasted}"] if (wasted := wasted_step(job)) is not None else []),
+            f"batch     {job.tokens_per_step:,} tokens per step on {identity.world_size} "
+            f"process{'es' if identity.world_size > 1 else ''}" + layout_text(job),
+            *filter(None, (component.startup_line() for component in job.components)),
+            *([f"schedule  {warning}"] if (warning := zero_rate_warning(job)) is not None else []),
             *(f"changed   {change}" for change in changes),
             "",
         ]
@@ -92,9 +93,13 @@ def opening(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: l
 
 
 def skip_line(step: int, report: StepReport, loss_scale: float, *, verb: str = "skipped") -> str | None:
-    """`step 7 skipped: overflow in … on rank 5; loss scale 2^16 → 2^15`; None if it was applied.
+    """`step 7 skipped: overflow in … on rank 5; loss scale 2^16 → 2^15`; None if the update was applied.
 
-    The report is of that step, counted from 1, or of one try of it, and the loss scale that of the next one.
+    Args:
+        step: counted from 1.
+        report: of this step, or of one attempt at it.
+        loss_scale: for the next step or attempt.
+        verb: what happened to the step.
     """
     if report.is_applied:
         return None
@@ -106,6 +111,6 @@ def skip_line(step: int, report: StepReport, loss_scale: float, *, verb: str = "
 
 
 def splits_line(counts: Mapping[str, int]) -> str | None:
-    """How this process's splits found their factors, on one line; `None` if none did."""
+    """How often this process's splits computed or reused their factors, on one line; `None` if never."""
     shown = [f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count]
     return f"splits    {', '.join(shown)}" if shown else None

@@ -1,7 +1,7 @@
-"""All records of a run behind one object: console, metrics, layer table, records of components, summary.
+"""The recorder: writes the console, metrics, layer table, components' records and summary of a run.
 
-The loop tells it what happened; it knows which file that belongs to and which process writes. Records by
-layer need an all-reduce, so their calls are for every rank. Counts of splits are the main process's own.
+Every rank calls it and the main process writes. Per-layer records need an all-reduce, so all ranks must make
+those calls. The counters of spectral splits are those of the main process only.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from megalowbit.telemetry.summary import RunSummary, worst_layers
 
 logger = logging.getLogger(__name__)
 
-MISFITS = (
-    "splits: %s times what was kept did not fit the next matrix (another rank, dtype or number of rows), "
-    "and factors were found anew: the settings were changed, or batches have different sizes"
+MISFIT_WARNING = (
+    "splits: %s times the kept factors did not fit the next matrix (different rank, dtype or number of rows) "
+    "and were computed again: the settings have changed, or batches have different sizes"
 )
 
 
 class Recorder:
-    """Writes what a run does; as a context it closes its files, marked as failed after an exception.
+    """Writes the records of a run; as a context manager it closes its files, marked as failed after an error.
 
     Args:
         job: the run.
-        console: where a person follows it.
+        console: the console to print to.
         is_main: whether this process writes.
-        is_resume: whether records of an earlier part of the run may be there; later steps are dropped.
+        is_resume: whether the folder may have records of an earlier part of the run; lines after the
+            current step are removed.
 
     Raises:
         UserError: a file cannot be opened; every rank raises it.
@@ -51,11 +52,11 @@ class Recorder:
         self._every = job.config.settings.telemetry.layers_every
         self._speed = MovingRate()
         self._sinks = SinkGroup([console])
-        self._table_step = job.step if is_resume else 0  # of the newest table by layer
+        self._table_step = job.step if is_resume else 0  # step of the newest per-layer table
         agree(lambda: self._open(job.step if is_resume else None))
 
     def _open(self, resume_step: int | None) -> None:
-        """Open the files, on the main process; only then is the folder this run's own."""
+        """Open the files on the main process; this marks the folder as that of a run."""
         if not self._is_main:
             return
         job, telemetry = self._job, self._job.config.settings.telemetry
@@ -75,27 +76,27 @@ class Recorder:
             for component in job.components:
                 component.open_records(job.folder.path, resume_step)
             job.loader.tokenizer.save_pretrained(job.folder.tokenizer)
-            job.folder.set_export_aside(job.step)
+            job.folder.rename_export(job.step)
             job.folder.done.unlink(missing_ok=True)
             job.folder.note_saved(job.step or None)
             job.folder.write_config(job.config.to_dict())
         except OSError as error:
             raise file_system_error(
                 f"the run cannot be recorded in {error.filename or job.folder.path} ({error.strerror}): "
-                "free space or move away what is there, or choose another --run-dir",
+                "free space, move the file away, or choose another --run-dir",
                 error,
             ) from error
         self._sinks = SinkGroup([*files.sinks, self._console])
 
     def _check_records(self, resume_step: int | None) -> None:
-        """Read all records that are to be continued: one that is damaged must not leave the others cut."""
+        """Check all records before any is truncated: a damaged one must not leave the others truncated."""
         if resume_step is None:
             return
         for name in (METRICS, *(name for each in self._job.components for name in each.records)):
             last_step(self._job.folder.path / name)
 
-    def go_back(self) -> None:
-        """Drop what was recorded after the job's step, which has become an earlier one. Every rank calls it.
+    def roll_back(self) -> None:
+        """Remove the lines of steps after the job's step, which a rollback has lowered. Every rank calls it.
 
         Raises:
             UserError: a file cannot be opened again; every rank raises it.
@@ -104,7 +105,7 @@ class Recorder:
 
     def _open_again(self) -> None:
         files = SinkGroup(sink for sink in self._sinks.sinks if sink is not self._console)
-        self._sinks = SinkGroup([self._console])  # the run goes on, and so does what a person sees
+        self._sinks = SinkGroup([self._console])  # the console is not rolled back
         with self._recording():
             self._close_components()
             files.close()
@@ -116,31 +117,31 @@ class Recorder:
         self._speed.add(self._job.tokens_per_step)
         with self._recording():
             self._sinks.write(step, facts)
-        # the last one before the last checkpoint, or a kill in between would leave the run without it
+        # also at the last step, before its checkpoint: a kill after the checkpoint must not lose the table
         if step == last or (self._every and step % self._every == 0):
             self._write_layers()
 
     def follow(self, component: Component, facts: Facts) -> None:
-        """Let a component record the step just recorded, and show what it has to say."""
+        """Call a component's `after_step` and print the lines that it returns."""
         with self._recording():
             lines = tuple(component.after_step(self._job.step, facts))
         for line in lines:
             self.log(line)
 
     def sync(self) -> None:
-        """Make what was recorded survive a power failure, as a checkpoint does."""
+        """Flush the records to disk: like a checkpoint, they then survive a power failure."""
         if self._is_main:
             with self._recording():
                 self._job.folder.sync_records()
 
     def log(self, text: str | None) -> None:
-        """Show a line to whoever follows the run; `None` is no line."""
+        """Print a line on the console; `None` prints nothing."""
         if text is not None:
-            with self._recording():  # logs lie on disks too
+            with self._recording():  # stdout may be a file on a full disk
                 self._console.print(text, "bold")
 
     def finish(self) -> None:
-        """Write and show the summary. Every rank must call it."""
+        """Write and print the summary. Every rank must call it."""
         job = self._job
         if self._table_step != job.step:
             self._write_layers()
@@ -163,7 +164,7 @@ class Recorder:
                 if line is not None:
                     self._console.print(line)
             if splits.get("misfit"):
-                logger.warning(MISFITS, f"{splits['misfit']:,}")
+                logger.warning(MISFIT_WARNING, f"{splits['misfit']:,}")
 
     def _write_layers(self) -> None:
         if self._job.tracker is None:
@@ -173,7 +174,7 @@ class Recorder:
             self._sinks.write_layers(self._job.step, layers)
 
     def _close(self, summary: RunSummary) -> None:
-        """Leave the summary, on the main process, and close the files."""
+        """Write the summary on the main process, and close the files."""
         with self._recording():
             self._sinks.close(summary=summary.facts())
             if self._is_main:
@@ -185,7 +186,7 @@ class Recorder:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Say in one line that a disk is full, or what else keeps the records from being written."""
+        """Turn an error of the file system, such as a full disk, into a one-line `UserError`."""
         try:
             yield
         except OSError as error:
@@ -193,8 +194,8 @@ class Recorder:
             steps = self._job.store.steps()
             saved = f"from the checkpoint of step {steps[-1]}" if steps else "from the start"
             raise file_system_error(
-                f"the run cannot be recorded in {path} ({error.strerror or error}): free space or mend the "
-                f"disk, then go on {saved} with --resume auto",
+                f"the run cannot be recorded in {path} ({error.strerror or error}): free space or fix the "
+                f"disk, then continue {saved} with --resume auto",
                 error,
             ) from error
 
@@ -204,7 +205,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # on a full disk closing fails again, and would hide why the run ends
+        # on a full disk, closing fails again; that error must not replace the first one
         with nullcontext() if kind is None else suppress(OSError):
             self._sinks.close(exit_code=0 if kind is None else 1)
         with nullcontext() if kind is None else suppress(OSError):

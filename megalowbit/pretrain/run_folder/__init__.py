@@ -1,1 +1,1 @@
-"""One run, one folder: what lies where in it, and how a run is begun again."""
+"""The folder of a run: its files, its lock and `--restart`."""

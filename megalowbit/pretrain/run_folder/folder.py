@@ -1,9 +1,9 @@
-"""One run, one folder: which one, and what lies where in it.
+"""The run folder: how it is chosen and locked, and the paths inside it.
 
-Nothing is ever overwritten. A new run whose default folder is taken gets the next number
-(`runs/gpt2`, `runs/gpt2-2`, …); a folder the user named must be empty or absent unless the run is resumed.
-Creating the folder claims it, and its lock is held as long as the main process lives: two jobs never write
-into one folder. A start that fails leaves no folder behind.
+Existing files are never overwritten. If the default folder of a new run is taken, the run gets the next
+number (`runs/gpt2`, `runs/gpt2-2`, …). A folder that the user names must be empty or absent, unless the run
+is resumed. Creating the folder claims it, and the main process holds its lock until it ends. Two jobs
+therefore never write into the same folder. A start that fails leaves no folder behind.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.components.registry import COMPONENTS
 
 LOCK = ".lock"
-LONGEST_TRY = 4096  # bytes of a lock; another program's file of that name must not be emptied
-TRY = "MEGALOWBIT_TRY"  # what a job script calls the try it makes
+MAX_LOCK_BYTES = 4096  # a larger file belongs to another program and must not be truncated
+ATTEMPT_VARIABLE = "MEGALOWBIT_TRY"  # set by the job script to the name of the attempt
 METRICS = "metrics.jsonl"
 RECORDS = (METRICS, *(name for component in COMPONENTS for name in component.records))
-ASIDE, MOVING = "before-restart", ".moving"  # where `--restart` moves a run, and until all of it is there
-# written as drafts, which a kill leaves behind; drafts of other names are somebody else's
-OWN_NAMES = ("hf", "config.json", "saved.json", "summary.json", "DONE", "*.jsonl")
+# `--restart` moves a run to before-restart-<n>; the name ends in .moving until everything has been moved.
+ASIDE_PREFIX, MOVING_SUFFIX = "before-restart", ".moving"
+# These are written as drafts, which a kill can leave behind. Drafts of other files are not ours to remove.
+DRAFT_NAMES = ("hf", "config.json", "saved.json", "summary.json", "DONE", "*.jsonl")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths inside a run's folder; `is_new` where this process has just made it."""
+    """Paths inside a run folder; `is_new` if this process has just created it."""
 
     path: Path
     is_new: bool = False
@@ -53,7 +54,7 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer as a HuggingFace folder, for whoever exports a checkpoint."""
+        """The tokenizer as a HuggingFace folder; exporting a checkpoint needs it."""
         return self.path / "tokenizer"
 
     @property
@@ -63,81 +64,81 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """What the end of the run looked like."""
+        """The summary written at the end of the run."""
         return self.path / "summary.json"
 
     @property
     def done(self) -> Path:
-        """The mark of a run that has nothing left to do, whatever its launcher's exit code says."""
+        """Marks a finished run, whatever exit code its launcher returns."""
         return self.path / "DONE"
 
     def sync_records(self) -> None:
-        """Force the lines of all records to disk; they are in the system's hands as soon as written."""
+        """Flush all records to disk with fsync; written lines may still be in the system's cache."""
         for path in self.path.glob("*.jsonl"):
             sync(path)
 
     def mark_done(self, step: int) -> None:
-        """Say that the run is finished; the last thing that is written."""
+        """Mark the run as finished; this is the last file a run writes."""
         try:
             with atomic_file(self.done) as file:
                 file.write(json.dumps({"step": step}) + "\n")
         except OSError as error:
             message = (
                 f"{self.done} cannot be written ({error.strerror}): free space, then start again with "
-                "--resume auto; all else of the run is there"
+                "--resume auto; everything else has been written"
             )
             raise file_system_error(message, error) from error
 
-    def is_summed_up(self, step: int) -> bool:
-        """Whether the summary is of a run that ended after this step."""
+    def has_summary_of(self, step: int) -> bool:
+        """Whether there is a summary of a run that ended after this step."""
         try:
             return bool(read_json_object(self.summary).get("steps") == step)
-        except UserError:  # none, or not one of ours
+        except UserError:  # no summary, or not one that a run has written
             return False
 
     @property
     def saved(self) -> Path:
-        """Whether the run has ever had a complete checkpoint, said outside of the folder that holds them."""
+        """Records the first complete checkpoint; kept outside `checkpoints/`, which may be removed."""
         return self.path / "saved.json"
 
     def first_saved_step(self) -> int | None:
-        """The first step with a complete checkpoint, as far as is noted; `None`: there was none.
+        """The first step with a complete checkpoint according to `saved.json`; `None` if there was none.
 
         Raises:
-            UserError: the note is damaged.
+            UserError: `saved.json` is damaged.
         """
         if not os.path.lexists(self.saved):
             return None
         step = read_json_object(self.saved).get("step", "")
         if not (step is None or type(step) is int):
-            raise UserError(f"{self.saved} says {shown(step)} in place of a step: it is damaged")
+            raise UserError(f"{self.saved} is damaged: its step is {shown(step)}, not a number or null")
         return step
 
     def note_saved(self, step: int | None) -> None:
-        """Note the first complete checkpoint; `None` where the run begins. Later calls change nothing.
+        """Record the first complete checkpoint; pass `None` at the start of a run. Later calls do nothing.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: `saved.json` cannot be written.
         """
         try:
             is_noted = os.path.lexists(self.saved) and (step is None or self.first_saved_step() is not None)
         except UserError:
-            is_noted = False  # damaged, and here is what it should say
+            is_noted = False  # damaged: write it again
         if not is_noted:
             with atomic_file(self.saved) as file:
                 file.write(json.dumps({"step": step}) + "\n")
 
     @property
     def interrupted_restart(self) -> Path | None:
-        """Where a `--restart` that was killed has moved a part of the run; `None`: there is none."""
-        found = sorted(self.path.glob(f"{ASIDE}-*{MOVING}"))
+        """The folder to which a killed `--restart` moved part of the run; `None` if there is none."""
+        found = sorted(self.path.glob(f"{ASIDE_PREFIX}-*{MOVING_SUFFIX}"))
         return found[0] if found else None
 
-    def set_records_aside(self) -> list[str]:
-        """Rename the records of a try that died before its first checkpoint; returns their new names.
+    def rename_records(self) -> list[str]:
+        """Rename the records of an attempt that died before its first checkpoint; returns their new names.
 
         Raises:
-            UserError: one cannot be renamed.
+            UserError: a file cannot be renamed.
         """
         renamed = []
         for path in (self.path / name for name in RECORDS):
@@ -152,35 +153,36 @@ class RunFolder:
             renamed.append(target.name)
         return renamed
 
-    def set_export_aside(self, step: int) -> None:
-        """Rename an export of an earlier end of this run, so that `hf/` is never older than the run."""
+    def rename_export(self, step: int) -> None:
+        """Rename the export of an earlier end of this run, because it is older than the weights now."""
         if self.hf.exists():
             self.hf.rename(first_free(numbered(self.path / f"hf-step-{step:08d}")))
 
     @property
     def is_started(self) -> bool:
-        """Whether a run has got as far as its first record here."""
+        """Whether a run in this folder has opened its records."""
         return self.config.exists()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep other jobs out while the block runs; afterwards remove the folder if nothing was written.
+    def locked(self) -> Iterator[None]:
+        """Lock the folder while the block runs; afterwards remove it if nothing was written.
 
         Raises:
-            TransientError: another job holds the folder.
-            UserError: its lock is a link, no file or not ours, or cannot be opened.
+            TransientError: another job holds the lock.
+            UserError: the lock is a link, is not a regular file, was not written by a run or cannot be
+                opened.
         """
         lock = self.path / LOCK
         with _open_lock(lock) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise TransientError(  # the lock of a node that died may outlive it for a while
+                raise TransientError(  # a file system may keep the lock of a dead node for a while
                     f"run folder {self.path} is in use by another job: wait for it, or use another --run-dir"
                 ) from None
             try:
                 self._sign(file)
-                remove_drafts(self.path, OWN_NAMES)
+                remove_drafts(self.path, DRAFT_NAMES)
                 yield
             finally:
                 if self.is_new and not has_content(self.path):
@@ -188,17 +190,17 @@ class RunFolder:
                     self.path.rmdir()
 
     def _sign(self, lock: IO[str]) -> None:
-        """Name this try in the lock: a job script counts only what its own run has written."""
-        name = os.environ.get(TRY, "no job script")
-        try:  # not through the file's buffer, which would fail again when it is closed
+        """Write the attempt's name into the lock; a job script counts only its own run's checkpoints."""
+        name = os.environ.get(ATTEMPT_VARIABLE, "no job script")
+        try:  # unbuffered: a buffered write that fails would fail again when the file is closed
             os.ftruncate(lock.fileno(), 0)
             os.write(lock.fileno(), f"{name}\n".encode())
         except OSError as error:
-            message = f"{self.path / LOCK} cannot be written ({error.strerror}): free space or mend the disk"
+            message = f"{self.path / LOCK} cannot be written ({error.strerror}): free space or fix the disk"
             raise file_system_error(message, error) from error
 
     def write_config(self, resolved: dict[str, Any]) -> None:
-        """Save the resolved configuration, whole or not at all."""
+        """Save the resolved configuration atomically."""
         with atomic_file(self.config) as file:
             file.write(json.dumps(resolved, indent=2) + "\n")
 
@@ -210,7 +212,7 @@ def numbered(path: Path) -> Iterator[Path]:
 
 
 def first_free(paths: Iterable[Path]) -> Path:
-    """The first of them at which nothing lies, not even a link to nothing."""
+    """The first path that does not exist, not even as a dangling link."""
     return next(path for path in paths if not os.path.lexists(path))
 
 
@@ -219,10 +221,10 @@ def _open_lock(lock: Path) -> IO[str]:
         file = open_regular(lock, "a")
     except OSError as error:
         message = (
-            f"{lock} cannot be opened ({error.strerror}): make the folder yours, or use another --run-dir"
+            f"{lock} cannot be opened ({error.strerror}): make the folder writable, or use another --run-dir"
         )
         raise file_system_error(message, error) from error
-    if os.fstat(file.fileno()).st_size > LONGEST_TRY:
+    if os.fstat(file.fileno()).st_size > MAX_LOCK_BYTES:
         file.close()
         raise UserError(f"{lock} was not written by a run: move it away, or use another --run-dir")
     return file
@@ -236,17 +238,18 @@ def claim(
     is_restart: bool = False,
     root: Path = Path("runs"),
 ) -> RunFolder:
-    """Choose this run's folder and create it: `run_dir`, or a default one below `root`, named after `stem`.
+    """Choose and create the run folder: `run_dir`, or a default folder below `root` named after `stem`.
 
-    An existing run may be continued if `is_resume`, and one in `run_dir` will be moved aside if `is_restart`.
+    With `is_resume`, the folder may hold a run, which is then continued. With `is_restart`, a run in
+    `run_dir` is moved aside later.
 
     Raises:
-        UserError: `run_dir` holds something and the run is not resumed, or it cannot be created.
+        UserError: `run_dir` is not empty and the run is not resumed, or the folder cannot be created.
     """
     name = str(run_dir or root / stem)
     try:
         name.encode()
-    except UnicodeEncodeError:  # other bytes, which libraries that write there do not take
+    except UnicodeEncodeError:  # libraries that write there accept UTF-8 names only
         raise UserError(f"run folder {shown(name)} is not UTF-8: choose another --run-dir") from None
     try:
         if run_dir is not None:
@@ -259,7 +262,7 @@ def claim(
 
 
 def has_content(folder: Path) -> bool:
-    """Whether anything but a lock lies in `folder`."""
+    """Whether `folder` contains anything other than a lock."""
     return any(path.name != LOCK for path in folder.iterdir())
 
 
@@ -267,7 +270,7 @@ def _claim_named(run_dir: Path, may_have_content: bool) -> RunFolder:
     if run_dir.is_dir() and has_content(run_dir) and not may_have_content:
         raise UserError(
             f"run folder {run_dir} is not empty: continue it with --resume auto, choose another --run-dir, "
-            "or begin again in it with --restart"
+            "or start over in it with --restart"
         )
     is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -283,7 +286,7 @@ def _claim_numbered(root: Path, stem: str, is_resume: bool) -> RunFolder:
         if not newest.exists():
             raise UserError(
                 f"{newest} is a link to {shown(str(newest.readlink()))}, which does not exist: put "
-                "it back to go on, or name a --run-dir"
+                "it back to continue, or name a --run-dir"
             )
         return RunFolder(newest)
     number = max(taken, default=0) + 1
@@ -292,13 +295,13 @@ def _claim_numbered(root: Path, stem: str, is_resume: bool) -> RunFolder:
         try:
             folder.mkdir()
         except FileExistsError:
-            number += 1  # another job took it between the look and the claim
+            number += 1  # another job created it after we listed the folder
         else:
             return RunFolder(folder, is_new=True)
 
 
 def _holds_run(folder: Path) -> bool:
-    """Whether a run may be continued in a folder, or could be if what is away were there."""
+    """Whether a folder holds a run that can be continued, or would if missing files were put back."""
     names = (folder / "config.json", folder / "saved.json", folder / "checkpoints")
     return any(map(os.path.lexists, names)) or (folder.is_symlink() and not folder.exists())
 

@@ -1,11 +1,13 @@
-"""Was there a checkpoint, and where is it: asked before a run is begun again in a folder that has records.
+"""Detects missing checkpoints before a resumed run starts at step 0 in a folder that has records.
 
-A run that died before its first complete checkpoint begins again at step 0, for nothing is lost. One whose
-checkpoints have gone (a folder removed, a link whose target is away, manifests removed) would train again
-what it has trained, and write over its records; it is refused. What tells them apart is `saved.json`, which
-a run writes when it begins and changes at its first complete checkpoint, and what only the end of a run or of
-a save writes. Runs of versions without `saved.json` are judged by how many steps their records hold.
-Damaged checkpoints are the store's (`engine.checkpoints.store`), which moves them aside and has its own line.
+A run that died before its first complete checkpoint restarts at step 0; nothing is lost. A run whose
+checkpoints have disappeared is rejected, because it would repeat its training and overwrite its records.
+Checkpoints disappear when their folder, the target of a link or the manifests are removed.
+
+`saved.json` distinguishes the two cases: a run writes it at its start and updates it at its first complete
+checkpoint. Files that only a finished run or save writes are evidence as well. For runs of versions without
+`saved.json`, the number of recorded steps decides. Not covered: damaged checkpoints, which the store
+(`engine.checkpoints.store`) moves aside and reports.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from megalowbit.telemetry.sinks.jsonl import last_step
 
 
 def check_checkpoints_are_there(folder: RunFolder, *, is_resume: bool) -> None:
-    """Refuse to begin at step 0 what has been trained further; on one rank, which holds the folder.
+    """Reject a folder whose checkpoints are missing; call it on the rank that holds the folder's lock.
 
-    Only with `is_resume` may there be a run in the folder, which is continued.
+    The folder can hold a run only if `is_resume`.
 
     Raises:
-        UserError: checkpoints were completed here and none is left, `checkpoints` is no folder, an
-            interrupted `--restart` has moved only a part of the run, or the folder is no run's and has what
-            a run would overwrite.
+        UserError: the run had complete checkpoints and none is left; `checkpoints` is not a folder; an
+            interrupted `--restart` has moved only part of the run; or the folder does not hold a run but
+            has files that a run would overwrite.
     """
     place = folder.checkpoints
     if os.path.lexists(place) and not place.is_dir():
@@ -46,37 +48,37 @@ def check_checkpoints_are_there(folder: RunFolder, *, is_resume: bool) -> None:
         return
     if folder.interrupted_restart is not None:
         raise UserError(
-            f"a --restart of {folder.path} was interrupted, {folder.interrupted_restart.name} holds what it "
-            "had moved: start again with --restart, which moves the rest"
+            f"a --restart of {folder.path} was interrupted after it had moved some files to "
+            f"{folder.interrupted_restart.name}: start again with --restart, which moves the rest"
         )
     if complete_steps(place) or damaged_in(place):
         return
     if os.path.lexists(folder.tokenizer) and not _has_begun(folder):
         raise UserError(
-            f"{folder.tokenizer} was not written by a run, which would write over it: move it away, or "
+            f"{folder.tokenizer} was not written by a run, and this run would overwrite it: move it away, or "
             "choose another --run-dir"
         )
     evidence = _evidence(folder)
     if evidence is not None:
         raise UserError(
-            f"the run in {folder.path} has saved checkpoints ({evidence}), and {_missing(place)}: put them "
-            f"back to go on, or begin at step 0 with --run-dir {folder.path} --restart, which moves what is "
-            "there aside and removes nothing"
+            f"the run in {folder.path} has saved checkpoints ({evidence}), but {_missing(place)}: put them "
+            f"back to continue, or start over with --run-dir {folder.path} --restart, which moves the "
+            "old files aside and removes nothing"
         )
 
 
 def _has_begun(folder: RunFolder) -> bool:
-    """Whether a run has written here; its records are the first that it opens."""
+    """Whether a run has written here; it opens its records first."""
     names = (folder.config, folder.saved, *folder.path.glob(f"{METRICS}*"))
     return any(map(os.path.lexists, names))
 
 
 def _evidence(folder: RunFolder) -> str | None:
-    """What shows that a checkpoint was once complete; `None`: nothing does."""
+    """Evidence that a checkpoint was once complete; `None` if there is none."""
     for path in (folder.done, folder.summary, folder.hf, *sorted(folder.path.glob("hf-step-*"))):
         if os.path.lexists(path):
             return f"it has {path.name}"
-    if os.path.lexists(folder.checkpoints / LATEST):  # written after a manifest
+    if os.path.lexists(folder.checkpoints / LATEST):  # written after the manifest
         return f"there is {folder.checkpoints.name}/{LATEST}"
     if os.path.lexists(folder.saved):
         return _evidence_of_note(folder)
@@ -89,7 +91,7 @@ def _evidence_of_note(folder: RunFolder) -> str | None:
     except UserError as error:
         return str(error)
     if step is not None:
-        return f"{folder.saved.name} says so of step {step}"
+        return f"{folder.saved.name} names step {step}"
     for each in steps_in(folder.checkpoints):
         if not is_interrupted_save(folder.checkpoints / step_name(each)):
             return f"{step_name(each)} is there"
@@ -97,18 +99,18 @@ def _evidence_of_note(folder: RunFolder) -> str | None:
 
 
 def _evidence_of_records(folder: RunFolder) -> str | None:
-    """Of a run from before `saved.json` was written: it trained beyond the step of its first checkpoint."""
+    """For runs of versions without `saved.json`: the run trained past the step of its first checkpoint."""
     last = last_step(folder.path / METRICS)
     if last == 0:
         return None
     if not folder.is_started:
-        return f"{METRICS} has step {last}, though {folder.config.name} is gone"
+        return f"{METRICS} has step {last}, though {folder.config.name} is missing"
     every = _first_due(read_json_object(folder.config))
-    return f"{METRICS} goes to step {last}, the first was due after step {every}" if last > every else None
+    return f"{METRICS} ends at step {last}, the first was due after step {every}" if last > every else None
 
 
 def _first_due(config: dict[str, Any]) -> int:
-    """The step after which a run of this configuration has its first checkpoint."""
+    """The step after which a run with this configuration saves its first checkpoint."""
     block = config.get("megalowbit")
     sections = {} if not isinstance(block, dict) else block
     for section, key in (("checkpoint", "every"), ("run", "steps")):
@@ -130,4 +132,4 @@ def _missing(place: Path) -> str:
 def _not_a_folder(place: Path) -> str:
     if place.is_symlink() and not place.exists():
         return f"{place} is a link to {shown(str(place.readlink()))}, which does not exist"
-    return f"{place} is no folder"
+    return f"{place} is not a folder"

@@ -1,1 +1,1 @@
-"""Requests to save and end: signals, and a launcher that has gone."""
+"""What makes a run save and end early: stop signals, and a launcher that has died."""

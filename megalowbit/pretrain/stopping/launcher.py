@@ -1,10 +1,11 @@
-"""Notices that the launcher of this process has ended, as after `kill -9`, and asks the run to save and end.
+"""Detects that this process's launcher has died, for example after `kill -9`, and makes the run save and end.
 
-A launcher that ends in any other way ends its ranks; one that is killed leaves them training, unknown to
-whoever would start the job again. Once a second this process compares its parent with the one that started
-it: when a parent ends, the system gives its children another. The `deepspeed` command starts a launcher for
-each node, so there the launcher's own parent is looked at as well (on Linux). The request is SIGUSR1 to this
-process: all ranks save after the same step. Not seen: a parent outside this container (its number is 0).
+A launcher that ends normally ends its ranks. A killed launcher leaves them training, and nobody knows about
+them when the job is started again. Once a second, this module compares the parent process with the one that
+started this process: when a parent ends, the operating system assigns another. The `deepspeed` command starts
+one launcher per node, so its process, the launcher's parent, is checked as well (on Linux). If either is
+gone, this process sends itself SIGUSR1, and all ranks save after the same step.
+Not detected: the end of a parent outside this container (its process id is 0).
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_CHECKS = 1.0
 JOB_SCRIPT, TORCHRUN = "MEGALOWBIT_TRY", "TORCHELASTIC_RUN_ID"
 DEEPSPEED = ("CROSS_RANK", "LOCAL_SIZE")
 DEEPSPEED_PROGRAM, DEEPSPEED_MODULE = "deepspeed", "deepspeed.launcher.launch"
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher or one of our job scripts started this process, rather than a shell."""
+    """Whether a launcher or a job script of this project started this process, rather than a shell."""
     environ = os.environ if environ is None else environ
     return JOB_SCRIPT in environ or TORCHRUN in environ or all(name in environ for name in DEEPSPEED)
 
 
 class LauncherWatch:
-    """Looks after the launcher as long as the block runs; stop signals must be blocked in this process."""
+    """Watches the launcher while the block runs; stop signals must be blocked in this process."""
 
     def __init__(self) -> None:
         self._parent = os.getppid()
@@ -38,7 +39,7 @@ class LauncherWatch:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the launcher has ended; read anew at every call."""
+        """Whether the launcher has ended; checked at every call."""
         if os.getppid() != self._parent:
             return True
         expected = self._launcher_of_parent
@@ -52,14 +53,14 @@ class LauncherWatch:
         self._is_over.set()
 
     def _watch(self) -> None:
-        while not self._is_over.wait(SECONDS_BETWEEN_LOOKS):
+        while not self._is_over.wait(SECONDS_BETWEEN_CHECKS):
             if self.has_ended:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 return
 
 
 def _deepspeed_above(parent: int) -> int | None:
-    """The `deepspeed` command that started the launcher `parent`, where it is one and it did."""
+    """The id of the `deepspeed` process that started `parent`; None if `parent` is not its launcher."""
     if DEEPSPEED_MODULE not in _words_of(parent):
         return None
     above = _parent_of(parent)
@@ -69,7 +70,7 @@ def _deepspeed_above(parent: int) -> int | None:
 
 def _parent_of(process: int) -> int | None:
     try:
-        # "12 (name, which may hold anything) S 1 …"
+        # "12 (name) S 1 …": the name may contain spaces and parentheses, so split after the last ")"
         return int(Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return None

@@ -1,13 +1,13 @@
-"""Signals that ask a run to save and end: SIGUSR1 before a time limit, SIGTERM before a machine goes away.
+"""Stop signals: SIGUSR1 (a time limit is near) and SIGTERM (the machine is going away).
 
-Both are blocked and looked for once a step (`sigpending`), never handled: a handler would interrupt whatever
-the process is in, a store's socket or a compiler, and one that is installed after the imports misses what
-came during them. A blocked signal waits. Threads inherit the mask, so it is set before any library starts
-its own.
+Both make the run save and end. They are blocked, and the loop polls them once a step with `sigpending`. No
+handler is installed: it would interrupt whatever is running, such as a socket or a compiler, and would miss
+signals that arrive before it is installed. A blocked signal stays pending. Threads inherit the signal mask,
+so it is set before libraries start threads.
 
-Ctrl-C still raises `KeyboardInterrupt` at once, but for the parts of a program that must not end half-way
-(`uninterrupted`): there it waits. A start that waits for other ranks ends without it (`StartSignals`). Not
-covered: threads that were started before, and Windows.
+Ctrl-C raises `KeyboardInterrupt` at once, except in code that must run to its end (`uninterrupted`), which
+delays it. While the process starts, it may wait for other ranks in a library that does not return; then
+`StartSignals` ends it. Not covered: threads started before the signals were blocked, and Windows.
 """
 
 from __future__ import annotations
@@ -24,45 +24,44 @@ from typing import NoReturn
 
 from megalowbit.errors import EXIT_TRANSIENT
 
-SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_TO_COME_OUT = 1.0  # for the main thread after Ctrl-C
+SECONDS_BETWEEN_CHECKS = 0.5
+INTERRUPT_GRACE_SECONDS = 1.0  # how long the main thread may take to end after Ctrl-C
 STOP_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGTERM})
 
 
 def block_stop_signals() -> None:
-    """Let stop signals wait until `pending_stop_signal` is asked; call it before heavy imports.
+    """Block stop signals, which `pending_stop_signal` then polls; call it before heavy imports.
 
-    The mask of this thread is inherited by all it starts, and by child processes.
+    Threads and child processes started later inherit the signal mask.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def pending_stop_signal() -> signal.Signals | None:
-    """The stop signal that waits, if any; it goes on waiting, so every later call finds it too."""
+    """The pending stop signal, if any; it stays pending, so later calls return it again."""
     waiting = signal.sigpending() & STOP_SIGNALS
     return signal.Signals(min(waiting)) if waiting else None
 
 
 def release_stop_signals() -> None:
-    """Let stop signals end this process as they end any other; for work that nothing is saved of."""
+    """Unblock stop signals, which then end the process; for work that saves nothing."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 class StartSignals:
-    """Ends the process while it starts, as a context around that: nothing looks for signals yet.
+    """Context manager around the start of a run, when the loop does not poll for signals yet.
 
-    SIGTERM ends it at once, and so does a launcher that has ended. Ctrl-C raises `KeyboardInterrupt` as
-    always, but where the main thread waits in a library, for ranks that never come, it would be raised when
-    the wait is over: after a moment the process ends without it. SIGUSR1 goes on waiting: the run saves after
-    its first step.
+    SIGTERM and the death of the launcher end the process at once. Ctrl-C raises `KeyboardInterrupt`. If the
+    main thread is waiting in a library for other ranks, Python cannot raise it; the process then ends after
+    `INTERRUPT_GRACE_SECONDS`. SIGUSR1 stays pending, and the run saves after its first step.
     """
 
     def __init__(self, *, is_main: bool = True, has_launcher_ended: Callable[[], bool] | None = None) -> None:
-        """Prepare; the block begins to look.
+        """Prepare; polling starts when the block is entered.
 
         Args:
-            is_main: whether this process says that it was interrupted.
-            has_launcher_ended: asked twice a second; None: nobody looks.
+            is_main: whether this process prints that it was interrupted.
+            has_launcher_ended: called twice a second; None: the launcher is not watched.
         """
         self._is_main, self._has_launcher_ended = is_main, has_launcher_ended or (lambda: False)
         self._is_over = threading.Event()
@@ -71,7 +70,7 @@ class StartSignals:
         self._thread = threading.Thread(target=self._watch, name="megalowbit-start", daemon=True)
 
     def __enter__(self) -> StartSignals:
-        # a handler in Python waits for the main thread; the number of the signal is written here at once
+        # Python handlers run in the main thread only; the wakeup fd receives the signal number at once
         if threading.current_thread() is threading.main_thread():
             os.set_blocking(self._writer, False)
             self._writer_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -82,7 +81,7 @@ class StartSignals:
         self.stop()
 
     def stop(self) -> None:
-        """The loop looks for itself from now on; harmless if called again."""
+        """Stop polling: from now on the loop polls. Calling it again has no effect."""
         if self._is_over.is_set():
             return
         self._is_over.set()
@@ -92,31 +91,31 @@ class StartSignals:
 
     def _watch(self) -> None:
         while not self._is_over.is_set():
-            is_readable, _, _ = select.select([self._reader], [], [], SECONDS_BETWEEN_LOOKS)
-            if self._is_over.is_set():  # what comes now is for the loop
+            is_readable, _, _ = select.select([self._reader], [], [], SECONDS_BETWEEN_CHECKS)
+            if self._is_over.is_set():  # the loop handles later signals
                 break
             if is_readable and signal.SIGINT in os.read(self._reader, 4096):
-                if not self._is_over.wait(SECONDS_TO_COME_OUT):
+                if not self._is_over.wait(INTERRUPT_GRACE_SECONDS):
                     _end("interrupted before the first step" if self._is_main else "", 128 + signal.SIGINT)
             elif signal.SIGTERM in signal.sigpending():
                 _end("ended by SIGTERM before the first step", 128 + signal.SIGTERM)
             elif self._has_launcher_ended():
-                _end("ended before the first step, for the launcher has ended", EXIT_TRANSIENT)
+                _end("ended before the first step: the launcher has ended", EXIT_TRANSIENT)
         os.close(self._reader)
 
 
 def _end(line: str, code: int) -> NoReturn:
     if line:
-        with suppress(OSError):  # whoever read it may have ended as well
+        with suppress(OSError):  # the reader of stderr may have ended as well
             print(line, file=sys.stderr, flush=True)
     os._exit(code)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait until the block has ended; then it raises. Only the main thread gets such signals."""
+    """Delay Ctrl-C until the block has ended; no effect outside the main thread, which alone receives it."""
     is_elsewhere = threading.current_thread() is not threading.main_thread()
-    if is_elsewhere or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
+    if is_elsewhere or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # ignored in background jobs
         yield
         return
     interrupts: list[int] = []

@@ -3,7 +3,7 @@
 import pytest
 
 from megalowbit.config.deepspeed_json import LOOP_SECTIONS
-from megalowbit.pretrain.components.registry import COMPONENTS, OPTIONAL, STANDING
+from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
 from megalowbit.pretrain.loop import train_step
 from megalowbit.values import SettingsModel
 
@@ -14,7 +14,7 @@ SPLIT = 'megalowbit.recipe={"base": "nvfp4", "parameter_split": {"rank": 4, "war
 
 def test_each_section_of_a_component_has_settings_and_others_have_none():
     for kind in COMPONENTS:
-        has_section = kind in (*OPTIONAL, *STANDING)
+        has_section = kind in (*OPTIONAL, *ALWAYS_ON)
         assert has_section == (kind.settings_class is not None) == (kind.key in LOOP_SECTIONS)
         assert not has_section or issubclass(kind.settings_class, SettingsModel)
 

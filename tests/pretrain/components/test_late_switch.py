@@ -61,7 +61,7 @@ def test_the_loss_of_20_steps_before_and_after_is_told():
     assert sorted(lines) == [50, 50 + WINDOW]
     before, since = sum(range(31, 51)) / 20, sum(range(51, 71)) / 20
     assert lines[50] == [
-        "precision switched after step 50: 2 layers go on as nvfp4, forward in high precision; "
+        "precision switched after step 50: 2 layers now use nvfp4, forward in high precision; "
         f"mean loss {before:.4f} over the 20 steps before"
     ]
     assert lines[70] == [
@@ -77,7 +77,7 @@ def test_means_are_of_the_steps_there_are():
     assert "mean loss 8.0000 over the step before" in lines[2][0]
     assert "mean loss 2.0000 over the 2 steps since" in lines[4][0]  # the run ends before 20 are
     switch, _ = switch_of(1)
-    assert "no loss known of the steps before" in told(switch, [math.inf, 1.0])[1][0]
+    assert "no finite loss in the steps before" in told(switch, [math.inf, 1.0])[1][0]
 
 
 def test_the_summary_has_the_losses_around_the_switch():
@@ -134,7 +134,7 @@ def test_a_run_switches_and_records_it(resolve, tmp_path, capsys, scope):
     assert "late_switch" not in summaries[1]
     printed = capsys.readouterr().out
     assert f"switch    after step 3: nvfp4, {scope} in high precision" in printed
-    assert f"precision switched after step 3: 8 layers go on as nvfp4, {scope} in high" in printed
+    assert f"precision switched after step 3: 8 layers now use nvfp4, {scope} in high" in printed
     assert "over the 3 steps since" in printed
     stored = read_checkpoint(tmp_path / "run")
     assert stored.recipe == recipe("nvfp4")  # the one configured
@@ -215,7 +215,7 @@ def test_a_stage_without_low_bit_layers_counts_those_of_all_stages():
     settings = LateSwitchSettings(at=1, scope="all")
     switch = LateSwitch(settings, nn.Embedding(4, 4), recipe("nvfp4"), total_steps=4, num_layers=5)
     lines = told(switch, [1.0, 2.0])
-    assert lines[1][0].startswith("precision switched after step 1: 5 layers go on")
+    assert lines[1][0].startswith("precision switched after step 1: 5 layers now use")
     assert switch.is_switched
 
 

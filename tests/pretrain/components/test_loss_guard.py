@@ -33,7 +33,7 @@ def test_losses_that_are_not_finite_in_a_row_are_acted_upon(policy, action):
     step, decision = found
     assert (step, decision.action, decision.since) == (6, action, 4)
     reason = "step 6: the loss of 3 steps in a row was not finite (the last one is nan)"
-    remedy = ": resume with --set megalowbit.loss_guard.nonfinite=rollback to leave these data out, or start"
+    remedy = ": resume with --set megalowbit.loss_guard.nonfinite=rollback to skip these batches, or start"
     assert decision.line.startswith(reason + (remedy if action == "stop" else ""))
     assert (decision.line == reason) == (action == "roll back")
 
@@ -47,14 +47,14 @@ def test_patience_of_one_acts_at_once():
 def test_by_default_they_are_told_once_in_a_row():
     found = decisions(guard_of(), [NAN] * 9 + [2.0] + [NAN] * 4)
     assert sorted(found) == [3, 13]
-    assert {decision.action for decision in found.values()} == {"go on"}
+    assert {decision.action for decision in found.values()} == {"continue"}
 
 
 def test_an_update_from_a_loss_that_is_not_finite_is_told():
     decision = guard_of().judge(7, INF, is_skipped=False)
-    assert decision.action == "go on"
+    assert decision.action == "continue"
     assert (
-        decision.line == "step 7: the loss is inf, but its gradients were finite and have moved the weights"
+        decision.line == "step 7: the loss is inf, but its gradients were finite and the weights were updated"
     )
 
 
@@ -69,7 +69,7 @@ def test_a_spike_is_told_once_and_so_is_the_next_one():
     found = decisions(guard_of(), [*QUIET, 6.0, 7.0, 2.0, 6.0])
     assert sorted(found) == [141, 144]
     assert found[141].line.startswith("step 141: loss 6 is ")
-    assert {decision.action for decision in found.values()} == {"go on"}
+    assert {decision.action for decision in found.values()} == {"continue"}
 
 
 def test_spikes_switched_off_are_not_looked_for():
@@ -82,12 +82,12 @@ def test_spikes_switched_off_are_not_looked_for():
 def test_spikes_in_a_row_are_acted_upon_and_a_single_one_is_told(policy, action):
     found = decisions(guard_of(spike=policy), [*QUIET, 6.0, 2.0, 6.0, 7.0, 8.0])
     assert {step: decision.action for step, decision in found.items()} == {
-        141: "go on",
-        143: "go on",
+        141: "continue",
+        143: "continue",
         145: action,
     }
     assert found[145].line.startswith("step 145: loss 8 is ")
-    assert ", as 3 steps in a row" in found[145].line
+    assert ", 3 steps in a row" in found[145].line
     assert ("--set megalowbit.loss_guard.spike=rollback" in found[145].line) == (action == "stop")
     assert found[145].since == 143
 
@@ -96,7 +96,7 @@ def test_a_loss_that_has_risen_goes_back_to_before_it_rose():
     rising = [loss * math.exp(0.004 * step) for step, loss in enumerate(QUIET * 2)]
     warned = decisions(guard_of(), QUIET * 4 + rising)
     told = min(warned)
-    assert warned[told].line.startswith(f"step {told}: the loss has risen and stays: ")
+    assert warned[told].line.startswith(f"step {told}: the loss has risen: ")
     acted = decisions(guard_of(spike="rollback"), QUIET * 4 + rising)
     assert acted[told].action == "roll back"
     assert 560 - 100 < acted[told].since <= 560 < told
@@ -145,7 +145,9 @@ def test_rollbacks_are_counted_and_the_last_one_stops():
     guard.rollbacks.append({"after_step": 9, "to_step": 8, "reason": "b"})
     decision = guard.judge(15, NAN, is_skipped=True)
     assert decision.action == "stop"
-    assert ": megalowbit.loss_guard.max_rollbacks = 2 are made: raise it, or start a new run" in decision.line
+    assert (
+        ": megalowbit.loss_guard.max_rollbacks = 2 is reached: raise it, or start a new run" in decision.line
+    )
 
 
 def test_trouble_that_comes_back_at_once_asks_for_an_earlier_checkpoint():
@@ -162,7 +164,7 @@ def test_a_guard_that_was_saved_decides_alike(stop):
     settings = {"nonfinite": "rollback", "spike": "stop"}
     losses = [*QUIET, 6.0, 2.0, NAN, NAN, 6.0, NAN, NAN, NAN, 6.0, 7.0, 8.0]
     whole = decisions(guard_of(**settings), losses)
-    assert {decision.action for decision in whole.values()} == {"go on", "roll back", "stop"}
+    assert {decision.action for decision in whole.values()} == {"continue", "roll back", "stop"}
     first = guard_of(**settings)
     found = decisions(first, losses[:stop])
     first.rollbacks = [{"after_step": 2, "to_step": 1, "reason": "x"}]

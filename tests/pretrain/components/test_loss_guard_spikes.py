@@ -87,7 +87,7 @@ def test_a_loss_that_rises_and_stays_is_found_and_so_is_where_it_began(over):
     _, rises, _ = findings(losses)
     found = min(rises)
     assert began < found <= began + over + WINDOW
-    assert rises[found].startswith("the loss has risen and stays: ")
+    assert rises[found].startswith("the loss has risen: ")
     _, _, spikes = findings(losses[:found])
     assert began - 2 * WINDOW < spikes.low_until <= began + 0.1 * over
 

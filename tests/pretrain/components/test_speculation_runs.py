@@ -155,7 +155,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(resolve, tmp_path, stop):
             r"candidates was \['int8', 'fp8', 'bf16'\] .* is \['int8', 'bf16'\] now: resume with",
         ),
         ((RECIPE, ON, "megalowbit.speculation.threshold_db=21"), r"threshold_db was 20\.0 .* is 21\.0 now"),
-        ((RECIPE,), r"megalowbit\.speculation was on in the run to be resumed and is off now"),
+        ((RECIPE,), r"megalowbit\.speculation was on in the run to resume and is off now"),
     ],
 )
 def test_a_resume_with_other_decisions_is_refused_and_leaves_the_run_alone(
@@ -173,7 +173,7 @@ def test_a_checkpoint_without_decisions_is_refused(build_job):
     job = build_job(RECIPE)
     train_step(job)
     job.save()
-    with pytest.raises(UserError, match=r"^megalowbit\.speculation was off in the run to be resumed"):
+    with pytest.raises(UserError, match=r"^megalowbit\.speculation was off in the run to resume"):
         build_job(RECIPE, ON).resume()
 
 

@@ -26,7 +26,7 @@ def test_the_report_has_configuration_layers_sizes_and_memory(resolve):
     assert parts["parameters"] == f"{320 * 32 + 2 * (12 * 1024 + 13 * 32) + 64:,}, of which " + (
         f"{2 * 12 * 1024:,} ({2 * 12 * 1024 / 35712:.1%}) in low-bit layers"
     )
-    assert "128 tokens a step" in parts["data"]
+    assert "128 tokens per step" in parts["data"]
     assert parts["products"].startswith("bf16 on ")
     assert "saved for backward" in parts["memory of one process (estimate)"]
 

@@ -14,7 +14,7 @@ from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.memory import (
     GIB,
     MemoryEstimate,
-    ModelPartition,
+    ModelLayout,
     ZeroSharing,
     estimate_memory,
 )
@@ -209,7 +209,7 @@ def llama3_8b(*overrides, world_size):
         micro_batch_size=1,
         sequence_length=128,
         sharing=ZeroSharing.from_config(deepspeed, config.grid.data_size),
-        partition=ModelPartition.from_config(deepspeed, config.grid),
+        layout=ModelLayout.from_config(deepspeed, config.grid),
     )
 
 
@@ -238,8 +238,8 @@ def test_llama3_8b_in_four_stages_is_sized_by_its_largest():
 
 def test_a_stage_keeps_less_where_it_recomputes_and_fewer_micro_batches_late_in_the_pipeline(resolve):
     stages = {"num_stages": 2, "partition": "uniform", "micro_batches": 4}
-    plain = estimate(resolve(), partition=ModelPartition(**stages))
-    recomputed = estimate(resolve(), partition=ModelPartition(**stages, interval=1))
+    plain = estimate(resolve(), layout=ModelLayout(**stages))
+    recomputed = estimate(resolve(), layout=ModelLayout(**stages, interval=1))
     assert recomputed.saved_for_backward < plain.saved_for_backward
-    alone = estimate(resolve(), partition=ModelPartition(**{**stages, "micro_batches": 1}))
+    alone = estimate(resolve(), layout=ModelLayout(**{**stages, "micro_batches": 1}))
     assert plain.saved_for_backward > alone.saved_for_backward

@@ -9,7 +9,7 @@ from megalowbit.families.registry import family
 from megalowbit.layers.conversion.convert import convert
 from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.estimate import saved_tensors
-from megalowbit.pretrain.estimate.saved_tensors import LargestForms, saved_by_stage, saved_for_backward
+from megalowbit.pretrain.estimate.saved_tensors import LargestRecipes, saved_by_stage, saved_for_backward
 
 
 def test_a_storage_counts_once_and_parameters_do_not():
@@ -46,10 +46,15 @@ def test_of_a_choice_of_recipes_layers_are_counted_with_the_one_that_keeps_more(
     raw = recipe({"base": "fp8", "q_backward_weight": "fp32", "q_backward_input": "fp32"})
     one = 2 * 16 * 64
     # two bytes an element of the shared tensor and of the sigmoid's; codes with a scale on top of each
-    most = saved_for_backward(model, 2, 16, LargestForms(own=raw, beside=codes))
+    most = saved_for_backward(model, 2, 16, LargestRecipes(input_unsaved=raw, input_saved=codes))
     assert most == (2 * one) + (one + 4) + (2 * one) + (one + 4)
-    assert saved_for_backward(model, 2, 16, LargestForms(own=raw, beside=raw)) == 2 * one + 2 * one
-    assert saved_for_backward(model, 2, 16, LargestForms(own=codes, beside=codes)) == 2 * one + 3 * (one + 4)
+    assert (
+        saved_for_backward(model, 2, 16, LargestRecipes(input_unsaved=raw, input_saved=raw))
+        == 2 * one + 2 * one
+    )
+    assert saved_for_backward(
+        model, 2, 16, LargestRecipes(input_unsaved=codes, input_saved=codes)
+    ) == 2 * one + 3 * (one + 4)
     assert not any(layer._forward_pre_hooks for layer in model.layers)
 
 

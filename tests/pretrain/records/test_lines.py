@@ -6,7 +6,7 @@ import torch
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.pretrain.loop import train_step
-from megalowbit.pretrain.records.lines import opening, products_line, wasted_step
+from megalowbit.pretrain.records.lines import products_line, startup_lines, zero_rate_warning
 
 
 def test_what_products_ran_in_is_said_on_one_line():
@@ -16,19 +16,19 @@ def test_what_products_ran_in_is_said_on_one_line():
 
 def test_the_opening_names_folder_model_recipe_data_and_batch(build_job):
     job = build_job()
-    text = opening(job, ProcessIdentity(), is_resumed=False, changes=["run.steps 5 -> 6"])
+    text = startup_lines(job, ProcessIdentity(), is_resumed=False, changes=["run.steps 5 -> 6"])
     first_words = [line.split()[0] for line in text.splitlines() if line]
     assert first_words == ["run", "model", "recipe", "kernels", "data", "batch", "rate", "changed"]
     parameters = sum(p.numel() for p in job.engine.module.parameters())
     assert f"{parameters:,} parameters" in text
-    assert f"{2 * 2 * 32:,} tokens a step on 1 process" in text
+    assert f"{2 * 2 * 32:,} tokens per step on 1 process" in text
     assert "resumed" not in text
 
 
 def test_a_resumed_run_says_after_which_step(build_job):
     job = build_job()
     job.totals.steps = 17
-    assert "resumed after step 17" in opening(job, ProcessIdentity(), is_resumed=True, changes=[])
+    assert "resumed after step 17" in startup_lines(job, ProcessIdentity(), is_resumed=True, changes=[])
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_resumed_run_says_after_which_step(build_job):
             "WarmupCosineLR",
             {"total_num_steps": 9, "warmup_min_ratio": 0.1},
             "step 1",
-            "always gives it a learning rate of 0; WarmupDecayLR does not, with warmup_min_lr above 0",
+            "gives it a learning rate of 0; to avoid that, use WarmupDecayLR with warmup_min_lr above 0",
         ),
     ],
 )
@@ -67,22 +67,22 @@ def test_first_steps_without_a_learning_rate_are_reported_with_a_remedy(
 ):
     scheduler = {"type": kind, "params": {"warmup_num_steps": 3, **params}}
     job = build_job(f"scheduler={json.dumps(scheduler)}")
-    line, text = wasted_step(job), opening(job, ProcessIdentity(), is_resumed=False, changes=[])
+    line, text = zero_rate_warning(job), startup_lines(job, ProcessIdentity(), is_resumed=False, changes=[])
     if steps is None:
         assert line is None
-        assert "rate " not in text
+        assert "schedule " not in text
     else:
-        assert re.match(rf"{steps} trains? nothing: {kind} ", line)
+        assert re.match(rf"{steps} ha(s|ve) no effect: {kind} ", line)
         assert line.endswith(remedy)
-        assert f"rate      {line}" in text
+        assert f"schedule  {line}" in text
     unchanged = []
     for _ in range(3):  # what the steps do, as the line says
         before = [parameter.clone() for parameter in job.engine.module.parameters()]
         train_step(job)
         unchanged.append(all(map(torch.equal, before, job.engine.module.parameters())))
     assert unchanged == [steps is not None, steps == "steps 1 and 2", False]
-    assert wasted_step(job) is None
+    assert zero_rate_warning(job) is None
 
 
 def test_a_run_without_a_schedule_may_have_any_learning_rate(build_job):
-    assert wasted_step(build_job("scheduler=null")) is None
+    assert zero_rate_warning(build_job("scheduler=null")) is None

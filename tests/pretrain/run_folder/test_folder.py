@@ -88,15 +88,15 @@ def test_the_resolved_configuration_is_written_whole(tmp_path):
 def test_the_lock_names_the_try_that_holds_or_held_the_folder(tmp_path, monkeypatch):
     folder, lock = RunFolder(tmp_path), tmp_path / ".lock"
     monkeypatch.setenv("MEGALOWBIT_TRY", "123456-10")
-    with folder.held():
+    with folder.locked():
         monkeypatch.setenv("MEGALOWBIT_TRY", "7-0")
-        with pytest.raises(UserError, match="in use"), folder.held():
+        with pytest.raises(UserError, match="in use"), folder.locked():
             pass
         assert lock.read_text() == "123456-10\n"
-    with folder.held():
+    with folder.locked():
         assert lock.read_text() == "7-0\n"
     monkeypatch.delenv("MEGALOWBIT_TRY")
-    with folder.held():
+    with folder.locked():
         assert lock.read_text() == "no job script\n"
 
 
@@ -114,7 +114,7 @@ def test_a_lock_that_is_not_ours_is_refused_and_left_as_it_is(tmp_path, kind):
     else:
         lock.symlink_to(precious if kind == "link" else tmp_path / "none")
     message = r"\.lock (is a link or no ordinary|was not written by a run)"
-    with pytest.raises(UserError, match=message), RunFolder(lock.parent).held():
+    with pytest.raises(UserError, match=message), RunFolder(lock.parent).locked():
         pytest.fail("held")
     assert precious.read_text() == "keep me"
     assert not (tmp_path / "none").exists()
@@ -125,7 +125,7 @@ def test_a_held_folder_is_refused_to_another_job_and_free_afterwards(tmp_path):
     code = (
         "import pathlib, sys, time\n"
         "from megalowbit.pretrain.run_folder.folder import RunFolder\n"
-        "with RunFolder(pathlib.Path(sys.argv[1])).held():\n"
+        "with RunFolder(pathlib.Path(sys.argv[1])).locked():\n"
         "    print('held', flush=True); time.sleep(60)\n"
     )
     other = subprocess.Popen(
@@ -133,11 +133,11 @@ def test_a_held_folder_is_refused_to_another_job_and_free_afterwards(tmp_path):
     )
     assert other.stdout.readline() == "held\n"
     folder = RunFolder(tmp_path)
-    with pytest.raises(UserError, match="in use by another job"), folder.held():
+    with pytest.raises(UserError, match="in use by another job"), folder.locked():
         pass
     other.kill()
     other.wait()
-    with folder.held():
+    with folder.locked():
         pass
 
 
@@ -145,7 +145,7 @@ def test_a_start_that_fails_leaves_no_new_folder_behind(tmp_path):
     folder = claim("gpt2", run_dir=None, is_resume=False, root=tmp_path)
 
     def fail():
-        with folder.held():
+        with folder.locked():
             raise UserError("no such corpus")
 
     with pytest.raises(UserError, match="no such corpus"):
@@ -155,11 +155,11 @@ def test_a_start_that_fails_leaves_no_new_folder_behind(tmp_path):
 
 def test_a_folder_with_records_or_of_the_user_stays_after_a_failure(tmp_path):
     recorded = claim("gpt2", run_dir=None, is_resume=False, root=tmp_path)
-    with recorded.held():
+    with recorded.locked():
         recorded.write_config({})
     given = tmp_path / "given"
     given.mkdir()
-    with claim("gpt2", run_dir=given, is_resume=False).held():
+    with claim("gpt2", run_dir=given, is_resume=False).locked():
         pass
     assert recorded.is_started
     assert given.is_dir()
@@ -171,10 +171,10 @@ def test_an_older_export_is_set_aside_and_never_lost(tmp_path):
     for content in ("first", "second"):
         folder.hf.mkdir()
         (folder.hf / "model").write_text(content)
-        folder.set_export_aside(4)
+        folder.rename_export(4)
     assert (tmp_path / "hf-step-00000004" / "model").read_text() == "first"
     assert (tmp_path / "hf-step-00000004-2" / "model").read_text() == "second"
-    folder.set_export_aside(8)
+    folder.rename_export(8)
     assert not (tmp_path / "hf-step-00000008").exists()
 
 
@@ -184,7 +184,7 @@ def test_what_a_killed_job_left_half_written_is_removed_by_the_next_one(tmp_path
     (folder.path / ".hf.0123abcd.tmp" / "model.safetensors").write_text("half")
     for name in (".config.json.0123abcd.tmp", ".metrics.jsonl.0123abcd.tmp", ".mine.0123abcd.tmp"):
         (folder.path / name).write_text("half")
-    with folder.held():
+    with folder.locked():
         assert sorted(path.name for path in folder.path.iterdir()) == [".lock", ".mine.0123abcd.tmp"]
 
 
@@ -203,7 +203,7 @@ def test_what_a_killed_job_left_half_written_is_removed_by_the_next_one(tmp_path
 def test_a_run_is_summed_up_if_its_summary_is_of_its_last_step(tmp_path, summary, expected):
     if summary is not None:
         (tmp_path / "summary.json").write_text(summary)
-    assert RunFolder(tmp_path).is_summed_up(7) is expected
+    assert RunFolder(tmp_path).has_summary_of(7) is expected
 
 
 def test_a_mark_that_finds_no_room_is_one_line(tmp_path):
@@ -213,7 +213,7 @@ def test_a_mark_that_finds_no_room_is_one_line(tmp_path):
 
 def test_a_summary_that_is_no_file_is_none(tmp_path):
     os.mkfifo(tmp_path / "summary.json")
-    assert not RunFolder(tmp_path).is_summed_up(7)
+    assert not RunFolder(tmp_path).has_summary_of(7)
 
 
 def test_a_folder_of_somebody_else_is_one_line(tmp_path):
@@ -230,7 +230,7 @@ def test_a_folder_of_somebody_else_is_one_line(tmp_path):
             _hold(stack, claim("x", run_dir=run, is_resume=True))
 
     line = said_without_privileges(run, start)
-    assert line.startswith(f"{run / '.lock'} cannot be opened (Permission denied): make the folder yours")
+    assert line.startswith(f"{run / '.lock'} cannot be opened (Permission denied): make the folder writable")
     (run / "config.json").unlink()
     run.chmod(0o700)
     line = said_without_privileges(tmp_path, start)

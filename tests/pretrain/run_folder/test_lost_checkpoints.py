@@ -37,7 +37,7 @@ LOSSES = {
     remove_steps: "checkpoints has none",
     dangle: "checkpoints is a link to .*gone.*, which does not exist",
     remove_manifests: r"no step in .*checkpoints has a manifest\.json",
-    put_a_file: "checkpoints is no folder",
+    put_a_file: "checkpoints is not a folder",
 }
 
 
@@ -60,13 +60,13 @@ def end_marks(folder):
 @pytest.mark.parametrize(
     ("evidence", "message"),
     [
-        ("saved.json", r"\(saved.json says so of step 2\)"),
+        ("saved.json", r"\(saved.json names step 2\)"),
         ("latest", r"there is checkpoints/latest"),
-        ("records", r"metrics.jsonl goes to step 4, the first was due after step 2"),
-        ("records without configuration", r"metrics.jsonl has step 4, though config.json is gone"),
+        ("records", r"metrics.jsonl ends at step 4, the first was due after step 2"),
+        ("records without configuration", r"metrics.jsonl has step 4, though config.json is missing"),
         ("folder", r"step-00000002 is there"),
         ("damaged note", r"saved.json is not JSON"),
-        ("strange note", r"saved.json says \[\] in place of a step"),
+        ("strange note", r"saved.json is damaged: its step is \[\]"),
     ],
 )
 def test_each_trace_of_a_checkpoint_is_enough(resolve, finished, evidence, message):
@@ -129,7 +129,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_and_keeps_its_rec
 
 def test_a_run_whose_configuration_is_gone_is_compared_with_its_checkpoint(resolve, finished):
     (finished / "config.json").unlink()
-    with pytest.raises(UserError, match=r"megalowbit\.recipe was 'nvfp4' in the run to be resumed"):
+    with pytest.raises(UserError, match=r"megalowbit\.recipe was 'nvfp4' in the run to resume"):
         resume(resolve(*STEPS, "megalowbit.recipe=mxfp4"), finished)
     resume(resolve(*STEPS), finished)
 
@@ -137,9 +137,9 @@ def test_a_run_whose_configuration_is_gone_is_compared_with_its_checkpoint(resol
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"megalowbit": 3}', "config.json is damaged, megalowbit is 3 and not an object"),
-        ('{"megalowbit": {"run": [1]}}', r"megalowbit\.run is \[1\] and not an object"),
-        ("{}", "megalowbit is None and not an object"),
+        ('{"megalowbit": 3}', "config.json is damaged (megalowbit is 3, not an object)"),
+        ('{"megalowbit": {"run": [1]}}', r"megalowbit\.run is \[1\], not an object"),
+        ("{}", "megalowbit is None, not an object"),
         ("[" * 100_000, "is nested too deeply"),
         ('{"a": ' * 500 + "1" + "}" * 500, "is nested too deeply"),
         ("[]", "holds a list, not an object"),

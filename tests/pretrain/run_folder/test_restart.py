@@ -50,7 +50,7 @@ def test_a_restart_that_fails_or_is_killed_loses_nothing(resolve, finished, monk
     with pytest.raises(Killed):
         pretrain(resolve(*STEPS), ProcessIdentity(), **arguments)
     monkeypatch.undo()
-    with pytest.raises(UserError, match=r"was interrupted, before-restart-1\.moving holds"):
+    with pytest.raises(UserError, match=r"had moved some files to before-restart-1\.moving: start"):
         pretrain(resolve(*STEPS), ProcessIdentity(), run_dir=finished, is_resume=True)
     pretrain(resolve(*STEPS), ProcessIdentity(), **arguments)
     assert contents(finished / "before-restart-1") == before
@@ -65,19 +65,19 @@ def test_a_restart_that_was_killed_after_all_had_moved_is_begun_again(resolve, t
 
 
 def test_a_folder_that_restart_cannot_look_into_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"cannot be looked into \(File name too long\): choose another"):
+    with pytest.raises(UserError, match=r"cannot be read \(File name too long\): choose another"):
         check_restart(tmp_path / ("a" * 300))
     (tmp_path / "run").mkdir(mode=0)
     said = said_without_privileges(tmp_path, lambda: check_restart(tmp_path / "run"))
-    assert said.endswith("run cannot be looked into (Permission denied): choose another --run-dir")
+    assert said.endswith("run cannot be read (Permission denied): choose another --run-dir")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"is_resume": True}, "--restart and --resume auto exclude each other"),
-        ({"run_dir": None}, "--restart needs the run's folder: name it with --run-dir"),
-        ({}, "holds no run that --restart could move aside"),
+        ({"is_resume": True}, "--restart and --resume auto cannot be combined"),
+        ({"run_dir": None}, "--restart needs a run folder: name it with --run-dir"),
+        ({}, "does not hold a run to restart"),
     ],
 )
 def test_restart_is_for_the_folder_of_a_run(resolve, tmp_path, arguments, message):

@@ -121,7 +121,7 @@ def test_an_interrupt_ends_a_process_that_waits_for_other_ranks(name, line):
 
 def test_an_interrupt_of_python_is_raised_and_unwinds_as_ever(monkeypatch):
     # a machine that stands still for the second would end this process, and all tests with it
-    monkeypatch.setattr(stop_signals, "SECONDS_TO_COME_OUT", 600.0)
+    monkeypatch.setattr(stop_signals, "INTERRUPT_GRACE_SECONDS", 600.0)
     before = signal.set_wakeup_fd(-1)
 
     def start():
@@ -138,7 +138,7 @@ def test_a_launcher_that_has_ended_ends_a_start_for_another_try():
     code = "import time\nfrom megalowbit.pretrain.stopping.signals import StartSignals\n"
     code += "with StartSignals(has_launcher_ended=lambda: True):\n    time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    line = "ended before the first step, for the launcher has ended\n"
+    line = "ended before the first step: the launcher has ended\n"
     assert (done.returncode, done.stderr) == (75, line)
 
 
