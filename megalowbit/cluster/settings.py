@@ -36,7 +36,6 @@ MOST_NODES = 100_000
 WIDEST_RANGE = 1000  # node counts in a range; the configuration is checked for each of them
 LONGEST_TIME = 366 * 24 * 3600  # seconds
 MAX_TIME_CHARACTERS = 40  # Python cannot convert numbers of thousands of digits
-LONGEST_TEXT_OF_TIME = 40  # characters; Python cannot parse integers of thousands of digits
 # set for the ranks by the job script and the launchers, or by the shell itself: a value in `environment`
 # would be overwritten
 RESERVED_VARIABLES = {
