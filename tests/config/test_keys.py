@@ -19,7 +19,7 @@ from megalowbit.errors import UserError
     ],
 )
 def test_what_says_nothing_out_of_reach_passes(config):
-    check_keys(config)
+    assert check_keys(config) is None
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_an_auto_that_nothing_fills_is_refused_by_its_path():
 
 
 def test_deepspeeds_own_auto_stays():
-    check_no_auto_left({"data_types": {"keep_in_fp32_modules": "auto"}})
+    assert check_no_auto_left({"data_types": {"keep_in_fp32_modules": "auto"}}) is None
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,8 @@ def test_splitting_parameters_under_zero_is_refused_with_the_way_out(zero, recip
 
 @pytest.mark.parametrize("zero", [None, False, {}, {"stage": 0}])
 def test_without_sharding_parameters_may_be_split(zero):
-    check_parameter_split({"zero_optimization": zero}, SPLIT)
-    check_parameter_split({}, SPLIT)
+    assert check_parameter_split({"zero_optimization": zero}, SPLIT) is None
+    assert check_parameter_split({}, SPLIT) is None
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ def fail(error):
 
 if identity.rank == 1:
     report({})
-    time.sleep(8)
+    while not Path(os.environ["RESULTS"], "rank0.json").exists():
+        time.sleep(0.05)
 else:
     report(
         {

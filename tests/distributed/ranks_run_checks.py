@@ -1,6 +1,7 @@
 """Two ranks: each kind of disagreement planted on rank 1, then an agreed run; see test_run_checks.py."""
 
 import copy
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -156,9 +157,22 @@ def agreed():
     }  # fmt: skip
 
 
+def warnings_of_a_schedule():
+    """What this rank logs at the start of a run whose loop has to act on a schedule itself."""
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("megalowbit").addHandler(handler)
+    settings = {**QUANTISED, "megalowbit": {**QUANTISED["megalowbit"], "late_switch": {"at": 0.9}}}
+    started(settings=settings)
+    logging.getLogger("megalowbit").removeHandler(handler)
+    return [line for line in lines if "late_switch" in line]
+
+
 start_process_group()
 report(
     {
+        "warnings": warnings_of_a_schedule(),
         "seed": caught(lambda: started(seed=RANK)),
         "recipe": caught(lambda: started(settings=with_key("megalowbit.recipe", "mxfp4"))),
         "precision": caught(lambda: started(settings=with_key("megalowbit.precision", "fp32"))),

@@ -12,10 +12,12 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import ranks_pipeline
 import torch
+import torch.distributed as dist
 from tiny_training import TinyModel, config, make, train_step
 
 from launchers import free_port
@@ -44,8 +46,26 @@ def refuse():
 
 
 def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)  # waits, as the command line lets it
     time.sleep(1000)
+
+
+def terminate_when_all_hang(watchdog, folder, rank):
+    """Hang, and get SIGTERM once the heartbeats of all ranks say so; the signal is blocked, as in a run."""
+    thread = watchdog._heartbeat_thread
+
+    def is_seen():
+        heartbeats = thread.ask(lambda store: store.heartbeats())
+        places = [heartbeat.place for heartbeat in heartbeats.values()]
+        return len(places) == dist.get_world_size() and all(p.endswith(" terminate") for p in places)
+
+    def send():
+        if thread is not None:
+            wait_until(is_seen, 120)
+        strike_time(folder, rank)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+    terminate()
 
 
 def keep_the_interpreter():
@@ -66,7 +86,7 @@ FAULTS = {
     "keep": keep_the_interpreter,
     "fail": fail,
     "refuse": refuse,
-    "terminate": terminate,
+    "terminate": terminate_when_all_hang,
     "interrupt": interrupt,
     "end": lambda: sys.exit(0),
 }
@@ -146,7 +166,9 @@ def train(case, folder, training, watchdog, rank):
         if is_going and case["fault"] in ENDINGS:
             return ENDINGS[case["fault"]](folder, watchdog, rank)
         if is_going and rank in case["victims"]:
-            faults.append(FAULTS[case["fault"]])
+            fault = FAULTS[case["fault"]]
+            is_signal = fault is terminate_when_all_hang
+            faults.append(partial(fault, watchdog, folder, rank) if is_signal else fault)
         time.sleep(0.3)
 
 

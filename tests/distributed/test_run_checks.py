@@ -112,3 +112,10 @@ def test_the_command_line_ends_all_ranks_with_one_line_of_the_main_one(launch_ra
         assert "left the group: True" in log, "a rank may be aborted by the end of another"
     assert "did not wait for rank 1: True" in logs[0]
     assert not (ranks.folder / "run").exists(), "a run that is refused leaves nothing behind"
+
+
+def test_the_first_rank_alone_warns_of_a_schedule_that_the_loop_must_act_on(seen):
+    first, second = (rank["warnings"] for rank in seen)
+    assert len(first) == 1
+    assert "megalowbit.late_switch is acted on by" in first[0]
+    assert second == []

@@ -255,7 +255,7 @@ def test_sigterm_ends_a_step_that_does_not_end(runs):
     line = check_end(runs("terminated")[0], [0, 1], codes=(143,))
     assert re.fullmatch(
         r"ended by SIGTERM without a checkpoint: no step has ended for 3 s; "
-        rf"all ranks have hung since step \d+ \(\d s\), in {NAME}:\d+ terminate",
+        rf"all ranks have hung since step \d+ \(\d+ s\), in {NAME}:\d+ terminate",
         line,
     ), line
 
@@ -263,7 +263,7 @@ def test_sigterm_ends_a_step_that_does_not_end(runs):
 @pytest.mark.slow
 def test_sigterm_ends_a_step_that_does_not_end_where_nobody_looks_for_anything_else(runs):
     line = check_end(runs("terminated_alone")[0], [0], codes=(143,))
-    place = rf"rank 0 {HERE} was \d s in {NAME}:\d+ terminate since step \d+"
+    place = rf"rank 0 {HERE} was \d+ s in {NAME}:\d+ terminate since step \d+"
     assert line.startswith("ended by SIGTERM without a checkpoint: no step has ended for 3 s; "), line
     assert re.search(place, line), line
 

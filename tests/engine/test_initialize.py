@@ -6,10 +6,9 @@ import torch
 
 from megalowbit.config.deepspeed_json import read_deepspeed_config
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
-from megalowbit.engine.initialize import _warn_of_schedules, initialize
+from megalowbit.engine.initialize import initialize
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, convert, random_stream
-from megalowbit.layers.recipe import recipe
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -236,16 +235,6 @@ def test_a_schedule_that_is_set_to_null_is_not_warned_of(caplog):
     settings["megalowbit"].update(late_switch=None, speculation=None)
     with caplog.at_level(logging.WARNING):
         assert warnings_of(caplog, settings) == []
-
-
-def test_ranks_after_the_first_leave_the_warning_of_schedules_to_it(caplog, monkeypatch):
-    parts = read_deepspeed_config(quantised("nvfp4"))
-    parts.megalowbit.update(SCHEDULED["late_switch"])
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda *group: 1)
-    with caplog.at_level(logging.WARNING):
-        _warn_of_schedules(parts, recipe("nvfp4"))
-    assert caplog.records == []
 
 
 def test_a_converted_model_is_left_as_it_is():

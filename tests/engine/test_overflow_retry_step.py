@@ -1,12 +1,12 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from megalowbit.engine.overflow_retry import StepSnapshot, retry_step
 from megalowbit.errors import UserError
+from megalowbit.optim.gradients.report import StepReport
 from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
+from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 from megalowbit.optim.statistics.layer_scaling import LayerScaling, find_blocks
 
 
@@ -24,11 +24,31 @@ class Model(torch.nn.Module):
         return self.layer(self.dropout(self.norm(x))).square().mean()
 
 
+def optimizer_of(model, scaler):
+    """Steps fp32 parameters, and skips where a gradient is not finite."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Float16OptimizerWithFloat16Params(inner, grad_scaler=scaler, bf16=scaler is None, clip_grad=0.0)
+
+
+def overflowing_step(scaler):
+    """`run()` of a step that always overflows, and the list of the scales it ran at."""
+    model = torch.nn.Linear(1, 1)
+    optimizer, scales = optimizer_of(model, scaler), []
+
+    def run():
+        scales.append(1.0 if scaler is None else scaler.scale)
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(torch.ones(1)).sum() * torch.inf).backward()
+        return optimizer.step()
+
+    return run, StepSnapshot(model), scales
+
+
 def train(scale, *, max_retries, steps=5, limit=64.0):
     """A plain loop in which gradients times `scale` overflow above `limit`; what every step leaves behind."""
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = DynamicGradScaler(initial_scale=scale, hysteresis=2, growth_interval=1000)
+    optimizer = optimizer_of(model, scaler)
     torch.manual_seed(7)
     seen = []
     for step in range(steps):
@@ -37,17 +57,14 @@ def train(scale, *, max_retries, steps=5, limit=64.0):
         def run(batches=batches):
             optimizer.zero_grad()
             losses = [model(batch) for batch in batches]
-            found_inf = scaler.scale > limit
-            (sum(losses) * scaler.scale).backward()
-            if not found_inf:
-                for parameter in model.parameters():
-                    parameter.grad *= scaler.inv_scale
-                optimizer.step()
-            scaler.update(found_inf)
-            return SimpleNamespace(is_applied=not found_inf, losses=[loss.item() for loss in losses])
+            overflow = torch.inf if scaler.scale > limit else 1.0
+            optimizer.scale_loss(sum(losses) * overflow).backward()
+            return optimizer.step(), [loss.item() for loss in losses]
 
-        report, retries = retry_step(run, StepSnapshot(model), scaler, max_retries)
-        seen.append((report.is_applied, retries, report.losses))
+        (report, losses), retries = retry_step(
+            run, StepSnapshot(model), scaler, max_retries, is_applied=lambda result: result[0].is_applied
+        )
+        seen.append((report.is_applied, retries, losses))
     tensors = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
     return seen, tensors, scaler.scale, torch.rand(3).tolist()
 
@@ -70,28 +87,22 @@ def test_without_retries_the_step_is_lost():
 
 def test_retries_end_at_their_number_and_at_the_floor():
     scaler = DynamicGradScaler(initial_scale=2.0**10, min_scale=2.0**7)
-    tries = []
-
-    def run():
-        tries.append(scaler.scale)
-        scaler.update(True)
-        return SimpleNamespace(is_applied=False)
-
-    snapshot = StepSnapshot(torch.nn.Linear(1, 1))
+    run, snapshot, scales = overflowing_step(scaler)
     report, retries = retry_step(run, snapshot, scaler, 2)
     assert (report.is_applied, retries) == (False, 2)
-    # one octave a try: hysteresis does not hold the first, and the update's own backoff is not doubled
-    assert tries == [1024.0, 512.0, 256.0]
-    tries.clear()
-    assert retry_step(run, snapshot, scaler, 9)[1] == len(tries) - 1
-    assert tries[-1] == 128.0
-    assert len(tries) < 4
+    # one octave a retry: hysteresis does not hold the first, and the update's own backoff is not doubled
+    assert scales == [1024.0, 512.0, 256.0]
+    scales.clear()
+    assert retry_step(run, snapshot, scaler, 9)[1] == len(scales) - 1
+    assert scales[-1] == 128.0
+    assert len(scales) < 4
 
 
 @pytest.mark.parametrize("scaler", [None, ConstantGradScaler(8.0)])
 def test_what_cannot_be_lowered_is_not_retried(scaler):
-    report = SimpleNamespace(is_applied=False)
-    assert retry_step(lambda: report, StepSnapshot(Model()), scaler, 3) == (report, 0)
+    run, snapshot, scales = overflowing_step(scaler)
+    report, retries = retry_step(run, snapshot, scaler, 3)
+    assert (report.is_applied, retries, len(scales)) == (False, 0, 1)
 
 
 def test_a_factor_that_was_lowered_leaves_the_scale_alone():
@@ -107,7 +118,7 @@ def test_a_factor_that_was_lowered_leaves_the_scale_alone():
         is_applied = scaling.factors["1"] <= 2.0
         if not is_applied:
             scaling.update([1.0, 1.0, torch.inf, 1.0], found_inf=True, loss_scale=scaler.scale)
-        return SimpleNamespace(is_applied=is_applied)
+        return StepReport(is_applied=is_applied)
 
     snapshot = StepSnapshot(blocks)
     report, retries = retry_step(run, snapshot, scaler, 5, layer_scaling=scaling)

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from quick_cases import every_value
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -91,9 +92,7 @@ def test_forward_is_exact_and_backward_quantises_as_before(chosen):
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("layout", ["single_copy", "per_gemm"])
-@pytest.mark.parametrize("order", ["compensated", "seed"])
+@every_value(order=["compensated", "seed"], layout=["single_copy", "per_gemm"], is_compiled=[False, True])
 def test_operands_are_split_for_backward_alone_after_the_switch(order, layout, is_compiled):
     split = {"rank": 4, "order": order}
     splits = {"split_input": split, "split_weight": split, "split_grad_output": split}

@@ -55,9 +55,16 @@ def answers(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("backend", ["torch", ""])
-def test_no_bit_depends_on_default_dtype_or_device(answers, backend):
+@pytest.mark.parametrize(
+    ("backend", "defaults"),
+    [
+        ("", ("float64", "meta")),
+        pytest.param("", ("bfloat16", "float16"), marks=pytest.mark.slow),
+        pytest.param("torch", ("float64", "bfloat16", "float16", "meta"), marks=pytest.mark.slow),
+    ],
+)
+def test_no_bit_depends_on_default_dtype_or_device(answers, backend, defaults):
     expected = answers("float32", backend)
     assert expected.count("\n") > 25
-    for default in ("float64", "bfloat16", "float16", "meta"):
+    for default in defaults:
         assert answers(default, backend) == expected, default

@@ -2,9 +2,9 @@
 
 import math
 
-import pytest
 import torch
 from controlled_training import Mlp, batch
+from quick_cases import every_pair
 
 import megalowbit as mlb
 
@@ -49,10 +49,12 @@ def spoiled_step(precision, operand, value, dtype, *, every):
     return found, report
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("operand", OPERANDS)
-@pytest.mark.parametrize("precision", ["nvfp4", "int8", "fp8", "mixed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_pair(
+    precision=["nvfp4", "int8", "fp8", "mixed"],
+    operand=OPERANDS,
+    value=[math.inf, -math.inf, math.nan],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_a_look_changes_no_bit_of_a_step_that_is_not_finite(precision, operand, value, dtype):
     with_look, report = spoiled_step(precision, operand, value, dtype, every=1)
     without, nothing = spoiled_step(precision, operand, value, dtype, every=1000)

@@ -61,6 +61,7 @@ def test_errors_of_a_single_rank_pass_unchanged(error):
     assert seen.value is error
 
 
+@pytest.mark.slow
 def test_a_loop_that_goes_on_is_left_alone():
     with watchdog(timeout=5.0) as watched:
         end = time.monotonic() + 6.5

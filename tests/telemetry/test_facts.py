@@ -8,7 +8,8 @@ from megalowbit.telemetry.summary import RunSummary, RunTotals
 
 
 def test_plain_values_pass():
-    check_facts({"loss": 1.0, "skipped_steps": 3, "is_final": True, "name": "x", "overflow": None})
+    facts = {"loss": 1.0, "skipped_steps": 3, "is_final": True, "name": "x", "overflow": None}
+    assert check_facts(facts) is None
 
 
 def test_what_steps_and_summaries_report_is_plain():

@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from quick_cases import every_pair, every_value
 from tiny_models import KINDS, tiny_config, tiny_model
 
 from megalowbit.engine.pipeline.micro_batches import BatchLimits, as_inputs_and_labels
@@ -42,16 +43,15 @@ def run_stages(model, inputs, cuts):
     return inputs
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cuts", [(), (2,), (1, 2, 4)])
-@pytest.mark.parametrize(
-    ("names", "extras"),
-    [((), ()), (("attention_mask",), (MASK,)), (("attention_mask", "position_ids"), (MASK, POSITIONS))],
+@every_value(
+    kind=KINDS,
+    cuts=[(), (2,), (1, 2, 4)],
+    given=[{}, {"attention_mask": MASK}, {"attention_mask": MASK, "position_ids": POSITIONS}],
 )
-def test_parts_in_stages_compute_what_the_model_does(kind, cuts, names, extras):
-    model = make(kind)
+def test_parts_in_stages_compute_what_the_model_does(kind, cuts, given):
+    model, extras = make(kind), tuple(given.values())
     with torch.no_grad():
-        expected = model(TOKENS, **dict(zip(names, extras, strict=True)), use_cache=False).logits
+        expected = model(TOKENS, **given, use_cache=False).logits
         found = run_stages(model, (TOKENS, *extras) if extras else TOKENS, cuts)
     assert found.equal(expected)
 
@@ -89,10 +89,12 @@ def test_a_stage_does_not_attend_beyond_the_window_of_its_blocks(kind, cuts):
 PACKED = torch.cat([torch.arange(6), torch.arange(4)]).expand(2, -1)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("positions", [PACKED, PACKED[:1], PACKED + 3, PACKED.flip(1)])
-@pytest.mark.parametrize("mask", [None, MASK, MASK.bool(), MASK * 0.5, torch.ones_like(MASK)])
+@every_pair(
+    kind=KINDS,
+    attention=["eager", "sdpa"],
+    positions=[PACKED, PACKED[:1], PACKED + 3, PACKED.flip(1)],
+    mask=[None, MASK, MASK.bool(), MASK * 0.5, torch.ones_like(MASK)],
+)
 def test_stages_attend_within_packed_documents_where_the_model_does(kind, attention, positions, mask):
     model = make(kind, attn_implementation=attention)
     extras = {"position_ids": positions, "attention_mask": mask}

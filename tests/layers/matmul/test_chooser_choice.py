@@ -215,7 +215,9 @@ def test_copies_have_no_chooser(duplicate):
     assert len(chooser.probes) == 1
 
 
-@pytest.mark.parametrize("checkpointing", [None, True, False])
+@pytest.mark.parametrize(
+    "checkpointing", [False, *(pytest.param(each, marks=pytest.mark.slow) for each in (None, True))]
+)
 def test_a_compiled_model_with_a_chooser_runs_as_without_compiling(checkpointing):
     x, g = tensors(sizes=(48, 48))
 

@@ -1,12 +1,19 @@
 """One process tells of itself; several ranks are in tests/distributed/test_overflow.py."""
 
+import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from forks import Forked
 
 from megalowbit.optim.gradients.locate_overflow import RankOverflow, joined, locate_overflow
+
+PROGRAM = Path(__file__).with_name("ranks_locate_overflow.py")
+ROOT = Path(__file__).parents[3]
+WORLD = 3
 
 
 def seen(rank, positions, *, is_own=False, prefix="p"):
@@ -16,25 +23,36 @@ def seen(rank, positions, *, is_own=False, prefix="p"):
     )  # fmt: skip
 
 
-@pytest.fixture
-def located(monkeypatch):
-    """`located(*of_ranks)`: what ranks that saw this come to; only the transport is replaced."""
+# what each rank of a group saw: places of its gradients, whether they are known to be its own, their names
+CASES = {
+    "nothing": [([], False, "p"), ([], False, "p")],
+    "one of three": [([], False, "p"), ([4], False, "p"), ([], False, "p")],
+    "one of three, own": [([], True, "p"), ([4], True, "p"), ([], True, "p")],
+    "several": [([5], True, "p"), ([2, 5], True, "p"), ([2], True, "p")],
+    "averaged": [([3, 4], False, "p"), ([3, 4], False, "p")],
+    "the same, own": [([3], True, "p"), ([3], True, "p")],
+    "shards": [([3], False, "p"), ([1, 3], False, "shard")],
+    "alone": [([1], False, "p")],
+}
 
-    def locate(*of_ranks):
-        def gather(gathered, own, group):
-            assert own in of_ranks
-            gathered[:] = of_ranks
 
-        monkeypatch.setattr(dist, "all_gather_object", gather)
-        group = type("Group", (), {})()
-        monkeypatch.setattr(
-            "megalowbit.distributed.process_group.world_size", lambda asked=None: len(of_ranks)
+@pytest.fixture(scope="module")
+def located(tmp_path_factory):
+    """By case what all ranks of its group found: tensor, rank, number of tensors, ranks, text."""
+    folder = tmp_path_factory.mktemp("ranks")
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        Forked(
+            PROGRAM, rank, folder / "rendezvous", json.dumps(CASES), env=env,
+            output=folder / f"output{rank}", errors=str(folder / f"errors{rank}"),
         )
-        found = {locate_overflow(own, group) for own in of_ranks}
-        assert len(found) == 1
-        return found.pop()
-
-    return locate
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    assert [rank.wait() for rank in ranks] == [0] * WORLD, (folder / "errors0").read_text()
+    found = [json.loads((folder / f"output{rank}").read_text()) for rank in range(WORLD)]
+    for name, of_ranks in CASES.items():
+        assert all(each[name] == found[0][name] for each in found[: len(of_ranks)])
+    return found[0]
 
 
 def test_alone_the_first_in_the_order_of_backward_is_named():
@@ -43,41 +61,34 @@ def test_alone_the_first_in_the_order_of_backward_is_named():
     assert (found.num_tensors, found.num_gradients) == (2, 9)
 
 
-def test_where_nobody_saw_anything_there_is_no_place(located):
+def test_without_an_overflow_there_is_no_place(located):
     assert locate_overflow(seen(0, []), None) is None
-    assert located(seen(0, []), seen(1, [])) is None
+    assert located["nothing"] is None
 
 
-@pytest.mark.parametrize("is_own", [True, False])
-def test_the_one_rank_that_overflowed_is_named(located, is_own):
-    found = located(seen(0, [], is_own=is_own), seen(1, [4], is_own=is_own), seen(2, [], is_own=is_own))
-    assert (found.tensor, found.rank, found.ranks) == ("p4", 1, (1,))
+@pytest.mark.parametrize("name", ["one of three", "one of three, own"])
+def test_the_one_rank_that_overflowed_is_named(located, name):
+    assert located[name][:4] == ["p4", 1, 1, [1]]
 
 
 def test_of_several_ranks_the_earliest_in_backward_is_named(located):
-    found = located(seen(0, [5], is_own=True), seen(1, [2, 5], is_own=True), seen(2, [2], is_own=True))
-    assert (found.tensor, found.rank, found.num_tensors, found.ranks) == ("p2", 1, 2, (0, 1, 2))
+    assert located["several"][:4] == ["p2", 1, 2, [0, 1, 2]]
 
 
-def test_averaged_gradients_are_infinite_alike_and_name_no_rank(located):
-    found = located(seen(0, [3, 4]), seen(1, [3, 4]))
-    assert (found.tensor, found.rank, found.ranks) == ("p3", None, (0, 1))
-    assert str(found) == "overflow in p3 (first of 2 of 9 gradients)"
+def test_averaged_gradients_are_infinite_on_all_ranks_and_name_none(located):
+    assert located["averaged"] == ["p3", None, 2, [0, 1], "overflow in p3 (first of 2 of 9 gradients)"]
 
 
-def test_gradients_known_to_be_of_this_rank_name_one_even_if_alike(located):
-    assert located(seen(0, [3], is_own=True), seen(1, [3], is_own=True)).rank == 0
+def test_gradients_known_to_be_of_this_rank_name_one_even_if_all_are_the_same(located):
+    assert located["the same, own"][1] == 0
 
 
 def test_shards_that_differ_name_a_rank_though_nobody_knows_of_averaging(located):
-    assert located(seen(0, [3]), seen(1, [1, 3], prefix="shard")).tensor == "shard1"
+    assert located["shards"][0] == "shard1"
 
 
-def test_a_group_of_one_sends_nothing(monkeypatch):
-    monkeypatch.setattr(dist, "all_gather_object", None)  # calling it would fail
-    monkeypatch.setattr("megalowbit.distributed.process_group.world_size", lambda asked=None: 1)
-    group = type("Group", (), {})()
-    assert locate_overflow(seen(0, [1]), group).rank == 0
+def test_a_group_of_one_names_its_rank(located):
+    assert located["alone"][1] == 0
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -121,7 +121,10 @@ def test_a_tensor_whose_storage_was_freed_is_refused():
         moments(x)
 
 
-@pytest.mark.parametrize("flags", [("-march=x86-64",), ("-march=haswell", "-fopenmp"), ("-O0",)])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param(("-march=x86-64",), marks=pytest.mark.slow), ("-march=haswell", "-fopenmp"), ("-O0",)],
+)
 def test_machines_without_wide_vectors_get_the_same_bits(flags, monkeypatch, tmp_path):
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("this machine has no AVX2")

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from quick_cases import every_value
 
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
@@ -38,8 +39,7 @@ def gaussian(seed=0):
     return torch.randn(1024, 1024, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("center", [0.0, 0.6, -3.0])
+@every_value(name=NAMES, center=[0.0, 0.6, -3.0])
 def test_a_clean_block_errs_as_the_quantizer_does(name, center):
     x = gaussian() + center
     assert clean_error(blocks_of(name), 1.0, center, x.abs().max().item()) == pytest.approx(
@@ -47,8 +47,7 @@ def test_a_clean_block_errs_as_the_quantizer_does(name, center):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("center", [5.0, -40.0])
+@every_value(name=NAMES, center=[5.0, -40.0])
 def test_a_clean_block_far_from_zero(name, center):
     x = gaussian() + center
     found = clean_error(blocks_of(name), 1.0, center, x.abs().max().item())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quick_cases import every_value
 
 from megalowbit.errors import UserError
 from megalowbit.quantize.names import quantizer
@@ -100,8 +101,7 @@ def planted(ratio, count, signal="bulk", draw=0):
 # The bulk of products with outliers
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("ratio", RATIOS)
+@every_value(ratio=RATIOS, count=COUNTS)
 def test_the_bulk_is_predicted_to_one_decibel(ratio, count):
     pair = planted(ratio, count)
     for names in (*EVEN_GRIDS, *FLOATS, *(INT4 if ratio <= 16 else ())):
@@ -129,8 +129,7 @@ def test_where_int4_has_lost_the_bulk_its_prediction_is_low(ratio):
 # Whole products: what is expected of several, as it is chance whether outliers meet
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("ratio", [8, 32, 64, 128])
+@every_value(ratio=[8, 32, 64, 128], count=COUNTS)
 def test_whole_products_are_predicted_to_one_decibel(ratio, count):
     draws = 2 if count == 1 or ratio <= 32 else 10
     pairs = [planted(ratio, count, "all", draw) for draw in range(draws)]
@@ -151,10 +150,13 @@ def test_a_density_of_outliers_hardly_moves_the_noise_of_an_even_grid():
 # One operand
 
 
-@pytest.mark.parametrize(
-    "name", ["int4", "int8:sr", "fp8e4m3", "fp8e5m2:sr", "nvfp4e2m1b", "mxfp4e2m1bnosr", "int8b", "int8e5m2b"]
+@every_value(
+    name=[
+        *("int4", "int8:sr", "fp8e4m3", "fp8e5m2:sr"),
+        *("nvfp4e2m1b", "mxfp4e2m1bnosr", "int8b", "int8e5m2b"),
+    ],
+    center=[0.0, 0.7, -2.0],
 )
-@pytest.mark.parametrize("center", [0.0, 0.7, -2.0])
 def test_an_operand_errs_as_its_quantizer_does(name, center):
     x = with_outliers(40, 60, 3, rows=2048) + center
     of = statistics(x)

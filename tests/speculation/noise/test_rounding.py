@@ -2,6 +2,7 @@ import math
 
 import numpy as np
 import pytest
+from quick_cases import every_value
 
 from megalowbit.quantize.names import quantizer
 from megalowbit.speculation.noise.rounding import rounding_error, zero_probability
@@ -30,9 +31,7 @@ def integrated(levels, sigma, center, is_stochastic, bounds=EVERYTHING):
     return np.trapezoid(error * weight, x) / np.trapezoid(weight, x)
 
 
-@pytest.mark.parametrize("name", GRIDS)
-@pytest.mark.parametrize("is_stochastic", [False, True])
-@pytest.mark.parametrize("center", [0.0, 0.3, -1.7])
+@every_value(name=GRIDS, is_stochastic=[False, True], center=[0.0, 0.3, -1.7])
 def test_it_is_the_integral_of_the_squared_error(name, is_stochastic, center):
     levels = grid_of(name, GRIDS[name])
     for bounds in (EVERYTHING, (-GRIDS[name], GRIDS[name]), (-0.8, 2.0)):
@@ -87,8 +86,7 @@ def test_bounds_without_probability_leave_no_mean():
 # Zeros
 
 
-@pytest.mark.parametrize("center", [0.0, 0.4, -2.0])
-@pytest.mark.parametrize("ratio", [8, 32, 128])
+@every_value(center=[0.0, 0.4, -2.0], ratio=[8, 32, 128])
 def test_zero_probability_is_the_share_of_zeros(center, ratio):
     step = ratio / 127
     x = np.random.default_rng(3).normal(center, 1.0, 4_000_000)

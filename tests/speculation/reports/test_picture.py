@@ -1,14 +1,14 @@
 import itertools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import run_script
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
+from quick_cases import marked
 from run_files import made_up_rows, row, write_run
 
 from megalowbit.errors import UserError
@@ -114,7 +114,7 @@ def test_predictions_stand_against_what_was_measured_in_the_colour_they_ran_at(d
     assert dashed == {COLOURS["int8"]: 15.0, COLOURS["fp8"]: 18.0}
 
 
-@pytest.mark.parametrize("layers", [2, 20, 100])
+@pytest.mark.parametrize("layers", [2, 20, pytest.param(100, marks=pytest.mark.slow)])
 def test_names_are_drawn_as_they_are_and_never_as_formulas_or_control_characters(drawn, layers):
     names = [f"h.{number}.$x^{{\x1b\n\x00\ud800" for number in range(layers)]
     map_axes, *_ = drawn([each for name in names for each in gemm_rows(name, ("int8",) * 3, [1])])
@@ -157,7 +157,7 @@ def test_a_run_without_verification_says_so(drawn):
     assert shares.get_title(loc="left") == "67 % of products × steps at 8 bits or fewer"
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", marked(SIZES, {"one layer", "two blocks"}))
 def test_labels_are_there_and_do_not_touch_at_any_size(drawn, tmp_path, size):
     layers = SIZES[size]
     axes = drawn(list(made_up_rows(layers, looks=12)))[0]
@@ -207,12 +207,9 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
 
 
 def python(code, path):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"},
-    )
+    script = path / "program.py"
+    script.write_text(code)
+    return run_script(script, env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"})
 
 
 def test_matplotlib_is_imported_when_something_is_drawn_and_its_absence_told_with_a_remedy(tmp_path):

@@ -10,7 +10,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from forks import Forked, run_script
+from forks import run_script
 
 from megalowbit.telemetry.columns import OVERFLOW_RATE
 from megalowbit.telemetry.sinks.console import HEADING_EVERY, Console
@@ -74,13 +74,15 @@ def in_terminal(program, width, **environ):
     names = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE")
     clean = {name: value for name, value in os.environ.items() if name not in names}
     env = {**clean, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environ}
-    if env["PYTHONIOENCODING"] == "utf-8":
-        process = Forked(program, output=os.ttyname(secondary), env=env)
-    else:  # an interpreter reads this at its start
-        command = [sys.executable, str(program)]
-        process = subprocess.Popen(
-            command, stdin=secondary, stdout=secondary, stderr=secondary, cwd=ROOT, env=env
-        )
+    command = [sys.executable, str(program)]
+    process = subprocess.Popen(
+        command,
+        stdin=secondary,
+        stdout=secondary,
+        stderr=secondary,
+        cwd=ROOT,
+        env={**env, "PYTHONPATH": str(ROOT)},
+    )
     os.close(secondary)
     output = b""
     while True:

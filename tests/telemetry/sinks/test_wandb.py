@@ -65,7 +65,7 @@ def as_dict(items):
 
 def offline_runs(run_dir):
     """All offline runs below `run_dir`, once W&B's service, which lags behind `finish`, is done with them."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while True:
         runs = [OfflineRun(path) for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))]
         if all(run.exit_code is not None for run in runs) or time.monotonic() > deadline:
