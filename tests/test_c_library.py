@@ -102,7 +102,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "right", "wrong", "noticed"), FAULTS)
+@pytest.mark.parametrize(("name", "right", "wrong", "noticed"), slow_except(FAULTS[:3], FAULTS))
 def test_a_library_that_computes_wrongly_is_not_used(load, sources, name, right, wrong, noticed):
     text = (sources / name).read_text()
     assert right in text
@@ -111,7 +111,10 @@ def test_a_library_that_computes_wrongly_is_not_used(load, sources, name, right,
     assert re.search(rf"fails its self-check \(.*{noticed}", reason), reason
 
 
-@pytest.mark.parametrize("name", [kernels_cpu.LIBRARY.source.name, *kernels_cpu.LIBRARY.headers])
+SOURCES = [kernels_cpu.LIBRARY.source.name, *kernels_cpu.LIBRARY.headers]
+
+
+@pytest.mark.parametrize("name", slow_except(SOURCES[1:2], SOURCES))
 def test_a_change_in_any_source_makes_another_library(load, sources, tmp_path, name):
     load()
     (sources / name).write_text((sources / name).read_text() + "/* changed */\n")
