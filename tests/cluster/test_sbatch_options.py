@@ -18,7 +18,7 @@ from megalowbit.errors import UserError
     ],
 )
 def test_options_that_the_script_does_not_need_are_free(option):
-    check_sbatch_option(option)
+    assert check_sbatch_option(option) is None
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_without_a_network_the_name_and_the_remedy_are_said_at_once(tmp_path, va
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout.startswith("data set 'someone/no-such-data/train' cannot be loaded"), done.stderr
     assert "network" in done.stdout

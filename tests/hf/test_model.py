@@ -189,7 +189,7 @@ def test_stored_masks_that_are_no_weights_may_be_integers(tmp_path):
     [
         GPT2Config(initializer_range=-1.0, n_layer=1, n_embd=8, n_head=1, vocab_size=9),
         LlamaConfig.from_dict({"rope_scaling": {"type": "bogus"}, "num_hidden_layers": 1, "vocab_size": 9}),
-        GPT2Config(n_embd=2**25, n_inner=2**27, n_layer=1, n_head=1, vocab_size=9),  # 2^54 bytes
+        GPT2Config(n_embd=2**25, n_layer=1, n_head=1, vocab_size=2**29),  # an embedding of 2^56 bytes
     ],
 )
 def test_a_configuration_that_no_model_can_be_built_from_is_one_line(config):

@@ -29,7 +29,6 @@ import re
 import runpy
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -37,6 +36,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from golden_matrix import RUNS, write_inputs
+
+from launchers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300  # that one program may take
@@ -193,15 +194,6 @@ def import_package(tree):
     atexit.register(gc.unfreeze)  # or libraries would take it for leaks at the end
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         raise SystemExit("error: an import has started a thread, which forks do not have")
-
-
-def free_port():
-    with socket.socket() as probe:
-        while True:
-            with contextlib.suppress(OSError):
-                port = 20_000 + secrets.randbelow(12_000)
-                probe.bind(("127.0.0.1", port))
-                return port
 
 
 def be_program(script, arguments, variables, folder, output):

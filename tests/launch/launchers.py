@@ -1,5 +1,6 @@
 """Start launch/pretrain.py the ways users do, with real launchers and real processes."""
 
+import fcntl
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ SCRIPT = str(ROOT / "launch" / "pretrain.py")
 BIN = Path(sys.executable).parent
 SECONDS = 240
 PORTS = range(20_000, 32_000)
+RESERVED = set()  # ports that this process has locked
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -34,11 +36,24 @@ class Done:
         return [line for line in self.output.splitlines() if line.startswith("error")]
 
 
+@functools.lru_cache(maxsize=1)
+def port_locks():
+    """A file whose byte number N is locked while a test process of this user has port N, until it ends."""
+    return (Path(tempfile.gettempdir()) / f"megalowbit-test-ports-{os.getuid()}").open("a")
+
+
 def free_port():
-    """A port that nobody takes by chance before it is used: below those of outgoing connections."""
+    """A port that nothing takes before it is used: no other test, no outgoing connection (theirs are higher).
+
+    The program that gets the port binds it later, so a lock reserves the port until this process ends.
+    """
     while True:
         port = secrets.choice(PORTS)
-        with socket.socket() as probe, suppress(OSError):
+        if port in RESERVED:
+            continue
+        with suppress(OSError), socket.socket() as probe:
+            fcntl.lockf(port_locks(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+            RESERVED.add(port)
             probe.bind(("", port))
             return port
 

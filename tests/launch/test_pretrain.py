@@ -33,7 +33,7 @@ STEP_KEYS = {
 def finished(tmp_path_factory):
     """Folder and output of one run with dropout on two ranks."""
     folder = tmp_path_factory.mktemp("finished")
-    config = write_config(folder, block={"run": {"steps": 24}, "checkpoint": {"every": 6, "keep": None}})
+    config = write_config(folder, block={"run": {"steps": 12}, "checkpoint": {"every": 6, "keep": None}})
     arguments = ("--ds-config", config, "--run-dir", folder / "run", "--set", "wandb.enabled=true")
     done = run_ranks(*arguments, cwd=folder, processes=2)
     assert done.code == 0, done.output
@@ -48,13 +48,14 @@ def test_a_run_leaves_every_record_in_its_folder(finished):
         "summary.json",
     } <= names  # fmt: skip
     rows = metrics(run_dir)
-    assert [row["step"] for row in rows] == list(range(1, 25))
+    assert [row["step"] for row in rows] == list(range(1, 13))
     assert all(row.keys() >= STEP_KEYS for row in rows)
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir() if p.is_dir()) == [
-        "step-00000006", "step-00000012", "step-00000018", "step-00000024",
-    ]  # fmt: skip
+        "step-00000006",
+        "step-00000012",
+    ]
     assert list((run_dir / "wandb").rglob("*.wandb"))
 
 
@@ -65,7 +66,7 @@ def test_the_log_shows_progress_and_ends_with_a_summary(finished):
     assert "8 layers swapped" in output
     for heading in ("loss", "lr", "grad_norm", "scale", "skips", "overflow", "tok/s", "ETA"):
         assert heading in output
-    assert "24/24" in output
+    assert "12/12" in output
     assert "Summary" in output
 
 
@@ -75,7 +76,7 @@ def test_overflow_counts_in_the_records_add_up(finished):
     # 2 ranks × 2 micro-batches × 2 sequences × 32 tokens; the outputs of c_attn, c_proj, c_fc, mlp.c_proj
     elements_a_step = 2 * 2 * 2 * 32 * 2 * (96 + 32 + 128 + 32)
     assert [row["gradient_overflow/total_elements"] for row in rows] == [
-        elements_a_step * step for step in range(1, 25)
+        elements_a_step * step for step in range(1, 13)
     ]
     total = sum(row["gradient_overflow/element_overflow_rate"] * elements_a_step for row in rows)
     assert rows[-1]["gradient_overflow/total_overflow_elements"] == pytest.approx(total)
@@ -88,7 +89,7 @@ def test_overflow_counts_in_the_records_add_up(finished):
         for role in ("input", "weight", "grad_output")
     }
     gradients = sum(row["elements"] for row in table if row["role"] == "grad_output")
-    assert gradients == elements_a_step * 24
+    assert gradients == elements_a_step * 12
 
 
 def test_tensorboard_holds_the_documented_tags(finished):
@@ -107,7 +108,7 @@ def test_the_exported_model_is_an_ordinary_hf_checkpoint_with_the_trained_weight
     ids = tokenizer("def f(x):\n", return_tensors="pt").input_ids
     assert ids.tolist() == [list(b"def f(x):\n")]
     state = torch.load(
-        run_dir / "checkpoints" / "step-00000024" / "mp_rank_00_model_states.pt", weights_only=False
+        run_dir / "checkpoints" / "step-00000012" / "mp_rank_00_model_states.pt", weights_only=False
     )["module"]
     fc = state["transformer.h.0.mlp.c_fc.weight"]
     assert torch.equal(model.transformer.h[0].mlp.c_fc.weight.float(), fc.t().float())
@@ -149,6 +150,7 @@ def test_llama_trains_in_fp16_with_a_dynamic_scale(tmp_path):
     assert "14 layers swapped" in done.output
 
 
+@pytest.mark.slow
 def test_the_bf16_recipe_runs_beside_it_without_overflow_figures(tmp_path):
     config = write_config(tmp_path)
     done = run_ranks("--ds-config", config, "--set", "megalowbit.recipe=bf16", cwd=tmp_path)

@@ -70,6 +70,7 @@ def test_the_export_is_the_whole_model(folders):
         torch.testing.assert_close(value, expected[name], atol=5e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_resumed_pipeline_is_the_one_that_was_not_stopped(folders):
     stopped = folders / "stopped"
     shutil.copytree(folders / "two", stopped)
