@@ -52,8 +52,8 @@ class OperandSplit:
         power_every: for `qb`: interval (≥ 0), in refreshes, between additional power steps. 0: none.
         sample_fraction: for `sampled`: fraction of the rows to sample, above 0 and up to 1.
         refresh_every: smallest interval (≥ 1), in micro-batches, between factorisations: the first use at
-            least this long after the last factorisation computes a new one. A weight that is quantised once per
-            optimizer step is used once for all micro-batches of the step.
+            least this long after the last factorisation computes a new one. A weight that is quantised once
+            per optimizer step is used once for all micro-batches of the step.
         reuse: what is reused in between: `directions` (V only; U and S are computed from the new matrix), or
             `factors` (all three unchanged, as in Metis).
         broadcast_dim: factor only the first slice of the operand along this axis, and subtract its low-rank
