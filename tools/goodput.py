@@ -202,7 +202,7 @@ def check_amount(options: argparse.Namespace, request: GoodputRequest) -> None:
         return
     most = max(events, key=lambda kind: events[kind])
     remedy = {
-        "failures": f"lower {'--days' if options.steps is None else '--steps'}, or give fewer --runs",
+        "failures": f"give fewer {'--days' if options.steps is None else '--steps'} or --runs",
         "jobs": f"raise --time-limit-hours {options.time_limit_hours}, or give fewer --runs",
         "lives of nodes": f"give fewer --runs, or leave --shape {options.shape:g} out",
         "runs": "give fewer",

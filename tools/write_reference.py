@@ -92,7 +92,7 @@ def rows_of_dataclass(kind: type[Any]) -> list[Row]:
             _type(hints[field.name], ""),
             "required" if field.default is dataclasses.MISSING else _json(field.default),
             "",
-            descriptions.get(field.name, ""),
+            descriptions.get(field.name, "").removesuffix("."),
         )
         for field in dataclasses.fields(kind)
     ]

@@ -65,7 +65,7 @@ class Recipe:
         q_backward_weight: quantizer of the weight in `grad_input`.
         q_backward_outputgrad: quantizer of the output gradient in `grad_input` and `grad_weight`.
         q_backward_outputgrad_for_weight: another quantizer of the output gradient in `grad_weight`. `null`,
-            or the name above: the output gradient is quantised once for both. With `layout` `single_copy` and
+            or the same name: the output gradient is quantised once for both. With `layout` `single_copy` and
             `gemm` `bf16` only.
         keep: patterns (`*`, `?`, `[…]`) of the names of modules, and of weights outside linear layers, that
             stay in high precision, with everything inside them.

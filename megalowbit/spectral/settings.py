@@ -48,12 +48,12 @@ class OperandSplit:
             Householder QR, `niter` steps each time), `svd_lowrank` (randomised, `niter` power steps), `svd`
             (exact), `sampled` (from a few rows), `random` (random projection), or `mean` (the mean row only).
         rank: an integer ≥ 1, or a fraction, above 0 and up to 1.0, of the smaller of the layer's two sizes.
-        niter: number of power steps; for `qb`, those of a cold start.
-        power_every: for `qb`: interval, in refreshes, between additional power steps. 0: none.
-        sample_fraction: for `sampled`: fraction of the rows to sample.
-        refresh_every: smallest interval, in micro-batches, between factorisations: the first use at least
-            this long after the last factorisation computes a new one. A weight that is quantised once per
-            optimizer step is used once for all micro-batches of the step.
+        niter: number of power steps (≥ 0); for `qb`, those of a cold start.
+        power_every: for `qb`: interval (≥ 0), in refreshes, between additional power steps. 0: none.
+        sample_fraction: for `sampled`: fraction of the rows to sample, above 0 and up to 1.
+        refresh_every: smallest interval (≥ 1), in micro-batches, between factorisations: the first use at
+            least this long after the last factorisation computes a new one. A weight that is quantised once
+            per optimizer step is used once for all micro-batches of the step.
         reuse: what is reused in between: `directions` (V only; U and S are computed from the new matrix), or
             `factors` (all three unchanged, as in Metis).
         broadcast_dim: factor only the first slice of the operand along this axis, and subtract its low-rank
@@ -127,10 +127,10 @@ class ParameterSplit:
 
     Attributes:
         rank: an integer ≥ 1, or a fraction, above 0 and up to 1.0, of the smaller of the layer's two sizes.
-        warmup_steps: optimizer steps before the first split.
-        merge_steps: steps from one split to the next, which first merges W_R + U·S·Vᵀ. 0: only one split.
+        warmup_steps: optimizer steps (≥ 0) before the first split.
+        merge_steps: steps (≥ 0) from one split to the next, which first merges W_R + U·S·Vᵀ. 0: once.
         optimizer_state: the moments after a split: `project` (by the chain rule) or `reset` (to zero).
-        merged_lr: peak learning rate of the schedule from the first split on. `null`: unchanged.
+        merged_lr: peak learning rate (> 0) of the schedule from the first split on. `null`: unchanged.
 
     Raises:
         UserError: a value is invalid.
