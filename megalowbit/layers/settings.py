@@ -1,6 +1,6 @@
-"""Settings of this folder that stand in a configuration of their own, beside the recipe.
+"""Settings of the regulariser, which have their own section in the configuration, apart from the recipe.
 
-They import pydantic only, so that a configuration is checked without loading torch.
+They import pydantic only, so a configuration is checked without loading torch.
 """
 
 from __future__ import annotations
