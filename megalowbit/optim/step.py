@@ -41,7 +41,7 @@ class Steppable(Protocol):
 
     @property
     def training_group(self) -> dist.ProcessGroup | None:
-        """All ranks that take the step together; None: this process alone."""
+        """All ranks that take the step together; None: this process only."""
 
     @property
     def is_flag_shared(self) -> bool:

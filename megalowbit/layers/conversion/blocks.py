@@ -1,9 +1,9 @@
 """The first and last transformer blocks of a model, which a recipe may leave in high precision.
 
-This module does not know model families. The blocks are the modules in the only outermost `nn.ModuleList`
-that holds linear layers, such as `model.layers`. Modules in it without linear layers do not count. A model
-without such a list, or with several (an encoder and a decoder), is rejected, because a wrong guess would
-silently train another model than intended.
+This module does not depend on model families. The blocks are the modules in the only outermost
+`nn.ModuleList` that holds linear layers, such as `model.layers`. Modules in it without linear layers do not
+count. A model without such a list, or with several (an encoder and a decoder), is rejected, because a wrong
+guess would silently train another model than intended.
 """
 
 from __future__ import annotations

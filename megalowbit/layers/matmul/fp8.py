@@ -1,6 +1,6 @@
 """Products of MXFP4 operands on FP8 tensor cores, without a second rounding.
 
-How it works. An MXFP4 number is an E2M1 element times its block's power of two 2^e. FP8 tensor cores know no
+How it works. An MXFP4 number is an E2M1 element times its block's power of two 2^e. FP8 tensor cores have no
 block scales, so each operand is rewritten as FP8 numbers under *one* power of two for the whole tensor:
 
     FP8 number = element · 2^(e − e_max + shift)        tensor factor = 2^(e_max − shift)

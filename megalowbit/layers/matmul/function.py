@@ -240,9 +240,8 @@ def _gemm(
 ) -> Tensor:
     """Run one GEMM of two stored operands in the recipe's precision, or in bf16 if that is not possible."""
     transpose_left, transpose_right = TRANSPOSES[product]
-    # An operand stored transposed and needed transposed is passed as it is stored: with the layout
-    # `per_gemm`, grad_weight reads grad_outputᵀ (N, M), which needs no transpose, and inputᵀ (K, M), which
-    # does.
+    # TRANSPOSES refers to the original tensors, these arguments to the stored matrices. With the layout
+    # `per_gemm`, grad_weight reads grad_outputᵀ as stored, (N, M), but inputᵀ (K, M) as (M, K).
     arguments: dict[str, Any] = {
         "transpose_left": transpose_left != left.is_transposed,
         "transpose_right": transpose_right != right.is_transposed,

@@ -22,7 +22,8 @@ limits:
 - fp16 and fp32: NVFP4 operands reach 2688, so a product could overflow fp16. Therefore it is formed in fp32.
 - fp16 and fp32 on CUDA: operands with their tensor's own range stay fp16 in an fp16 layer, also if the other
   operand is not quantised. In an fp32 layer they are fp32.
-- An operand that is not quantised enters in the GEMM's dtype with scale 1.
+- An operand that is not quantised enters in the GEMM's dtype with scale 1. In an fp16 or fp32 layer on CUDA
+  this is fp32, except in the case of the previous item.
 - MXFP4 with scales rounded up turns numbers from 3.5 · 2¹²⁶ (close to fp32's largest) into 2¹²⁸, which is
   infinite, and infinity times a zero weight is NaN. This stays: a clamped operand would be a wrong number,
   but training detects a non-finite gradient and skips the step.
@@ -69,8 +70,9 @@ def multiply(
     Returns:
         (m, n) in `out_dtype`, contiguous.
     """
-    # A transpose may be a view with swapped strides, e.g. weight (N, K) row-major gives weightᵀ (K, N) with
-    # strides (1, K). BLAS takes either order, so nothing is copied for it.
+    # Decoding codes writes the transpose row-major. An operand that is already decoded (or was never
+    # quantised) is transposed as a view: weight (N, K) with strides (K, 1) becomes weightᵀ (K, N) with
+    # strides (1, K). BLAS accepts both orders, so nothing is copied.
     dtype = gemm_dtype([left.exact_dtype, right.exact_dtype], compute_dtype, _device(left))
     a = left.operand(dtype, transpose=transpose_left)
     b = right.operand(dtype, transpose=transpose_right)

@@ -1,8 +1,8 @@
 """Protocols for a layer's slots: an observer, which receives counts, and a chooser, which picks recipes.
 
-Telemetry implements `Observer`, speculation implements `Chooser` and `Probe`. Layers know these protocols
-only, and an empty slot costs nothing. A chooser returns each layer's recipe for the step and may inspect
-single uses with a probe.
+Telemetry implements `Observer`, speculation implements `Chooser` and `Probe`. Layers depend on these
+protocols only, and an empty slot costs nothing. A chooser returns each layer's recipe for the step and may
+inspect single uses with a probe.
 
 Order of the calls in one use:
 

@@ -8,7 +8,7 @@ A split operand is gain · residual + low-rank part. With left = g·R + A·B and
     A   (m, k)       B  (k, inner)                C   (inner, k)   D  (k, n)
 
 k is the rank of the split and `inner` the axis that the product sums over. The first term is a product of
-quantised operands and runs in the precision that the recipe asks for. The other terms have an inner or outer
+quantised operands and runs in the precision that the recipe sets. The other terms have an inner or outer
 size of k. They run in the layer's dtype on the quantised factors, with B·(…) and R·C rounded to it once. No
 operand is ever reassembled: backward keeps codes, and FP4 hardware could do the same.
 
