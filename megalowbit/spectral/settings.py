@@ -1,8 +1,8 @@
-"""How a matrix is split into a low-rank part and a residual, as settings that a recipe holds.
+"""Settings of splits into a low-rank part and a residual, which are part of a recipe.
 
-`OperandSplit` is for an operand of a product, split anew at each use: M ≈ Q(U)·S·Q(Vᵀ) + Q(residual).
-`ParameterSplit` turns a weight into parameters W_R, U, S, V between two optimizer steps. Both come from a
-configuration block; the field names are ours, docs/spectral.md maps Metis's command line to them.
+`OperandSplit` splits an operand of a product at each use: M ≈ Q(U)·S·Q(Vᵀ) + Q(residual). `ParameterSplit`
+replaces a weight by the parameters W_R, U, S, V between two optimizer steps. Both are blocks of the
+configuration; docs/spectral.md maps Metis's command line to their fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalowbit.spectral.gains import gain
 WARM_METHODS = ("qb", "power")
 _BY_ALL = ("method", "broadcast_dim")
 _BY_FACTORS = (*_BY_ALL, "rank", "refresh_every", "reuse", "order", "q_factors", "gains")
-# The fields that have an effect, by method; others may only have their defaults.
+# The fields that each method uses; all others must have their defaults.
 FIELDS_READ = MappingProxyType(
     {
         "qb": (*_BY_FACTORS, "niter", "power_every"),
@@ -44,28 +44,27 @@ class OperandSplit:
     """The split of one operand.
 
     Attributes:
-        method: how factors are found: "qb" (warm-started, Cholesky QR), "power" (warm-started, Householder
-            QR, `niter` steps a time), "svd_lowrank" (randomised, `niter` power steps), "svd" (exact),
-            "sampled" (from a few rows), "random" (random projection), or "mean" (the mean row alone).
-        rank: a whole number ≥ 1, or a fraction of the smaller of the layer's two sizes,
-            above 0 and up to 1.0, all of it.
+        method: how factors are computed: "qb" (warm start, Cholesky QR), "power" (warm start, Householder QR,
+            `niter` steps each time), "svd_lowrank" (randomised, `niter` power steps), "svd" (exact),
+            "sampled" (from a few rows), "random" (random projection), or "mean" (only the mean row).
+        rank: columns of U and V: an integer ≥ 1, or a fraction of the smaller of the layer's two sizes, above
+            0 and up to 1.0.
         niter: power steps; for "qb" those of a cold start.
-        power_every: "qb": one further power step at every so many refreshes; 0: never.
-        sample_fraction: "sampled": share of the rows looked at.
-        refresh_every: micro-batches from one factorisation to the next, at least: the first use this many
-            after the last one factors anew. A weight that is quantised once an optimizer step, for all its
-            micro-batches, is used once in as many.
-        reuse: what serves in between: "directions" (V; U and S follow from the new matrix) or "factors"
-            (all three as they were, as Metis does).
-        broadcast_dim: axis of the operand of which the first slice alone is factored, its low-rank part
-            being subtracted from all slices; `None` factors the whole operand.
-        order: the residual is taken against the quantised factors ("compensated") or, as in the Metis
+        power_every: for "qb": one additional power step every so many refreshes; 0: never.
+        sample_fraction: for "sampled": share of the rows in the sample.
+        refresh_every: minimum number of micro-batches from one factorisation to the next; the first use after
+            that computes new factors. A weight quantised once a step is used once in all its micro-batches.
+        reuse: used in between: "directions" (V; U and S are computed from the new matrix) or "factors" (all
+            three, as Metis does).
+        broadcast_dim: axis of the operand: only its first slice is factored, and the low-rank part is
+            subtracted from all slices. `None`: factor the full operand.
+        order: compute the residual against the quantised factors ("compensated") or, as in the Metis
             repository, against the unquantised ones ("seed").
-        q_factors: quantiser of Uᵀ and Vᵀ, in blocks along their long axes; "fp32" keeps them as they are.
+        q_factors: quantizer of Uᵀ and Vᵀ, with blocks along their long axes; "fp32" does not quantise them.
         gains: gain on singular values and residual: "none", "ysche", "ysche_seed", "module:function".
 
     Raises:
-        UserError: a value is wrong, the values do not fit together, or one has no effect with the method.
+        UserError: a value is wrong, values contradict each other, or one has no effect with the method.
     """
 
     method: Literal["qb", "power", "svd_lowrank", "svd", "sampled", "random", "mean"] = "qb"
@@ -100,7 +99,7 @@ class OperandSplit:
     def _check_combination(self) -> None:
         if self.method == "power" and self.niter == 0:
             raise UserError(
-                'split niter = 0 leaves method "power" with the directions it was started from: set 1 or more'
+                'split niter = 0 does not change the start directions of method "power": set 1 or more'
             )
         for each in fields(self):
             value = getattr(self, each.name)
@@ -128,9 +127,9 @@ class ParameterSplit:
     Attributes:
         rank: as for `OperandSplit`.
         warmup_steps: optimizer steps before the first split.
-        merge_steps: steps from one split to the next, which starts from the whole W_R + U·S·Vᵀ; 0: never.
+        merge_steps: steps from one split to the next, which splits the full W_R + U·S·Vᵀ again; 0: never.
         optimizer_state: moments after a split: "project" (by the chain rule) or "reset" (to zero).
-        merged_lr: learning rate the schedule's peak has from the first split on; `None` leaves it alone.
+        merged_lr: peak learning rate of the schedule from the first split on; `None`: unchanged.
 
     Raises:
         UserError: a value is wrong.
@@ -161,9 +160,9 @@ class ParameterSplit:
 
 
 def settings_from(kind: type[Settings], value: object, field: str) -> Settings | None:
-    """Read a split from a configuration: `null`, a block of its fields, or such settings already.
+    """Read a split from a configuration: `null`, an object with its fields, or an instance of `kind`.
 
-    Messages begin with `field`, the key it stands under.
+    Messages begin with `field`, the key of the split.
 
     Raises:
         UserError: unknown keys or wrong values.
@@ -184,10 +183,10 @@ def settings_from(kind: type[Settings], value: object, field: str) -> Settings |
 
 
 def block_over(below: OperandSplit | ParameterSplit, block: Mapping[str, Any]) -> dict[str, Any]:
-    """A block of a configuration over the settings it is based on: what it leaves out is taken from them.
+    """Merge a configuration block with the settings it is based on; the block has priority.
 
-    Except what the method that it chooses does not read, or what has no effect with its `refresh_every`.
-    Keys and values are not checked.
+    Inherited fields that the block's method does not use, or that have no effect with its `refresh_every`,
+    are dropped. Keys and values are not validated.
     """
     inherited = asdict(below)
     method = block.get("method", inherited.get("method"))
@@ -200,10 +199,10 @@ def block_over(below: OperandSplit | ParameterSplit, block: Mapping[str, Any]) -
 
 
 def check_rank(rank: object) -> None:
-    """Refuse what is neither a number of columns nor a fraction.
+    """Raise unless `rank` is a number of columns or a fraction.
 
     Raises:
-        UserError: see above.
+        UserError: it is neither.
     """
     is_count = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
     is_fraction = isinstance(rank, float) and 0 < rank <= 1
@@ -215,7 +214,7 @@ def check_rank(rank: object) -> None:
 
 
 def resolve_rank(rank: int | float, in_features: int, out_features: int) -> int:
-    """Columns of U and V: a number as it is, a fraction of the smaller size rounded up; at most that size."""
+    """Columns of U and V: the number, or the fraction of the smaller size, rounded up; at most that size."""
     smaller = min(in_features, out_features)
     wanted = rank if isinstance(rank, int) else math.ceil(rank * smaller)
     return max(1, min(wanted, smaller))

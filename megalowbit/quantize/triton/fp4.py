@@ -307,7 +307,7 @@ def _store_counts(
     counts, errors, values, scaled, decoded, tensor_scale, largest, is_inside, overflows, is_zero_block,
     is_block,
 ):  # fmt: skip
-    """This program's part of the counts in `encoding.COUNT_NAMES`, without those that follow from the shape."""
+    """This program's part of the counts in `encoding.COUNT_NAMES`; the shape gives the others."""
     counts += tl.program_id(0) * 8
     magnitude = tl.abs(scaled)
     is_nonfinite = (_bits(values) & MAGNITUDE) >= 0x7F800000
