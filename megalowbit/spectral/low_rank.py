@@ -1,14 +1,15 @@
 """Methods for low-rank factors of a matrix, M ≈ U·diag(S)·Vᵀ.
 
 In training, similar matrices are factored repeatedly. The default, `qb`, therefore starts from the previous
-directions V: one product M·V, Cholesky QR, and one product Qᵀ·M, all in the precision of the matrix. This is a step
-of orthogonal iteration, which tracks slowly changing directions. `power` is Metis's iteration. `svd_lowrank` is
-torch's algorithm (Halko, Martinsson, Tropp, SIAM Review 2011), and `svd` is exact. `sampled` computes V from a few
-rows, and `random` projects on random directions.
+directions V: one product M·V, Cholesky QR, and one product Qᵀ·M, all in the precision of the matrix. This is
+a step of orthogonal iteration, which tracks slowly changing directions. `power` is Metis's iteration.
+`svd_lowrank` is torch's algorithm (Halko, Martinsson, Tropp, SIAM Review 2011), and `svd` is exact. `sampled`
+computes V from a few rows, and `random` projects on random directions.
 
-Factors of `qb` and `power` converge to singular vectors only over several steps. The columns of U are orthonormal in
-`qb`, those of V in `sampled`. If the rank of the matrix is below k, the remaining columns are zero; in bf16, so are
-directions below a two-thousandth of the strongest. Factors are stored as rows (k, n), as quantizers need them.
+Factors of `qb` and `power` converge to singular vectors only over several steps. The columns of U are
+orthonormal in `qb`, those of V in `sampled`. If the rank of the matrix is below k, the remaining columns are
+zero; in bf16, so are directions below a two-thousandth of the strongest. Factors are stored as rows (k, n),
+as quantizers need them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Orthonormal rows from given ones, in the order given: what each row adds to those before it.
+"""Orthonormalises rows in the given order: each row keeps what it adds to those before it.
 
-Cholesky QR: the Gram matrix, a k × k Cholesky factor, one product; no Householder reflections, which take ten
-times as long for tall matrices and make a GPU wait. A row that adds nearly nothing becomes zero, not the
-rounding errors it would consist of. The Gram matrix is scaled to a unit diagonal and shifted a little, so
-rows of any lengths do (Fukaya et al., "Shifted Cholesky QR", SISC 2020; without their second pass: rows are
-directions here, and a part of a thousand that they share does no harm).
+The method is Cholesky QR: the Gram matrix, a k × k Cholesky factor, and one product. Householder reflections
+take ten times as long for tall matrices and make a GPU's host wait. A row that adds almost nothing becomes
+zero, because otherwise it would consist of rounding errors. The Gram matrix is scaled to a unit diagonal and
+slightly shifted, so rows may have any length (Fukaya et al., "Shifted Cholesky QR", SISC 2020; without their
+second pass, because rows are directions here and may overlap by a thousandth).
 
-Where the factorisation fails all the same, a CPU falls back to Householder reflections. A GPU would have to
-wait before it knew, so there a strongly shifted factor stands by.
+If the factorisation fails, a CPU falls back to Householder reflections. On a GPU the host would have to wait
+to find out, so a strongly shifted factor is used there.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The state of an operand's split between uses: directions or full factors, and counts.
 
-All uses within a micro-batch start from the state that the previous micro-batch left. That includes a second use of
-the layer (the last use determines the new state) and a replay, in which activation checkpointing recomputes a
-forward. A replay must return the factors of the first time, so it does not change the state.
+All uses within a micro-batch start from the state that the previous micro-batch left. That includes a second
+use of the layer (the last use determines the new state) and a replay, in which activation checkpointing
+recomputes a forward. A replay must return the factors of the first time, so it does not change the state.
 
-Known limit, shared with `layers.matmul.use_counter`: after another micro-batch has begun, a replay of an earlier one
-starts from the later one's state. This cannot be detected.
+Known limit, shared with `layers.matmul.use_counter`: after another micro-batch has begun, a replay of an
+earlier one starts from the later one's state. This cannot be detected.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Kept:
     def is_due(self, step: int, refresh_every: int) -> bool:
         """Whether new factors are due in micro-batch `step`.
 
-        Counted from the last factorisation and not from the first one, because micro-batches that share a quantised
-        weight split it only once a step.
+        Counted from the last factorisation and not from the first one, because micro-batches that share a
+        quantised weight split it only once a step.
         """
         if self.refreshed_at is None:
             return True
@@ -79,8 +79,8 @@ class SplitState:
         """Counters since the creation of this object, plus those of a loaded state.
 
         "cold" and "warm" factorisations (without and with start directions), "reused" factors, "qr_fallback"
-        (failed Cholesky factorisations), "misfit" (the stored state did not match the matrix, so new factors were
-        computed). Replays are not counted. On a GPU the host waits.
+        (failed Cholesky factorisations), "misfit" (the stored state did not match the matrix, so new factors
+        were computed). Replays are not counted. On a GPU the host waits.
         """
         on_device = 0 if self._device_fallbacks is None else int(self._device_fallbacks)
         return {**self._counts, "qr_fallback": self._counts["qr_fallback"] + on_device}
