@@ -251,9 +251,11 @@ def check_rounding(device: torch.device, encode: Encode) -> None:
     if bool((ups > 1).any()):
         problem = "rounds numbers to codes that are not their neighbours"
     elif bool((ups == ups[0]).all()):
-        problem = f"draws a constant: it rounds equal numbers alike everywhere (up: {rates.mean():.2f})"
+        problem = (
+            f"draws a constant: it rounds equal numbers in the same way everywhere (up: {rates.mean():.2f})"
+        )
     elif abs(excess) > 0.05:  # seven standard deviations of the mean, 0.42 / √(15 · 256)
-        problem = f"is lopsided: it rounds up {excess:+.3f} more often than it should"
+        problem = f"is biased: it rounds up {excess:+.3f} more often than it should"
     for name, keys in _OTHER_KEYS.items():
         if problem is None and any(bool((rounded(key) == ups).all()) for key in keys):
             problem = f"draws the same numbers for another {name}"

@@ -127,8 +127,8 @@ def _imported(name: str) -> GainFunction:
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         if isinstance(error, ModuleNotFoundError):
             remedy = (
-                "put the folder it lies in into PYTHONPATH (a script finds modules beside itself, as "
-                "launch/pretrain.py those in launch/, and not in the working directory)"
+                "add its folder to PYTHONPATH (launch/pretrain.py finds modules in launch/, "
+                "not in the working directory)"
             )
         raise UserError(f"gains {name!r} cannot be imported ({_reason(error)}): {remedy}") from None
     if not callable(function):

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SHIFT = 20  # in units of the precision, which is about what rounding does to the Gram matrix
-INDEPENDENT = 5  # in shifts: a row survives whose square has that share outside of the rows before it
+SHIFT = 20  # in units of the machine precision; about the rounding error of the Gram matrix
+INDEPENDENT = 5  # in shifts: a row is kept if that share of its square is orthogonal to the rows before it
 STRONG_SHIFT = 1e-2
 
 
 class Orthonormal(NamedTuple):
-    """What `cholesky_rows` and `householder_rows` return.
+    """The result of `cholesky_rows` and `householder_rows`.
 
     Attributes:
         rows: (k, n), fp32, or fp64 for fp64 input: orthonormal, or zero.
@@ -58,12 +58,12 @@ def cholesky_rows(
     """Orthonormalise by Cholesky QR.
 
     Args:
-        rows: (k, n), any floating dtype. Where one number is not finite, no row counts as independent after
-            its own, and what is returned may not be finite either.
+        rows: (k, n), any floating-point dtype. If a number is not finite, its row and later ones do not count
+            as independent, and the result may not be finite.
         least: rows shorter than this share of the longest count as zero.
         shift: added to the diagonal of the Gram matrix, which is 1; `None`: 20 ε of the precision used.
-        may_wait: whether the host may look at the outcome and fall back to `householder_rows`; `None`: on a
-            CPU, where it costs nothing.
+        may_wait: whether the host may read the outcome and fall back to `householder_rows`; `None`: only on a
+            CPU, where that is free.
     """
     wide, _ = scaled_rows(rows)
     shift = SHIFT * torch.finfo(wide.dtype).eps if shift is None else shift

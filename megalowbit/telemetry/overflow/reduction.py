@@ -1,9 +1,9 @@
-"""Sums of the table by layer over ranks that may not have met the same layers.
+"""Sums the table by layer over ranks, which may have different layers.
 
-The ranks first compare a fingerprint of the rows they have. Only where it differs (pipeline stages have
-different layers, and layers first run in different order) do they tell each other all names, which is much
-where ranks are many. Then all lay their numbers out alike and one all-reduce sums them. It costs a few small
-messages: meant for the end of a run or every so many steps, never for each step.
+The ranks first compare a fingerprint of their rows. Pipeline stages have different layers, and layers may run
+first in different order. Only if fingerprints differ do ranks exchange all names, which is expensive for many
+ranks. Then all arrange their numbers in the same order, and one all-reduce sums them. This takes a few small
+messages. It is meant for the end of a run, or for every some hundred steps, not for each step.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # it imports torch, and configurations are read without
     from megalowbit.telemetry.overflow.counters import LayerOverflow
 
 logger = logging.getLogger(__name__)
-MOST_GAPS_TOLD = 5
+MOST_GAPS_SHOWN = 5
 
 
 class JsonlFile:
@@ -45,8 +45,8 @@ class JsonlFile:
         self.last_step = -1
         self.kept_steps: set[int] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_fifo():  # opening it would wait for ever
-            raise UserError(f"{path} is a FIFO and no file: remove it, or choose another --run-dir")
+        if path.is_fifo():  # opening it would block forever
+            raise UserError(f"{path} is a FIFO, not a file: remove it, or choose another --run-dir")
         if path.exists() and path.stat().st_size:
             if resume_step is None:
                 raise UserError(f"{path} already holds a run: choose another --run-dir or --resume auto")
@@ -73,13 +73,13 @@ class JsonlFile:
 
 
 class JsonlSink:
-    """`metrics.jsonl`: one object a step, steps ascending, no step twice. Arguments as of `JsonlFile`."""
+    """`metrics.jsonl`: one object per step, steps ascending, without duplicates; see `JsonlFile`."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self._file = JsonlFile(path, resume_step=resume_step)
         if gaps := missing_steps(self._file.kept_steps, resume_step or 0):
             logger.warning(
-                "%s lacks the lines of steps that are trained already: %s; lost or removed, they stay away",
+                "%s lacks lines of steps already trained: %s; they were lost or removed",
                 path, gaps,
             )  # fmt: skip
 
@@ -140,8 +140,8 @@ def missing_steps(present: Collection[int], last: int) -> str:
             gaps[-1][1] = step
         else:
             gaps.append([step, step])
-    told = [f"{first}" if first == end else f"{first}-{end}" for first, end in gaps[:MOST_GAPS_TOLD]]
-    return ", ".join([*told, *(["…"] if len(gaps) > MOST_GAPS_TOLD else [])])
+    shown = [f"{first}" if first == end else f"{first}-{end}" for first, end in gaps[:MOST_GAPS_SHOWN]]
+    return ", ".join([*shown, *(["…"] if len(gaps) > MOST_GAPS_SHOWN else [])])
 
 
 def last_step(path: Path) -> int:
@@ -172,6 +172,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 step = int(json.loads(line)["step"])
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise UserError(
-                    f"{path} line {number} is damaged: mend or remove that line, then resume"
+                    f"{path} line {number} is damaged: fix or remove that line, then resume"
                 ) from error
             yield step, line
