@@ -1,9 +1,9 @@
-"""One dispatch for quantising and decoding: Triton on CUDA, a C kernel on CPUs, plain torch otherwise.
+"""Chooses the backend for quantising and decoding: Triton on CUDA, C on CPUs, plain torch otherwise.
 
-All three give the same bits. Which one a device uses is said once in the log; `MEGALOWBIT_BACKEND` (`torch`,
-`c`, `triton`) forces one, and it is an error if that one cannot be had. A format that the fast paths do not
-cover goes through plain torch, which is said once as well; so does every tensor that is not plain memory
-(`is_plain`): the kernels are given addresses, and a trace would not see them.
+All three give the same bits. The backend of a device is logged once. `MEGALOWBIT_BACKEND` (`torch`, `c`,
+`triton`) forces a backend, and raises an error if it is not available. Formats that the kernels do not
+support use plain torch, which is logged once too. So do tensors that are not plain memory (`is_plain`),
+because kernels take addresses, and a trace would not record them.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ logger = logging.getLogger("megalowbit")
 
 
 class Kernels(Protocol):
-    """A module of kernels: a fast path for some formats, bit for bit as `reference`."""
+    """The interface of a module of kernels for some formats, bit-equal to `reference`."""
 
     def covers(self, format: BlockFormat, dtype: torch.dtype) -> bool:
-        """Whether `encode` and `decode` take this format with operands of this dtype."""
+        """Whether `encode` and `decode` support this format with operands of this dtype."""
 
     def encode(self, request: EncodeRequest) -> Encoded:
-        """As `reference.encode`."""
+        """See `reference.encode`."""
 
     def decode(self, request: DecodeRequest) -> Tensor:
-        """As `reference.decode`."""
+        """See `reference.decode`."""
 
 
 def encode(request: EncodeRequest) -> Encoded:
-    """Quantise a matrix with the device's backend; as `reference.encode`."""
+    """Quantise a matrix with the device's backend; same result as `reference.encode`."""
     x, format = request.x, request.encoding.format
     kernels = _kernels(backend_of(x, request.tensor_amax), format)
     if kernels is not None:
@@ -58,17 +58,17 @@ def encode(request: EncodeRequest) -> Encoded:
 
 
 def can_encode(kernels: Kernels, request: EncodeRequest) -> bool:
-    """Whether kernels take this; scales from the mean magnitude are for `reference` alone."""
+    """Whether kernels support this request; only `reference` supports scales from the mean magnitude."""
     encoding = request.encoding
     is_common = request.x.dtype in KERNEL_DTYPES and encoding.scale_from == "amax"
     return is_common and kernels.covers(encoding.format, request.operand_dtype or torch.bfloat16)
 
 
 def decode(request: DecodeRequest) -> Tensor:
-    """Codes × block scale with the device's backend; as `reference.decode`.
+    """Codes × block scale with the device's backend; same result as `reference.decode`.
 
     Raises:
-        UserError: codes or scales are not those of such a matrix.
+        UserError: codes or scales do not belong to a matrix of this size.
     """
     codes, scales, format, rows, cols, dtype, _ = request
     check_parts(codes, scales, format, rows, cols)
@@ -81,11 +81,10 @@ def decode(request: DecodeRequest) -> Tensor:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether all are ordinary tensors with memory of their own, and nothing records operations.
+    """Whether all are ordinary tensors with memory, outside of traces and dispatch modes.
 
-    Not plain are subclasses (distributed, asynchronous, fake tensors, wrappers), sparse layouts, zeros
-    without memory and the wrappers of `torch.func`. Under a dispatch mode or in a trace nothing is plain;
-    `None` always is.
+    Not plain: subclasses (distributed, asynchronous, fake tensors, wrappers), sparse layouts, zeros without
+    memory, and wrappers of `torch.func`. `None` is always plain.
     """
     if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return False
@@ -105,10 +104,10 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def backend_of(x: Tensor, *others: Tensor | None) -> str:
-    """Name of the backend that serves this tensor, given with `others`: one of `BACKENDS`.
+    """Name of the backend for a call with this tensor and `others`: one of `BACKENDS`.
 
     Raises:
-        UserError: `MEGALOWBIT_BACKEND` names no backend, or one that this device cannot have.
+        UserError: `MEGALOWBIT_BACKEND` is not a backend, or is not available on this device.
     """
     if isinstance(x, FakeTensor) or x.device.type == "meta":
         return "torch"
@@ -134,14 +133,14 @@ def _backend_for(device: torch.device, forced: str) -> str:
     return chosen
 
 
-@functools.lru_cache(maxsize=256)  # said once for each
+@functools.lru_cache(maxsize=256)  # so each message is logged once
 def _say_uncovered(device: torch.device, work: str, format: BlockFormat, dtype: torch.dtype) -> None:
     logger.info(
         "%s %s, %s on %s with plain torch operations: no kernel covers it", work, format, dtype, device
     )
 
 
-@functools.lru_cache(maxsize=64)  # said once for each
+@functools.lru_cache(maxsize=64)  # so each message is logged once
 def _say_not_plain(kind: type[Tensor]) -> None:
     logger.info("%s that is traced or not plain memory: quantised with plain torch operations", kind.__name__)
 

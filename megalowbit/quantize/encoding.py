@@ -1,19 +1,20 @@
-"""What quantizers and backends hand to each other: encodings, requests, packed results and their counts.
+"""The interface between quantizers and backends: encodings, requests, packed results and counts.
 
-An encoding is a block format and how numbers get into it. A request names a matrix with everything that is
-wanted of it: a new option is a field there, read where it matters.
+An `Encoding` is a block format and the way codes and scales are chosen. A request contains a matrix and all
+options; to add an option, add a field.
 
 Counts, with s an element's decoded scale and M the largest element:
 
-- saturated: |x| > M·s, clipped. upper_half: |x| > M/2·s. Both compare x · encode with 2⁻²⁰ of slack, since
-  a block's own maximum may exceed M by fp32 rounding alone.
-- underflow: x ≠ 0, and its code or its block's scale is 0.
-- nonfinite: x is an infinity or a NaN. Finite neighbours are lost with it, yet count nowhere else.
-- saturated_scales: E4M3 scales above 448 before the clamp (same slack): only where the tensor's maximum came
-  from elsewhere. zero_blocks: blocks whose scale is 0 (E8M0 and signed scales have no 0: whose elements are).
-- squared_error Σ(x - q)² and squared_norm Σx² leave out spoiled blocks, so they stay finite.
+- saturated: |x| > M·s, so x is clipped. upper_half: |x| > M/2·s. Both compare x · encode with a slack of
+  2⁻²⁰, because fp32 rounding can raise a block's maximum above M.
+- underflow: x ≠ 0, but its code or its block's scale is 0.
+- nonfinite: x is an infinity or a NaN. Finite elements of its block become NaN too, but are not counted.
+- blocks: number of blocks. saturated_scales: E4M3 scales above 448 before clamping (same slack), which
+  requires a given `tensor_amax`. zero_blocks: blocks whose scale is 0; for E8M0 and signed scales, which have
+  no 0, blocks whose elements are all 0.
+- squared_error Σ(x - q)² and squared_norm Σx² exclude blocks with an infinity or a NaN, so they are finite.
 
-Padding is no element, and a block of padding alone does not exist.
+Padding is not counted.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ COUNT_NAMES = (
 )
 ERROR_NAMES = ("squared_error", "squared_norm")
 
-# MXFP4 as FP8 operands: an MXFP4 number is element · 2^e with e for its block. As element · 2^(e - e_max +
-# SHIFT), under one power of two for the tensor, it is an FP8 number as long as e lies at most DEPTH below
-# e_max, the largest of the blocks that hold more than zeros and NaN.
+# MXFP4 as FP8 operands: an MXFP4 number is element · 2^e, with one e per block. Let e_max be the largest e of
+# the blocks that contain more than zeros and NaN. With one power of two for the whole tensor, the number
+# becomes element · 2^(e - e_max + SHIFT), which is an exact FP8 number if e ≥ e_max - DEPTH.
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHIFT = {E4M3: 6, E5M2: 13}  # 6 · 2^shift, 384 and 49152, is the largest number used
 DEPTH = {E4M3: 14, E5M2: 28}  # how far below the largest exponent every element is exact
@@ -65,13 +66,13 @@ class Encoding:
     """How a quantizer chooses scales and codes.
 
     Attributes:
-        format: of the result.
+        format: format of the result.
         is_stochastic: whether elements are rounded stochastically.
-        is_unbiased: whether that goes by 23 random bits an element instead of 8, see `formats.codes`.
+        is_unbiased: use 23 random bits per element instead of 8, see `formats.codes`.
         scale_rounding: how block scales are rounded to their format, see `formats.block_scale`.
-        scale_from: what a scale brings to the largest element: the largest magnitude, or the mean one.
-        q_scalar: factor on that magnitude: above 1 leaves headroom, below 1 saturates on purpose.
-        four_over_six: whether a block may be scaled to 4 instead of 6 where that has the smaller error
+        scale_from: the scale maps the largest ("amax") or the mean magnitude to the largest element.
+        q_scalar: factor of that magnitude: above 1 leaves headroom, below 1 saturates on purpose.
+        four_over_six: map the maximum of a block to 4 instead of 6 if that has the smaller error
             (arXiv:2512.02010).
     """
 
@@ -109,14 +110,14 @@ class Encoding:
 
 
 class EncodeRequest(NamedTuple):
-    """A matrix to quantise, and what is wanted of it.
+    """A matrix to quantise, with options.
 
     Attributes:
-        x: floating (rows, cols), at least one element, any strides.
+        x: floating-point (rows, cols), at least one element, any strides.
         encoding: format and rounding.
-        random_key: of the random bytes, where rounding is stochastic.
-        signs: transform the rows by Hadamard with these signs first; cols then must be a multiple of 16.
-        tensor_amax: fp32, 0-dim: stands for the tensor's largest magnitude.
+        random_key: key of the random numbers of stochastic rounding.
+        signs: apply a Hadamard transform with these signs to the rows first; cols must be a multiple of 16.
+        tensor_amax: fp32, 0-dim: use this as the tensor's largest magnitude.
         operand_dtype: also return the operand, in this dtype.
         with_counts: also return counts and error.
     """
@@ -131,9 +132,9 @@ class EncodeRequest(NamedTuple):
 
 
 class DecodeRequest(NamedTuple):
-    """A packed matrix (rows, cols), padding left out, and as what it is wanted.
+    """A packed matrix to decode, (rows, cols) without padding, or (cols, rows) with `transpose`.
 
-    Codes and scales are those of `Encoded`; `transpose` asks for (cols, rows).
+    Codes and scales are those of `Encoded`; `dtype` is that of the result.
     """
 
     codes: Tensor
@@ -145,19 +146,19 @@ class DecodeRequest(NamedTuple):
     transpose: bool = False
 
     def new_matrix(self) -> Tensor:
-        """Room for the result, contiguous."""
+        """An uninitialised, contiguous matrix for the result."""
         shape = (self.cols, self.rows) if self.transpose else (self.rows, self.cols)
         return torch.empty(shape, dtype=self.dtype, device=self.codes.device)
 
 
 class Encoded(NamedTuple):
-    """What a backend makes of a matrix (rows, cols).
+    """The result of quantising a matrix (rows, cols).
 
     Attributes:
         codes: uint8, `BlockFormat.codes_shape`.
         scales: `BlockFormat.scales_shape`, as stored.
-        tensor_scale: fp32, 0-dim, or `None` where the format has none.
-        operand: codes × block scale, (rows, cols) in the dtype asked for, or `None`.
+        tensor_scale: fp32, 0-dim, or `None` if the format has none.
+        operand: codes × block scale, (rows, cols) in the requested dtype, or `None`.
         counts: int64, one for each of `COUNT_NAMES`, or `None`.
         error: float64, one for each of `ERROR_NAMES`, or `None`.
     """
@@ -171,7 +172,7 @@ class Encoded(NamedTuple):
 
 
 def new_encoded(request: EncodeRequest) -> Encoded:
-    """Room for what a kernel makes of a matrix, but for counts and error."""
+    """Uninitialised tensors for the result of a kernel, without counts and error."""
     format, (rows, cols), device = request.encoding.format, request.x.shape, request.x.device
     codes = torch.empty(format.codes_shape(rows, cols), dtype=torch.uint8, device=device)
     scales = torch.empty(format.scales_shape(rows, cols), dtype=SCALE_DTYPES[format.scale], device=device)
@@ -184,7 +185,7 @@ def new_encoded(request: EncodeRequest) -> Encoded:
 
 
 def no_counts(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Counts and error of a tensor without elements."""
+    """Counts and error of an empty tensor: zeros."""
     return (
         torch.zeros(len(COUNT_NAMES), dtype=torch.int64, device=device),
         torch.zeros(len(ERROR_NAMES), dtype=torch.float64, device=device),
@@ -192,10 +193,10 @@ def no_counts(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def check_parts(codes: Tensor, scales: Tensor, format: BlockFormat, rows: int, cols: int) -> None:
-    """Refuse codes and scales that are not those of a (rows, cols) matrix: a kernel would read past them.
+    """Raise if codes and scales do not belong to a (rows, cols) matrix; a kernel would read out of bounds.
 
     Raises:
-        UserError: a dtype, shape or device does not fit.
+        UserError: a dtype, shape or device is wrong.
     """
     for name, part, dtype, shape in (
         ("codes", codes, torch.uint8, format.codes_shape(rows, cols)),

@@ -1,10 +1,10 @@
 """Saves quantised tensors to a safetensors file, bit for bit, and loads them.
 
-A tensor `name` is stored as `name.codes`, `name.scales` (if its format has block scales) and `name.tensor_scale`
-(if its format has one), each in its dtype. The file's metadata has shape, dtype and format as JSON under
-`megalowbit`, and a checksum of that text and all numbers under `megalowbit.sha256`. The checksum detects damage, not
-forgery. Any safetensors reader can read the numbers; E8M0 scales need safetensors 0.5. Counts and operands are not
-saved.
+A tensor `name` is stored as `name.codes`, `name.scales` (if its format has block scales) and
+`name.tensor_scale` (if its format has one), each in its dtype. The file's metadata has shape, dtype and
+format as JSON under `megalowbit`, and a checksum of that text and all numbers under `megalowbit.sha256`. The
+checksum detects damage, not forgery. Any safetensors reader can read the numbers; E8M0 scales need
+safetensors 0.5. Counts and operands are not saved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ METADATA_KEY = "megalowbit"
 CHECKSUM_KEY = "megalowbit.sha256"
 VERSION = 1
 DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-# Elements that can be combined with a kind of scale. Other pairs could be decoded, but no quantizer makes them.
+# Elements that can be combined with a kind of scale. Other pairs could be decoded, but no quantizer makes
+# them.
 PAIRS: dict[ScaleKind, tuple[str, ...]] = {
     "e4m3": (E2M1.name,),
     "e8m0": (E2M1.name,),

@@ -1,9 +1,9 @@
 """Philox4x32-10: random bits as a function of a key and a counter, the same on every device.
 
-Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One call gives 128 bits,
-one byte for each of 16 elements, or a word for each of four; element groups are numbered row by row through
-the padded matrix, and where four calls serve a group, those calls are. This is
-the readable form, in int64 tensors; the fast paths repeat it bit for bit.
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One call gives 128 bits:
+a byte for each of 16 elements, or a word for each of 4. Groups of 16 elements are numbered row by row through
+the padded matrix. With words, a group takes four calls, and the calls are numbered instead. This is the
+readable implementation in int64 tensors; kernels produce the same bits.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ROUNDS = 10
 
 
 class RandomKey(NamedTuple):
-    """Which random numbers a tensor is rounded with.
+    """Selects the random numbers of a tensor.
 
     Attributes:
-        key: 64 bits that stand for seed, layer, role and rank.
+        key: 64 bits, a hash of seed, layer, role, use and rank.
         step: 64 bits, the micro-batch.
     """
 
@@ -31,7 +31,7 @@ class RandomKey(NamedTuple):
     step: int = 0
 
 
-NO_KEY = RandomKey(0)  # of rounding to nearest, which draws nothing
+NO_KEY = RandomKey(0)  # for rounding to nearest, which draws nothing
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: int) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: int) -> tuple[Tensor, ...]:
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a 32 × 32-bit product; in halves: it does not fit a signed 64-bit number."""
+    """High and low word of a 32 × 32-bit product; in halves, because it does not fit into an int64."""
     low, high = (a & 0xFFFF) * b, (a >> 16) * b
     high = high + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)

@@ -1,15 +1,15 @@
-"""What a quantizer returns: packed codes with their scales, or the tensor itself where nothing is packed.
+"""Results of quantizers: packed codes with their scales, or an unpacked tensor.
 
-A GEMM takes `operand()`: element codes times block scale, without the tensor's scale. For E2M1 under E4M3
-scales such a product has at most six significant bits between 2⁻¹⁰ and 2688, under E8M0 scales two, so bf16
-holds it exactly (but what an MXFP4 scale rounded up to 2¹²⁶ makes of numbers from 3.5 · 2¹²⁶ on: 2¹²⁸ is
-infinite) and a bf16 GEMM computes what FP4 tensor cores would; the product of the two tensor scales is
-applied to the result, in fp32. Only formats with fp32 block scales need fp32 operands (`exact_dtype`), but
-for blocks of INT8 or E5M2: their operand has the range of the tensor itself, and rounding it to half
-precision adds at most a tenth to its squared error (bf16; fp16 a thousandth), so any will do.
+A GEMM takes `operand()`: element × block scale, without the tensor scale. For E2M1 with E4M3 scales this
+number has at most six significant bits between 2⁻¹⁰ and 2688, with E8M0 scales two, so it is exact in bf16.
+(Exception: with an MXFP4 scale rounded up to 2¹²⁶, numbers from 3.5 · 2¹²⁶ become 2¹²⁸, which is infinite.) A
+bf16 GEMM therefore computes the same as FP4 tensor cores would. The product of the two tensor scales is
+applied to the result, in fp32. Only formats with fp32 block scales need fp32 operands (`exact_dtype`), except
+mixed blocks: their operand has the range of the original tensor, and rounding it to half precision adds at
+most a tenth to its squared error in bf16, and a thousandth in fp16.
 
-For backward a tensor is kept as its parts (4.5 bits an element): `to_parts` and `from_parts`, tensors on
-one side, because autograd must hold them, and the rest on the other.
+For backward, a tensor is stored as its parts (4.5 bits per element for NVFP4). `to_parts` separates the
+tensors, which autograd must save, from the other fields; `from_parts` joins them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ def _described(tensor: QuantizedTensor | UnquantizedTensor) -> str:
 
 
 class Operand(Protocol):
-    """What a GEMM needs of either kind of tensor below."""
+    """The interface of both tensor classes below that GEMMs use."""
 
     @property
     def tensor_scale(self) -> Tensor | None:
-        """Factor the GEMM's result is to be multiplied by; `None` is 1."""
+        """Factor to apply to the GEMM's result; `None` is 1."""
 
     @property
     def exact_dtype(self) -> torch.dtype | None:
-        """The narrowest dtype that holds the operand exactly; `None`: it is not quantised.
+        """The narrowest dtype that represents the operand exactly; `None`: it is not quantised.
 
-        fp16 stands for an operand with the range of the tensor it was made from, which any half precision
-        holds well enough.
+        fp16 is returned for mixed blocks, whose operand may be rounded to any half precision.
         """
 
     def operand(self, dtype: torch.dtype = ..., *, transpose: bool = ...) -> Tensor:
@@ -62,13 +61,13 @@ class QuantizedTensor:
     Attributes:
         codes: uint8, `format.codes_shape(rows, cols)`, the first code in the lowest bits.
         scales: `format.scales_shape(rows, cols)`, as stored; NaN marks a block with non-finite elements.
-        tensor_scale: fp32, 0-dim, the decode factor, or `None` where the format has none.
-        shape: of the original tensor.
-        dtype: of the original tensor.
-        format: of codes and scales.
-        counts: int64, one for each of `COUNT_NAMES`, or `None` if not asked for.
+        tensor_scale: fp32, 0-dim, the decoding factor, or `None` if the format has none.
+        shape: shape of the original tensor.
+        dtype: dtype of the original tensor.
+        format: format of codes and scales.
+        counts: int64, one for each of `COUNT_NAMES`, or `None` if not requested.
         error: float64, one for each of `ERROR_NAMES`, or `None`.
-        ready_operand: the operand, where the quantizer has made it on the way; never saved.
+        ready_operand: the operand, if the quantizer has already computed it; never saved.
     """
 
     codes: Tensor
@@ -87,21 +86,21 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: codes, block scales and the tensor's scale."""
+        """Bytes of codes, block scales and tensor scale."""
         return sum(part.nbytes for part in self._parts())
 
     @property
     def exact_dtype(self) -> torch.dtype:
-        """The narrowest dtype that holds the operand exactly, or fp16, see `Operand`."""
+        """See `Operand.exact_dtype`."""
         if self.format.scale == "signed_fp32":
             return torch.float16
         has_wide_scales = self.format.scale == "fp32" and self.format.block is not None
         return torch.float32 if has_wide_scales else torch.bfloat16
 
     def operand(self, dtype: torch.dtype = torch.bfloat16, *, transpose: bool = False) -> Tensor:
-        """Codes × block scale, (rows, cols), exact in `exact_dtype` and wider; (cols, rows) transposed.
+        """Codes × block scale, (rows, cols), or (cols, rows) if transposed; exact in `exact_dtype` and wider.
 
-        Of blocks of INT8 or E5M2 rounded once, to `dtype`.
+        The operand of mixed blocks is rounded once, to `dtype`.
         """
         if self.ready_operand is not None and self.ready_operand.dtype == dtype:
             return self.ready_operand.t() if transpose else self.ready_operand
@@ -115,7 +114,7 @@ class QuantizedTensor:
         values = self.operand(torch.float32)
         if self.tensor_scale is not None:
             values = values * self.tensor_scale
-        # Numbers near the dtype's largest may round beyond it; that is no overflow of the input's.
+        # numbers near the dtype's largest may round beyond it, although the input was finite
         largest = min(torch.finfo(self.dtype).max, torch.finfo(torch.float32).max)
         return values.clamp(-largest, largest).to(self.dtype).reshape(self.shape)
 
@@ -123,7 +122,7 @@ class QuantizedTensor:
         return (self.codes, self.scales) + (() if self.tensor_scale is None else (self.tensor_scale,))
 
     def to_parts(self) -> tuple[tuple[Tensor, ...], QuantizedTensor]:
-        """Tensors, and a copy of the rest that holds none."""
+        """The tensors, and a copy of this object without them."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         tensor_scale = None if self.tensor_scale is None else nothing
         rest = replace(
@@ -138,7 +137,7 @@ class QuantizedTensor:
         return self._parts(), rest
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> QuantizedTensor:
-        """Inverse of `to_parts`, called on its second result."""
+        """Inverse of `to_parts`; call it on the second result of that."""
         codes, scales, *tensor_scale = tensors
         return replace(
             self, codes=codes, scales=scales, tensor_scale=tensor_scale[0] if tensor_scale else None
@@ -147,7 +146,7 @@ class QuantizedTensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class UnquantizedTensor:
-    """A tensor that is not packed: as it was, or rounded; the same surface as `QuantizedTensor`."""
+    """A tensor that is not packed, rounded or not; same interface as `QuantizedTensor`."""
 
     values: Tensor
     counts: Tensor | None = None

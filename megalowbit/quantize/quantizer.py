@@ -1,8 +1,7 @@
-"""Quantizers: from a tensor to codes and scales, in one of the named ways.
+"""Quantizers, which turn a tensor into codes and scales.
 
-A tensor of any shape is flattened to (rows, cols) and cut into blocks; partial blocks are padded with zeros
-that are cropped again on the way out. What happens to a block is the encoding's business; how it is computed,
-the backend's.
+A tensor of any shape is flattened to (rows, cols) and divided into blocks. Partial blocks are padded with
+zeros, which decoding removes. The `Encoding` defines how a block is quantised; the backend computes it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTen
 
 
 class Options(NamedTuple):
-    """What `Quantizer.quantize` explains; `signs` are those of `BlockQuantizer.quantize_transposed`."""
+    """Arguments of `Quantizer.quantize`, and `signs` of `BlockQuantizer.quantize_transposed`."""
 
     random_key: RandomKey | None = None
     with_counts: bool = False
@@ -35,12 +34,12 @@ class Options(NamedTuple):
 
 
 class Quantizer(ABC):
-    """What all quantizers share. Stateless: one object serves any number of tensors.
+    """Base of all quantizers. Stateless: one object can quantise any number of tensors.
 
     Attributes:
-        name: what users type.
+        name: name in configurations, see `names`.
         is_stochastic: whether rounding draws random numbers.
-        is_identity: whether tensors pass through as they are.
+        is_identity: whether tensors pass through unchanged.
     """
 
     name: str
@@ -56,32 +55,33 @@ class Quantizer(ABC):
         tensor_amax: Tensor | float | None = None,
         operand_dtype: torch.dtype | None = None,
     ) -> QuantizedTensor | UnquantizedTensor:
-        """Quantise a tensor; no gradient flows.
+        """Quantise a tensor, without gradient.
 
         Args:
-            x: floating, any shape and strides, may be empty. fp64 is rounded to fp32 first.
-            random_key: of stochastic rounding; `None` draws one from torch's default CPU generator.
+            x: floating-point, any shape and strides, may be empty. fp64 is rounded to fp32 first.
+            random_key: key for stochastic rounding; `None` draws one from torch's default CPU generator.
             with_counts: fill the result's `counts` and `error`.
-            tensor_amax: largest magnitude of the whole tensor, where x is one shard of it: a number, or a
-                floating 0-dim tensor on x's device, rounded to fp32. Not finite: all of x becomes NaN.
-                Zero or less: as for a tensor of zeros. Formats with no scale of the tensor ignore it.
-            operand_dtype: make the GEMM's operand on the way, in this dtype.
+            tensor_amax: largest magnitude of the full tensor, if x is one shard of it: a number, or a
+                floating-point 0-dim tensor on x's device, rounded to fp32. If it is not finite, x becomes
+                NaN. If it is ≤ 0, x is treated as a tensor of zeros. Formats without a tensor scale ignore
+                it.
+            operand_dtype: also compute the operand of the GEMM, in this dtype.
 
         Raises:
-            UserError: x is not a dense floating tensor, or `tensor_amax` is neither of these.
+            UserError: x is not a dense floating-point tensor, or `tensor_amax` is not valid.
         """
         self._check(x)
         return self._quantize(x.detach(), Options(random_key, with_counts, tensor_amax, operand_dtype))
 
     @abstractmethod
     def _quantize(self, x: Tensor, options: Options) -> QuantizedTensor | UnquantizedTensor:
-        """Quantise a tensor that is checked and detached."""
+        """Quantise a validated, detached tensor."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
     def __call__(self, x: Tensor, *, random_key: RandomKey | None = None) -> Tensor:
-        """Quantise and dequantise: x as its codes represent it, same shape and dtype, detached."""
+        """Fake quantisation: quantise and dequantise; same shape and dtype, detached."""
         return self.quantize(x, random_key=random_key).dequantize()
 
     def _check(self, x: Tensor) -> None:
@@ -128,17 +128,17 @@ class BlockQuantizer(Quantizer):
         """Quantise xᵀ, in blocks along x's rows, after a Hadamard transform if `signs` is given.
 
         Args:
-            x: floating, any shape; taken as (rows, cols).
+            x: floating-point, any shape; flattened to (rows, cols).
             signs: 16 bits, see `hadamard`; the rows are padded with zeros to a multiple of 16.
             random_key: as for `quantize`.
             with_counts: as for `quantize`.
-            tensor_amax: as for `quantize`; of the whole tensor after its transform, times `q_scalar`.
+            tensor_amax: as for `quantize`, but of the full transformed tensor, times `q_scalar`.
 
         Returns:
-            A matrix (cols, rows), the rows padded to a multiple of 16 where there is a transform.
+            A matrix (cols, rows), with rows padded to a multiple of 16 if there is a transform.
 
         Raises:
-            UserError: x is not a floating tensor.
+            UserError: x is not a floating-point tensor.
         """
         self._check(x)
         matrix = x.detach().reshape(matrix_shape(x.shape))
@@ -192,13 +192,13 @@ class BlockQuantizer(Quantizer):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class IdentityQuantizer(Quantizer):
-    """Leaves tensors as they are: the operand stays in high precision."""
+    """Leaves tensors unchanged: the operand stays in high precision."""
 
     name: str
     is_identity: bool = True
 
     def _quantize(self, x: Tensor, options: Options) -> UnquantizedTensor:
-        """As it is; counts hold elements and non-finite ones, the error is 0."""
+        """Return x unchanged; only elements and non-finite elements are counted, and the error is 0."""
         counts = error = None
         if options.with_counts:
             counts, error = no_counts(x.device)
@@ -210,7 +210,7 @@ class IdentityQuantizer(Quantizer):
 
 
 def _nothing(request: EncodeRequest) -> Encoded:
-    """An empty matrix, with scales of the right shape where it has rows or columns."""
+    """The result for an empty matrix, with scales of the right shape."""
     encoded = new_encoded(request)._replace(operand=None)
     if encoded.tensor_scale is not None:
         encoded.tensor_scale.fill_(1)
@@ -219,7 +219,7 @@ def _nothing(request: EncodeRequest) -> Encoded:
 
 
 def fresh_key() -> RandomKey:
-    """A key that has not been used before, drawn from torch's default CPU generator."""
+    """A new key, drawn from torch's default CPU generator."""
     drawn = torch.randint(2**62, (), dtype=torch.int64, device="cpu")
-    # Fake tensors are asked for no numbers.
+    # a fake tensor has no value
     return NO_KEY if isinstance(drawn, FakeTensor) else RandomKey(int(drawn))

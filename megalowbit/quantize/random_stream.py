@@ -1,18 +1,18 @@
-"""Random numbers for stochastic rounding, addressed rather than consumed.
+"""Counter-based random numbers for stochastic rounding.
 
-A tensor's random bits are Philox of a key and a counter (`philox.py`). The key is a 64-bit hash of seed,
-layer, role, use and rank; the micro-batch is the upper half of the counter. So what one layer draws depends
-on nothing drawn before: a resumed run, another device or a layer added elsewhere
-changes no number. Tensors all ranks hold alike (weights) leave the rank out and are rounded alike
-everywhere. A stream that was given no rank takes that of its process in torch.distributed's default group, at
-each draw: models are converted before the group is made as well as after.
+The random bits of a tensor are Philox of a key and a counter (`philox.py`). The key is a 64-bit hash of seed,
+layer, role, use and rank; the upper half of the counter is the micro-batch. Draws therefore do not depend on
+earlier draws, the device or other layers, and a resumed run repeats them. For tensors that all ranks share
+(weights), the key has no rank, so all ranks round them in the same way. A stream without a given rank looks
+up the process's rank in torch.distributed's default group at each draw, because models may be converted
+before the group exists.
 
-The micro-batch is kept in a CPU tensor, because a compiled model has to read and advance it at run time: as a
-Python number it would be a constant of the graph.
+The micro-batch is stored in a CPU tensor, because a compiled model must read and advance it at run time; a
+Python number would become a constant of the graph.
 
-Known limit: a recomputed activation takes the current micro-batch, so it draws its first numbers again only
-if no other forward has begun since, or if whoever recomputes it sets the stream back with `at`, as pipelines
-do (`engine/pipeline/stage.py`). `layers/matmul/use_counter.py` says what happens otherwise.
+Known limit: a recomputed activation uses the current micro-batch. It repeats its first draws only if no other
+forward has begun since, or if the caller resets the stream with `at`, as pipelines do
+(`engine/pipeline/stage.py`). `layers/matmul/use_counter.py` describes the other cases.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from megalowbit.quantize.philox import RandomKey
 Encode = Callable[[EncodeRequest], Encoded]
 
 
-_LAST_STEP = 2**63 - 1  # what a counter kept as int64 holds
-_KEPT_USES = 4  # of a layer in one micro-batch, whose keys are kept; to hash one takes 1 µs
+_LAST_STEP = 2**63 - 1  # largest int64
+_KEPT_USES = 4  # uses of a layer per micro-batch whose keys are cached; hashing one takes 1 µs
 
 
 class RandomStream:
@@ -45,15 +45,15 @@ class RandomStream:
 
     Args:
         seed: any integer; the same on all ranks.
-        rank: this process's data-parallel rank, ≥ 0; `None`: its rank in the default process group, 0 where
-            there is none.
+        rank: this process's data-parallel rank, ≥ 0; `None`: its rank in the default process group, or 0
+            without one.
 
     Attributes:
-        seed: as given; a resumed run takes over the saved one.
-        given_rank: as given, or set since; copies and pickles keep it.
+        seed: as given; `load_state_dict` replaces it by the saved one.
+        given_rank: the rank as given or set; copies and pickles keep it.
 
     Raises:
-        UserError: seed or rank is not such a whole number.
+        UserError: seed or rank is not a valid integer.
     """
 
     def __init__(self, seed: int, rank: int | None = None) -> None:
@@ -68,14 +68,14 @@ class RandomStream:
         self._set_step(0)
 
     def _set_step(self, step: int) -> None:
-        # An estimate of memory builds models of fake tensors; one converted for inference may train later.
+        # memory estimates build models from fake tensors; a model converted for inference may train later
         with _disable_current_modes(), torch.inference_mode(False):
             self.step_tensor = torch.tensor(step, dtype=torch.int64, device="cpu")
             self._step = self.step_tensor.numpy()  # the same memory, read without torch
 
     @property
     def rank(self) -> int:
-        """The data-parallel rank, part of the keys of what each rank has for itself; may be set."""
+        """The data-parallel rank, part of the keys of tensors that differ between ranks; may be set."""
         return own_rank() if self.given_rank is None else self.given_rank
 
     @rank.setter
@@ -84,21 +84,21 @@ class RandomStream:
 
     @property
     def step(self) -> int:
-        """Micro-batches seen; the upper half of every counter."""
+        """The micro-batch; the upper half of every counter."""
         return int(self._step)
 
     def advance(self) -> None:
         """Move on to the next micro-batch.
 
         Raises:
-            UserError: there is none, after 2⁶³ − 1.
+            UserError: the counter has reached 2⁶³ − 1.
         """
         check_advance(self.step)
         self._step += 1
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
-        """Stand at an earlier micro-batch, one whose forward is computed again, and come back."""
+        """Context manager: set the stream to an earlier micro-batch, whose forward is recomputed."""
         current = self.step
         self._step[...] = step
         try:
@@ -120,11 +120,11 @@ class RandomStream:
 
         Args:
             layer: name of the layer.
-            role: which of its tensors.
-            step: the micro-batch; `None` is the current one.
-            use: which use of the layer within the micro-batch.
-            is_shared: whether all data-parallel ranks hold this tensor and must round it alike.
-            shard: which shard of it this tensor-parallel rank holds; `None`: it is whole.
+            role: role of the tensor in the layer.
+            step: the micro-batch; `None`: the current one.
+            use: number of the use of the layer within the micro-batch.
+            is_shared: whether all data-parallel ranks hold this tensor and must round it in the same way.
+            shard: index of this tensor-parallel rank's shard; `None`: the tensor is not sharded.
         """
         rank = self.given_rank
         if is_shared:
@@ -132,12 +132,12 @@ class RandomStream:
         elif rank is None:
             rank = own_rank()
         address: tuple[object, ...] = (self.seed, layer, role, use, rank)
-        if shard is not None:  # whole tensors keep the numbers they have always had
+        if shard is not None:  # keys of full tensors are as in earlier versions
             address = (*address, "shard", shard)
         key = self._keys.get(address)
         if key is None:
             key = _hash(address, 8)
-            if use < _KEPT_USES:  # evaluation counts uses without end
+            if use < _KEPT_USES:  # in evaluation the number of uses is unlimited
                 self._keys[address] = key
         return RandomKey(key, self.step if step is None else step)
 
@@ -146,11 +146,11 @@ class RandomStream:
         return _hash((self.seed, "hadamard signs"), 2)
 
     def check(self, device: torch.device, encode: Encode = backends.encode) -> None:
-        """Make sure, once for each type of device, that what it draws can round without bias.
+        """Test, once for each type of device, that stochastic rounding is unbiased.
 
         Args:
-            device: where tensors will be rounded.
-            encode: what rounds them there.
+            device: device of the tensors.
+            encode: function that quantises them.
 
         Raises:
             RuntimeError: see `check_rounding`.
@@ -162,14 +162,14 @@ class RandomStream:
         self._checked.add(device.type)
 
     def state_dict(self) -> dict[str, int]:
-        """Seed and step: all there is to resume from. The rank belongs to the process."""
+        """Seed and step. The rank is a property of the process and not saved."""
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where `state_dict` was taken.
+        """Restore seed and step.
 
         Raises:
-            UserError: not a mapping, or a key is missing, or not a whole number (the step: 0 ≤ step < 2⁶³).
+            UserError: not a mapping, or a key is missing or not an integer (step: 0 ≤ step < 2⁶³).
         """
         if not isinstance(state, Mapping):
             raise UserError(
@@ -195,7 +195,7 @@ class RandomStream:
 
 
 def check_advance(step: int) -> None:
-    """Refuse to count past the last micro-batch that a counter holds.
+    """Raise at the last micro-batch that the counter can represent.
 
     Raises:
         UserError: `step` is 2⁶³ − 1.
@@ -207,7 +207,7 @@ def check_advance(step: int) -> None:
 
 
 def own_rank() -> int:
-    """This process's, in the default group; 0 where there is none."""
+    """This process's rank in the default group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -229,18 +229,18 @@ _OTHER_KEYS = {
 
 
 def check_rounding(device: torch.device, encode: Encode) -> None:
-    """Round a ramp of known numbers and look at the codes, which are what layers will get.
+    """Round a ramp of known numbers, with the function that layers use, and check the codes.
 
     Raises:
-        RuntimeError: equal numbers are rounded alike everywhere, numbers too often in one direction,
-            or to something that is not a neighbour, or alike for two keys or two steps.
+        RuntimeError: equal numbers always get the same code, rounding is biased or does not give a neighbour,
+            or two keys or two steps give the same codes.
     """
 
     def rounded(random_key: RandomKey) -> Tensor:
         codes = encode(EncodeRequest(ramp, _NVFP4, random_key)).codes.to("cpu")
         return torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)[:, :-1].to(torch.float64)
 
-    # Each block ends in a 6, its largest element: with S = 448 the others are scaled by exactly 1, and stand
+    # Each block ends in a 6, its largest element. With S = 448 the others are scaled by exactly 1, and are
     # between the codes 0 and 1 (numbers 0 and 0.5).
     position = torch.arange(_RAMP, dtype=torch.float64, device="cpu") / _RAMP
     position[-1] = 12.0
@@ -251,9 +251,11 @@ def check_rounding(device: torch.device, encode: Encode) -> None:
     if bool((ups > 1).any()):
         problem = "rounds numbers to codes that are not their neighbours"
     elif bool((ups == ups[0]).all()):
-        problem = f"draws a constant: it rounds equal numbers alike everywhere (up: {rates.mean():.2f})"
+        problem = (
+            f"draws a constant: it rounds equal numbers in the same way everywhere (up: {rates.mean():.2f})"
+        )
     elif abs(excess) > 0.05:  # seven standard deviations of the mean, 0.42 / √(15 · 256)
-        problem = f"is lopsided: it rounds up {excess:+.3f} more often than it should"
+        problem = f"is biased: it rounds up {excess:+.3f} more often than it should"
     for name, keys in _OTHER_KEYS.items():
         if problem is None and any(bool((rounded(key) == ups).all()) for key in keys):
             problem = f"draws the same numbers for another {name}"

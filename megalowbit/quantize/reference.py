@@ -1,7 +1,7 @@
 """The reference quantizer in plain torch operations, for every format and device; it defines all kernels.
 
-Each step is one rounded fp32 operation on whole matrices, without fusion. `backends` falls back to it, with a line
-in the log, if a compiler or Triton is missing.
+Each step is one rounded fp32 operation on whole matrices, without fusion. `backends` falls back to it, with a
+line in the log, if a compiler or Triton is missing.
 """
 
 from __future__ import annotations

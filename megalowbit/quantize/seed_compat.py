@@ -1,16 +1,17 @@
-"""What the Metis repository (mid-2026) computes under these names, to repeat or explain its runs.
+"""The arithmetic of the Metis repository (mid-2026) under these names, to repeat or explain its runs.
 
-Each rule keeps the repository's order of operations, so the numbers agree to the bit for the same uniform
-numbers; ours come from Philox. Values are only rounded, nothing is packed: these are not number formats.
-What is wrong with each is said at its rule; two faults recur:
+Each rule keeps the repository's order of operations, so results are bit-equal for the same uniform random
+numbers; here those come from Philox. Values are rounded but not packed, because these are not number formats.
+Each rule's docstring describes its faults. Two faults occur in several rules:
 
-- an offset on the scale (`+ 1e-6` …): harmless near 1, but it flattens tensors of its own size and sends
+- an offset on the scale (`+ 1e-6` …): harmless near 1, but it flattens tensors of its own magnitude and sets
   smaller ones to zero;
-- random steps are u - ½ rounded half to even, so where u is exactly 0 (one draw of 2²⁴) a number that lies on
-  an odd code moves, though it needs no rounding.
+- random steps are u - ½ rounded half to even. If u is exactly 0 (one draw in 2²⁴), a number on an odd code
+  moves, although it needs no rounding.
 
-Blocks are 1 × 16 along the last axis, which must hold whole blocks. A NaN spoils its block (the tensor where
-there is one scale); an infinity as well, but for MX, where it alone becomes NaN and its neighbours 0.
+Blocks are 1 × 16 along the last axis, which must consist of whole blocks. A NaN makes its block NaN (with one
+scale, the tensor), and so does an infinity. Exception: for MX, an infinity becomes NaN, and its neighbours
+become 0.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Rule(NamedTuple):
 
     Attributes:
         round: from fp32 (rows, blocks, elements of a block) and as many uniform numbers.
-        is_blockwise: whether blocks have 16 elements; else a block is the whole tensor.
+        is_blockwise: whether blocks have 16 elements; otherwise the whole tensor is one block.
         is_stochastic: whether the uniform numbers are used.
     """
 
@@ -70,13 +71,13 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def fp4e2m1(x: Tensor, _noise: Tensor | None) -> Rounded:
-    """E2M1 under one scale, nearest. The offset 1e-6 sends tensors with a maximum below 2.6e-7 to zero."""
+    """E2M1 under one scale, nearest. The offset 1e-6 sets tensors with a maximum below 2.6e-7 to zero."""
     scale = _amax(x) / 6 + 1e-6
     return Rounded(_e2m1(x, scale, None, scale), scale)
 
 
 def fp4e2m1b(x: Tensor, noise: Tensor | None) -> Rounded:
-    """E2M1 under fp32 block scales, stochastic. The offset 1e-9 sends blocks below 2.6e-10 to zero."""
+    """E2M1 under fp32 block scales, stochastic. The offset 1e-9 sets blocks below 2.6e-10 to zero."""
     scale = _amax(x) / 6 + 1e-9
     return Rounded(_e2m1(x, scale, noise, scale), scale)
 
@@ -161,7 +162,7 @@ RULES = {
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SeedCompatQuantizer(Quantizer):
-    """One of the repository's rules behind the interface of ours."""
+    """One of the repository's rules as a `Quantizer`."""
 
     name: str
     rule: Rule
@@ -177,16 +178,16 @@ class SeedCompatQuantizer(Quantizer):
         return GROUP if self.rule.is_blockwise else 1
 
     def _quantize(self, x: Tensor, options: Options) -> UnquantizedTensor:
-        """Computed in fp32, whatever the dtype of x.
+        """Computed in fp32 for every dtype of x.
 
         Counts hold elements, underflow (x ≠ 0 became 0) and non-finite elements. Each tensor has its own
-        scale: `tensor_amax` is refused.
+        scale: `tensor_amax` is rejected.
 
         Raises:
-            UserError: the last axis does not hold whole blocks, or `tensor_amax` is given.
+            UserError: the last axis does not consist of whole blocks, or `tensor_amax` is given.
         """
         if options.tensor_amax is not None:
-            raise UserError(f"quantizer {self.name!r} takes no maximum from elsewhere: leave seed_compat out")
+            raise UserError(f"quantizer {self.name!r} does not support tensor_amax: leave seed_compat out")
         uniform = self._uniform(x, options.random_key) if self.is_stochastic else None
         values = self.rounded(x, uniform).values.to(x.dtype)
         if not options.with_counts:
@@ -199,14 +200,14 @@ class SeedCompatQuantizer(Quantizer):
         """Round with given random numbers.
 
         Args:
-            x: floating, any shape whose last axis holds whole blocks.
-            uniform: fp32 in [0, 1), in the shape of x; unused where rounding is to nearest.
+            x: floating-point, any shape whose last axis consists of whole blocks.
+            uniform: fp32 in [0, 1), in the shape of x; unused for rounding to nearest.
 
         Returns:
             fp32 values in the shape of x, and the scales, one for each block.
 
         Raises:
-            UserError: the last axis does not hold whole blocks.
+            UserError: the last axis does not consist of whole blocks.
         """
         rows, cols = matrix_shape(x.shape)
         if cols % self.needs_multiple_of:

@@ -1,16 +1,16 @@
-"""Statistics of a whole tensor: the maximum its scale is chosen by, and moments; apart from quantising it.
+"""Statistics of a full tensor, separate from quantising it: the maximum for its scale, and moments.
 
-`tensor_maximum` is for shards: each rank asks here, the ranks take the largest of their answers, and the
-quantizer gets it as `tensor_amax`. The result is what the quantizer would find itself: under block scales a
-block with an infinity or a NaN does not count, under the tensor's only scale it counts as infinite, which
-spoils the tensor. No result is NaN: a maximum may be taken by a library whose MAX drops NaN.
-Not covered: scales from the mean magnitude, and quantizers with an arithmetic of their own.
+`tensor_maximum` is for shards. Each rank computes its maximum, the ranks reduce them by MAX, and the
+quantizer gets the result as `tensor_amax`. It is the number that the quantizer would compute for the full
+tensor. With block scales, a block with an infinity or a NaN is ignored; with a single scale, it makes the
+maximum infinite and the tensor NaN. The result is never NaN, because the MAX of some libraries drops NaN. Not
+supported: scales from the mean magnitude, and `seed_compat`.
 
-`tensor_moments` finds the largest magnitude and the sum of squares in float64: by C on CPUs, which reads a
-tensor once, as it lies in memory; by plain torch otherwise, which reads it twice, in pieces. Both give the
-same largest magnitude and sums equal to within 1e-12. Who serves a tensor is decided as in `backends`,
-`MEGALOWBIT_BACKEND` included; what goes through plain torch on a CPU is said once in the log. A tensor whose
-axes do not merge into two is copied first (a slice along two axes of three).
+`tensor_moments` computes the largest magnitude and the sum of squares in float64. A C kernel on CPUs reads a
+tensor once, in memory order; plain torch reads it twice, in pieces. Both give the same largest magnitude, and
+sums equal to within 1e-12. The backend is chosen as in `backends`, including `MEGALOWBIT_BACKEND`; the use of
+plain torch on a CPU is logged once. A tensor whose axes do not merge into two is copied first (a slice along
+two axes of three).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer
 
-CPU_PIECE = 2**16  # elements whose float64 copy stays in cache: 512 KiB
-PIECE = 2**22  # elements elsewhere: few launches, 32 MiB
+CPU_PIECE = 2**16  # elements; the float64 copy, 512 KiB, stays in cache
+PIECE = 2**22  # elements on other devices; few launches, and the copy takes 32 MiB
 logger = logging.getLogger("megalowbit")
 
 
 class Moments(NamedTuple):
-    """Of all elements, each float64, 0-dim, on the tensor's device.
+    """Moments of all elements, each float64, 0-dim, on the tensor's device.
 
     Attributes:
-        largest: magnitude; NaN where an element is.
-        squares: their sum; not finite where an element is not.
+        largest: largest magnitude; NaN if an element is NaN.
+        squares: sum of squares; not finite if an element is not.
     """
 
     largest: Tensor
@@ -53,7 +53,7 @@ class Moments(NamedTuple):
 
 @torch.no_grad()
 def tensor_moments(x: Tensor) -> Moments:
-    """Largest magnitude and sum of squares of any floating tensor; nothing waits for the device."""
+    """Largest magnitude and sum of squares of any floating-point tensor, without waiting for the device."""
     matrix = in_memory_order(x.detach())
     if backend_of(matrix) == "c" and _has_kernel(matrix.dtype, os.environ.get(BACKEND_VARIABLE, "")):
         return Moments(*moments_on_cpu(matrix).unbind())
@@ -64,14 +64,14 @@ def tensor_moments(x: Tensor) -> Moments:
 
 
 def moments_on_cpu(matrix: Tensor, *, library: ctypes.CDLL | None = None) -> Tensor:
-    """Largest magnitude, NaN where there is one, and sum of squares to within 2.4e-13 of itself, by C.
+    """Largest magnitude (NaN if there is one) and sum of squares (relative error < 2.4e-13), computed by C.
 
     Args:
         matrix: fp32, bf16 or fp16 (rows, cols), any strides, may be empty.
-        library: other than the one in use, to be checked.
+        library: a library to be checked; `None`: the one in use.
 
     Returns:
-        float64 (2,), which do not depend on the number of threads.
+        float64 (2,), independent of the number of threads.
     """
     matrix = matrix.detach().resolve_neg()
     found = torch.empty(2, dtype=torch.float64, device="cpu")
@@ -82,13 +82,13 @@ def moments_on_cpu(matrix: Tensor, *, library: ctypes.CDLL | None = None) -> Ten
 
 
 def in_memory_order(x: Tensor) -> Tensor:
-    """All elements as a matrix whose rows follow memory: one row where they lie densely.
+    """All elements as a matrix in memory order; a single row if they are contiguous.
 
-    A view where two axes describe them, as with a slice of columns; a copy in one row otherwise.
+    A view if two axes are enough, as for a slice of columns; otherwise a copy in one row.
     """
     x = x.squeeze()
     strides = x.stride()
-    # What is repeated comes first.
+    # expanded axes (stride 0) first
     ordered = x.permute(sorted(range(x.ndim), key=lambda axis: (strides[axis] != 0, -strides[axis])))
     sizes: list[int] = []
     stride_before = -1
@@ -111,44 +111,44 @@ def _sum_of_squares(flat: Tensor) -> Tensor:
     return torch.stack(sums).sum()
 
 
-@functools.lru_cache(maxsize=64)  # what it says is said once for each
+@functools.lru_cache(maxsize=64)  # so each message is logged once
 def _has_kernel(dtype: torch.dtype, forced: str) -> bool:
-    """Whether the C pass takes this dtype."""
+    """Whether the C kernel supports this dtype."""
     if dtype not in DTYPES:
-        logger.info("looking at %s on cpu with plain torch operations: no kernel covers it", dtype)
+        logger.info("statistics of %s on cpu use plain torch operations: no kernel supports it", dtype)
         return False
     reason = LIBRARY.why_unavailable()
     if reason and forced:
-        raise UserError(f"{BACKEND_VARIABLE}={forced} cannot be used to look at operands: {reason}")
+        raise UserError(f"{BACKEND_VARIABLE}={forced} cannot be used for operand statistics: {reason}")
     if reason:
-        logger.warning("operands are looked at with plain torch operations, which is slower: %s", reason)
+        logger.warning("operand statistics use plain torch operations, which is slower: %s", reason)
     return reason is None
 
 
 def needs_maximum(quantizer: Quantizer) -> bool:
-    """Whether a quantizer's result depends on the largest magnitude of the whole tensor.
+    """Whether a quantizer's result depends on the largest magnitude of the full tensor.
 
     Raises:
-        UserError: it depends on the whole tensor in another way, so that shards cannot be quantised alone.
+        UserError: it depends on the full tensor in another way, so shards cannot be quantised separately.
     """
     if quantizer.is_identity:
         return False
     if not isinstance(quantizer, BlockQuantizer) or quantizer.encoding.scale_from == "mean":
         raise UserError(
-            f"quantizer {quantizer.name!r} needs the whole tensor at once: "
-            "use another one where tensor parallelism cuts the operands, such as nvfp4e2m1b"
+            f"quantizer {quantizer.name!r} needs the full tensor: "
+            "use another one for operands sharded by tensor parallelism, such as nvfp4e2m1b"
         )
     return quantizer.encoding.format.has_tensor_scale
 
 
 @torch.no_grad()
 def tensor_maximum(x: Tensor, encoding: Encoding, signs: int | None = None) -> Tensor:
-    """The largest magnitude times `q_scalar`, of what the quantizer will see.
+    """The largest magnitude times `q_scalar`, after the Hadamard transform if there is one.
 
     Args:
-        x: floating (rows, cols), any strides, may be empty; blocks lie along the columns.
-        encoding: of the quantizer.
-        signs: of a Hadamard transform along the columns, whose number then is a multiple of 16.
+        x: floating-point (rows, cols), any strides, may be empty; blocks are along the columns.
+        encoding: encoding of the quantizer.
+        signs: signs of a Hadamard transform along the columns, whose number then is a multiple of 16.
 
     Returns:
         fp32, 0-dim, on x's device; never NaN.
@@ -167,7 +167,7 @@ def tensor_maximum(x: Tensor, encoding: Encoding, signs: int | None = None) -> T
 
 
 def _block_maxima(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest magnitude of each block, NaN where the block has one."""
+    """Largest magnitude of each block; NaN if the block has one."""
     rows, cols = block
     padding = (0, -x.shape[1] % cols, 0, -x.shape[0] % rows)
     if any(padding):
@@ -179,7 +179,8 @@ def _answers(library: ctypes.CDLL) -> dict[str, int]:
     return answers_moments(functools.partial(moments_on_cpu, library=library))
 
 
-# A library apart from those of `quantize.cpu`: only runs that look at operands wait for it.
+# separate from the libraries of `quantize.cpu`, so only runs that need these statistics wait for its
+# compilation
 LIBRARY = KernelLibrary(
     Path(__file__).with_name("cpu") / "moments.c",
     ("tasks.h", "codes.h", "lanes.h"),

@@ -1,13 +1,13 @@
-"""Gains on singular values: how strongly each direction, and the residual, enters the operand.
+"""Gains on singular values: factors of each direction, and of the residual, in the operand.
 
-A gain function takes singular values in descending order and returns one factor for each, and the residual's
-factor. Built in are Metis's schedules; a function of the user's own is named `"package.module:function"`,
-so that a configuration file carries it to every process. It is tried when its name is read, on a few values;
-later its numbers are not looked at, which would make a device wait, only their shape.
+A gain function takes singular values in descending order, and returns a factor for each and a factor for the
+residual. Metis's schedules are built in. A user's function is named `"package.module:function"`, so a
+configuration file passes it to every process. It is tested on a few values when its name is read. Later only
+the shape of its result is checked, because checking values would make the host wait.
 
-Metis multiplies singular values past the fifth by 1.5 *before* it takes the residual, which it doubles: so a
-direction past the fifth ends at 1.5 + 2·(1 - 1.5) = 0.5. `ysche_seed` repeats that; `ysche` means what was
-meant, 1, 1.5 and 2.
+Metis multiplies singular values after the fifth by 1.5 *before* it computes the residual, which it doubles.
+Such a direction ends up with 1.5 + 2·(1 - 1.5) = 0.5. `ysche_seed` repeats that; `ysche` has the intended
+factors 1, 1.5 and 2.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from megalowbit.errors import UserError, shown, unknown_name
 
 GainFunction = Callable[[Tensor], tuple[Tensor, float]]
-LEADING = 5  # singular values Metis's schedule leaves alone
-TRIED = 8  # singular values a function of the user's is tried on
+LEADING = 5  # singular values that Metis's schedule does not change
+TRIED = 8  # number of singular values for the test of a user's function
 LONGEST_REASON = 200  # characters of an exception that a message repeats
 
 
@@ -36,9 +36,9 @@ class Gain:
     """A gain.
 
     Attributes:
-        name: what users type.
+        name: name in configurations.
         function: singular values (k,) fp32 → their factors (k,), and the factor of the residual.
-        is_before_residual: whether the residual is taken against the factors with their gains, as in Metis.
+        is_before_residual: compute the residual against the factors times their gains, as Metis does.
     """
 
     name: str
@@ -67,7 +67,7 @@ GAINS = MappingProxyType(
 
 @functools.lru_cache(maxsize=64)
 def gain(name: str) -> Gain:
-    """The gain called `name`: built in, or `"package.module:function"`, which is called once on trial.
+    """The gain called `name`: built in, or `"package.module:function"`, which is called once as a test.
 
     Raises:
         UserError: there is none, it cannot be imported, or it does not return what a gain returns.
@@ -93,7 +93,7 @@ def factors_of(chosen: Gain, values: Tensor) -> tuple[Tensor, float]:
     Raises:
         UserError: the function raises, or returns something else.
     """
-    if isinstance(values, FakeTensor):  # a dry run wants shapes; a function of the user's asks for numbers
+    if isinstance(values, FakeTensor):  # a dry run needs shapes only; a user's function needs values
         return torch.ones_like(values), 1.0
     name = chosen.name
     try:
@@ -124,15 +124,15 @@ def _imported(name: str) -> GainFunction:
         if not module_name or module_name.startswith("."):
             raise ValueError("it needs the full name of a module")
         function = getattr(importlib.import_module(module_name), function_name)
-    except (Exception, SystemExit) as error:  # whatever the user's module does
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         if isinstance(error, ModuleNotFoundError):
             remedy = (
-                "put the folder it lies in into PYTHONPATH (a script finds modules beside itself, as "
-                "launch/pretrain.py those in launch/, and not in the working directory)"
+                "add its folder to PYTHONPATH (launch/pretrain.py finds modules in launch/, "
+                "not in the working directory)"
             )
         raise UserError(f"gains {name!r} cannot be imported ({_reason(error)}): {remedy}") from None
     if not callable(function):
-        raise UserError(f"gains {name!r} is no function: name one that takes singular values (k,)")
+        raise UserError(f"gains {name!r} is not a function: name one that takes singular values (k,)")
     return function
 
 

@@ -1,15 +1,15 @@
-"""Low-rank factors of a matrix, M ≈ U·diag(S)·Vᵀ, found in several ways.
+"""Methods for low-rank factors of a matrix, M ≈ U·diag(S)·Vᵀ.
 
-Training factors a matrix of the same kind again and again, so the default, `qb`, starts from the directions
-V found last time: one product M·V, Cholesky QR, one product Qᵀ·M, all in the matrix's own precision. That is
-a step of orthogonal iteration; it follows directions that drift. `power` is Metis's iteration, `svd_lowrank`
-torch's algorithm (Halko, Martinsson, Tropp, SIAM Review 2011), `svd` exact, `sampled` looks at a few rows to
-find V, `random` projects on random directions.
+In training, similar matrices are factored repeatedly. The default, `qb`, therefore starts from the previous
+directions V: one product M·V, Cholesky QR, and one product Qᵀ·M, all in the precision of the matrix. This is
+a step of orthogonal iteration, which tracks slowly changing directions. `power` is Metis's iteration.
+`svd_lowrank` is torch's algorithm (Halko, Martinsson, Tropp, SIAM Review 2011), and `svd` is exact. `sampled`
+computes V from a few rows, and `random` projects on random directions.
 
-Factors of the first two are singular vectors only in the limit; columns of U are orthonormal in `qb`, those
-of V in `sampled`. A direction the matrix does not have gives zeros, so k columns come out of any matrix;
-in bf16 so does one below a two-thousandth of the strongest.
-Matrices here are stored as rows (k, n), as the quantizers take them.
+Factors of `qb` and `power` converge to singular vectors only over several steps. The columns of U are
+orthonormal in `qb`, those of V in `sampled`. If the rank of the matrix is below k, the remaining columns are
+zero; in bf16, so are directions below a two-thousandth of the strongest. Factors are stored as rows (k, n),
+as quantizers need them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class LowRank:
     """M ≈ left · diag(values) · rightᵀ.
 
     Attributes:
-        left: (rows, k), in the matrix's dtype: columns of unit length where the value is not zero.
+        left: (rows, k), in the matrix's dtype; columns have unit length, unless the value is zero.
         values: (k,), fp32 (fp64 for fp64), ≥ 0, descending.
-        right: (cols, k), as left; zero where the value is.
+        right: (cols, k), like left; zero if the value is zero.
     """
 
     left: Tensor
@@ -43,7 +43,7 @@ class LowRank:
 
 
 class Factored(NamedTuple):
-    """Factors, and what the next factorisation may start from.
+    """Factors, and the start of the next factorisation.
 
     Attributes:
         low_rank: the factors.
@@ -58,7 +58,7 @@ class Factored(NamedTuple):
 
 
 def gaussian(shape: tuple[int, int], matrix: Tensor, random_key: RandomKey) -> Tensor:
-    """Normal numbers that are the same on every device, in dtype and on the device of `matrix`."""
+    """Normally distributed numbers, the same on every device, with dtype and device of `matrix`."""
     generator = torch.Generator(device="cpu").manual_seed(_seed(random_key, "gaussian"))
     dtype = torch.promote_types(matrix.dtype, torch.float32)
     return torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(matrix)
@@ -74,8 +74,8 @@ def qb(matrix: Tensor, directions: Tensor, power_steps: int = 0) -> Factored:
 
     Args:
         matrix: (rows, cols).
-        directions: (k, cols), to start from, in the matrix's dtype.
-        power_steps: further rounds, each from the directions just found.
+        directions: (k, cols), the start directions, in the matrix's dtype.
+        power_steps: additional rounds, each from the directions of the round before.
     """
     return _iterated(matrix, directions, power_steps + 1, cholesky_rows)
 
@@ -90,7 +90,7 @@ def _iterated(
 ) -> Factored:
     fallbacks: int | Tensor = 0
     for done in range(rounds):
-        if done:  # a direction that was not found starts again at right angles to those that were
+        if done:  # a missing direction restarts orthogonal to the others
             again = cholesky_rows(directions)
             directions = torch.where(again.is_independent.unsqueeze(1), again.rows.to(directions), directions)
             fallbacks = fallbacks + again.fallbacks
@@ -114,7 +114,7 @@ def _from_left(left: Tensor, product: Tensor, started_from: Tensor) -> Factored:
 
 
 def _least(dtype: torch.dtype) -> float:
-    """Share of the largest singular value below which a direction is taken for that one's rounding errors.
+    """Share of the largest singular value below which a direction is considered rounding error.
 
     Were it kept, it would turn into a copy of the largest, and be missing when the matrix has it again.
     """
@@ -143,13 +143,13 @@ def from_directions(matrix: Tensor, directions: Tensor) -> Factored:
 
 
 def svd_lowrank(matrix: Tensor, rank: int, niter: int, random_key: RandomKey) -> Factored:
-    """torch.svd_lowrank with q = rank, in fp32 or fp64, on random numbers of our own.
+    """torch.svd_lowrank with q = rank, in fp32 or fp64, with numbers from `random_key`.
 
     Args:
-        matrix: (rows, cols); its non-finite elements count as zeros.
+        matrix: (rows, cols); elements that are not finite count as zeros.
         rank: k.
         niter: power steps.
-        random_key: of the test matrix.
+        random_key: key of the test matrix.
     """
     wide = _finite(matrix)
     is_flat = wide.shape[0] < wide.shape[1]
@@ -177,15 +177,15 @@ def sampled(matrix: Tensor, rank: int, fraction: float, random_key: RandomKey) -
     Args:
         matrix: (rows, cols); its non-finite elements count as zeros in the sample.
         rank: k.
-        fraction: share of the rows looked at; at least 2·k rows, if there are.
-        random_key: of the choice.
+        fraction: share of the rows in the sample; at least 2·k rows, if the matrix has them.
+        random_key: key of the sample.
     """
     rows = matrix.shape[0]
     count = min(rows, max(2 * rank, math.ceil(fraction * rows)))
     generator = torch.Generator(device="cpu").manual_seed(_seed(random_key, "rows"))
     chosen = torch.randperm(rows, generator=generator, device="cpu")[:count]
     sample = _finite(matrix.index_select(0, chosen.to(matrix.device)))
-    # Eigenvectors of the small Gram matrix, mapped back, are the sample's leading right singular vectors.
+    # eigenvectors of the small Gram matrix, mapped back, are the leading right singular vectors of the sample
     sample = (
         sample / sample.abs().amax().clamp_min(torch.finfo(sample.dtype).tiny) if sample.numel() else sample
     )
@@ -204,7 +204,7 @@ def _finite(matrix: Tensor) -> Tensor:
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """The first `count` rows, zeros where there are fewer."""
+    """The first `count` rows, padded with zeros."""
     return torch.nn.functional.pad(rows[:count], (0, 0, 0, max(0, count - len(rows))))
 
 

@@ -1,13 +1,13 @@
-"""Orthonormal rows from given ones, in the order given: what each row adds to those before it.
+"""Orthonormalises rows in the given order: each row keeps what it adds to those before it.
 
-Cholesky QR: the Gram matrix, a k × k Cholesky factor, one product; no Householder reflections, which take ten
-times as long for tall matrices and make a GPU wait. A row that adds nearly nothing becomes zero, not the
-rounding errors it would consist of. The Gram matrix is scaled to a unit diagonal and shifted a little, so
-rows of any lengths do (Fukaya et al., "Shifted Cholesky QR", SISC 2020; without their second pass: rows are
-directions here, and a part of a thousand that they share does no harm).
+The method is Cholesky QR: the Gram matrix, a k × k Cholesky factor, and one product. Householder reflections
+take ten times as long for tall matrices and make a GPU's host wait. A row that adds almost nothing becomes
+zero, because otherwise it would consist of rounding errors. The Gram matrix is scaled to a unit diagonal and
+slightly shifted, so rows may have any length (Fukaya et al., "Shifted Cholesky QR", SISC 2020; without their
+second pass, because rows are directions here and may overlap by a thousandth).
 
-Where the factorisation fails all the same, a CPU falls back to Householder reflections. A GPU would have to
-wait before it knew, so there a strongly shifted factor stands by.
+If the factorisation fails, a CPU falls back to Householder reflections. On a GPU the host would have to wait
+to find out, so a strongly shifted factor is used there.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SHIFT = 20  # in units of the precision, which is about what rounding does to the Gram matrix
-INDEPENDENT = 5  # in shifts: a row survives whose square has that share outside of the rows before it
+SHIFT = 20  # in units of the machine precision; about the rounding error of the Gram matrix
+INDEPENDENT = 5  # in shifts: a row is kept if that share of its square is orthogonal to the rows before it
 STRONG_SHIFT = 1e-2
 
 
 class Orthonormal(NamedTuple):
-    """What `cholesky_rows` and `householder_rows` return.
+    """The result of `cholesky_rows` and `householder_rows`.
 
     Attributes:
         rows: (k, n), fp32, or fp64 for fp64 input: orthonormal, or zero.
@@ -58,12 +58,12 @@ def cholesky_rows(
     """Orthonormalise by Cholesky QR.
 
     Args:
-        rows: (k, n), any floating dtype. Where one number is not finite, no row counts as independent after
-            its own, and what is returned may not be finite either.
+        rows: (k, n), any floating-point dtype. If a number is not finite, its row and later ones do not count
+            as independent, and the result may not be finite.
         least: rows shorter than this share of the longest count as zero.
         shift: added to the diagonal of the Gram matrix, which is 1; `None`: 20 ε of the precision used.
-        may_wait: whether the host may look at the outcome and fall back to `householder_rows`; `None`: on a
-            CPU, where it costs nothing.
+        may_wait: whether the host may read the outcome and fall back to `householder_rows`; `None`: only on a
+            CPU, where that is free.
     """
     wide, _ = scaled_rows(rows)
     shift = SHIFT * torch.finfo(wide.dtype).eps if shift is None else shift

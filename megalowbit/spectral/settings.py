@@ -1,8 +1,8 @@
-"""Settings of a recipe for splitting a matrix into a low-rank part and a residual.
+"""Settings of splits into a low-rank part and a residual, which are part of a recipe.
 
 `OperandSplit` splits an operand of a product at each use: M ≈ Q(U)·S·Q(Vᵀ) + Q(residual). `ParameterSplit`
-turns a weight into the parameters W_R, U, S and V between two optimizer steps. docs/spectral.md maps Metis's
-command line to these fields.
+replaces a weight by the parameters W_R, U, S, V between two optimizer steps. Both are blocks of the
+configuration; docs/spectral.md maps Metis's command line to their fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalowbit.spectral.gains import gain
 WARM_METHODS = ("qb", "power")
 _BY_ALL = ("method", "broadcast_dim")
 _BY_FACTORS = (*_BY_ALL, "rank", "refresh_every", "reuse", "order", "q_factors", "gains")
-# The fields that have an effect, by method; the others must have their defaults.
+# The fields that each method uses; all others must have their defaults.
 FIELDS_READ = MappingProxyType(
     {
         "qb": (*_BY_FACTORS, "niter", "power_every"),
@@ -44,28 +44,27 @@ class OperandSplit:
     """The low-rank split of one operand; only fields that the method uses may be set.
 
     Attributes:
-        method: how the factors are computed: `qb` (warm-started, Cholesky QR), `power` (warm-started,
-            Householder QR, `niter` steps each time), `svd_lowrank` (randomised, `niter` power steps), `svd`
-            (exact), `sampled` (from a few rows), `random` (random projection), or `mean` (the mean row only).
-        rank: an integer ≥ 1, or a fraction, above 0 and up to 1.0, of the smaller of the layer's two sizes.
-        niter: number of power steps (≥ 0); for `qb`, those of a cold start.
-        power_every: for `qb`: interval (≥ 0), in refreshes, between additional power steps. 0: none.
-        sample_fraction: for `sampled`: fraction of the rows to sample, above 0 and up to 1.
-        refresh_every: smallest interval (≥ 1), in micro-batches, between factorisations: the first use at
-            least this long after the last factorisation computes a new one. A weight that is quantised once
-            per optimizer step is used once for all micro-batches of the step.
-        reuse: what is reused in between: `directions` (V only; U and S are computed from the new matrix), or
-            `factors` (all three unchanged, as in Metis).
-        broadcast_dim: factor only the first slice of the operand along this axis, and subtract its low-rank
-            part from all slices. `null`: factor the full operand.
-        order: compute the residual against the quantised factors (`compensated`) or, as the Metis repository
-            does, against the unquantised factors (`seed`).
-        q_factors: quantizer of Uᵀ and Vᵀ, in blocks along their long axes. `fp32`: they are not quantised.
-        gains: gain on singular values and residual: `none`, `ysche`, `ysche_seed`, or `module:function`,
-            which is imported and called.
+        method: how factors are computed: "qb" (warm start, Cholesky QR), "power" (warm start, Householder QR,
+            `niter` steps each time), "svd_lowrank" (randomised, `niter` power steps), "svd" (exact),
+            "sampled" (from a few rows), "random" (random projection), or "mean" (only the mean row).
+        rank: columns of U and V: an integer ≥ 1, or a fraction of the smaller of the layer's two sizes, above
+            0 and up to 1.0.
+        niter: power steps; for "qb" those of a cold start.
+        power_every: for "qb": one additional power step every so many refreshes; 0: never.
+        sample_fraction: for "sampled": share of the rows in the sample.
+        refresh_every: minimum number of micro-batches from one factorisation to the next; the first use after
+            that computes new factors. A weight quantised once a step is used once in all its micro-batches.
+        reuse: used in between: "directions" (V; U and S are computed from the new matrix) or "factors" (all
+            three, as Metis does).
+        broadcast_dim: axis of the operand: only its first slice is factored, and the low-rank part is
+            subtracted from all slices. `None`: factor the full operand.
+        order: compute the residual against the quantised factors ("compensated") or, as in the Metis
+            repository, against the unquantised ones ("seed").
+        q_factors: quantizer of Uᵀ and Vᵀ, with blocks along their long axes; "fp32" does not quantise them.
+        gains: gain on singular values and residual: "none", "ysche", "ysche_seed", "module:function".
 
     Raises:
-        UserError: a value is invalid, values cannot be combined, or one has no effect with the method.
+        UserError: a value is wrong, values contradict each other, or one has no effect with the method.
     """
 
     method: Literal["qb", "power", "svd_lowrank", "svd", "sampled", "random", "mean"] = "qb"
@@ -100,7 +99,7 @@ class OperandSplit:
     def _check_combination(self) -> None:
         if self.method == "power" and self.niter == 0:
             raise UserError(
-                'split niter = 0 would never update the directions of method "power": set 1 or more'
+                'split niter = 0 does not change the start directions of method "power": set 1 or more'
             )
         for each in fields(self):
             value = getattr(self, each.name)
@@ -126,11 +125,11 @@ class ParameterSplit:
     """The split of weights into parameters: W → W_R + U·S·Vᵀ, between two optimizer steps.
 
     Attributes:
-        rank: an integer ≥ 1, or a fraction, above 0 and up to 1.0, of the smaller of the layer's two sizes.
-        warmup_steps: optimizer steps (≥ 0) before the first split.
-        merge_steps: steps (≥ 0) from one split to the next, which first merges W_R + U·S·Vᵀ. 0: once.
-        optimizer_state: the moments after a split: `project` (by the chain rule) or `reset` (to zero).
-        merged_lr: peak learning rate (> 0) of the schedule from the first split on. `null`: unchanged.
+        rank: as for `OperandSplit`.
+        warmup_steps: optimizer steps before the first split.
+        merge_steps: steps from one split to the next, which splits the full W_R + U·S·Vᵀ again; 0: never.
+        optimizer_state: moments after a split: "project" (by the chain rule) or "reset" (to zero).
+        merged_lr: peak learning rate of the schedule from the first split on; `None`: unchanged.
 
     Raises:
         UserError: a value is invalid.
@@ -161,12 +160,9 @@ class ParameterSplit:
 
 
 def settings_from(kind: type[Settings], value: object, field: str) -> Settings | None:
-    """Convert a configuration's value, `null`, an object or settings, into settings.
+    """Read a split from a configuration: `null`, an object with its fields, or an instance of `kind`.
 
-    Args:
-        kind: the class of the settings.
-        value: the value.
-        field: its key, for messages.
+    Messages begin with `field`, the key of the split.
 
     Raises:
         UserError: keys are unknown or values invalid.
@@ -187,10 +183,10 @@ def settings_from(kind: type[Settings], value: object, field: str) -> Settings |
 
 
 def block_over(below: OperandSplit | ParameterSplit, block: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a configuration's block with the settings that it is based on; the block has precedence.
+    """Merge a configuration block with the settings it is based on; the block has priority.
 
-    Inherited fields are dropped if the block's method does not use them, or if they have no effect with its
-    `refresh_every`. Keys and values are not checked.
+    Inherited fields that the block's method does not use, or that have no effect with its `refresh_every`,
+    are dropped. Keys and values are not validated.
     """
     inherited = asdict(below)
     method = block.get("method", inherited.get("method"))
@@ -203,7 +199,7 @@ def block_over(below: OperandSplit | ParameterSplit, block: Mapping[str, Any]) -
 
 
 def check_rank(rank: object) -> None:
-    """Check that `rank` is a number of columns or a fraction.
+    """Raise unless `rank` is a number of columns or a fraction.
 
     Raises:
         UserError: it is neither.
@@ -218,7 +214,7 @@ def check_rank(rank: object) -> None:
 
 
 def resolve_rank(rank: int | float, in_features: int, out_features: int) -> int:
-    """Columns of U and V: `rank`, or that fraction of the smaller size, rounded up; at most that size."""
+    """Columns of U and V: the number, or the fraction of the smaller size, rounded up; at most that size."""
     smaller = min(in_features, out_features)
     wanted = rank if isinstance(rank, int) else math.ceil(rank * smaller)
     return max(1, min(wanted, smaller))

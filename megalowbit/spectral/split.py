@@ -1,13 +1,13 @@
 """Split a matrix: M = U·diag(S)·Vᵀ + residual, with U and V quantised.
 
-The residual is what the *quantised* factors leave over, so that their rounding errors are not lost
-("compensated"); against the unquantised ones, as in the Metis repository, it misses them, and the whole
-becomes worse than no split at all ("seed"). Factors go through their quantizer as Uᵀ and Vᵀ, in blocks along
-rows and columns of M.
+The residual is computed against the *quantised* factors ("compensated"), so it contains their rounding
+errors. In the Metis repository it is computed against the unquantised ones ("seed"). Their rounding errors
+are then lost, and the result is worse than without a split. The quantizer gets the factors as Uᵀ and Vᵀ, with
+blocks along the rows and columns of M.
 
-Whoever multiplies by U·diag(S) takes `scaled_left` in `product_dtype`, as the residual did: then the same
-bits are subtracted here and added there. With settings that ask for it, factors are found for one slice of M,
-or at some micro-batches only; `state.py` says what is kept.
+Products must multiply by `scaled_left` in `product_dtype`, as the residual did: the same bits are then
+subtracted here and added there. Depending on the settings, factors are computed for one slice of M, or at
+some micro-batches only; `state.py` describes what is kept.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class SplitTensor:
     """x ≈ residual_gain · residual + left ᵀ · diag(values) · right.
 
     Attributes:
-        residual: (rows, cols), in x's dtype; for the caller to quantise.
+        residual: (rows, cols), in x's dtype, not yet quantised.
         left: Uᵀ, (k, rows).
-        values: (k,), fp32: singular values, gains included.
+        values: (k,), fp32: singular values times gains.
         right: Vᵀ, (k, cols).
         residual_gain: factor of the residual; 1.0 without gains.
     """
@@ -54,12 +54,12 @@ class SplitTensor:
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What factors are found in: bf16 for 16 bits (fp16 cannot hold the sums), else the tensor's own."""
+    """Dtype for computing factors: bf16 for 16-bit tensors (sums could overflow fp16), else the tensor's."""
     return torch.bfloat16 if dtype.itemsize == 2 else dtype
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What factors are multiplied in: fp32 for fp16, else the tensor's own."""
+    """Dtype for products with factors: fp32 for fp16, else that of the tensor."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -93,17 +93,18 @@ def split(
     """Split one operand.
 
     Args:
-        x: floating, at least 16 bits, any shape, may be empty; flattened to (rows, cols). Non-finite elements
-            stay in the residual and leave the state alone.
-        settings: how.
-        state: of this operand of this layer; changed.
+        x: floating-point, at least 16 bits, any shape, may be empty; flattened to (rows, cols). Elements that
+            are not finite stay in the residual and do not affect the state.
+        settings: settings of the split.
+        state: state of this operand of this layer; updated.
         rank: k, see `OperandSplit.rank_of`; x may have fewer rows or columns.
-        step: micro-batch; factors are renewed `refresh_every` or more of them after the last time.
-        is_replay: give the factors of this micro-batch's first time and leave the state as it is.
-        random_key: of starts, samples and stochastic rounding.
+        step: micro-batch; factors are refreshed if the last time was `refresh_every` or more micro-batches
+            ago.
+        is_replay: return the factors of this micro-batch's first forward, and do not change the state.
+        random_key: key for starts, samples and stochastic rounding.
 
     Raises:
-        UserError: `broadcast_dim` is no leading axis of x, or a gain returns what it should not.
+        UserError: `broadcast_dim` is not a leading axis of x, or a gain function returns an invalid result.
     """
     rows, cols = matrix_shape(x.shape)
     matrix = x.detach().reshape(rows, cols)
@@ -112,7 +113,7 @@ def split(
         if settings.method == "mean":
             return _split_mean(matrix, first)
         first = first.to(work_dtype(x.dtype))
-        if isinstance(x, FakeTensor):  # a dry run wants shapes; factors ask for numbers
+        if isinstance(x, FakeTensor):  # a dry run needs shapes only; factors need values
             found = _nothing(first, rank)
         else:
             found = _factors(first, settings, state, rank, step, is_replay, random_key)
@@ -125,10 +126,10 @@ def split(
 def split_with(
     matrix: Tensor, factors: LowRank, settings: OperandSplit, *, random_key: RandomKey
 ) -> SplitTensor:
-    """Split a matrix (rows, cols) with given factors: quantise them, take the residual, apply gains.
+    """Split a matrix (rows, cols) with given factors: quantise them, compute the residual, apply gains.
 
     Raises:
-        UserError: a gain returns what it should not.
+        UserError: a gain function returns an invalid result.
     """
     quantize = quantizer(settings.q_factors).quantize
     left = quantize(factors.left.t().contiguous(), random_key=_derived(random_key, "left"))
@@ -150,10 +151,10 @@ def split_with(
 
 
 def _split_mean(matrix: Tensor, first: Tensor) -> SplitTensor:
-    """The mean row as the only direction: nothing is quantised, so nothing has to be compensated."""
+    """Use the mean row as the only direction; it is not quantised, so there is nothing to compensate."""
     wide = torch.promote_types(matrix.dtype, torch.float32)
     mean = (first.sum(0, dtype=wide) / max(1, len(first))).to(matrix.dtype)
-    # A row that is not finite leaves its columns' means so; the residual then is the matrix itself there.
+    # a mean that is not finite is replaced by 0, so the residual is the matrix itself in that column
     mean = torch.where(mean.isfinite(), mean, 0.0).to(matrix.dtype)
     return SplitTensor(
         residual=matrix - mean,
@@ -173,7 +174,7 @@ def _factors(
     is_replay: bool,
     random_key: RandomKey,
 ) -> LowRank:
-    """Factors of a matrix, new or kept; keeps what the next use needs."""
+    """New or stored factors of a matrix; updates the state for the next use."""
     kept = state.begin(step, is_replay=is_replay)
     fitting = kept.fitting(rank, matrix.shape[1], matrix)
     is_due = kept.is_due(step, settings.refresh_every)
@@ -196,7 +197,7 @@ def _factors(
 
 
 def _nothing(matrix: Tensor, rank: int) -> LowRank:
-    """Factors of zeros, of the right shapes."""
+    """Factors with zeros, in the right shapes."""
     wide = torch.promote_types(matrix.dtype, torch.float32)
     rows, cols = matrix.shape
     left, right = matrix.new_zeros((rank, rows)).t(), matrix.new_zeros((rank, cols)).t()
@@ -204,7 +205,7 @@ def _nothing(matrix: Tensor, rank: int) -> LowRank:
 
 
 def _reused(matrix: Tensor, settings: OperandSplit, kept: Kept) -> LowRank | None:
-    """Factors from what was kept; `None` where whole factors are of another number of rows."""
+    """Factors from the stored ones; `None` if `reuse` is "factors" and the number of rows differs."""
     assert kept.directions is not None, "checked by `fitting`"
     if settings.reuse == "directions":
         return low_rank.from_directions(matrix, kept.directions).low_rank
@@ -216,7 +217,7 @@ def _reused(matrix: Tensor, settings: OperandSplit, kept: Kept) -> LowRank | Non
 def _found(
     matrix: Tensor, settings: OperandSplit, start: Kept | None, rank: int, random_key: RandomKey
 ) -> Factored:
-    """Factorise by the chosen method, from `start` where there is one."""
+    """Factorise with the configured method, starting from `start` if there is one."""
     method, niter = settings.method, settings.niter
     if method == "svd":
         return low_rank.svd(matrix, rank)
@@ -246,15 +247,15 @@ def _to_keep(found: Factored, settings: OperandSplit, refreshes: int, step: int)
 
 
 def _first_slice(x: Tensor, axis: int | None) -> Tensor:
-    """What is factored, as a matrix (rows, cols)."""
+    """The part of x to factorise, as a matrix (rows, cols)."""
     cols = matrix_shape(x.shape)[1]
     if axis is None:
         return x.reshape(-1, cols) if x.numel() else x.reshape(matrix_shape(x.shape))
     if axis >= x.ndim - 1:
         axes = f"0 to {x.ndim - 2}" if x.ndim > 1 else "none"
         raise UserError(
-            f"split broadcast_dim = {axis} is no leading axis of a tensor {tuple(x.shape)} "
-            f"(those are: {axes}): set another, or null"
+            f"split broadcast_dim = {axis} is not a leading axis of a tensor {tuple(x.shape)} "
+            f"(possible: {axes}): set another, or null"
         )
     if x.shape[axis] == 0:
         return x.new_zeros((0, cols))
@@ -269,7 +270,7 @@ def _repeated(left: Tensor, shape: torch.Size, axis: int) -> Tensor:
     if rows == 0:
         return left.new_zeros((0, k))
     one = [*leading[:axis], 1, *leading[axis + 1 :]]
-    # Through Uᵀ, which is stored row by row and has to be again.
+    # via Uᵀ, which is row-major and must be row-major afterwards
     return left.t().reshape(k, *one).expand(k, *leading).reshape(k, rows).t()
 
 

@@ -1,11 +1,11 @@
-"""What the split of one operand keeps from use to use: directions, or whole factors, and counts.
+"""The state of an operand's split between uses: directions or full factors, and counts.
 
-A micro-batch starts from what the one before left behind. Every use within it starts from that same point,
-also a second use of the layer (the last one decides what remains) and a replay, in which activation
-checkpointing computes a forward again: it must give the factors of the first time, so it changes nothing.
+All uses within a micro-batch start from the state that the previous micro-batch left. That includes a second
+use of the layer (the last use determines the new state) and a replay, in which activation checkpointing
+recomputes a forward. A replay must return the factors of the first time, so it does not change the state.
 
-Known limit, shared with `layers.matmul.use_counter`: once another micro-batch has begun, a replay of an
-earlier one starts where the later one did, and nobody can tell.
+Known limit, shared with `layers.matmul.use_counter`: after another micro-batch has begun, a replay of an
+earlier one starts from the later one's state. This cannot be detected.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _FACTORS = ("left", "values", "right")
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What is kept.
+    """The result of a factorisation, as far as later uses need it.
 
     Attributes:
-        directions: (k, cols), of the last factorisation; `None`: there was none, or it is not needed again.
-        factors: whole factors, where they are to be reused.
-        refreshes: factorisations since the last one without directions to start from.
-        refreshed_at: micro-batch of the last factorisation; `None`: not known, so another one is due.
+        directions: (k, cols), of the last factorisation; `None`: there was none, or they are not needed.
+        factors: the full factors, if they are to be reused.
+        refreshes: number of factorisations since the last cold start.
+        refreshed_at: micro-batch of the last factorisation; `None`: unknown, so a new one is due.
     """
 
     directions: Tensor | None = None
@@ -40,18 +40,18 @@ class Kept:
     refreshed_at: int | None = None
 
     def is_due(self, step: int, refresh_every: int) -> bool:
-        """Whether micro-batch `step` must factor anew.
+        """Whether new factors are due in micro-batch `step`.
 
-        Counted from the last time and not from the first: where a step's micro-batches share a quantised
-        weight, only every so many of them ask.
+        Counted from the last factorisation and not from the first one, because micro-batches that share a
+        quantised weight split it only once a step.
         """
         if self.refreshed_at is None:
             return True
-        # Numbered anew, micro-batches may begin before the last time: it says nothing then.
+        # if micro-batches were renumbered, `step` may be before `refreshed_at`: then new factors are due
         return not 0 <= step - self.refreshed_at < refresh_every
 
     def fitting(self, rank: int, cols: int, matrix: Tensor) -> Kept | None:
-        """This on the matrix's device, or `None` if it is of other sizes or another dtype."""
+        """This on the matrix's device, or `None` if size or dtype differ."""
         if self.directions is None:
             return None
         if self.directions.shape != (rank, cols) or self.directions.dtype != matrix.dtype:
@@ -76,27 +76,27 @@ class SplitState:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often, since this object was made; what a loaded state had counted is included.
+        """Counters since the creation of this object, plus those of a loaded state.
 
-        "cold" and "warm" factorisations (without and with directions to start from), "reused" ones,
-        "qr_fallback"s (Cholesky factors that failed), "misfit"s (what was kept did not fit this matrix, so
-        it was factored anew). A replay counts as nothing. On a GPU the host waits.
+        "cold" and "warm" factorisations (without and with start directions), "reused" factors, "qr_fallback"
+        (failed Cholesky factorisations), "misfit" (the stored state did not match the matrix, so new factors
+        were computed). Replays are not counted. On a GPU the host waits.
         """
         on_device = 0 if self._device_fallbacks is None else int(self._device_fallbacks)
         return {**self._counts, "qr_fallback": self._counts["qr_fallback"] + on_device}
 
     def begin(self, step: int, *, is_replay: bool) -> Kept:
-        """What a use in micro-batch `step` starts from."""
+        """The state that a use in micro-batch `step` starts from."""
         if not is_replay and step != self._step:
             self._previous, self._step = self._current, step
         return self._previous
 
     def finish(self, kept: Kept) -> None:
-        """Set what remains after a use that is no replay."""
+        """Set the new state after a use that is not a replay."""
         self._current = kept
 
     def count(self, what: str, number: int | Tensor = 1) -> None:
-        """Count; a tensor stays on its device until `counts` is asked for."""
+        """Increase a counter; a tensor stays on its device until `counts` is read."""
         if isinstance(number, int):
             self._counts[what] += number
         elif self._device_fallbacks is None:
@@ -105,14 +105,14 @@ class SplitState:
             self._device_fallbacks = self._device_fallbacks.to(number.device) + number
 
     def copy(self) -> SplitState:
-        """Another one that starts where this one does; no tensor is copied, since none is ever written to."""
+        """An independent copy; it shares tensors, which are never modified in place."""
         other = SplitState()
         other._current, other._previous, other._step = self._current, self._previous, self._step
         other._counts, other._device_fallbacks = dict(self._counts), self._device_fallbacks
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next micro-batch starts from, and counts: tensors on the CPU and whole numbers."""
+        """The state for the next micro-batch, and the counters: CPU tensors and integers."""
         kept = self._current
         state: dict[str, Any] = {"refreshes": kept.refreshes, "counts": self.counts}
         if kept.refreshed_at is not None:
@@ -124,13 +124,13 @@ class SplitState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
+        """Restore a state.
 
-        What does not fit the next matrix (another rank, width or dtype) is not used, and counted ("misfit").
-        Without a `refreshed_at`, the next use factors anew; without counts they start at 0.
+        If it does not match the next matrix (rank, width or dtype), it is not used, which counts as "misfit".
+        Without `refreshed_at`, the next use computes new factors; without counts, the counters start at 0.
 
         Raises:
-            UserError: not such a mapping.
+            UserError: the mapping was not written by `state_dict`.
         """
         _check(state)
         factors = LowRank(*(state[name] for name in _FACTORS)) if "left" in state else None

@@ -1,13 +1,13 @@
-"""A weight as W = W_R + U·diag(S)·V, all of it parameters, and what an optimizer's moments become.
+"""Splits a weight into the parameters W = W_R + U·diag(S)·V, and projects an optimizer's moments.
 
-The factors are the k largest singular triples, exactly, and the residual W_R is taken against them: the sum
-is the weight again, to the rounding of its dtype. A gradient M of the whole weight says what the gradients
-of its parts are, by the chain rule at the new factors; first moments are sums of gradients, so they follow
-the same linear map. Second moments are sums of squares: with elements of M taken as independent and of zero
-mean, as Adam does when it keeps its diagonal alone, each part's is a sum with squared weights.
+The factors are the k largest singular triples, computed exactly, and the residual W_R is computed against
+them. The sum equals the weight up to the rounding of its dtype. The gradients of the parts follow from the
+gradient M of the full weight by the chain rule at the new factors. First moments are sums of gradients, so
+the same linear map applies to them. Second moments are sums of squares. Under Adam's assumption that the
+elements of M are independent with zero mean, each part's second moment is a sum with squared coefficients.
 
-Products are in float64: no TF32 setting of the caller's touches a weight. Not covered: quantised factors,
-which a split of an operand has (`split`); parameters are quantised where they are multiplied.
+Products are in float64, so TF32 settings do not affect a weight. Not here: quantised factors, see `split`;
+parameters are quantised when they are multiplied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The figures of a training step as text: one table for log lines and terminal, in plain ASCII.
+"""Formats the figures of a training step as a table row in plain ASCII, for logs and terminals.
 
-Every figure has a fixed width, so that the lines of a run stand in columns and a total of 78 characters fits
-any terminal. What is not known is a dash.
+Every figure has a fixed width, so the lines of a run form columns, and a line of at most 78 characters fits
+any terminal. Unknown values are shown as a dash.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OVERFLOW_RATE = "gradient_overflow/element_overflow_rate"
 
 @dataclass(frozen=True)
 class Column:
-    """One figure: its heading, width, the fact it shows and how."""
+    """One column: heading, width, name of the fact, and its format."""
 
     title: str
     width: int
@@ -34,7 +34,7 @@ def number(value: Fact) -> float | None:
 
 
 def _of_known(text: Callable[[float], str]) -> Callable[[Fact], str]:
-    """Decorate the text of a number: what is none is unknown."""
+    """Decorator: format numbers, and show a dash for anything else."""
 
     @functools.wraps(text)
     def text_or_dash(value: Fact) -> str:
@@ -46,7 +46,7 @@ def _of_known(text: Callable[[float], str]) -> Callable[[Fact], str]:
 
 @_of_known
 def loss_text(figure: float) -> str:
-    """`5.4821`; large and non-finite losses in short."""
+    """`5.4821`; a short form for large losses and for those that are not finite."""
     return f"{figure:.4f}" if abs(figure) < 1000 else f"{figure:.2e}"
 
 
@@ -128,7 +128,7 @@ def heading(total_steps: int) -> str:
 
 def line(step: int, total_steps: int, facts: Facts, *, eta: float | None, is_skipped: bool) -> str:
     """Step 1 … `total_steps` as a line below `heading`, `eta` in seconds; a skipped step ends in `SKIP`."""
-    # the space stands apart from rjust: a figure wider than its column pushes the next, but never touches it
+    # the space is added separately, so a figure wider than its column does not touch the one before
     figures = "".join(" " + column.text(facts.get(column.fact)).rjust(column.width - 1) for column in COLUMNS)
     place = f"{step}/{total_steps}".rjust(_step_width(total_steps))
     text = f"{place}{figures} {duration_text(eta).rjust(_ETA_WIDTH - 1)}"

@@ -1,6 +1,6 @@
-"""What a fact is: a name and a plain Python value, `None` where it is not known for this step.
+"""Facts: names with plain Python values, `None` if unknown in this step.
 
-Tensors are no facts: reading one waits for the device, and that happens once a step, elsewhere.
+Tensors are not allowed, because reading one waits for the device; the step's only host read is elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Facts = Mapping[str, Fact]
 
 
 def check_facts(facts: Facts) -> None:
-    """Refuse anything but plain values.
+    """Raise if a value is not plain.
 
     Raises:
         TypeError: names the fact that is a tensor, an array or a container.

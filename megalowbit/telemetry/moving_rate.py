@@ -1,7 +1,7 @@
-"""How fast something goes now: an amount per second over the last few steps.
+"""Throughput: an amount per second over the last few steps.
 
-The first step of a process compiles, allocates and warms caches; it says nothing about the others. So the
-clock starts when the first step *ends*, and the first figure comes with the second step.
+The first step of a process compiles, allocates and warms caches, so it is not representative. The clock
+starts when the first step *ends*, and the first rate is available after the second step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class MovingRate:
     """Amount per second over a window of steps, and over all steps but the first.
 
     Args:
-        window: steps that make up the moving figure.
+        window: number of steps in the moving rate.
         clock: seconds, monotonic.
     """
 
@@ -29,7 +29,7 @@ class MovingRate:
         self._start: tuple[float, float] | None = None
 
     def add(self, amount: float) -> float | None:
-        """Note that a step which did `amount` ends now; return the moving rate (first step: `None`)."""
+        """Record the end of a step that processed `amount`; returns the moving rate (first step: `None`)."""
         so_far = self._marks[-1][1] + amount if self._marks else 0.0
         mark = (self._clock(), so_far)
         self._marks.append(mark)

@@ -1,9 +1,9 @@
-"""What a training step reports of itself, from all ranks, for one all-reduce of 64 bytes and one host read.
+"""Combines the facts of a training step over ranks: one all-reduce of 64 bytes and one host read.
 
-The loss average needs an all-reduce anyway; the overflow headline rides with it. The packet is eight float64
-numbers, summed: loss·weight, weight, and the tracker's six. Nothing else of a step crosses the network for
-the sake of telemetry, whatever the model and the number of ranks. A rank that is asked to stop (a signal, a
-time limit) says so in the upper digits of a count: all ranks stop after the same step for no byte more.
+The loss needs an all-reduce anyway, and the overflow headline is part of the same one. It sums eight float64
+numbers: loss·weight, weight, and six of the tracker. Telemetry communicates nothing else during a step, for
+any model and number of ranks. A rank that was asked to stop (by a signal or a time limit) adds a large number
+to a count, so all ranks stop after the same step without additional bytes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 from megalowbit.distributed import process_group
 from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker, StepOverflow
 
-# Above any number of quantisations in a step; times 2^15 ranks it still is an exact float64.
+# larger than any number of quantisations in a step; times 2^15 ranks, still exact in a float64
 STOP_UNIT = 2.0**38
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """One step, seen from all ranks.
+    """The facts of one step, combined over all ranks.
 
     Attributes:
-        loss: mean over the ranks, by weight; NaN or inf if any rank's is.
-        overflow: counts of this step; `None` where nothing is tracked.
+        loss: weighted mean over the ranks; NaN or inf if any rank's is.
+        overflow: counts of this step; `None` if nothing is tracked.
         regularization: the regulariser's value on this rank; `None` without one.
-        is_stop_asked: whether any rank is asked to stop.
+        is_stop_asked: whether any rank was asked to stop.
     """
 
     loss: float
@@ -58,10 +58,10 @@ def reduce_step_facts(
 
     Args:
         loss: 0-dim mean loss of this rank's share of the step, on its device.
-        weight: how much of the step it stands for, such as its number of predicted tokens.
+        weight: weight of this rank's loss, such as its number of predicted tokens.
         tracker: counts of this step, for the same group. Its step ends here: do not call `end_step` as well.
-        regularization: 0-dim, of weights that all ranks share, so it is read as it is.
-        is_stop_asked: whether this rank is asked to stop; told to all.
+        regularization: 0-dim; not reduced, because all ranks have the same weights.
+        is_stop_asked: whether this rank was asked to stop; communicated to all.
         group: ranks that share the step; `None` for all.
     """
     if tracker is not None and tracker.group is not group:

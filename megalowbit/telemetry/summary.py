@@ -1,8 +1,7 @@
 """The end of a run on one screen, and the same in `summary.json`.
 
-`RunTotals` goes through the run, and through its checkpoints, adding up steps, tokens and time; a
-`RunSummary` is what it looks like at the end, with the overflow totals and, per role, the layers that came
-off worst.
+`RunTotals` sums steps, tokens and time over the run, and is part of its checkpoints. `RunSummary` is the
+result at the end, with the overflow totals and, for each role, the worst layers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Row = tuple[str, str, str, str]
 
 @dataclass(kw_only=True)
 class RunTotals:
-    """Adds up a run step by step; resumed parts included.
+    """Totals of a run, including resumed parts.
 
     Attributes:
         steps: steps trained, skipped ones included.
@@ -68,7 +67,7 @@ class RunTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class WorstLayer:
-    """The layer that came off worst in one measure, beside all layers together."""
+    """The worst layer in one measure, and the value over all layers."""
 
     role: str
     measure: str
@@ -79,15 +78,15 @@ class WorstLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What is left to say when a run ends.
+    """The result of a run.
 
     Attributes:
         totals: steps, tokens, time, losses.
         tokens_per_second: speed without the first step of the process, if it was measured.
-        overflow: output gradients over the whole run; `None` where nothing was tracked.
+        overflow: output gradients over the whole run; `None` if nothing was tracked.
         worst: the worst layer per role and measure, output gradients first.
-        entries: what parts of the run have to add to `summary.json`.
-        rows: what they have to add to the screen: two names, each followed by its value.
+        entries: additional entries of `summary.json` from components.
+        rows: additional rows on the console from components: two names, each followed by its value.
     """
 
     totals: RunTotals
@@ -114,7 +113,7 @@ class RunSummary:
         return facts
 
     def write(self, path: Path) -> None:
-        """Write `summary.json`, whole or not at all."""
+        """Write `summary.json` atomically."""
         worst_layers = [json_ready(asdict(row)) for row in self.worst]
         record = {**json_ready(self.facts()), "worst_layers": worst_layers, **self.entries}
         with atomic_file(path) as file:
@@ -145,7 +144,7 @@ class RunSummary:
 
 
 def worst_layers(layers: Sequence[LayerOverflow]) -> tuple[WorstLayer, ...]:
-    """For each role, output gradients first: the layer that clips most, loses most to zero, is noisiest."""
+    """For each role, output gradients first: most saturation, most underflow, and lowest SNR."""
     measures: tuple[tuple[str, Callable[[OperandCounts], float | None], int], ...] = (
         ("saturation", lambda counts: counts.saturation_rate, 1),
         ("underflow", lambda counts: counts.underflow_rate, 1),
@@ -205,6 +204,6 @@ def _render_worst(worst: Sequence[WorstLayer]) -> str:
 
 
 def _shortened(layer: str) -> str:
-    """`layer`, without its beginning where it is too long: its end has the number and the kind."""
+    """`layer`, shortened at the beginning if it is too long; its end has the number and the kind."""
     room = _LAYER_WIDTH - 1
     return layer if len(layer) <= room else ".." + layer[2 - room :]

@@ -165,8 +165,8 @@ def test_what_cannot_be_cut_is_refused_in_one_line(seen):
         "splits": "split_input, which needs full tensors",
         "blocks": "does not hold whole blocks of 32",
         "heads": "does not divide the model's num_key_value_heads 1",
-        "mean": "needs the whole tensor at once",
-        "family": "cannot shard a Sequential",
+        "mean": "needs the full tensor",
+        "family": "cannot cut a Sequential",
         "data": "tensor-parallel ranks 0, 1 got different batches (argument labels of forward): let data",
     }
     for rank in seen:

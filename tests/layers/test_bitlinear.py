@@ -332,10 +332,10 @@ def test_a_layer_refuses_a_device_that_rounds_with_a_bias():
     layer, x = layer_and_input()
     layer.random_stream = LopsidedStream(1)
     output = layer(x)  # nearest even: nothing is drawn
-    with pytest.raises(RuntimeError, match="is lopsided"):
+    with pytest.raises(RuntimeError, match="is biased"):
         output.sum().backward()
     layer.recipe = {"base": "nvfp4", "q_forward_weight": "nvfp4e2m1b"}
-    with pytest.raises(RuntimeError, match="is lopsided"):
+    with pytest.raises(RuntimeError, match="is biased"):
         layer(x)
 
 

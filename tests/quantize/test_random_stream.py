@@ -181,7 +181,7 @@ def wrong_codes(request):
     ("encode", "problem"),
     [
         (nearest, "draws a constant"),
-        (always_up, "is lopsided"),
+        (always_up, "is biased"),
         (wrong_codes, "not their neighbours"),
         (with_key(lambda key: key._replace(key=5)), "same numbers for another key"),
         (with_key(lambda key: key._replace(key=key.key & 0xFFFFFFFF)), "same numbers for another key"),

@@ -57,5 +57,5 @@ def test_which_quantizers_need_one():
     assert not needs_maximum(quantizer("fp8e4m3b"))
     assert not needs_maximum(quantizer("fp32"))
     for name in ("1p58bit", "fp4e2m1b:seed_compat"):
-        with pytest.raises(UserError, match="needs the whole tensor at once"):
+        with pytest.raises(UserError, match="needs the full tensor"):
             needs_maximum(quantizer(name))

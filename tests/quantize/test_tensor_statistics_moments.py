@@ -150,7 +150,9 @@ def test_without_the_library_plain_torch_serves_which_is_said_once(no_library, c
 @needs_compiler
 def test_without_the_library_it_is_an_error_where_it_is_forced(no_library, monkeypatch):
     monkeypatch.setenv(backends.BACKEND_VARIABLE, "c")
-    with pytest.raises(UserError, match="MEGALOWBIT_BACKEND=c cannot be used to look at operands: it fails"):
+    with pytest.raises(
+        UserError, match="MEGALOWBIT_BACKEND=c cannot be used for operand statistics: it fails"
+    ):
         tensor_statistics.tensor_moments(gaussian(30, 40))
 
 
@@ -159,5 +161,7 @@ def test_a_dtype_without_a_kernel_is_said_once(caplog):
     with caplog.at_level(logging.INFO, logger="megalowbit"):
         for _ in range(3):
             check(gaussian(30, 40, dtype=torch.float64))
-    said = [record.getMessage() for record in caplog.records if "no kernel covers it" in record.getMessage()]
-    assert said == ["looking at torch.float64 on cpu with plain torch operations: no kernel covers it"]
+    said = [
+        record.getMessage() for record in caplog.records if "no kernel supports it" in record.getMessage()
+    ]
+    assert said == ["statistics of torch.float64 on cpu use plain torch operations: no kernel supports it"]

@@ -14,8 +14,8 @@ from triton.compiler import ASTSource
 from megalowbit.formats.block_format import MIXED_INT8, BlockFormat
 from megalowbit.formats.element import E4M3, INT4, INT8
 from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
+from megalowbit.quantize.triton import launch_arguments
 from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
-from megalowbit.quantize.triton import launch_job
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INEXACT = re.compile(r"\.ftz|fma\.rn\.f32|\.approx|div\.full")
@@ -59,7 +59,7 @@ def compile_instead(kernel, programs, device, **arguments):
 
 
 def main():
-    launch_triton_8bit.launch = launch_job.launch = compile_instead  # of encoding and of decoding
+    launch_triton_8bit.launch = launch_arguments.launch = compile_instead  # of encoding and of decoding
     x, everything = torch.zeros(64, 256), {"operand_dtype": torch.bfloat16, "with_counts": True}
     for request in (
         EncodeRequest(x.bfloat16(), Encoding(format=INT8_TENSOR)),

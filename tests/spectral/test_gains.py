@@ -100,7 +100,7 @@ def test_a_function_that_reads_its_values_can_be_named_where_a_model_has_none(mo
         (f"{__name__}:is_too_short", r"returned a tensor \(3,\): return a factor for each of 8"),
         (f"{__name__}:is_not_finite", r"returned \[1.9.*-inf\]: return finite factors"),
         (f"{__name__}:has_no_residual", "returned nan for the residual: return a finite number"),
-        ("math:pi", "is no function"),
+        ("math:pi", "is not a function"),
         (3, "expected one of none, ysche"),
         (None, "expected one of none, ysche"),
     ],

@@ -71,7 +71,7 @@ def test_other_ranks_are_refused(rank):
         ({"q_factors": 4}, "q_factors = 4"),
         ({"q_factors": "nvfp5"}, "unknown quantizer 'nvfp5'"),
         ({"gains": "ysch"}, "did you mean 'ysche'"),
-        ({"method": "power", "niter": 0}, 'niter = 0 would never update the directions of method "power"'),
+        ({"method": "power", "niter": 0}, 'niter = 0 does not change the start directions of method "power"'),
         ({"reuse": "factors"}, "reuse = 'factors' has no effect with refresh_every 1"),
     ],
 )

@@ -183,7 +183,9 @@ def test_factors_of_the_first_slice_are_subtracted_from_all(axis):
 
 @pytest.mark.parametrize(("shape", "axis"), [((4, 6, 8), 2), ((6, 8), 1), ((8,), 0), ((4, 6, 8), 7)])
 def test_an_axis_there_is_not_is_refused(shape, axis):
-    with pytest.raises(UserError, match=rf"broadcast_dim = {axis} is no leading axis.*set another, or null"):
+    with pytest.raises(
+        UserError, match=rf"broadcast_dim = {axis} is not a leading axis.*set another, or null"
+    ):
         run(torch.ones(shape), OperandSplit(broadcast_dim=axis))
 
 

@@ -1,10 +1,12 @@
-"""The fast path of CPUs: `fp4.c`, called through ctypes; `c_library` compiles it on first use.
+"""The FP4 kernels for CPUs: `fp4.c`, called through ctypes; `c_library` compiles it on first use.
 
-It covers NVFP4 (1 × 16 and 16 × 16) and MXFP4 with every rounding, from fp32, bf16 and fp16 of any strides,
-bit for bit as `reference`; and two passes around a GEMM. One build (about two seconds) serves all shapes.
+They support NVFP4 (1 × 16 and 16 × 16) and MXFP4 with every rounding, from fp32, bf16 and fp16 with any
+strides, bit-equal to `reference`. Two more functions run after a GEMM. One build (about two seconds) is used
+for all shapes.
 
-Before use the library is checked against known bits. `why_unavailable` tells what fails, with the remedy;
-the caller then uses plain torch, and says so. Threads are those of torch: both ask for the same libgomp.
+Before use, the library is tested against known bits. If it is not available, `why_unavailable` returns the
+reason and the remedy, and the caller logs it and uses plain torch. Threads are those of torch: both use the
+same libgomp.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ from megalowbit.quantize.cpu.kernel_arguments import arguments_of, decode_with, 
 from megalowbit.quantize.cpu.known_bits import KNOWN_BITS, answers
 from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest
 
-SUM_ROWS = 256  # rows that `column_sums` adds one after the other
+SUM_ROWS = 256  # rows that `column_sums` adds sequentially
 
 
 def covers(format: BlockFormat, dtype: torch.dtype) -> bool:
-    """Whether `encode` and `decode` take this format with operands of this dtype."""
+    """Whether `encode` and `decode` support this format with operands of this dtype."""
     return format in (NVFP4, NVFP4_TILED, MXFP4) and dtype in (torch.bfloat16, torch.float32)
 
 
 def encode(request: EncodeRequest, *, library: ctypes.CDLL | None = None) -> Encoded:
-    """Quantise a matrix; as `reference.encode`, where `covers` agrees."""
+    """Quantise a matrix; same result as `reference.encode`; requires `covers`."""
     return encode_with((library or LIBRARY.get()).megalowbit_encode, request)
 
 
 def decode(request: DecodeRequest, *, library: ctypes.CDLL | None = None) -> Tensor:
-    """Codes × block scale; as `reference.decode`, where `covers` agrees."""
+    """Codes × block scale; same result as `reference.decode`; requires `covers`."""
     return decode_with((library or LIBRARY.get()).megalowbit_decode, request)
 
 
@@ -49,8 +51,8 @@ def scale_and_bias(
         product: fp32, bf16 or fp16 (m, n).
         scale: rounded to fp32.
         bias: floating (n,), or `None`.
-        out: fp32, bf16 or fp16 (m, n), the last stride 1; `product` itself, or memory apart from it.
-        library: other than the one in use, to be checked.
+        out: fp32, bf16 or fp16 (m, n), last stride 1; `product` itself, or not overlapping it.
+        library: a library to be tested; `None`: the one in use.
     """
     assert product.shape == out.shape, (product.shape, out.shape)
     assert out.stride(1) == 1 or out.shape[1] <= 1, out.stride()
@@ -64,7 +66,10 @@ def scale_and_bias(
 
 
 def column_sums(matrix: Tensor, *, library: ctypes.CDLL | None = None) -> Tensor:
-    """Sums over the rows of an fp32, bf16 or fp16 matrix (m, n): fp32 (n,), in an order set by m alone."""
+    """Sums over the rows of an fp32, bf16 or fp16 matrix (m, n): fp32 (n,).
+
+    The order of additions depends only on m.
+    """
     matrix = matrix.resolve_neg() if matrix.stride(1) == 1 else matrix.contiguous().resolve_neg()
     rows, cols = matrix.shape
     out = torch.empty(cols, dtype=torch.float32, device="cpu")

@@ -1,8 +1,8 @@
-"""Bits that every CPU kernel must make of given numbers: a miscompiled one shows before its use.
+"""Checksums of kernel results for given inputs, which detect a miscompiled library before it is used.
 
-`answers` runs each entry point over each dtype, each order in memory and each rounding, and condenses what
-comes out to a checksum; `KNOWN_BITS` and its like are the checksums of the plain torch operations, on any
-machine. A checksum differs if one bit does. All of it takes a few milliseconds.
+`answers` runs each function for each dtype, memory order and rounding, and computes a checksum of the
+results. `KNOWN_BITS` and `KNOWN_BITS_8BIT` are the checksums of plain torch operations, the same on any
+machine. A single different bit changes a checksum. The test takes a few milliseconds.
 """
 
 from __future__ import annotations

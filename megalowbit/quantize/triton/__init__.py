@@ -1,1 +1,1 @@
-"""GPU kernels in Triton and what launches them: bit-equal to `reference`."""
+"""GPU kernels in Triton and their launchers, bit-equal to `reference`."""

@@ -1,8 +1,9 @@
-"""Packed codes to matrices of bf16, fp32 or FP8, as Triton kernels; `launch_fp4` is the way in.
+"""Triton kernels that decode FP4 codes to bf16, fp32 or FP8; launched by `launch_fp4`.
 
-A program turns a tile of (rows, words) of eight codes into numbers and writes them with any strides, so the
-transposed matrix costs no second pass. FP8 serves MXFP4 on GPUs that multiply FP8 but not FP4: what a block's
-exponent lies below the largest one moves into the element, exactly, as far as FP8's own exponents reach.
+A program decodes a tile of (rows, words), a word being eight codes, and writes the numbers with any strides,
+so the transposed matrix needs no second pass. FP8 is for MXFP4 on GPUs that multiply FP8 but not FP4: the
+difference between a block's exponent and the largest one moves into the element, exactly, within FP8's range
+of exponents.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from megalowbit.quantize.triton.numbers import (
     _round_to_fp8,
 )
 
-CODES = tl.constexpr(8)  # in a word
-BLOCK_WORDS = tl.constexpr(4)  # of a block of MXFP4
+CODES = tl.constexpr(8)  # codes per word
+BLOCK_WORDS = tl.constexpr(4)  # words per MXFP4 block
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def decode_kernel(
     tl.constexpr, BLOCK_COLS: tl.constexpr, SCALE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WORDS:
     tl.constexpr,
 ):  # fmt: skip
-    """`reference.decode`: `codes` (rows, words) int32, `scales` bytes, `out` int16 where it is bf16."""
+    """`reference.decode`: `codes` (rows, words) int32, `scales` bytes, `out` is int16 if it is bf16."""
     row, word = _word_tile(words, TILE_ROWS, TILE_WORDS)
     loaded = _load_words(codes, row, word, rows, words)
     block_row, block_col = row // BLOCK_ROWS, word // (BLOCK_COLS // CODES)
@@ -64,7 +65,7 @@ def decode_kernel(
 
 @triton.jit
 def _load_blocks(scales, row, block, rows, blocks):
-    """Exponents of a tile (int32), not a number beyond the matrix."""
+    """Scale exponents of a tile (int32); NaN code outside of the matrix."""
     offset = row[:, None].to(tl.int64) * blocks + block[None, :]
     is_inside = (row[:, None] < rows) & (block[None, :] < blocks)
     return tl.load(scales + offset, mask=is_inside, other=E8M0_NAN).to(tl.int32)
@@ -72,7 +73,7 @@ def _load_blocks(scales, row, block, rows, blocks):
 
 @triton.jit
 def _is_counted(loaded, exponent):
-    """Whether a block has an element other than 0 and NaN."""
+    """Whether a block has an element that is neither 0 nor NaN."""
     R: tl.constexpr = loaded.shape[0]
     W: tl.constexpr = loaded.shape[1]
     magnitudes = (loaded & 0x77777777).reshape(R, W // BLOCK_WORDS, BLOCK_WORDS)
@@ -119,7 +120,7 @@ def fp8_kernel(
     block = start + tl.arange(0, TILE_WORDS // BLOCK_WORDS)
     exponent = _load_blocks(scales, row, block, rows, words // BLOCK_WORDS)
     top = tl.load(largest)
-    top = tl.where(top < 0, 127 + SHIFT, top)  # nothing but zeros and NaN: any scale will do, say 1
+    top = tl.where(top < 0, 127 + SHIFT, top)  # only zeros and NaN: any scale is correct; use 1
     distance = exponent - top
     is_out_of_reach = _is_counted(loaded, exponent) & (distance < -REACH)
     tl.atomic_add(inexact, tl.sum(is_out_of_reach.to(tl.int32)))

@@ -1,12 +1,12 @@
-"""INT8, INT4 and small floats under fp32 scales, as Triton kernels; `launch_fp32_scales` is the way in.
+"""Triton kernels for INT8, INT4 and small floats with fp32 scales; launched by `launch_fp32_scales`.
 
-Tiles, loading, random bytes, counting and a tensor's maximum are those of `triton.fp4`. A tensor with one
-scale is read twice, for its maximum and for the codes; one whose maximum is given once, and again only if it
-turns out to hold an infinity or a NaN. Blocks with scales of their own are read once. Blocks of INT8 or E5M2
-are rounded to INT8, whose codes decide; where a tile has a block of E5M2, all of it is rounded to that too.
+Tiles, loading, random numbers, counting and a tensor's maximum are as in `triton.fp4`. A tensor with one
+scale is read twice: for its maximum and for the codes. If the maximum is given, it is read once, and a second
+time only if it contains an infinity or a NaN. Block-scaled tensors are read once. Mixed blocks are rounded to
+INT8 first, and those codes decide; if a tile has an E5M2 block, the whole tile is also rounded to E5M2.
 
-An element format is given by the bits of a code and of its mantissa (0: an integer), the largest code and the
-largest number. Every operation is rounded once, in the order of `reference`.
+An element format is given by the bits of a code and of its mantissa (0 for integers), the largest code and
+the largest number. Every operation is rounded once, in the order of `reference`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _codes(
         below = (exponent - least) >> dropped  # codes below the number's own binade
         if IS_STOCHASTIC:
             position = magnitude * _float((254 << 23) - (exponent - (MANTISSA << 23)))
-            # Added up in the order of the definition, as far as its sums are rounded: binade by binade.
+            # added binade by binade, the order of the definition, because the sums are rounded
             rest = below.to(tl.float32)
             for i in tl.static_range(BITS - 2 - MANTISSA):
                 part = tl.minimum(rest, 2.0 ** (MANTISSA + 1 + i))
@@ -78,7 +78,7 @@ def _codes(
                 rest -= part
             code = _stepped(position, noise, IS_UNBIASED)
         else:
-            # A number whose neighbours lie as far apart as those of `magnitude` in the format.
+            # a number whose fp32 spacing equals the format's spacing around `magnitude`
             wide = exponent + (dropped << 23)
             code = _bits(magnitude + _float(wide)) - wide + below
     return code
@@ -86,12 +86,12 @@ def _codes(
 
 @triton.jit
 def _values(code, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """Numbers of codes with their sign; bits above it are not looked at."""
+    """Numbers of codes with their sign; higher bits are ignored."""
     magnitude = code & ((1 << (BITS - 1)) - 1)
     if MANTISSA == 0:
         number = magnitude.to(tl.float32)
     else:
-        # Exponent and mantissa land at the bottom of fp32's range: subnormals included, exact.
+        # place exponent and mantissa at the bottom of fp32's range, where subnormals are exact too
         number = _float(magnitude << (23 - MANTISSA)) * 2.0 ** (128 - (1 << (BITS - 2 - MANTISSA)))
     return _float(_bits(number) | ((code << (32 - BITS)) & SIGN))
 
@@ -144,15 +144,15 @@ def _mixed(
     quotient = _divide(values, _expand(int8_scale, R, G)[:, :, None])
     code = _codes(quotient, noise, False, False, 8, 0, INT8_MAX)
     sums = tl.sum(code, axis=2).reshape(R, G // (BLOCK_COLS // GROUP), BLOCK_COLS // GROUP)
-    others = tl.minimum(cols - block_col * BLOCK_COLS, BLOCK_COLS)[None, :] - 1  # but for the largest
+    others = tl.minimum(cols - block_col * BLOCK_COLS, BLOCK_COLS)[None, :] - 1  # without the largest
     is_small = (tl.sum(sums, axis=2) - 127) * DENOMINATOR < NUMERATOR * others
-    is_e5m2 = is_small & (e5m2_scale >= SMALLEST_NORMAL)  # a NaN is not
+    is_e5m2 = is_small & (e5m2_scale >= SMALLEST_NORMAL)  # False for NaN
     scale = tl.where(is_e5m2, -e5m2_scale, int8_scale)
     if IS_STOCHASTIC:
         code = _codes(quotient, noise, True, IS_UNBIASED, 8, 0, INT8_MAX)
     if tl.max(tl.max(is_e5m2.to(tl.int32), axis=1), axis=0) > 0:
         factor = _expand(scale, R, G)[:, :, None]
-        quotient = _divide(values, tl.abs(factor))  # for INT8 the same again
+        quotient = _divide(values, tl.abs(factor))  # unchanged for INT8
         e5m2_code = _codes(quotient, noise, IS_STOCHASTIC, IS_UNBIASED, 8, 2, E5M2_MAX)
         code = tl.where(_bits(factor) < 0, e5m2_code, code)
     return scale, quotient, _with_sign(code, quotient, 8)
@@ -160,7 +160,7 @@ def _mixed(
 
 @triton.jit
 def _restored(code, factor, SCALE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """Codes × block scale; a tensor's only scale stays outside."""
+    """Codes × block scale, without the tensor's only scale."""
     if SCALE == "signed_fp32":
         values = tl.where(_bits(factor) < 0, _values(code, 8, 2), _values(code, 8, 0)) * tl.abs(factor)
     elif SCALE == "fp32":
@@ -215,7 +215,7 @@ def encode_kernel(
         )
         factor = _expand(scale, TILE_ROWS, TILE_GROUPS)[:, :, None]
     else:
-        # Under a scale of 0 all quotients are to be 0.
+        # with a scale of 0, all quotients must be 0
         quotient = _divide(values, tl.where(factor == 0, INFINITY, factor))
         code = _codes(quotient, noise, IS_STOCHASTIC, IS_UNBIASED, BITS, MANTISSA, LARGEST)
         code = _with_sign(code, quotient, BITS)

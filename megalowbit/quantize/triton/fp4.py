@@ -1,10 +1,11 @@
-"""The quantizer as Triton kernels; `launch_fp4` is the way in, and imports this file at its first use.
+"""Triton kernels that quantise to FP4; launched by `launch_fp4`, which imports this file on first use.
 
-A program owns a tile of (rows, groups, 16): NVFP4's first kernel reduces the tensor's largest block maximum,
-the second reads x once and writes everything else; MXFP4 needs the second only. Arithmetic is on bit patterns
-wherever a conversion instruction might round, flush or not exist (bf16 and E4M3 in the interpreter, E2M1
-before Blackwell), so every device and the interpreter give the bits of `reference`. Powers of two come from
-shifts, divisions are true ones, and kernels are launched without contraction to fused multiply-add.
+A program processes a tile of (rows, groups, 16). For NVFP4, a first kernel computes the tensor's largest
+block maximum, and a second one reads x once and writes everything else; MXFP4 needs only the second.
+Arithmetic is on bit patterns wherever a conversion instruction might round, flush or not exist (bf16 and E4M3
+in the interpreter, E2M1 before Blackwell). Every device and the interpreter therefore give the bits of
+`reference`. Powers of two come from shifts, divisions are exact IEEE divisions, and kernels are launched
+without contraction to fused multiply-add.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def _tile(cols, BLOCK_COLS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_GROUPS: 
     groups = tl.cdiv(cols, BLOCK_COLS) * (BLOCK_COLS // GROUP)
     tiles = tl.cdiv(groups, TILE_GROUPS)
     program = tl.program_id(0)
-    # Where columns are contiguous, threads would take 16 bytes of one, and share groups between them. Told of
-    # pairs only, a thread takes two rows of a column, whole groups of them, and a warp still reads 128 bytes.
+    # With contiguous columns, a thread would load 16 bytes of one column, and groups would be split over
+    # threads. With a hint of pairs only, a thread loads two rows of whole groups, and a warp still reads 128
+    # bytes.
     row = tl.max_contiguous((program // tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS), 2)
     group = (program % tiles) * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
     return row, group, groups
@@ -50,7 +52,7 @@ def _tile_of_blocks(
     cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """As `_tile`, for scales: block row numbers and block column numbers."""
+    """The same as `_tile` for scales: block row numbers and block column numbers."""
     width: tl.constexpr = TILE_GROUPS // (BLOCK_COLS // GROUP)
     tiles = tl.cdiv(tl.cdiv(cols, BLOCK_COLS), width)
     program = tl.program_id(0)
@@ -68,7 +70,7 @@ def _load_piece(
     is_inside = (row[:, None, None] < rows) & (col < cols)
     offset = row[:, None, None].to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
     loaded = tl.load(x + offset, mask=is_inside, other=0)
-    # bf16 comes as int16: shifting its bits is exact everywhere.
+    # bf16 is passed as int16, because shifting its bits is exact everywhere
     return _float(loaded.to(tl.int32) << 16) if DTYPE == "bf16" else loaded.to(tl.float32)
 
 
@@ -84,9 +86,9 @@ def _concatenate(low, high):
 def _load(
     x, row, group, rows, cols, row_stride, col_stride, signs, DTYPE: tl.constexpr, HAS_SIGNS: tl.constexpr
 ):
-    """fp32 (rows, groups, 16) of a tile, transformed if so; zero beyond the matrix.
+    """fp32 (rows, groups, 16) of a tile, Hadamard-transformed if requested; zero outside of the matrix.
 
-    Loaded in pieces of the 16 bytes that a thread takes at once, a group comes to lie in one thread, and
+    It is loaded in pieces of 16 bytes, which a thread loads at once. A group is then in one thread, so
     maxima, transforms and packing need no exchange between threads.
     """
     if DTYPE == "fp32":
@@ -115,7 +117,7 @@ def _butterfly(values, HALF: tl.constexpr):
 
 @triton.jit
 def _hadamard(values, signs, is_group):
-    """As `hadamard.hadamard`; groups of padding keep their signs, or they would become negative zeros."""
+    """See `hadamard.hadamard`; groups of padding are not negated, because they would become -0."""
     flips = tl.where(is_group[:, None], (signs >> tl.arange(0, GROUP)[None, :]) << 31, 0)
     values = _float(_bits(values) ^ flips[None, :, :])
     values = _butterfly(_butterfly(_butterfly(_butterfly(values, 1), 2), 4), 8)
@@ -124,10 +126,10 @@ def _hadamard(values, signs, is_group):
 
 @triton.jit
 def _block_maxima(values, q_scalar, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """fp32 (block rows, block columns) of a tile: largest magnitude · q_scalar, not finite where spoiled."""
+    """fp32 (block rows, block columns) of a tile: largest magnitude · q_scalar."""
     R: tl.constexpr = values.shape[0]
     G: tl.constexpr = values.shape[1]
-    # As integers, magnitudes compare like numbers, and infinities and NaN lie above all others.
+    # as integers, magnitudes compare like numbers, and infinities and NaN are largest
     largest = tl.max(_bits(values) & MAGNITUDE, axis=2)
     if BLOCK_COLS > GROUP:
         largest = tl.max(largest.reshape(R, G // (BLOCK_COLS // GROUP), BLOCK_COLS // GROUP), axis=2)
@@ -159,7 +161,7 @@ def amax_kernel(
 ):  # fmt: skip
     """Raise `amax` (int32 bits of an fp32 number, 0 before) to the largest block maximum.
 
-    Spoiled blocks are left out, except where the tensor has one scale, which they spoil.
+    Blocks that are not finite are ignored, unless the tensor has one scale, which they make NaN.
     """
     row, group, _ = _tile(cols, BLOCK_COLS, TILE_ROWS, TILE_GROUPS)
     values = _load(x, row, group, rows, cols, row_stride, col_stride, signs, DTYPE, HAS_SIGNS)
@@ -190,7 +192,7 @@ def _noise(row, group, groups, key_low, key_high, step_low, step_high):
     G: tl.constexpr = group.shape[0]
     w0, w1, w2, w3 = _philox(row, group, groups, key_low, key_high, step_low, step_high)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, G, 4, 1)
-    # A byte placed high in the mantissa of 1.0 is 1 + byte/256.
+    # a byte in the high bits of the mantissa of 1.0 gives 1 + byte/256
     shifted = (words >> (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, :]) & 0xFF
     bits = ((shifted << 15) | 0x3F800000).to(tl.int32, bitcast=True)
     return _float(bits.reshape(R, G, GROUP)) - (1 - 1 / 512)
@@ -256,7 +258,7 @@ def _sum_of_squares(difference):
 
 @triton.jit
 def _four_over_six(values, amax, encode_scale, IS_UP: tl.constexpr):
-    """As `_two_level`, with the codes: each block's maximum becomes 6 or 4, whichever errs less."""
+    """As `_two_level`, with the codes: maps each block's maximum to 6 or 4, whichever is more accurate."""
     six, six_decoded, six_encode, six_overflow = _two_level(amax, encode_scale, 6.0, IS_UP)
     four, four_decoded, four_encode, four_overflow = _two_level(amax, encode_scale, 4.0, IS_UP)
     six_codes = _nearest(values * six_encode[:, :, None])
@@ -279,7 +281,7 @@ def _store_codes(codes, is_kept, pointer, row, group, rows, groups, BITS: tl.con
     """Codes of 4 or 8 bits as words; zeros where a group (rows, groups, 1) is not kept."""
     R: tl.constexpr = codes.shape[0]
     G: tl.constexpr = codes.shape[1]
-    WORDS: tl.constexpr = BITS // 2  # of a group
+    WORDS: tl.constexpr = BITS // 2  # per group
     shifts = tl.arange(0, GROUP // WORDS) * BITS
     shifted = codes.reshape(R, G, WORDS, GROUP // WORDS) << shifts[None, None, None, :]
     words = tl.sum(shifted.to(tl.uint32, bitcast=True), axis=3).to(tl.int32, bitcast=True)
@@ -305,7 +307,7 @@ def _store_counts(
     counts, errors, values, scaled, decoded, tensor_scale, largest, is_inside, overflows, is_zero_block,
     is_block,
 ):  # fmt: skip
-    """This program's share of the counts, see `encoding.COUNT_NAMES`; what the shape tells comes later."""
+    """This program's part of the counts in `encoding.COUNT_NAMES`; the shape gives the others."""
     counts += tl.program_id(0) * 8
     magnitude = tl.abs(scaled)
     is_nonfinite = (_bits(values) & MAGNITUDE) >= 0x7F800000
@@ -318,7 +320,7 @@ def _store_counts(
     tl.store(counts + 6, tl.sum((is_block & overflows).to(tl.int32)))
     tl.store(counts + 7, tl.sum((is_block & is_zero_block).to(tl.int32)))
     x = tl.where(is_counted, values, 0.0).to(tl.float64)
-    # What is restored may lie a little beyond fp32.
+    # decoded numbers may be slightly beyond the range of fp32
     restored = tl.minimum(tl.maximum(tl.where(is_counted, restored, 0.0), -FP32_MAX), FP32_MAX)
     difference = x - restored.to(tl.float64)
     tl.store(errors + tl.program_id(0) * 2, tl.sum(difference * difference))

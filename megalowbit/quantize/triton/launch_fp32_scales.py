@@ -1,10 +1,10 @@
-"""The fast path of GPUs for INT8, INT4 and small floats under fp32 scales: launches `triton.fp32_scales`.
+"""Launches the GPU kernels for INT8, INT4 and small floats with fp32 scales, `triton.fp32_scales`.
 
-It covers one scale for the tensor, blocks of 16 to 128 elements of a row, tiles, and blocks that are INT8 or
-E5M2, from fp32, bf16 and fp16 of any strides, bit for bit as `reference`. Codes of six bits and scales from
-the mean magnitude stay with plain torch. Triton is imported when something is launched; nothing waits for the
-device, so a tensor whose maximum is given costs a second launch, which finds nothing to do unless the tensor
-holds an infinity or a NaN.
+They support one scale per tensor, blocks of 16 to 128 elements of a row, tiles, and mixed blocks, from fp32,
+bf16 and fp16 with any strides, bit-equal to `reference`. Codes of six bits and scales from the mean magnitude
+use plain torch. Triton is imported at the first launch. The host never waits for the device. Therefore a
+tensor whose maximum is given needs a second launch, which does nothing unless the tensor contains an infinity
+or a NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from megalowbit.formats.block_format import GROUP, BlockFormat
 from megalowbit.formats.element import E2M1, E4M3, E5M2, INT4, INT8, INT8_E5M2, ElementFormat
 from megalowbit.quantize.encoding import COUNT_NAMES, DecodeRequest, Encoded, EncodeRequest, new_encoded
-from megalowbit.quantize.triton.launch_job import (
+from megalowbit.quantize.triton.launch_arguments import (
     DTYPES,
     decode_with,
     launch,
@@ -29,7 +29,7 @@ from megalowbit.quantize.triton.launch_job import (
 
 MANTISSA_BITS: dict[ElementFormat, int] = {INT8: 0, INT4: 0, INT8_E5M2: 0, E2M1: 1, E5M2: 2, E4M3: 3}
 LARGEST_BLOCK = 128  # elements of a row
-TALL_ELEMENTS = 4096  # of a program where neighbours in memory are neighbours in a column; one block wide
+TALL_ELEMENTS = 4096  # elements per program for column-major matrices; one block wide
 WORD_TILE = (16, 64)  # rows and words of codes
 TALL_WORD_TILE = (64, 16)
 
@@ -47,7 +47,7 @@ def covers(format: BlockFormat, dtype: torch.dtype) -> bool:
 
 
 def encode(request: EncodeRequest) -> Encoded:
-    """Quantise a matrix; as `reference.encode`, where `covers` agrees."""
+    """Quantise a matrix; same result as `reference.encode`; requires `covers`."""
     from megalowbit.quantize.triton.fp4 import amax_kernel
     from megalowbit.quantize.triton.fp32_scales import encode_kernel
 
@@ -82,7 +82,7 @@ def encode(request: EncodeRequest) -> Encoded:
 
 def _maxima(largest: Tensor | None, tensor_amax: Tensor | None) -> dict[str, Tensor | None]:
     """Where each launch of `encode_kernel` takes the tensor's maximum from; `largest` is what was found."""
-    if largest is None:  # of no use under block scales
+    if largest is None:  # not needed for block scales
         return {"found": None}
     found = largest.view(torch.float32)
     if tensor_amax is None:
@@ -91,7 +91,7 @@ def _maxima(largest: Tensor | None, tensor_amax: Tensor | None) -> dict[str, Ten
 
 
 def decode(request: DecodeRequest) -> Tensor:
-    """Codes × block scale; as `reference.decode`, where `covers` agrees."""
+    """Codes × block scale; same result as `reference.decode`; requires `covers`."""
     from megalowbit.quantize.triton.fp32_scales import decode_kernel
 
     format = request.format
@@ -107,7 +107,7 @@ def decode(request: DecodeRequest) -> Tensor:
 
 
 def _element(format: BlockFormat) -> dict[str, Any]:
-    """What the kernels know of a format."""
+    """Parameters of an element format for the kernels."""
     return {
         "BITS": format.element.bits,
         "MANTISSA": MANTISSA_BITS[format.element],

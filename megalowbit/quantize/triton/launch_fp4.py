@@ -1,11 +1,11 @@
-"""The fast path of GPUs: launches `triton.fp4`, and imports Triton only when something is launched.
+"""Launches the FP4 kernels for GPUs, `triton.fp4`; imports Triton at the first launch.
 
-It covers NVFP4 (1 × 16 and 16 × 16) and MXFP4 with every rounding, from fp32, bf16 and fp16 of any strides,
-bit for bit as `reference`; and FP8 operands from MXFP4. Nothing waits for the device: the tensor's maximum,
-the counts and the number of inexact blocks stay there.
+They support NVFP4 (1 × 16 and 16 × 16) and MXFP4 with every rounding, from fp32, bf16 and fp16 with any
+strides, bit-equal to `reference`, and FP8 operands from MXFP4. The host never waits for the device: the
+tensor's maximum, the counts and the number of inexact blocks stay there.
 
-With `TRITON_INTERPRET=1` set before Triton is imported the kernels run in Triton's interpreter, on CPU
-tensors too: slow, and meant for tests.
+If `TRITON_INTERPRET=1` is set before Triton is imported, the kernels run in Triton's interpreter, also on CPU
+tensors. That is slow and meant for tests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megalowbit.quantize.encoding import (
     check_parts,
     new_encoded,
 )
-from megalowbit.quantize.triton.launch_job import (
+from megalowbit.quantize.triton.launch_arguments import (
     decode_with,
     launch,
     partial_counts,
@@ -41,7 +41,7 @@ from megalowbit.quantize.triton.launch_job import (
 )
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float32)
-TALL_ROWS = 256  # where neighbours in memory are neighbours in a column; one block wide
+TALL_ROWS = 256  # rows per program for column-major matrices; one block wide
 WORD_TILE = (16, 32)  # rows and words of eight codes
 TALL_WORD_TILE = (64, 8)
 
@@ -74,7 +74,7 @@ def covers(format: BlockFormat, dtype: torch.dtype) -> bool:
 
 
 def encode(request: EncodeRequest) -> Encoded:
-    """Quantise a matrix; as `reference.encode`, where `covers` agrees."""
+    """Quantise a matrix; same result as `reference.encode`; requires `covers`."""
     from megalowbit.quantize.triton import fp4 as kernels
 
     encoding, device, tensor_amax = request.encoding, request.x.device, request.tensor_amax
@@ -104,7 +104,7 @@ def encode(request: EncodeRequest) -> Encoded:
 
 
 def decode(request: DecodeRequest) -> Tensor:
-    """Codes × block scale; as `reference.decode`, where `covers` agrees."""
+    """Codes × block scale; same result as `reference.decode`; requires `covers`."""
     from megalowbit.quantize.triton.decode import decode_kernel
 
     scales, kind = request.scales.contiguous().view(torch.uint8), request.format.scale

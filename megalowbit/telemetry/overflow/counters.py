@@ -1,13 +1,13 @@
-"""What is counted when a tensor is quantised, and the rates that follow from the counts.
+"""Counts of quantisations, and the rates derived from them.
 
-A quantizer hands over eight integers and two sums for every tensor it quantises, see `quantize.encoding`;
-here they are added up over tensors, steps and ranks, together with how many quantisations there were.
+For every tensor, a quantizer provides eight integers and two sums, see `quantize.encoding`. They are summed
+here over tensors, steps and ranks, together with the number of quantisations.
 
-Overflow means true clipping: |x| > 6·scale, `saturated`. The older rule |x| > 3·scale, which calls a third of
-a Gaussian an overflow, is kept under the name of what it measures, `upper_half`.
+Overflow means true clipping: |x| > 6·scale for E2M1, `saturated`. The older rule |x| > 3·scale counts a third
+of a Gaussian as overflow. It is still available as `upper_half`.
 
-What a tensor with inf or NaN loses says nothing of the format, and its step is skipped anyway. Such a
-quantisation is set apart: its non-finite elements are counted, and nothing else of it enters any rate.
+The errors of a tensor with inf or NaN say nothing about the format, and its step is skipped anyway. For such
+a quantisation only the elements that are not finite are counted, and it enters no rate.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from megalowbit.quantize.encoding import COUNT_NAMES
 OPERATION_NAMES = ("quantizations", "quantizations_with_overflow", "nonfinite_quantizations")
 TABLE_NAMES = COUNT_NAMES + OPERATION_NAMES  # the integer columns of every table in this folder
 ROLES = ("input", "weight", "grad_output")
-CURVE_NAMES = ("saturation_rate", "underflow_rate", "snr_db")  # of each layer and role; files have all rates
+CURVE_NAMES = (
+    "saturation_rate",
+    "underflow_rate",
+    "snr_db",
+)  # drawn for each layer and role; files have all rates
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperandCounts:
     """Counts of any number of quantisations, as exact Python integers.
 
-    The first eight are those of `quantize.encoding`. A rate is `None` where nothing was counted: 0 of 0 is
-    not 0.
+    The first eight are those of `quantize.encoding`. A rate is `None` if nothing was counted.
 
     Attributes:
         quantizations: quantisations of tensors without inf and NaN ("batches").
@@ -97,7 +100,7 @@ class OperandCounts:
 
     @property
     def snr_db(self) -> float | None:
-        """Signal to quantisation noise, 10·log10(Σx² / Σerror²) in dB; inf where nothing was lost."""
+        """Signal to quantisation noise, 10·log10(Σx² / Σerror²) in dB; inf without error."""
         if not self.squared_norm > 0:
             return None
         if self.squared_error == 0:
@@ -125,11 +128,11 @@ class LayerOverflow:
     counts: OperandCounts
 
     def facts(self) -> dict[str, float | None]:
-        """The three rates worth a curve, as `overflow/<role>/<layer>/<rate>`."""
+        """The rates in `CURVE_NAMES`, as `overflow/<role>/<layer>/<rate>`."""
         rates = self.counts.rates()
         return {f"overflow/{self.role}/{self.layer}/{name}": rates[name] for name in CURVE_NAMES}
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """`part / whole`, or `None` where there is no whole."""
+    """`part / whole`, or `None` if `whole` is 0."""
     return part / whole if whole else None

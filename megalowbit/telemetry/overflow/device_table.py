@@ -1,8 +1,8 @@
 """Sums of quantisation counts by layer and role, on one device.
 
-A training step hands over hundreds of small tensors. Adding each to its row would be three kernels apiece;
-they are kept in a list instead and summed by one stack and one indexed add when the step ends. Which row each
-belongs to hardly ever changes from step to step, so the index tensor is kept as well.
+A training step produces hundreds of small tensors. Adding each to its row would take three kernels per
+tensor. Instead they are collected in a list, and summed by one stack and one indexed add at the end of the
+step. The rows they belong to rarely change between steps, so the index tensor is cached too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megalowbit.quantize.encoding import COUNT_NAMES, ERROR_NAMES
 from megalowbit.telemetry.overflow.counters import ROLES, TABLE_NAMES
 from megalowbit.telemetry.overflow.exact_sum import NUM_DIGITS, digits_of, make_scales
 
-MAX_PENDING = 4096  # bounds memory where nobody ends a step
+MAX_PENDING = 4096  # limits memory if no step is ever ended
 _SATURATED = COUNT_NAMES.index("saturated")
 _NONFINITE = COUNT_NAMES.index("nonfinite")
 
@@ -40,14 +40,14 @@ class DeviceTable:
         self._run = _no_sums(0, device)
 
     def append(self, layer: str, role: str, counts: Tensor, error: Tensor) -> None:
-        """Note one quantisation; the tensors are kept, not copied."""
+        """Record one quantisation; the tensors are stored without a copy."""
         row = self._row_of.setdefault((layer, role), len(self._row_of))
         self._pending.append((row, counts, error))
         if len(self._pending) >= MAX_PENDING:
             self._fold()
 
     def drop_step(self) -> None:
-        """Forget the running step."""
+        """Discard the current step."""
         self._pending.clear()
         for part in self._step:
             part.zero_()
@@ -79,11 +79,11 @@ class DeviceTable:
         rows = torch.cat([self._run[0], self._run[1].flatten(1)], dim=1).tolist()
         for part in self._run:
             part.zero_()
-        # a layer met in the step that is still running has no row yet: zip ends before it
+        # a layer first seen in the current step has no row yet: zip ends before it
         yield from zip(self._row_of, rows, strict=False)
 
     def _fold(self) -> None:
-        """Sum what is pending into the running step."""
+        """Add the pending tensors to the current step."""
         self._grow()
         if not self._pending:
             return
@@ -103,7 +103,7 @@ class DeviceTable:
         self._step[1].index_add_(0, self._index, errors.masked_fill(is_nonfinite, 0.0))
 
     def _grow(self) -> None:
-        """Make a row for each layer and role that is new since the last fold."""
+        """Add a row for each layer and role that is new since the last fold."""
         missing = len(self._row_of) - len(self._step[0])
         if missing == 0:
             return

@@ -1,11 +1,11 @@
-"""Sums of float64 numbers without rounding, so that they are the same in any order and in any parts.
+"""Exact sums of float64 numbers, independent of their order and grouping.
 
-A run that was stopped in the middle adds up the errors of its steps in other parts than one that was not, and
-ranks add theirs in any order; rounded sums would differ in their last digits. A number is taken apart into 18
-digits of 32 bits, from 2^-288 to 2^288: squares of all normal bf16 numbers, and sums of 2^30 of them, lie
-within. Digits are added as int64, on any device and over ranks, with room for 2^31 numbers; on the host they
-become one Python integer, in units of 2^-288. Not covered: negative numbers; what lies below is cut off, and
-what lies above counts as the largest.
+A resumed run adds up the errors of its steps in other groups than an uninterrupted one, and ranks add theirs
+in any order, so rounded sums would differ in their last digits. Here a number is split into 18 digits of 32
+bits, from 2^-288 to 2^288. That range contains the squares of all normal bf16 numbers, and sums of 2^30 of
+them. Digits are added as int64, on any device and over ranks, with headroom for 2^31 numbers. On the host
+they become one Python integer, in units of 2^-288. Not supported: negative numbers. Smaller numbers are
+truncated, and larger ones count as the largest.
 """
 
 from __future__ import annotations

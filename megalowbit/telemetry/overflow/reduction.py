@@ -1,9 +1,9 @@
-"""Sums of the table by layer over ranks that may not have met the same layers.
+"""Sums the table by layer over ranks, which may have different layers.
 
-The ranks first compare a fingerprint of the rows they have. Only where it differs (pipeline stages have
-different layers, and layers first run in different order) do they tell each other all names, which is much
-where ranks are many. Then all lay their numbers out alike and one all-reduce sums them. It costs a few small
-messages: meant for the end of a run or every so many steps, never for each step.
+The ranks first compare a fingerprint of their rows. Pipeline stages have different layers, and layers may run
+first in different order. Only if fingerprints differ do ranks exchange all names, which is expensive for many
+ranks. Then all arrange their numbers in the same order, and one all-reduce sums them. This takes a few small
+messages. It is meant for the end of a run, or for every some hundred steps, not for each step.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ ROW_LENGTH = len(TABLE_NAMES) + len(ERROR_NAMES) * NUM_DIGITS
 
 
 def sum_over_ranks(
-    mine: Mapping[Key, Row], group: dist.ProcessGroup | None, device: torch.device
+    local: Mapping[Key, Row], group: dist.ProcessGroup | None, device: torch.device
 ) -> Iterator[tuple[Key, Row]]:
     """Sum each row over the ranks of `group` (`None`: all), each of which must call it.
 
-    This rank gives its rows in the order it met them, and the device where its counts live.
+    `local` has this rank's rows in the order it saw them; `device` is that of its counts.
     """
     if process_group.world_size(group) == 1:
-        yield from mine.items()
+        yield from local.items()
         return
     device = process_group.exchange_device(group, device)
-    keys = list(mine) if _are_alike(list(mine), group, device) else _keys_of_all_ranks(list(mine), group)
+    keys = list(local) if _are_equal(list(local), group, device) else _keys_of_all_ranks(list(local), group)
     if not keys:
         return
-    rows = [mine.get(key, [0] * ROW_LENGTH) for key in keys]
+    rows = [local.get(key, [0] * ROW_LENGTH) for key in keys]
     sums = torch.tensor(rows, dtype=torch.int64, device=device)
     dist.all_reduce(sums, group=group)
     yield from zip(keys, sums.tolist(), strict=True)
 
 
-def _are_alike(mine: list[Key], group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def _are_equal(local: list[Key], group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether all ranks have the same keys in the same order."""
-    digest = hashlib.blake2b(repr(mine).encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(repr(local).encode(), digest_size=7).digest()
     fingerprint = int.from_bytes(digest, "little")
     both_ways = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=device)
     dist.all_reduce(both_ways, op=dist.ReduceOp.MAX, group=group)
@@ -54,8 +54,8 @@ def _are_alike(mine: list[Key], group: dist.ProcessGroup | None, device: torch.d
     return bool(largest == -negative_smallest)
 
 
-def _keys_of_all_ranks(mine: list[Key], group: dist.ProcessGroup | None) -> list[Key]:
+def _keys_of_all_ranks(local: list[Key], group: dist.ProcessGroup | None) -> list[Key]:
     """Union of all ranks' keys, in the order of the first rank that knows each; the same on every rank."""
     gathered: list[list[Key]] = [[] for _ in range(process_group.world_size(group))]
-    dist.all_gather_object(gathered, mine, group=group)
+    dist.all_gather_object(gathered, local, group=group)
     return list(dict.fromkeys(key for keys in gathered for key in keys))

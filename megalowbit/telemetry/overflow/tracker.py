@@ -1,13 +1,12 @@
-"""How often quantised tensors overflow: counters per layer and role, kept on the device.
+"""Overflow counters per layer and role, on the device.
 
-A `GradientOverflowTracker` is what a quantising layer calls its observer. The call in the hot path only puts
-the counts in a list: no kernel, no host read. At the end of a step everything is stacked, summed by layer and
-role, and the sums of the step are read once.
+A `GradientOverflowTracker` is the observer of quantising layers. A call in the forward or backward only
+appends the counts to a list, without a kernel or host read. At the end of a step the counts are stacked and
+summed by layer and role, and the sums are read once.
 
-Two kinds of figures leave it. The *headline*, overflow of output gradients over all ranks, is six numbers
-that ride one all-reduce with the loss (`step_facts.py`). Everything else of a step is this process's own
-share; the table by layer is summed over ranks when asked (`reduce_layers`), for then every rank must take
-part.
+There are two kinds of figures. The *headline*, overflow of output gradients over all ranks, is six numbers in
+the same all-reduce as the loss (`step_facts.py`). All other figures of a step are those of this process. The
+table by layer is summed over ranks on request (`reduce_layers`), which is collective.
 
 In a plain PyTorch loop:
 
@@ -53,7 +52,7 @@ LOCAL_LENGTH = len(ROLES) * _ROW_LENGTH
 
 @dataclass(frozen=True, kw_only=True)
 class StepOverflow:
-    """What one step quantised.
+    """Counts of one step.
 
     Attributes:
         step: output gradients of this step, over all ranks; `HEADLINE_NAMES` only.
@@ -71,7 +70,7 @@ class StepOverflow:
         `gradient_overflow/…` is summed over all ranks: rates of this step, totals of the run. All of
         `quantization/<role>/…` is of this step and of the calling rank's own tensors only, with those of the
         other stages of its pipeline; in a run's files that is the main process, which writes them. A rate
-        without anything to rate is `None`.
+        is `None` if nothing was counted.
         """
         facts: dict[str, float | int | None] = {
             "gradient_overflow/element_overflow_rate": self.step.saturation_rate,
@@ -91,7 +90,7 @@ class GradientOverflowTracker:
 
     Args:
         group: ranks whose counts are summed; `None` for all. Nothing needs to be initialised for one process.
-        stages: ranks that hold the stages of this one's pipeline, over which figures by role are summed too;
+        stages: ranks of the other stages of this rank's pipeline; figures by role are summed over them too;
             `None`: this rank has all layers.
     """
 
@@ -103,7 +102,7 @@ class GradientOverflowTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, the run's totals included."""
+        """Reset all counts, including the run's totals."""
         self._tables: dict[torch.device, DeviceTable] = {}
         self._run = OperandCounts()
         # over all ranks, up to the last reduction: columns of TABLE_NAMES, then exact sums of ERROR_NAMES
@@ -115,7 +114,7 @@ class GradientOverflowTracker:
         return self._run
 
     def observe(self, layer: str, role: str, counts: Tensor, error: Tensor) -> None:
-        """Take over the counts of one quantisation; no device work is waited for.
+        """Record the counts of one quantisation, without waiting for the device.
 
         Args:
             layer: name of the layer.
@@ -132,12 +131,12 @@ class GradientOverflowTracker:
         table.append(layer, role, counts, error)
 
     def begin_step(self) -> None:
-        """Drop what was seen since the last step ended, such as the quantisations of a validation pass."""
+        """Discard counts since the end of the last step, such as those of a validation pass."""
         for table in self._tables.values():
             table.drop_step()
 
     def end_step(self) -> StepOverflow:
-        """Finish the step: one small all-reduce where there are several ranks, one host read.
+        """Finish the step: one small all-reduce if there are several ranks, and one host read.
 
         Every rank of the group must call it.
         """
@@ -192,11 +191,11 @@ class GradientOverflowTracker:
         Ranks may have seen layers in different order, or different layers. Layers come in the order of the
         first rank that knows them, roles in the order of `ROLES`.
         """
-        mine: dict[Key, list[int]] = {}
+        local: dict[Key, list[int]] = {}
         for table in self._tables.values():
             for key, row in table.take_run():
-                mine[key] = _sum(mine.get(key), row)  # a layer's operands may lie on two devices
-        for key, row in sum_over_ranks(mine, self.group, next(iter(self._tables), torch.device("cpu"))):
+                local[key] = _sum(local.get(key), row)  # a layer's operands may be on two devices
+        for key, row in sum_over_ranks(local, self.group, next(iter(self._tables), torch.device("cpu"))):
             self._layers[key] = _sum(self._layers.get(key), _whole_row(row))
         first_seen = {
             layer: index for index, layer in enumerate(dict.fromkeys(layer for layer, _ in self._layers))
@@ -209,7 +208,7 @@ class GradientOverflowTracker:
     def state_dict(self) -> dict[str, Any]:
         """The run's totals over all ranks, as plain numbers; every rank must call it.
 
-        It is the same on all ranks and says nothing of their number: load one copy on each rank of any job.
+        It is the same on all ranks and independent of their number; load it on every rank.
         """
         rows = [
             {
@@ -223,7 +222,7 @@ class GradientOverflowTracker:
         return {"run": {name: getattr(self._run, name) for name in HEADLINE_NAMES}, "layers": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; what was counted before is dropped.
+        """Continue from `state`; earlier counts are discarded.
 
         Raises:
             UserError: `state` was not written by `state_dict`.
@@ -233,7 +232,7 @@ class GradientOverflowTracker:
             layers = {(row["layer"], row["role"]): _saved_row(row) for row in state["layers"]}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
-                f"overflow counts of the checkpoint are not readable ({error}): resume from another"
+                f"overflow counts of the checkpoint are not readable ({error}): resume from another one"
             ) from error
         self.reset()
         self._run, self._layers = run, layers

@@ -1,11 +1,11 @@
-"""The run as a person sees it: a live bar on a terminal, plain lines in a log.
+"""Console output of a run: a live progress bar on a terminal, plain lines in a log.
 
-A sink like the others, so it gets the facts of every step. Both forms print the same table line every few
-steps, and at once for a skipped step; a terminal also has two lines at its foot that follow each step. There
-is no thread behind the bar: it is redrawn when facts arrive, so that data loaders may fork at any time.
+The console is a sink and receives the facts of every step. Both forms print the same table line every few
+steps, and at once for a skipped step. A terminal also has two lines at the bottom that follow each step. The
+bar has no thread; it is redrawn when facts arrive, so data loaders may fork at any time.
 
-Files and pipes get ASCII without colour or cursor codes, whatever the environment asks for. On a terminal
-`NO_COLOR` is honoured; a dumb one gets plain lines.
+Files and pipes get ASCII without colours or cursor codes, whatever the environment requests. On a terminal
+`NO_COLOR` is respected; a dumb terminal gets plain lines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOG_WIDTH = 120
 
 
 class _Output(RichConsole):
-    """Falls silent where whoever read the log has ended (`| tee`, a launcher): the run goes on."""
+    """Ignores all output after the reader of the log has ended (`| tee`, a launcher); the run continues."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -49,7 +49,7 @@ class Console:
         total_steps: steps of the whole run.
         log_every: steps between two lines.
         start_step: steps trained before this process, when a run is resumed.
-        skipped_steps: skipped steps before this process, likewise.
+        skipped_steps: skipped steps before this process, when a run is resumed.
         is_main: whether this process shows anything.
         file: where to write; standard output if `None`.
         clock: seconds, monotonic.
@@ -94,7 +94,7 @@ class Console:
 
     @property
     def is_live(self) -> bool:
-        """Whether a bar is drawn, which only a terminal gets."""
+        """Whether a bar is drawn; only on a terminal."""
         return self._live is not None
 
     def print(self, text: str, style: str = "") -> None:
@@ -122,10 +122,10 @@ class Console:
             self._live.update(self._foot(), refresh=True)
 
     def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
-        """Nothing: a table of every layer is no progress to watch."""
+        """Does nothing; the table by layer is not shown on the console."""
 
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:  # noqa: ARG002
-        """Take the bar away and say how far the run came."""
+        """Remove the bar and print the last step."""
         if not self._is_main:
             return
         if self._live:

@@ -1,7 +1,7 @@
-"""Where facts go: the protocol of a sink, a group that fans out to many, and what opens them all.
+"""The protocol of a sink, a group that forwards to several sinks, and the function that opens them.
 
-Sinks live on the main process; every other process gets a group without sinks, so that the loop has no branch
-by rank. TensorBoard and W&B are imported when their sink is made, not before.
+Only the main process has sinks. Other processes get an empty group, so the loop needs no branch by rank.
+TensorBoard and W&B are imported when their sink is created.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megalowbit.telemetry.sinks.wandb import WandbSink
 
 
 class Sink(Protocol):
-    """Takes the facts of one step at a time, steps ascending, and for some steps the table by layer."""
+    """Receives the facts of each step, in ascending order, and the table by layer for some steps."""
 
     def write(self, step: int, facts: Facts) -> None:
         """Record the facts of `step`."""
 
     def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
-        """Record the table as it stands after `step`, whose facts are written before."""
+        """Record the table after `step`; the facts of the step are written first."""
 
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:
-        """Finish: `exit_code` is the run's, `summary` its final facts for sinks that keep such."""
+        """Finish: `exit_code` is the run's, `summary` its final facts, for sinks that store them."""
 
 
 class SinkGroup:
-    """A sink that passes everything on to others; as a context it closes them, with 1 after an exception."""
+    """Forwards everything to other sinks; as a context manager it closes them, with 1 after an exception."""
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self.sinks = tuple(sinks)
@@ -51,7 +51,7 @@ class SinkGroup:
             sink.write_layers(step, layers)
 
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:
-        """Close every sink, even where one fails: the first failure is raised once all are closed."""
+        """Close every sink, even if one fails; the first error is raised after all are closed."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -85,7 +85,7 @@ def open_sinks(
     config: Mapping[str, Any] | None = None,
     resume_step: int | None = None,
 ) -> SinkGroup:
-    """Open a run's files: `metrics.jsonl` and, where wanted, the table by layer, `tensorboard/`, `wandb/`.
+    """Open a run's files: `metrics.jsonl` and, if enabled, the table by layer, `tensorboard/`, `wandb/`.
 
     Args:
         run_dir: the run's folder.
@@ -94,7 +94,7 @@ def open_sinks(
         is_tensorboard: `TelemetrySettings.tensorboard`; DeepSpeed's block switches it on as well.
         tensorboard: DeepSpeed's `tensorboard` block.
         wandb: DeepSpeed's `wandb` block.
-        run_name: how W&B shows the run.
+        run_name: name of the run in W&B.
         config: resolved configuration, shown by W&B.
         resume_step: last step that is already trained when a run is resumed; `None` for a new run.
     """

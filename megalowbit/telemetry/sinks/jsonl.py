@@ -1,11 +1,11 @@
-"""Facts as JSON lines: one object a line, written whole, each step once even over crashes and resumes.
+"""Facts as JSON lines: one object per line, each step once, also after crashes and resumes.
 
-JSON has no NaN and no infinity, and Python's own spelling of them breaks other parsers. Such a value is
-written as `null`, and the object gets one more key that says what it was: `"nonfinite": {"loss": "nan"}`.
+JSON has no NaN and no infinity, and Python's spelling of them breaks other parsers. Such a value is written
+as `null`, and the object gets an additional key with the original: `"nonfinite": {"loss": "nan"}`.
 
-A run that is killed may leave a torn last line, and steps beyond its last checkpoint. Both are dropped when
-the run resumes; the file is replaced in one move, so that a second crash in that moment costs nothing either.
-Lines that should be there and are not, as where somebody has removed the file, are told and not made up.
+A run that is killed may leave an incomplete last line, and steps beyond its last checkpoint. Both are removed
+when the run resumes; the file is replaced atomically, so a second crash at that moment loses nothing either.
+If lines are missing, for example because the file was removed, a warning reports them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:  # it imports torch, and configurations are read without
     from megalowbit.telemetry.overflow.counters import LayerOverflow
 
 logger = logging.getLogger(__name__)
-MOST_GAPS_TOLD = 5
+MOST_GAPS_SHOWN = 5
 
 
 class JsonlFile:
     """A file of JSON objects, each with an integer `step`.
 
     Args:
-        path: the file; its folder is made.
-        resume_step: keep what is there up to and with this step; `None`: there must be nothing yet.
+        path: the file; its folder is created.
+        resume_step: keep lines up to and including this step; `None`: the file must not contain anything.
 
     Raises:
-        UserError: the file holds something although nothing is resumed, or a line of it is damaged.
+        UserError: the file is not empty although no run is resumed, or a line is damaged.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
@@ -45,8 +45,8 @@ class JsonlFile:
         self.last_step = -1
         self.kept_steps: set[int] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_fifo():  # opening it would wait for ever
-            raise UserError(f"{path} is a FIFO and no file: remove it, or choose another --run-dir")
+        if path.is_fifo():  # opening it would block forever
+            raise UserError(f"{path} is a FIFO, not a file: remove it, or choose another --run-dir")
         if path.exists() and path.stat().st_size:
             if resume_step is None:
                 raise UserError(f"{path} already holds a run: choose another --run-dir or --resume auto")
@@ -73,13 +73,13 @@ class JsonlFile:
 
 
 class JsonlSink:
-    """`metrics.jsonl`: one object a step, steps ascending, no step twice. Arguments as of `JsonlFile`."""
+    """`metrics.jsonl`: one object per step, steps ascending, without duplicates; see `JsonlFile`."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self._file = JsonlFile(path, resume_step=resume_step)
         if gaps := missing_steps(self._file.kept_steps, resume_step or 0):
             logger.warning(
-                "%s lacks the lines of steps that are trained already: %s; lost or removed, they stay away",
+                "%s lacks lines of steps already trained: %s; they were lost or removed",
                 path, gaps,
             )  # fmt: skip
 
@@ -90,10 +90,10 @@ class JsonlSink:
         self._file.append({"step": step, **facts})
 
     def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
-        """Nothing: the table by layer has a file of its own."""
+        """Does nothing; the table by layer has a separate file."""
 
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:  # noqa: ARG002
-        """Close the file; the summary has a file of its own."""
+        """Close the file; the summary has a separate file."""
         self._file.close()
 
 
@@ -104,10 +104,10 @@ class LayerTableSink:
         self._file = JsonlFile(path, resume_step=resume_step)
 
     def write(self, step: int, facts: Facts) -> None:
-        """Nothing: facts of a step have a file of their own."""
+        """Does nothing; the facts of a step have a separate file."""
 
     def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
-        """Write the table as it stands after `step`: counts over the run so far, and their rates."""
+        """Write the table after `step`: counts over the run so far, and their rates."""
         if step <= self._file.last_step:
             raise ValueError(
                 f"table of step {step} comes after that of step {self._file.last_step}: steps ascend"
@@ -119,7 +119,7 @@ class LayerTableSink:
             )
 
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:  # noqa: ARG002
-        """Close the file; the summary has a file of its own."""
+        """Close the file; the summary has a separate file."""
         self._file.close()
 
 
@@ -131,7 +131,7 @@ def json_ready(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing_steps(present: Collection[int], last: int) -> str:
-    """Which steps from 1 to `last` are not there: `"3, 7-9"`; of many gaps the first ones."""
+    """The missing steps from 1 to `last`: `"3, 7-9"`; of many gaps only the first."""
     gaps: list[list[int]] = []
     for step in range(1, last + 1):
         if step in present:
@@ -140,12 +140,12 @@ def missing_steps(present: Collection[int], last: int) -> str:
             gaps[-1][1] = step
         else:
             gaps.append([step, step])
-    told = [f"{first}" if first == end else f"{first}-{end}" for first, end in gaps[:MOST_GAPS_TOLD]]
-    return ", ".join([*told, *(["…"] if len(gaps) > MOST_GAPS_TOLD else [])])
+    shown = [f"{first}" if first == end else f"{first}-{end}" for first, end in gaps[:MOST_GAPS_SHOWN]]
+    return ", ".join([*shown, *(["…"] if len(gaps) > MOST_GAPS_SHOWN else [])])
 
 
 def last_step(path: Path) -> int:
-    """The highest step with a line in a file of records; 0 where there is no such file, or no line.
+    """The highest step with a line in a file of records; 0 if there is no file or no line.
 
     Raises:
         UserError: a line of it is damaged, or it cannot be read.
@@ -165,7 +165,7 @@ def _is_nonfinite(value: object) -> bool:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Step and text of each complete line; a torn last line is left out."""
+    """Step and text of each complete line, without an incomplete last one."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
@@ -174,6 +174,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 step = int(json.loads(line)["step"])
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise UserError(
-                    f"{path} line {number} is damaged: mend or remove that line, then resume"
+                    f"{path} line {number} is damaged: fix or remove that line, then resume"
                 ) from error
             yield step, line

@@ -1,10 +1,10 @@
-"""Facts as TensorBoard scalars, tags exactly as the facts are named.
+"""Facts as TensorBoard scalars, with the facts' names as tags.
 
-TensorBoard keeps scalars in float32: counts above 2^24 are rounded there, and exact in `metrics.jsonl`.
+TensorBoard stores scalars in float32: counts above 2^24 are rounded there, and exact in `metrics.jsonl`.
 
-Event files are written here, without torch's `SummaryWriter`: that hands events to a thread through a queue,
-and a Ctrl-C that arrives between taking the queue's lock and the block that gives it back leaves it taken,
-so that closing the writer waits for ever. Here there is no thread, no lock and one record for each step.
+Event files are written without torch's `SummaryWriter`, which passes events to a thread through a queue. If
+Ctrl-C arrives right after the queue's lock is acquired, the lock is never released, and closing the writer
+hangs. Here there is no thread and no lock, and one record per step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TensorBoardSink:
     """Writes every numeric fact; text and `None` have no curve.
 
     Args:
-        folder: where the event files go.
-        resume_step: last step already trained; TensorBoard hides what an interrupted run wrote after it.
+        folder: folder of the event files.
+        resume_step: last step already trained; TensorBoard hides later events of an interrupted run.
 
     Raises:
         UserError: the package `tensorboard` is not installed.
@@ -83,6 +83,6 @@ class TensorBoardSink:
 
 
 def _file_name() -> str:
-    """A name that TensorBoard recognises and sorts by time; nanoseconds tell writers of one second apart."""
+    """A name that TensorBoard recognises and sorts by time; nanoseconds make it unique."""
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     return f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"

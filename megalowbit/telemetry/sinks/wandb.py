@@ -1,12 +1,11 @@
 """Facts to Weights & Biases, which must never stop a training run.
 
-Whatever fails in it after its import (no network, no login, a full disk, a killed service) is told in one
-warning, and the sink is off from then on. Without `WANDB_MODE`, an API key or a netrc entry the run is kept
-offline in `<run_dir>/wandb/`, to be uploaded with `wandb sync`; nobody is asked for a login in the middle of
-a job.
+If anything fails after its import (no network, no login, a full disk, a killed service), one warning is
+logged and the sink is off. Without `WANDB_MODE`, an API key or a netrc entry, the run is stored offline in
+`<run_dir>/wandb/`, for `wandb sync`. W&B never prompts for a login in the middle of a job.
 
-The run's id lies in `<run_dir>/wandb/run_id`: a resumed run continues the same curves. W&B ignores steps it
-has already seen, which are the steps a resumed run repeats.
+The run's id is in `<run_dir>/wandb/run_id`, so a resumed run continues the same curves. W&B ignores steps
+that it has already received, which are the steps a resumed run repeats.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class WandbSink:
     """Logs to one W&B run.
 
     Args:
-        run_dir: the run's folder; files go to `wandb/` in it.
+        run_dir: the run's folder; files are stored in its `wandb/`.
         settings: project, group and team.
-        run_name: how the run is shown.
-        config: resolved configuration to show beside it.
+        run_name: name of the run in W&B.
+        config: resolved configuration, shown in W&B.
 
     Raises:
         UserError: the package `wandb` is not installed.

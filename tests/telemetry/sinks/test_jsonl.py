@@ -176,7 +176,7 @@ def test_lines_that_were_lost_are_told_when_a_run_resumes(tmp_path, caplog):
     JsonlSink(path, resume_step=8).close()
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{path} lacks the lines of steps that are trained already: 3-5, 7-8; lost or removed, they stay away"
+        f"{path} lacks lines of steps already trained: 3-5, 7-8; they were lost or removed"
     )
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 6]
 

@@ -1,8 +1,8 @@
-"""What Python hands to the Triton kernels: matrices to read and to write, tiles, counts, and the launch.
+"""Arguments of the Triton kernels, shared by all launchers: matrices, tiles, counts, and the launch.
 
-The launchers of all formats share it. bf16 goes to the kernels by its bits, as int16, because shifting those
-is exact in Triton's interpreter too. A program takes 4,096 elements or 8,192, so that each of 128 threads
-holds whole groups of 16; where neighbours in memory are neighbours in a column, its tile is tall.
+bf16 is passed to the kernels as int16 bits, because shifting those is exact in Triton's interpreter too. A
+program processes 4,096 or 8,192 elements, so each of its 128 threads has whole groups of 16. For column-major
+matrices its tile is tall.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megalowbit.quantize.philox import WORD, RandomKey
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Partial = tuple[Tensor | None, Tensor | None]  # counts and error of each program
-TILE = (16, 16)  # rows and 16-groups of a program that reads along rows
+TILE = (16, 16)  # rows and 16-groups of a program, for row-major matrices
 
 
 def programs_of(width: int, rows: int, tile_width: int, tile_rows: int) -> int:
-    """How many tiles cover a matrix."""
+    """Number of tiles that cover a matrix."""
     return -(-width // tile_width) * -(-rows // tile_rows)
 
 
 def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int]:
-    """What all encoding kernels take: the matrix, how to read it, blocks and tile; and how many programs run.
+    """Common arguments of all encoding kernels (matrix, strides, blocks, tile), and the number of programs.
 
-    Where columns are contiguous, a tile is one block wide and has `tall_rows` rows.
+    For column-major matrices, a tile is one block wide and has `tall_rows` rows.
     """
     x, format, signs = request.x.resolve_neg(), request.encoding.format, request.signs
     block_rows, block_cols = format.block or (1, GROUP)
@@ -53,7 +53,7 @@ def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int
 
 
 def rounding(request: EncodeRequest, encoded: Encoded, partial: Partial) -> dict[str, Any]:
-    """What the kernels that write codes take besides: how elements are rounded, and where results go."""
+    """Additional arguments of the kernels that write codes: rounding and results."""
     encoding, operand, dtype = request.encoding, encoded.operand, request.operand_dtype
     return {
         **random_words(request.random_key),
@@ -71,9 +71,9 @@ def rounding(request: EncodeRequest, encoded: Encoded, partial: Partial) -> dict
 def unpacking(
     codes: Tensor, rows: int, transpose: bool, tile: tuple[int, int], tall_tile: tuple[int, int]
 ) -> tuple[dict[str, Any], int]:
-    """What all decoding kernels take: codes as words, and the tile; and how many programs run.
+    """Common arguments of all decoding kernels (codes as words, tile), and the number of programs.
 
-    A tile is so many rows and words of a program; a transposed result is written by the tall one.
+    A tile is (rows, words) of a program; `tall_tile` is used for a transposed result.
     """
     words = as_words(codes)
     tile_rows, tile_words = tall_tile if transpose else tile
@@ -115,29 +115,29 @@ def writing(out: Tensor, transpose: bool) -> dict[str, Any]:
 
 
 def as_stored(values: Tensor) -> Tensor:
-    """The tensor as the kernels know it: bf16 and FP8 by their bits."""
+    """The tensor as passed to kernels: bf16 and FP8 as integers."""
     if values.dtype == torch.bfloat16:
         return values.view(torch.int16)
     return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
 def as_words(codes: Tensor) -> Tensor:
-    """Codes as the decoding kernels read them: int32 (rows, words of a row)."""
+    """Codes as passed to decoding kernels: int32 (rows, words per row)."""
     codes = codes.contiguous()
-    if codes.data_ptr() % 4:  # a part of a larger buffer
+    if codes.data_ptr() % 4:  # an unaligned part of a larger buffer
         codes = codes.clone()
     return codes.view(torch.int32)
 
 
 def random_words(random_key: RandomKey) -> dict[str, int]:
-    """Key and step as signed 32-bit numbers: of one type for every value, so nothing is compiled again."""
+    """Key and step as signed 32-bit numbers; a fixed type avoids recompilation."""
     key, step = random_key
     words = {"key_low": key, "key_high": key >> 32, "step_low": step, "step_high": step >> 32}
     return {name: (word & WORD) - (((word & WORD) >> 31) << 32) for name, word in words.items()}
 
 
 def partial_counts(request: EncodeRequest, programs: int) -> Partial:
-    """Room for the counts and the error of each program, where they are wanted."""
+    """Uninitialised counts and errors of each program, if requested."""
     if not request.with_counts:
         return None, None
     device = request.x.device
@@ -148,7 +148,7 @@ def partial_counts(request: EncodeRequest, programs: int) -> Partial:
 
 
 def with_counts(encoded: Encoded, partial: Partial, elements: int) -> Encoded:
-    """The result with the counts of all programs, and those that its shape gives."""
+    """The result with the counts summed over programs, and the counts that follow from its shape."""
     counts, error = partial
     if counts is None or error is None:
         return encoded
@@ -159,7 +159,7 @@ def with_counts(encoded: Encoded, partial: Partial, elements: int) -> Encoded:
 
 
 def launch(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:
-    """Run a kernel on the tensors' own device, with every rounding in place."""
+    """Run a kernel on the tensors' device, without contraction to fused multiply-add."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             kernel[(programs,)](**arguments, enable_fp_fusion=False)

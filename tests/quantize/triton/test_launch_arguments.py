@@ -5,7 +5,7 @@ from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, NVFP4_TILE
 from megalowbit.formats.element import E4M3
 from megalowbit.quantize.encoding import EncodeRequest, Encoding, new_encoded
 from megalowbit.quantize.philox import RandomKey
-from megalowbit.quantize.triton import launch_job as job
+from megalowbit.quantize.triton import launch_arguments as job
 
 ONE_SCALE = BlockFormat(element=E4M3, block=None, scale="fp32")
 
