@@ -78,7 +78,7 @@ def test_initialize_says_all_of_them_in_one_line_on_one_rank(caplog, monkeypatch
     with caplog.at_level(logging.WARNING):
         mlb.initialize(model=torch.nn.Linear(4, 4), config=copy.deepcopy(settings))
         [line] = [each.message for each in caplog.records if each.name == "megalowbit.engine.initialize"]
-        assert f"{MICRO} = 1, optimizer.params.lr = 0.0003; write the values" in line
+        assert f"{MICRO} = 1, optimizer.params.lr = 0.0003; set these values" in line
         caplog.clear()
         monkeypatch.setattr("megalowbit.distributed.process_group.rank", lambda: 1)
         _warn_of_guesses(read_deepspeed_config(settings))

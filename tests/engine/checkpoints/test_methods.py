@@ -116,7 +116,7 @@ def test_weights_alone_stay_after_the_next_step_or_are_refused(tmp_path, stage, 
     engine.save_checkpoint(str(tmp_path), tag="t")
     again = make_engine(stage, seed=1)
     if stage == 3:
-        with pytest.raises(UserError, match="ZeRO 3 has its weights in the optimizer's files only"):
+        with pytest.raises(UserError, match="ZeRO 3 stores its weights in the optimizer's files only"):
             again.load_checkpoint(str(tmp_path), tag="t", **options)
         return
     again.load_checkpoint(str(tmp_path), tag="t", **options)

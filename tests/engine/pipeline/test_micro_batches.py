@@ -76,7 +76,7 @@ LIMITS = BatchLimits(vocabulary=50, positions=10)
         (TOKENS - 1, TOKENS, "-1 in input_ids"),
         (TOKENS, TOKENS - 99, "-99 in labels"),
         ((TOKENS, MASK, POSITIONS + 3), TOKENS, "10 in position_ids"),
-        (torch.zeros(2, 11, dtype=torch.long), TOKENS, "11 tokens in a sequence, and the model has 10 pos"),
+        (torch.zeros(2, 11, dtype=torch.long), TOKENS, "11 tokens in a sequence, but the model has 10 pos"),
     ],
 )
 def test_what_a_model_has_no_row_for_is_refused(inputs, labels, named):
