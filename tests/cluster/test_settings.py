@@ -111,7 +111,7 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
         ([*CPU, "nodes=100001"], "is not valid: write at most 100000"),
         ([*CPU, f'nodes="{"9" * 5000}"'], "is not valid: write at most 100000"),
         ([*CPU, "nodes=1-100000"], "nodes = '1-100000' is not valid: a range may have at most"),
-        ([*CPU, 'nodes="1\u0662"'], "is not valid: write how many"),
+        ([*CPU, 'nodes="1\u0662"'], "is not valid: write a number such as"),
         ([*CPU, "time=999999-0"], "time = '999999-0' is not valid: write at most 366 days"),
         ([*CPU, f'time="{"9" * 5000}"'], "is not valid: write minutes"),
         ([*CPU, 'setup=["a\\nb"]'], "must be a command on one line"),
