@@ -194,7 +194,7 @@ def test_a_run_that_never_ends_is_given_up():
         ({"save": math.nan}, "save = nan s"),
         ({"start": -1}, "start = -1 s"),
         ({"spares": -1}, "spares = -1"),
-        ({"time_limit": 30, "start": 20, "notice": 15}, "leaves nothing beside"),
+        ({"time_limit": 30, "start": 20, "notice": 15}, "leaves no time to train after a start of 20 s"),
         ({"time_limit": 100, "notice": 5}, "a notice of 5 s is shorter than a save of 10 s"),
     ],
 )

@@ -103,7 +103,7 @@ def test_sbatch_words_keep_what_sbatch_would_take_apart():
 
 def test_the_log_has_a_name_that_slurm_does_not_change():
     assert "--output=/runs/100%%j/slurm/job-%j.log" in header(script(folder=Path("/runs/100%j")))
-    with pytest.raises(UserError, match="holds a backslash"):
+    with pytest.raises(UserError, match="contains a backslash"):
         script(folder=Path("/runs/a\\b"))
 
 

@@ -88,7 +88,7 @@ def test_bpe_reads_only_the_beginning_of_a_large_corpus(tmp_path, monkeypatch):
 def test_a_corpus_too_small_for_the_vocabulary_gives_what_it_can(tmp_path, caplog):
     tokenizer = train_bpe(Sentences(size=1), 5000, tmp_path)
     assert 257 <= tokenizer.vocab_size < 5000
-    assert f"yields {tokenizer.vocab_size} tokens only" in caplog.text
+    assert f"yields a vocabulary of only {tokenizer.vocab_size} tokens" in caplog.text
 
 
 def test_an_error_in_the_corpus_is_not_lost_in_training(tmp_path):

@@ -158,7 +158,7 @@ def without(raw, *path):
         (["megalowbit.model.config=~nobody-of-this-name/x.json"], "is not a valid path (Could not determine"),
         (["megalowbit.data.corpus=" + "x" * 300], "is not a valid path (File name too long)"),
         (["megalowbit.data.corpus=" + "x" * 300 + ".txt"], "is not a valid path (File name too long)"),
-        (['megalowbit.data.cache_dir="a\\u0000b"'], "megalowbit.data.cache_dir = 'a\\x00b' is no possible"),
+        (['megalowbit.data.cache_dir="a\\u0000b"'], "megalowbit.data.cache_dir = 'a\\x00b' is not a valid"),
         (["megalowbit.precision=fp8"], "megalowbit.precision = 'fp8' is not valid"),
         (["megalowbit.data.sequence_length=1"], "megalowbit.data.sequence_length = 1 is not valid"),
         (["megalowbit.run"], "--set 'megalowbit.run' is not key=value"),

@@ -142,8 +142,8 @@ class LateSwitch(Component):
             else f'resume with {KEY} = {{"at": {before[0]}, "scope": "{before[1]}"}}'
         )
         raise UserError(
-            f"{KEY} would switch {_described(now)}, but the run to resume, after {step} steps, has switched "
-            f"{_described(before)}: {remedy}, or start a new run from its weights with "
+            f"{KEY} would switch {_described(now)}, but in the {step} steps trained so far the run to resume "
+            f"has switched {_described(before)}: {remedy}, or start a new run from its weights with "
             "megalowbit.model.checkpoint"
         )
 

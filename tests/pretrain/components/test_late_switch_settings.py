@@ -61,7 +61,7 @@ def test_a_switch_that_lies_ahead_may_change(before, now):
         (config(30), config(30, "all"), r"'all' after step 30, .*\"scope\": \"forward\""),
         (config(30), config(), "would switch nothing, but"),
         (config(30), config(80), "after step 80"),
-        (config(), config(49), "had switched nothing: leave late_switch out"),
+        (config(), config(49), "has switched nothing: leave late_switch out"),
         (config(80), config(49), "after step 49"),
         # the same fraction of a longer run
         (config(0.4, steps=100), config(0.4, steps=200), "after step 80, .*after step 40"),
