@@ -224,7 +224,7 @@ class ClusterSettings(SettingsModel):
             raise UserError(f"write at most {MOST_NODES}")
         if most and int(most) - int(fewest) >= WIDEST_RANGE:
             raise UserError(
-                f"each number of a range is checked with the configuration: write at most {WIDEST_RANGE}"
+                f"a range may have at most {WIDEST_RANGE} node counts: the configuration is checked with each"
             )
         if most and int(most) < int(fewest):
             raise UserError(f"write the smaller number first: '{most}-{fewest}'")

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -84,22 +85,23 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all_and_ends_with_0(signall
 
 
 def test_sigterm_to_the_launcher_saves_too_and_the_rest_is_done_later(signalled, folder):
-    stopped = metrics(folder / "run")[-1]["step"]
-    arguments = ["--ds-config", "tiny.json", "--run-dir", "run", "--resume", "auto"]
+    shutil.copytree(folder / "run", folder / "resumed")
+    stopped = metrics(folder / "resumed")[-1]["step"]
+    arguments = ["--ds-config", "tiny.json", "--run-dir", "resumed", "--resume", "auto"]
     process = start("deepspeed", *arguments, cwd=folder, processes=2)
-    wait_for_step(folder / "run", stopped + 2, process)
+    wait_for_step(folder / "resumed", stopped + 2, process)
     # `deepspeed` itself passes nothing on to the process that starts the ranks
     [child] = psutil.Process(process.pid).children()
     child.send_signal(signal.SIGTERM)
     _, output = ended(process)
-    step = metrics(folder / "run")[-1]["step"]
+    step = metrics(folder / "resumed")[-1]["step"]
     assert f"stopped after step {step} on request" in output
-    assert (folder / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
+    assert (folder / "resumed" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
     more = ["--set", f"megalowbit.run.steps={step + 1}"]
     done = run("torchrun", *arguments, *more, cwd=folder, processes=2, seconds=SECONDS)
     assert done.code == 0, done.output
-    assert [row["step"] for row in metrics(folder / "run")] == list(range(1, step + 2))
-    assert json.loads((folder / "run" / "DONE").read_text()) == {"step": step + 1}
+    assert [row["step"] for row in metrics(folder / "resumed")] == list(range(1, step + 2))
+    assert json.loads((folder / "resumed" / "DONE").read_text()) == {"step": step + 1}
 
 
 def test_sigterm_ends_a_run_that_has_not_begun_at_once(tmp_path):

@@ -4,6 +4,7 @@ The ranks are forked and have no launcher; with real launchers: test_pretrain_st
 """
 
 import json
+import shutil
 import signal
 import socket
 
@@ -37,12 +38,13 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all_ranks_and_ends_with_0(s
 
 def test_a_stopped_run_resumes_after_that_step_and_is_marked_as_finished_at_its_end(stopped):
     folder, _ = stopped
-    step = metrics(folder / "run")[-1]["step"]
-    arguments = ["--ds-config", "tiny.json", "--run-dir", "run", "--resume", "auto"]
+    shutil.copytree(folder / "run", folder / "resumed")
+    step = metrics(folder / "resumed")[-1]["step"]
+    arguments = ["--ds-config", "tiny.json", "--run-dir", "resumed", "--resume", "auto"]
     done = run_ranks(*arguments, "--set", f"megalowbit.run.steps={step + 1}", cwd=folder, processes=2)
     assert done.code == 0, done.output
-    assert [row["step"] for row in metrics(folder / "run")] == list(range(1, step + 2))
-    assert json.loads((folder / "run" / "DONE").read_text()) == {"step": step + 1}
+    assert [row["step"] for row in metrics(folder / "resumed")] == list(range(1, step + 2))
+    assert json.loads((folder / "resumed" / "DONE").read_text()) == {"step": step + 1}
 
 
 def test_a_mistake_is_also_written_where_whoever_starts_jobs_again_looks(tmp_path):
