@@ -134,8 +134,8 @@ class GemmState:
             ) from None
         lists = {name: tuple(getattr(saved, name)) for name in ("streak", "corrections")}
         history = tuple(Prediction(step=step, predicted=tuple(dbs)) for step, *dbs in values["history"])
-        scalars = saved.model_dump(exclude={"ladder", "history", *lists})
-        state = GemmState(candidates=tuple(saved.ladder), history=history, **scalars, **lists)
+        others: dict[str, Any] = {**saved.model_dump(exclude={"ladder"}), **lists, "history": history}
+        state = GemmState(candidates=tuple(saved.ladder), **others)
         lengths = {len(state.streak), len(state.corrections), *(len(check.predicted) for check in history)}
         if state.precision not in state.candidates or lengths != {len(state.candidates) - 1}:
             raise UserError(
