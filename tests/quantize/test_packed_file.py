@@ -263,7 +263,7 @@ def test_a_call_with_wrong_arguments_is_shown_the_right_one(tmp_path):
     for arguments in calls:
         with pytest.raises(UserError, match=r'write save_quantized\(\{"x": packed\}, "x.safetensors"\)'):
             save_quantized(*arguments)
-    with pytest.raises(UserError, match="no path"):
+    with pytest.raises(UserError, match="not a path"):
         load_quantized({"x": packed})
     with pytest.raises(UserError, match=r"'x' is not packed \(Tensor\): quantise it"):
         save_quantized({"x": gaussian(2)}, path)
