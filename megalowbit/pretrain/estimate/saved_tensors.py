@@ -177,13 +177,10 @@ def saved_by_stage(
     """Peak bytes that a pipeline stage keeps for backward.
 
     Args:
-        model: as for `saved_for_backward`.
+        model, micro_batch_size, sequence_length, largest: as for `saved_for_backward`.
         parts: the parts of the model in this stage.
-        micro_batch_size: sequences in a micro-batch.
-        sequence_length: tokens per sequence.
         interval: blocks per recomputed segment; 0: no recomputation.
         num_in_flight: micro-batches whose backward is still to come.
-        largest: as for `saved_for_backward`.
     """
     kept, recomputed = _Kept(model.parameters()), [0]
     of_model = (
