@@ -174,16 +174,10 @@ def saved_by_stage(
     num_in_flight: int,
     largest: LargestRecipes | None = None,
 ) -> int:
-    """Peak bytes that a pipeline stage keeps for backward.
+    """Peak bytes that a pipeline stage with these `parts` of the model keeps for backward.
 
-    Args:
-        model: as for `saved_for_backward`.
-        parts: the parts of the model in this stage.
-        micro_batch_size: sequences in a micro-batch.
-        sequence_length: tokens per sequence.
-        interval: blocks per recomputed segment; 0: no recomputation.
-        num_in_flight: micro-batches whose backward is still to come.
-        largest: as for `saved_for_backward`.
+    The backward of `num_in_flight` micro-batches is still to come. `interval` is the number of blocks per
+    recomputed segment (0: no recomputation). The other arguments are those of `saved_for_backward`.
     """
     kept, recomputed = _Kept(model.parameters()), [0]
     of_model = (
