@@ -180,7 +180,7 @@ def test_an_index_that_names_what_no_file_or_another_file_holds_is_refused(tmp_p
     index = write_shards(folder, gpt2_weights(), names)
     other = next(name for name in names if name != index["weight_map"][C_FC])
     write_shards(folder, gpt2_weights(), names, **{C_FC: other})
-    check_refused(folder, rf"names {other} for the weight {C_FC}, but it lies in ")
+    check_refused(folder, rf"names {other} for the weight {C_FC}, but it is in ")
     write_shards(folder, gpt2_weights(), names, extra=other)
     check_refused(folder, rf"names {other} for the weight extra, but it is in none of the files")
 

@@ -256,7 +256,7 @@ def test_a_block_that_shares_with_the_outside_has_no_factor_and_says_so(caplog):
     [
         (["blocks.7"], "no module 'blocks.7'"),
         (["blocks.0", "blocks.0"], "there twice"),
-        (["blocks.0", "blocks"], "blocks.0 lies inside blocks"),
+        (["blocks.0", "blocks"], "blocks.0 is inside blocks"),
     ],
 )
 def test_names_that_do_not_work_are_refused(names, message):
@@ -356,7 +356,7 @@ def test_settings_choose_modules_by_pattern_or_else_the_blocks():
     ("patterns", "message"),
     [
         (("*.gate", "*.attn"), r"modules: '\*\.attn' matches no module"),
-        (("blocks.*",), "lies inside"),
+        (("blocks.*",), "is inside"),
         (("blocks",), "blocks is a ModuleList, which is never called"),
     ],
 )
