@@ -1,4 +1,4 @@
-# The two commands: `make pretrain` and `make test`. Both build the same .venv first.
+# The two commands: `make pretrain` and `make test`. Both build the same .venv first. `make test-all` adds the long tests.
 PYTHON ?= python3
 VENV   ?= .venv
 CONFIG ?= configs/gpt2_tiny_fp4.json
@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Two runs on one machine must not meet on the launcher's fixed default port.
 FREE_PORT = $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
-.PHONY: pretrain test lint types install clean
+.PHONY: pretrain test test-all lint types install clean
 
 install: $(VENV)/installed
 
@@ -22,10 +22,16 @@ $(VENV)/installed: setup.py constraints.txt
 pretrain: install
 	PATH="$(abspath $(BIN)):$$PATH" deepspeed --num_accelerators $(GPUS) --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
 
-# Three workers of one thread each, for many tests wait for processes; a file stays with one worker, so that
-# what its tests share is made once.
+# Many tests wait for processes they started, so three workers of one thread each keep two cores busy. One
+# worker runs all tests of a file, because they share fixtures. The order is tests/conftest.py's: longest files first.
+PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python
+
 test: install lint types
-	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile $(ARGS)
+	$(PYTEST) -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Every test: the quick ones above, then the long ones.
+test-all: test
+	$(PYTEST) tests/run_long.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
