@@ -190,8 +190,16 @@ CASES = {
     "tensor, stage 2": {"tensor_size": 2, "stage": 2},
 }
 
-QUICK = ("data", "stage 3", "pipeline", "tensor")
-REST = ("data", "non-reentrant", "reentrant", "pipeline", "pipeline, recomputed", "tensor, stage 2")
+QUICK = ("data", "pipeline", "tensor")
+REST = (
+    "data",
+    "non-reentrant",
+    "reentrant",
+    "stage 3",
+    "pipeline",
+    "pipeline, recomputed",
+    "tensor, stage 2",
+)
 
 if __name__ == "__main__":
     rank, size = rank_and_size()

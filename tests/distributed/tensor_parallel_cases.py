@@ -76,9 +76,8 @@ CASES |= {
     for name, arguments in SCALERS.items()
 }
 QUICK = {
-    "llama", "llama fp16", "llama per_gemm", "llama tied, stage 3", "llama, scaler constant", "gpt2",
-    "gpt2 tied", "gpt2 mxfp4", "gpt2 fp8", "gpt2 switched", "gpt2 chosen", "gpt2 layer scaling",
-    "gpt2 norms and zeros", "gpt2, kept by name",
+    "llama", "llama fp16", "llama tied, stage 3", "llama, scaler constant", "gpt2", "gpt2 tied", "gpt2 fp8",
+    "gpt2 chosen", "gpt2 norms and zeros", "gpt2, kept by name",
 }  # fmt: skip
 STOCHASTIC = {"family": "gpt2", "recipe": "nvfp4"}
 # what a chooser makes of the layers in turn: products at unlike precisions, and a step later all alike

@@ -92,6 +92,7 @@ def test_layers_that_are_kept_are_cut_all_the_same(seen, name, layers):
         assert rank["cut"][name]["layers"] == layers
 
 
+@pytest.mark.slow
 def test_a_precision_switch_changes_the_run(seen):
     for rank in seen:
         switched, plain = (rank["cut"][name]["losses"] for name in ("gpt2 switched", "gpt2"))
@@ -132,7 +133,8 @@ def test_another_way_of_running_has_the_same_losses(seen, name):
         assert rank["variants"][name]["do_copies_agree"]
 
 
-@pytest.mark.parametrize("name", marked(["dropout", "dropout, other seeds"], {"dropout, other seeds"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dropout", "dropout, other seeds"])
 def test_copies_stay_bit_equal_under_dropout(seen, name):
     """Ranks seeded differently before the start draw alike from then on."""
     for rank in seen:
@@ -207,6 +209,7 @@ def test_the_sum_of_norms_is_not_the_norm(seen):
         assert of_sum > 2 * of_all
 
 
+@pytest.mark.slow
 def test_layer_scaling_takes_every_step_with_the_factors_of_a_whole_model(seen):
     for rank in seen:
         found, expected = (rank[key]["gpt2 layer scaling"] for key in ("cut", "whole"))

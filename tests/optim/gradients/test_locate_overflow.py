@@ -29,7 +29,8 @@ CASES = {
     "one of three": [([], False, "p"), ([4], False, "p"), ([], False, "p")],
     "one of three, own": [([], True, "p"), ([4], True, "p"), ([], True, "p")],
     "several": [([5], True, "p"), ([2, 5], True, "p"), ([2], True, "p")],
-    "averaged": [([3, 4], False, "p"), ([3, 4], False, "p")],
+    "averaged over all": [([3, 4], False, "p")] * 3,
+    "averaged over a part": [([3, 4], False, "p")] * 2,
     "the same, own": [([3], True, "p"), ([3], True, "p")],
     "shards": [([3], False, "p"), ([1, 3], False, "shard")],
     "alone": [([1], False, "p")],
@@ -76,7 +77,11 @@ def test_of_several_ranks_the_earliest_in_backward_is_named(located):
 
 
 def test_averaged_gradients_are_infinite_on_all_ranks_and_name_none(located):
-    assert located["averaged"] == ["p3", None, 2, [0, 1], "overflow in p3 (first of 2 of 9 gradients)"]
+    *found, text = located["averaged over all"]
+    assert found == ["p3", None, 2, [0, 1, 2]]
+    assert text == "overflow in p3 (first of 2 of 9 gradients)"
+    text = located["averaged over a part"][-1]
+    assert text == "overflow in p3 on one of the 2 ranks from 0 to 1 (first of 2 of 9 gradients)"
 
 
 def test_gradients_known_to_be_of_this_rank_name_one_even_if_all_are_the_same(located):
