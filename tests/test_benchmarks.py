@@ -37,6 +37,7 @@ def test_linear_has_a_peer_for_recipes_that_split_the_output_gradient():
         assert any(line.strip().startswith(name) and "×" in line for line in printed.splitlines()), name
 
 
+@pytest.mark.slow
 def test_quantize_compares_with_a_copy_and_with_plain_torch():
     printed = run("quantize.py", "--rounds", "2", "--size", "64")
     for name in ("clone", "nvfp4e2m1b", "mxfp4e2m1bnosr", "int8 to bf16", "plain torch, int8", "int8b"):

@@ -1,6 +1,7 @@
 import pytest
 
 from megalowbit.cluster.sbatch_options import check_sbatch_option
+from megalowbit.cluster.settings import ClusterSettings
 from megalowbit.errors import UserError
 
 
@@ -18,7 +19,8 @@ from megalowbit.errors import UserError
     ],
 )
 def test_options_that_the_script_does_not_need_are_free(option):
-    assert check_sbatch_option(option) is None
+    settings = ClusterSettings(gpus_per_node=0, cpus_per_task=1, sbatch=[option])
+    assert settings.sbatch == (option,)
 
 
 @pytest.mark.parametrize(

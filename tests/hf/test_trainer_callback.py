@@ -81,6 +81,7 @@ def test_a_resumed_run_draws_on_where_it_stopped(whole, tmp_path, more):
     assert state == {"seed": 0, "step": STEPS * ACCUMULATED}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_say_where_the_stream_stood_is_told_and_can_be_followed(
     whole, tmp_path, caplog
 ):

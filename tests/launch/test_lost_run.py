@@ -9,6 +9,7 @@ from forked_ranks import Ranks, run_ranks
 
 from launchers import write_config
 
+pytestmark = pytest.mark.slow  # in one process: tests/pretrain/run_folder
 BLOCK = {
     "run": {"steps": 3},
     "checkpoint": {"every": 2, "export_hf": False},
@@ -46,7 +47,6 @@ def test_two_ranks_refuse_in_one_line_which_is_no_reason_to_try_again(folder):
     assert contents(folder / "run") == before
 
 
-@pytest.mark.slow
 def test_restart_is_refused_to_another_job_and_then_begins_again_on_both_ranks(folder):
     before = contents(folder / "run")
     command = ("--ds-config", "tiny.json", "--run-dir", "run", "--restart")

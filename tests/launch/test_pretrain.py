@@ -125,6 +125,7 @@ def test_a_checkpoint_of_the_run_exports_to_the_same_model_with_its_tokenizer(fi
     assert AutoTokenizer.from_pretrained(exported)("x = 1").input_ids == list(b"x = 1")
 
 
+@pytest.mark.slow
 def test_llama_trains_in_fp16_with_a_dynamic_scale(tmp_path):
     config = write_config(
         tmp_path,
@@ -160,6 +161,7 @@ def test_the_bf16_recipe_runs_beside_it_without_overflow_figures(tmp_path):
     assert not any(key.startswith("gradient_overflow") for key in rows[0])
 
 
+@pytest.mark.slow
 def test_a_second_run_never_touches_the_first(tmp_path):
     config = write_config(tmp_path, block={"run": {"steps": 2}, "checkpoint": {"export_hf": False}})
     for _ in range(2):

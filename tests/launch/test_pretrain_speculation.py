@@ -11,6 +11,8 @@ from launchers import ROOT, metrics, write_config
 
 STEPS, EVERY = 14, 4
 SPECULATION = {"every": 2, "lookahead": 2, "verify_every": 2, "cooldown": 4, "threshold_db": 20}
+# in make test: the same in one process (tests/pretrain/components), and of engines on two ranks
+pytestmark = pytest.mark.slow
 BLOCK = {
     "recipe": "speculative-int8",
     "speculation": SPECULATION,
@@ -58,7 +60,6 @@ def resumed(killed):
     return done.output
 
 
-@pytest.mark.slow
 def test_two_processes_decide_together_and_one_of_them_writes(killed, resumed):
     folder, _, _, output, _ = killed
     found = looks(folder)
@@ -77,7 +78,6 @@ def test_two_processes_decide_together_and_one_of_them_writes(killed, resumed):
     assert output.count("step 1: and ") == 1
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on_with_bitwise_the_same_losses_and_decisions(killed, resumed):
     folder, rows_before, looks_before, *_ = killed
     assert f"resumed after step {EVERY}" in resumed
@@ -88,7 +88,6 @@ def test_a_killed_run_goes_on_with_bitwise_the_same_losses_and_decisions(killed,
     assert rows(folder)[-1]["step"] == STEPS
 
 
-@pytest.mark.slow
 def test_a_mistake_on_two_processes_is_one_line(tmp_path):
     config = write_config(tmp_path, block={**BLOCK, "recipe": "bf16"})
     done = run_ranks("--ds-config", config, "--run-dir", tmp_path / "new", cwd=tmp_path, processes=2)
@@ -100,7 +99,6 @@ def test_a_mistake_on_two_processes_is_one_line(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.slow
 def test_two_stages_decide_for_all_layers_and_one_process_goes_on_with_that(tmp_path):
     write_config(tmp_path, model=NO_DROPOUT, block=BLOCK, pipeline={"stages": 2})
     arguments = ("--ds-config", tmp_path / "tiny.json", "--run-dir", tmp_path / "run")

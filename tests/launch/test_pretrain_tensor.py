@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from launchers import metrics, write_config
 
+pytestmark = pytest.mark.slow  # in make test: the same of two pipeline stages, and of engines
 KEYS = ("step", "loss", "lr", "loss_scale", "tokens", "skipped_steps")
 NEAREST = {"base": "nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
 BLOCK = {"precision": "fp32", "recipe": NEAREST, "checkpoint": {"every": 3}}

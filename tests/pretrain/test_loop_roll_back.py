@@ -321,6 +321,7 @@ def test_a_loss_that_has_risen_finds_a_checkpoint_from_before_however_few_are_ke
     assert len(job.store.steps()) <= 3
 
 
+@pytest.mark.slow
 def test_spikes_in_a_row_lead_back(build_job, capsys):
     job = build_job(
         "megalowbit.recipe=bf16", "megalowbit.run.steps=44", "megalowbit.checkpoint.every=6",

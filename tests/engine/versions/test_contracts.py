@@ -8,6 +8,7 @@ import sys
 import pytest
 from deepspeed_copies import copy_deepspeed, environment
 
+pytestmark = pytest.mark.slow  # in make test: contracts of the installed one, and of checks that fail
 ASK = (
     "import json\n"
     "from megalowbit.engine.process_start import import_deepspeed\n"

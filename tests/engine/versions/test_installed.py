@@ -131,6 +131,7 @@ def test_a_version_that_breaks_a_contract_is_refused_although_it_is_allowed(brok
     assert "round_robin_bit16_offsets (checkpoints record where each parameter is" in output
 
 
+@pytest.mark.slow
 def test_the_command_line_ends_with_one_line(sound, tmp_path):
     env = environment(sound, os.environ)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -40,7 +40,7 @@ def bytes_of(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(["gpt2", "llama"], KINDS))
 def test_weights_gradients_masters_and_moments_are_what_an_optimizer_really_holds(
     build_job, resolve, kind, tmp_path
 ):
@@ -236,6 +236,7 @@ def test_llama3_8b_in_four_stages_is_sized_by_its_largest():
     assert found.reduction_buffers == 2 * 500_000_000 * 4
 
 
+@pytest.mark.slow
 def test_a_stage_keeps_less_where_it_recomputes_and_fewer_micro_batches_late_in_the_pipeline(resolve):
     stages = {"num_stages": 2, "partition": "uniform", "micro_batches": 4}
     plain = estimate(resolve(), layout=ModelLayout(**stages))
