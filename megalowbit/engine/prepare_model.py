@@ -74,12 +74,23 @@ def _prepare_part(
     model: torch.nn.Module, parts: DeepSpeedConfigParts, grid: ProcessGrid, seed: int
 ) -> Recipe | None:
     """Convert and mark this rank's part of the model."""
+    refuse_former_attribute(model)
     recipe = _convert_if_asked(full_model_of(model), parts.settings.recipe, seed)
     begin_stage(model, parts)
     set_random_ranks(model, grid)
     if parts.settings.fp32_norms:
         keep_fp32(full_model_of(model))  # the full model, because a stage may have no norm
     return recipe
+
+
+def refuse_former_attribute(model: torch.nn.Module) -> None:
+    """Reject `parameter.cut`, the former name of `sharding`: without it, shards could not be joined later."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "cut"):
+            raise UserError(
+                f"parameter {name} has an attribute cut, which is now called sharding: set "
+                "parameter.sharding = megalowbit.layers.tensor_parallel.Sharding(dim, parts) instead"
+            )
 
 
 def check_prepared(engine: Any, prepared: PreparedModel) -> None:

@@ -144,6 +144,8 @@ class PrecisionController:
         """
         self._check_at = self.step + self._is_in_step
 
+    look_next = check_next  # the former name
+
     def begin_step(self) -> None:
         """Call before the first forward of an optimizer step, and again when the step is retried.
 

@@ -34,6 +34,13 @@ def test_without_a_recipe_it_stays_as_it_is():
     assert type(net[0]) is torch.nn.Linear
 
 
+def test_the_former_name_of_an_attribute_is_rejected_and_not_ignored():
+    net = model()
+    net[0].weight.cut = object()
+    with pytest.raises(UserError, match=r"parameter 0.weight has an attribute cut, .* called sharding"):
+        prepare_model(net, read_deepspeed_config(config()), ProcessGrid(0, 1), mpu=None, seed=0)
+
+
 def test_one_layer_that_got_lost_in_the_engine_is_named():
     net = model()
     engine, *_ = initialize(model=net, config=config("nvfp4"))

@@ -85,7 +85,10 @@ def test_a_model_that_has_trained_before_and_a_copy_of_it_are_looked_at_again(ca
     ("block", "said"),
     [
         ({"recipe": "mxfp4"}, "megalowbit.recipe is 'mxfp4', and layer 0 has 'nvfp4'"),
-        ({"grad_scaler": {"type": "dynamic"}}, "megalowbit.grad_scaler = {'type': 'dynamic'} only works with"),
+        (
+            {"grad_scaler": {"type": "dynamic"}},
+            "megalowbit.grad_scaler = {'type': 'dynamic'} only works with",
+        ),
         ({"precision": "fp16"}, "megalowbit.precision is 'fp16', and the engine computes in bf16"),
     ],
 )
