@@ -24,7 +24,8 @@ pretrain: install
 
 # Many tests wait for processes they started, so three workers of one thread each keep two cores busy. One
 # worker runs all tests of a file, because they share fixtures. The order is tests/conftest.py's: longest files first.
-PYTEST = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python
+# Byte code may be written: otherwise each of some hundred interpreters would compile the same files again.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python
 
 test: install lint types
 	$(PYTEST) -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -11,6 +11,8 @@ settings.load_profile("busy machine")
 # Folders and files whose tests start processes, longest first. Workers take files in this order; otherwise
 # one of them would still run a long file when the others have finished.
 LONGEST_FIRST = (
+    "test_quality_bar.py",
+    "speculation/test_quality_bar.py",
     "slurm",
     "launch",
     "distributed",
@@ -25,7 +27,8 @@ TESTS = Path(__file__).parent
 
 def pytest_collection_modifyitems(items):
     def place(item):
-        top = item.path.relative_to(TESTS).parts[0]
-        return LONGEST_FIRST.index(top) if top in LONGEST_FIRST else len(LONGEST_FIRST)
+        path = item.path.relative_to(TESTS).as_posix()
+        places = [place for place, start in enumerate(LONGEST_FIRST) if path.startswith(start)]
+        return places[0] if places else len(LONGEST_FIRST)
 
     items.sort(key=place)  # a stable sort: tests of a file stay together and in order

@@ -1,4 +1,4 @@
-"""The shipped tiny configuration learns: a short run always, the whole one and its bf16 twin when asked."""
+"""The shipped tiny configuration learns: in its first steps, and down to the loss that the README promises."""
 
 import pytest
 from forked_ranks import run_ranks
@@ -28,11 +28,10 @@ def test_the_first_steps_in_fp4_already_learn(steps, loss, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["nvfp4", "bf16"])
-def test_the_whole_run_falls_below_the_promised_loss(recipe, tmp_path):
+def test_the_whole_run_falls_below_the_promised_loss(tmp_path):
     done = run(
         "deepspeed", "--ds-config", CONFIG, "--run-dir", tmp_path / "run",
-        "--set", f"megalowbit.recipe={recipe}", cwd=tmp_path, processes=2, seconds=900,
+        cwd=tmp_path, processes=2, seconds=1800,
     )  # fmt: skip
     assert done.code == 0, done.output
     rows = metrics(tmp_path / "run")

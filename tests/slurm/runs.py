@@ -15,9 +15,14 @@ SUBMIT = ROOT / "launch" / "slurm" / "submit.py"
 STEPS = 80
 SAVE_EVERY = 6
 SECONDS = 300
-# the process of a rank, not that of a launcher that has the script among its arguments
 TRY = r"job [\d_]+: restart \d+, on \S+, from step (\d+)"
+# the process of a rank, not that of a launcher that has the script among its arguments
 RANK = r"^\S*python\S* (-u )?\S*launch/pretrain\.py"
+
+
+def processes(cluster, node, pattern=RANK):
+    """Ids of the processes on a node whose command line matches `pattern`; by default the ranks."""
+    return cluster.run("pgrep", "-f", pattern, on=node, check=False).split()
 
 
 @dataclass(frozen=True)
