@@ -1,4 +1,4 @@
-"""The shipped tiny configuration learns: in its first steps, and down to the loss that the README promises."""
+"""The shipped tiny configuration learns: in its first steps, and to the loss that the README promises."""
 
 import pytest
 from forked_ranks import run_ranks
