@@ -104,6 +104,7 @@ def sources(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_library_without_threads_is_used_and_said_to_be_slow(load, monkeypatch):
     monkeypatch.setattr(c_library, "EXTRA_FLAGS", (("-O0",),))
     reason, warnings = load()

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 RUNNER = Path(__file__).with_name("run_long.py")
 
 TESTS = """
@@ -41,6 +43,7 @@ def test_a_test_that_passes_the_second_time_is_named_as_flaky(tmp_path):
     assert (tmp_path / "sound").read_text() == "run\n"  # what passed is not run again
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_twice_fails_the_run(tmp_path):
     done = run_long(tmp_path, TESTS + BROKEN)
     assert done.returncode == 1
@@ -49,6 +52,7 @@ def test_a_test_that_fails_twice_fails_the_run(tmp_path):
     assert "test_flaky" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_many_failures_are_not_run_again(tmp_path):
     many = "\n".join(f"def test_{number}(): assert False" for number in range(11))
     done = run_long(tmp_path, f"import pytest\npytestmark = pytest.mark.slow\n{many}\n")

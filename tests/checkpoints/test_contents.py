@@ -87,6 +87,7 @@ def test_a_folder_without_weights_is_named(tmp_path):
         CheckpointContents(tmp_path)
 
 
+@pytest.mark.slow
 def test_reading_needs_no_deepspeed(stage_two):
     code = (
         "import sys; from pathlib import Path; "

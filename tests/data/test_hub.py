@@ -63,6 +63,7 @@ def test_what_the_data_set_does_not_have_is_said_in_one_line(dataset, values, me
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variable", slow_except(["HF_HUB_OFFLINE"], ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
 )

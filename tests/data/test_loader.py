@@ -73,6 +73,7 @@ def test_ranks_of_a_batch_see_different_samples():
     assert len(set.union(*seen)) == 16
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_resuming_on_another_number_of_ranks_neither_repeats_nor_skips(data):
@@ -194,6 +195,7 @@ def test_two_processes_build_one_cache_and_read_different_samples(tmp_path):
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 2  # the tokens and their manifest
 
 
+@pytest.mark.slow
 def test_an_error_in_the_corpus_reaches_both_processes(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\nnot json\n')
     for output in run_two(tmp_path, tmp_path / "a.jsonl"):

@@ -15,7 +15,7 @@ def seen(launch_ranks):
     return launch_ranks("ranks_grid.py", world_size=WORLD).wait(timeout=180)
 
 
-@pytest.mark.parametrize("kind", ["autotp", "pipeline", "megatron"])
+@pytest.mark.parametrize("kind", [pytest.param("autotp", marks=pytest.mark.slow), "pipeline", "megatron"])
 def test_our_arithmetic_gives_the_ranks_of_real_groups(seen, kind):
     for rank in seen:
         theirs, ours = rank[kind]

@@ -220,6 +220,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(seen):
         assert {f"mp_rank_{stage:02d}_model_states.pt" for stage in range(2)} <= set(found["files"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [

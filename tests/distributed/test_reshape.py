@@ -76,7 +76,7 @@ def on_three(launch_once, folder, part, saved):
 @pytest.fixture(
     params=[
         "on_one",
-        "on_two",
+        pytest.param("on_two", marks=pytest.mark.slow),
         pytest.param("on_one", marks=pytest.mark.slow, id="on_one, other pairs"),
         pytest.param("on_two", marks=pytest.mark.slow, id="on_two, other pairs"),
         pytest.param("on_three", marks=pytest.mark.slow),
@@ -180,6 +180,7 @@ def test_what_one_rank_alone_passes_wrongly_leaves_none_waiting(saved):
         assert rank["methods"]["left"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
 def test_each_case_comes_back_bit_for_bit_on_one_rank_and_on_two(on_one, on_two, name):
     for rank in [*on_one, *on_two]:

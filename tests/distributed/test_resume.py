@@ -94,6 +94,7 @@ def test_another_number_of_ranks_continues_with_a_warning(resumed_by_three, whol
     assert [rank["has_own_state"] for rank in results] == [True, True, False]
 
 
+@pytest.mark.slow
 def test_weights_go_on_from_the_same_directions_on_a_new_rank_too(resumed_by_three, whole):
     assert whole[0]["weight_directions"] == whole[1]["weight_directions"]
     results, _ = resumed_by_three

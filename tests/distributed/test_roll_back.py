@@ -7,6 +7,8 @@ import pytest
 
 from launchers import write_config
 
+pytestmark = pytest.mark.slow
+
 
 def rows(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()

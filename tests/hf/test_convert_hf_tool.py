@@ -66,6 +66,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, monkeypatch, 
     check_refusal(done, message)
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_the_program_with_exit_code_2():
     check_refusal(convert_hf("to-mars", "a", "b"), "invalid choice: 'to-mars'")
 

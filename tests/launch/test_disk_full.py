@@ -10,6 +10,8 @@ from soak_runs import lines
 
 from launchers import metrics, write_config
 
+pytestmark = pytest.mark.slow
+
 EVERY, STEPS = 4, 16
 MIB = 2**20
 

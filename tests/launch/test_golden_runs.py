@@ -7,6 +7,8 @@ from forks import run_script
 
 from launchers import ROOT
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = ROOT / "tests" / "launch" / "golden_runs.py"
 NAMES = PROGRAM.with_name("golden_names.json")
 ONE = ("--only", "fp32")

@@ -9,6 +9,8 @@ from forked_ranks import Ranks
 
 from launchers import metrics, write_config
 
+pytestmark = pytest.mark.slow
+
 DELAYS = (0.0, 0.02, 0.06)  # seconds after the folder of a checkpoint has appeared
 
 

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 from launchers import metrics, write_config
 from megalowbit.checkpoints.contents import CheckpointContents
 
+pytestmark = pytest.mark.slow
+
 KEYS = ("step", "loss", "lr", "grad_norm", "loss_scale", "tokens", "skipped_steps")
 BLOCK = {"precision": "fp32", "recipe": {"base": "mxfp4", "gemm": "fp8"}, "checkpoint": {"every": 3}}
 # masks of dropout are drawn by stage

@@ -144,6 +144,7 @@ sys.exit(submit.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_where_only_the_image_has_torch_mistakes_are_told_and_sizes_of_the_model_left_to_the_job(files):
     image = ["--slurm", 'container={"kind": "apptainer", "image": "/i.sif"}', "--dry-run"]
     start = [sys.executable, "-c", WITHOUT_TORCH, str(SUBMIT), *files, *image]

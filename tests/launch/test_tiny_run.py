@@ -6,6 +6,8 @@ from slow_cases import slow_except
 
 from launchers import ROOT, metrics, run
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ROOT / "configs" / "gpt2_tiny_fp4.json"
 
 

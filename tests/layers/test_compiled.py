@@ -157,6 +157,7 @@ def test_autocast_is_followed():
     assert got[0][0].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_kept_weights_are_used_by_compiled_models_too():
     eager, compiled = block(), block()
     caches = cache_weights(eager), cache_weights(compiled)
@@ -182,6 +183,7 @@ def test_there_is_one_graph_and_no_break():
     assert explanation.graph_break_count == 0
 
 
+@pytest.mark.slow
 def test_a_resumed_stream_goes_on_in_a_compiled_model():
     model = block()
     run = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -218,6 +218,7 @@ def test_layers_that_no_longer_quantise_are_not_split(build_job):
     )
 
 
+@pytest.mark.slow
 def test_memory_and_dry_run_count_the_factors(resolve):
     config = resolve(RECIPE)
     sizes = {"precision": "bf16", "optimizer_type": "AdamW", "has_momentum": False}

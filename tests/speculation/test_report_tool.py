@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from forks import run_script
 from run_files import made_up_rows, write_run
+from slow_cases import slow_except
 
 from launchers import check_refusal
 from megalowbit.speculation.reports.history import read_history, table
@@ -33,18 +34,18 @@ def test_it_prints_the_table_and_draws_the_picture(tmp_path):
     assert report(run).stdout == table(read_history(run)) + "\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "nowhere is not a run folder (no config.json)"),
-        ([], "the following arguments are required: RUN_DIR; see --help"),
-        (["nowhere", "--picture", "some.jpg"], "some.jpg is not a PNG: give a name that ends in .png"),
-        (
-            ["nowhere", "--picture", "/no/such/x.png"],
-            "--picture /no/such/x.png: folder /no/such does not exist: create it, or choose another file",
-        ),
-    ],
-)
+MISTAKES = [
+    (["nowhere"], "nowhere is not a run folder (no config.json)"),
+    ([], "the following arguments are required: RUN_DIR; see --help"),
+    (["nowhere", "--picture", "some.jpg"], "some.jpg is not a PNG: give a name that ends in .png"),
+    (
+        ["nowhere", "--picture", "/no/such/x.png"],
+        "--picture /no/such/x.png: folder /no/such does not exist: create it, or choose another file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), slow_except(MISTAKES[:1], MISTAKES))
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
     done = report(*arguments)
     check_refusal(done, message)
@@ -58,6 +59,7 @@ def test_a_picture_makes_no_folders(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_table_is_printed_and_the_remedy_told(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('no such thing')")
     run = write_run(tmp_path / "run", list(made_up_rows(["h.0.fc"], looks=3)))

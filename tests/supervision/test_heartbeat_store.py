@@ -1,3 +1,4 @@
+import pytest
 from small_stores import heartbeat, stores
 
 from megalowbit.supervision import heartbeat_store as heartbeat_store
@@ -80,6 +81,7 @@ def test_where_all_report_there_is_nothing_to_wait_for(monkeypatch):
     assert first.is_read_by_all()
 
 
+@pytest.mark.slow
 def test_a_second_loop_of_the_same_process_starts_with_an_empty_store(monkeypatch):
     first, second = stores(2, monkeypatch)
     second.report(FAILURE)

@@ -20,6 +20,7 @@ class CountedReads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_a_step_costs_one_all_reduce_of_64_bytes(run_two_ranks):
     first, second = run_two_ranks("one_small_all_reduce")
     assert first["sizes"] == second["sizes"] == [64]
@@ -33,6 +34,7 @@ def test_loss_is_the_mean_by_weight_and_counts_are_exact(run_two_ranks):
     assert first["facts"]["gradient_overflow/batch_overflow_rate"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_nan_loss_on_one_rank_is_seen_by_all(run_two_ranks):
     assert run_two_ranks("nan_loss_on_one_rank") == [{"loss": "nan"}, {"loss": "nan"}]
 

@@ -194,6 +194,7 @@ def test_saving_in_the_middle_of_accumulation_is_refused(tmp_path):
         CheckpointStore(tmp_path).save(engine, 1, {})
 
 
+@pytest.mark.slow
 def test_looking_at_checkpoints_does_not_load_deepspeed(saved):
     code = (
         "import sys; from megalowbit.engine.checkpoints.store import CheckpointStore; "

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 CASES = Path(__file__).with_name("replica_cases.py")
 COUNT = 7
 

@@ -57,6 +57,7 @@ def test_commands_parse_and_name_a_real_configuration(command):
     assert config.settings.speculation is not None
 
 
+@pytest.mark.slow
 def test_the_dry_run_shown_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     (command,) = [each for each in COMMANDS if each.endswith("--dry-run")]

@@ -101,6 +101,7 @@ def test_a_bit_linear_saves_packed_operands_only():
     assert packed == (1024 * 256 + 512 * 256) * 9 // 16 + 8
 
 
+@pytest.mark.slow
 def test_precision_and_optimizer_decide_the_state(resolve):
     config = resolve()
     half, full = estimate(config), estimate(config, precision="fp32")
@@ -135,6 +136,7 @@ def test_fp32_norms_have_no_masters_and_autocast_keeps_more(resolve):
     assert casts.parameters == plain.parameters
 
 
+@pytest.mark.slow
 def test_zero_leaves_each_process_its_share(resolve):
     whole = estimate(resolve())
     stages = [estimate(resolve(), sharing=ZeroSharing(stage=stage, data_size=4)) for stage in range(4)]

@@ -14,9 +14,8 @@ PROGRAM = str(HERE / "triton_8bit_comparison.py")
 GROUPS = ["blocks", "one_scale", "mixed", "numbers", "decoding"]
 
 
-@pytest.mark.parametrize(
-    "group", ["mixed", *(pytest.param(g, marks=pytest.mark.slow) for g in GROUPS if g != "mixed")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
 def test_8_bit_formats_have_the_bits_of_the_reference_in_the_interpreter(group):
     compare_in_a_process("cpu", group, PROGRAM, TRITON_INTERPRET="1")
 

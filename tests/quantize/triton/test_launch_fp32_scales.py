@@ -80,6 +80,7 @@ def test_the_backends_lead_each_format_to_its_own_kernels():
         assert backends._kernels("torch", format) is None
 
 
+@pytest.mark.slow
 def test_importing_the_launcher_does_not_import_triton():
     launcher = "megalowbit.quantize.triton.launch_fp32_scales"
     code = f"import sys; import {launcher}; sys.exit('triton' in sys.modules)"

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from megalowbit.formats.block_format import MXFP4, NVFP4, BlockFormat
@@ -42,6 +43,7 @@ def test_only_what_the_kernels_know_is_claimed():
     assert not launch_triton.covers(BlockFormat(element=E3M2, block=(1, 16), scale="fp32"), torch.float32)
 
 
+@pytest.mark.slow
 def test_importing_the_launcher_does_not_import_triton():
     code = "import sys; from megalowbit.quantize.triton import launch_fp4; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -212,6 +212,7 @@ def python(code, path):
     return run_script(script, env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"})
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_when_something_is_drawn_and_its_absence_told_with_a_remedy(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('no such thing')")
     load = "import megalowbit.speculation.reports.picture as picture\n"

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from megalowbit.telemetry.overflow.reduction import ROW_LENGTH, sum_over_ranks
@@ -46,12 +47,14 @@ def test_ranks_with_unlike_layers_agree_on_one_table(run_two_ranks):
     assert second["facts"]["quantization/grad_output/saturation_rate"] == 12 / 48
 
 
+@pytest.mark.slow
 def test_a_rank_that_saw_nothing_takes_part(run_two_ranks):
     first, second = run_two_ranks("nothing_seen_on_one_rank")
     assert first == second
     assert [row[:2] for row in first["table"]] == [["late stage", "input"]]
 
 
+@pytest.mark.slow
 def test_resumed_totals_do_not_multiply_by_the_number_of_ranks(run_two_ranks):
     first, second = run_two_ranks("resume_on_two_ranks")
     assert first == second

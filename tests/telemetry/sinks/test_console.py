@@ -131,6 +131,7 @@ def test_the_heading_returns_in_a_long_log():
     ]
 
 
+@pytest.mark.slow
 def test_a_file_never_gets_codes_whatever_the_environment_asks_for(program):
     asked = dict.fromkeys(("FORCE_COLOR", "TTY_COMPATIBLE", "CLICOLOR_FORCE"), "1")
     done = run_script(program, env={**os.environ, **asked})
@@ -179,6 +180,7 @@ def test_a_terminal_gets_a_bar_and_the_latest_figures(program, width):
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1, "the cursor must come back"
 
 
+@pytest.mark.slow
 def test_no_color_is_honoured_on_a_terminal(program):
     output = in_terminal(program, 80, NO_COLOR="1")
     codes = {code for found in COLOUR.findall(output) for code in found[2:-1].split(";")}
@@ -192,6 +194,7 @@ def test_a_dumb_terminal_gets_plain_lines(program):
     assert "40/40" in output
 
 
+@pytest.mark.slow
 def test_a_terminal_without_unicode_gets_an_ascii_bar(program):
     output = in_terminal(program, 80, PYTHONIOENCODING="ascii")
     assert output.isascii()
@@ -228,6 +231,7 @@ print("went on", file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_whoever_read_its_log_has_ended():
     process = subprocess.Popen(
         [sys.executable, "-c", SILENCED], cwd=ROOT, text=True,

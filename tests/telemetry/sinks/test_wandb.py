@@ -113,6 +113,7 @@ def test_curves_by_layer_stand_beside_the_facts_of_their_step(tmp_path):
     assert "overflow/input/h.0.mlp/snr_db" not in run.history[1]  # nothing to rate
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_account")
 def test_a_resumed_run_keeps_its_id_and_a_failed_one_its_exit_code(tmp_path):
     for exit_code, steps in ((1, (1, 2)), (0, (2, 3))):
