@@ -23,7 +23,7 @@ SEEDS = (1, 2, 3)
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = OneLineParser.of_program(__doc__)
+    parser = OneLineParser.for_script(__doc__)
     parser.add_argument(
         "--ds-config",
         type=Path,

@@ -19,7 +19,7 @@ from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_o
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = OneLineParser.of_program(__doc__)
+    parser = OneLineParser.for_script(__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE.png", help="also draw a picture; an existing file is replaced"

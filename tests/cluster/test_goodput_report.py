@@ -53,7 +53,7 @@ def test_intervals_are_whole_steps_next_to_the_formulas():
 def test_no_steps_are_told_where_none_are_known():
     found = ask(step_seconds=None, own=None)
     assert "steps" not in table(found)
-    assert "every" not in table(found)
+    assert "checkpoint.every" not in table(found)
     assert found.to_dict()["best"]["steps"] is None
     assert OWN not in found.outcomes
 

@@ -83,7 +83,7 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
         ([*CPU, "nodes=0"], "nodes = 0 is not valid: write a number such as 2, or a range"),
         ([*CPU, "nodes=4-2"], "nodes = '4-2' is not valid: write the smaller number first: '2-4'"),
         ([*CPU, "time=soon"], "time = 'soon' is not valid: write minutes"),
-        ([*CPU, "time=5"], "signal_seconds = 300 is not valid: time '5' is 300 seconds"),
+        ([*CPU, "time=5"], "signal_seconds = 300 is not valid: time '5' is only 300 seconds"),
         ([*CPU, "grace_seconds=10"], "grace_seconds = 10 is not valid: Input should be greater than 10"),
         (
             [*CPU, "launcher=torchrun", "grace_seconds=120"],
@@ -105,7 +105,7 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
         ([*CPU, "environment.run_folder=1"], "run_folder is a variable of the job script: use another name"),
         (
             ["cpus_per_task=1", "gpus_per_node=true"],
-            "gpus_per_node = True is not valid: no key takes true or",
+            "gpus_per_node = True is not valid: no key is true or false",
         ),
         ([*CPU, "nodes=99999999999999999999"], "is not valid: write at most 100000"),
         ([*CPU, "nodes=100001"], "is not valid: write at most 100000"),

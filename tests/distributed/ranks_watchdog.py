@@ -54,7 +54,7 @@ def terminate_when_all_hang(watchdog, folder, rank):
     thread = watchdog._heartbeat_thread
 
     def is_seen():
-        heartbeats = thread.ask(lambda store: store.heartbeats())
+        heartbeats = thread.execute(lambda store: store.heartbeats())
         places = [heartbeat.place for heartbeat in heartbeats.values()]
         return len(places) == dist.get_world_size() and all(p.endswith(" terminate") for p in places)
 

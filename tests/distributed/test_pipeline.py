@@ -305,7 +305,7 @@ def test_gathered_weights_are_the_models(seen, of_four):
         ("zero", ("zero_optimization.stage = 2", "set it to 1 or 0")),
         ("one stage", ("pipeline.stages = 1", "num_stages = 2", "use the same value")),
         ("other partition", ("pipeline.partition = 'uniform'", "partition = 'parameters'")),
-        ("other interval", ("activation_checkpoint_interval = 1 but", "activation_checkpoint_interval = 2")),
+        ("other interval", ("activation_checkpoint_interval = 1, but", "activation_checkpoint_interval = 2")),
         ("frozen", ("rank 0: stage 0 has no trainable parameter", "requires_grad", "pipeline.partition")),
         ("others", ("optimizer holds", "pass a callable")),
         ("norm", ("gradient_norm = 'sum_of_norms'", '"global"')),

@@ -58,7 +58,7 @@ def test_client_state_comes_back_on_every_rank(resumed):
 def test_all_ranks_raise_the_same_error_together(whole):
     assert whole[0]["errors"] == whole[1]["errors"]
     exists, full, missing = whole[0]["errors"]
-    assert "step-00000005 exists already" in exists
+    assert "step-00000005 already exists" in exists
     assert "step-00000077 was not written (rank 0)" in full
     assert "earlier checkpoints are untouched" in full
     assert "step-00000004 does not exist" in missing

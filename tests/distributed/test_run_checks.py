@@ -117,5 +117,5 @@ def test_the_command_line_ends_all_ranks_with_one_line_of_the_main_one(launch_ra
 def test_the_first_rank_alone_warns_of_a_schedule_that_the_loop_must_act_on(seen):
     first, second = (rank["warnings"] for rank in seen)
     assert len(first) == 1
-    assert "megalowbit.late_switch is acted on by" in first[0]
+    assert "megalowbit.late_switch is applied by launch/pretrain.py only" in first[0]
     assert second == []

@@ -168,8 +168,8 @@ def test_what_cannot_be_cut_is_refused_in_one_line(seen):
         "blocks": "does not hold whole blocks of 32",
         "heads": "does not divide the model's num_key_value_heads 1",
         "mean": "needs the full tensor",
-        "family": "cannot cut a Sequential",
-        "data": "tensor-parallel ranks 0, 1 got different batches (argument labels of forward): let data",
+        "family": "cannot shard a Sequential",
+        "data": "ranks 0, 1 got different batches (argument labels of forward): choose the data by",
     }
     for rank in seen:
         for name, part in expected.items():

@@ -272,7 +272,7 @@ def test_a_save_is_left_alone_after_sigterm_and_what_hangs_after_it_is_not(runs)
     found, _ = runs("saving")
     line = check_end(found, [0], codes=(143,))
     assert found[0][1] > 5 + 3
-    assert "has ended for 3 s: rank 0" in line
+    assert "has ended for 3 s; rank 0" in line
     assert "since step 9" in line
 
 

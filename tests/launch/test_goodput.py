@@ -139,10 +139,10 @@ def test_a_value_of_no_run_is_refused_with_its_bounds(flag, value, bounds, tool,
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--node-mtbf-hours", 0.01), "most of them failures: fewer --days or --runs"),
+        (("--node-mtbf-hours", 0.01), "of them failures: give fewer --days or --runs"),
         (("--runs", 10, "--days", 30, "--time-limit-hours", 0.12), "jobs: raise --time-limit-hours 0.12"),
         (("--nodes", 10**6, "--node-mtbf-hours", 10**7, "--shape", 0.7), "leave --shape 0.7 out"),
-        (("--runs", 10**4, "--days", 30, "--spares", 0), "most of them failures: fewer --days or --runs"),
+        (("--runs", 10**4, "--days", 30, "--spares", 0), "of them failures: give fewer --days or --runs"),
     ],
 )  # fmt: skip
 def test_what_would_take_too_long_is_refused_at_once(arguments, reason, tool, capsys):

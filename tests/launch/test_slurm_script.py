@@ -140,7 +140,14 @@ def test_what_setup_does_to_the_shell_is_not_for_the_rest_of_the_script(tmp_path
 
 @pytest.mark.parametrize(
     "line",
-    ["exit 3", "set -u; echo $NOWHERE", "trap - EXIT TERM; false", "job=5", "export state=on", "unset try"],
+    [
+        "exit 3",
+        "set -u; echo $NOWHERE",
+        "trap - EXIT TERM; false",
+        "job=5",
+        "export state=on",
+        "unset attempt",
+    ],
 )
 def test_setup_that_ends_the_script_ends_the_try_and_counts(tmp_path, line):
     job = Job(tmp_path, "max_failures=1", f"setup={json.dumps([line])}")

@@ -31,7 +31,7 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all_ranks_and_ends_with_0(s
     assert ranks.codes == [0, 0], ranks.output()
     step = metrics(folder / "run")[-1]["step"]
     assert 2 <= step < 5000
-    assert f"stopped after step {step} as asked" in ranks.output()
+    assert f"stopped after step {step} on request" in ranks.output()
     assert (folder / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
     assert not (folder / "run" / "DONE").exists()
 

@@ -103,6 +103,6 @@ def check_sharded_recipe(recipe: Recipe, title: str, *, is_row: bool, shards: It
                 raise UserError(
                     f"{title}: a shard of {shard} features does not hold whole blocks of {extent} of "
                     f"{each.name!r}: lower tensor_parallel.autotp_size, keep the layer in high "
-                    "precision, or use formats with one scale a tensor (recipe fp8; in speculation also a "
-                    "ladder without mixed)"
+                    "precision, or use formats with one scale a tensor (recipe fp8; in speculation also "
+                    "candidates without mixed)"
                 )

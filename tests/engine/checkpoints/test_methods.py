@@ -75,11 +75,11 @@ def test_nothing_that_is_there_is_overwritten_but_what_a_killed_save_left(tmp_pa
         engine.save_checkpoint(str(tmp_path), tag="t")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="is no checkpoint with a manifest"):
+    with pytest.raises(UserError, match="is not a checkpoint with a manifest"):
         engine.save_checkpoint(str(tmp_path), tag="mine")
     assert (tmp_path / "mine" / "thesis.tex").exists()
     (tmp_path / "t" / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"is no checkpoint with a manifest\.json: use another tag"):
+    with pytest.raises(UserError, match=r"is not a checkpoint with a manifest\.json: use another tag"):
         engine.save_checkpoint(str(tmp_path), tag="t")  # as one of stock DeepSpeed has none
     (tmp_path / "t" / ".saving").touch()
     engine.save_checkpoint(str(tmp_path), tag="t")

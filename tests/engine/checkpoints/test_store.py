@@ -336,9 +336,8 @@ def test_pruning_counts_whole_checkpoints_and_removes_no_damaged_one(tmp_path):
 
 def test_what_could_only_be_pickled_is_refused_at_the_save(tmp_path):
     store = CheckpointStore(tmp_path)
-    with pytest.raises(
-        UserError, match=r"note is a builtins\.object, which could only be pickled; leave it out"
-    ) as caught:
+    message = r"note is a builtins\.object, which could only be pickled; do not save this object"
+    with pytest.raises(UserError, match=message) as caught:
         store.save(make_engine(), 1, {"note": object()})
     assert "free space" not in str(caught.value)
     assert store.latest() is None

@@ -36,9 +36,9 @@ def test_every_rank_gets_its_share_of_each_part():
 
 
 def test_uneven_parts_and_other_tensors_are_refused():
-    with pytest.raises(UserError, match="a part of 3 does not divide by 2"):
+    with pytest.raises(UserError, match="a part of 3 is not divisible by 2"):
         Sharding(0, (3,)).shard(torch.zeros(3), 0, 2)
-    with pytest.raises(UserError, match="cannot be cut into parts"):
+    with pytest.raises(UserError, match="cannot be divided into parts"):
         Sharding(0, (4,)).shard(torch.zeros(3), 0, 2)
 
 

@@ -159,7 +159,7 @@ DAMAGE = [
     (("state", 0), None, "must map a parameter's index"),
     (("state", 0), [1], "must map a parameter's index"),
     (("state",), None, "must map a parameter's index"),
-    (("state", 7), {}, r"of parameters \[7\] that no group has"),
+    (("state", 7), {}, r"has parameters \[7\] that no group has"),
     (("param_groups",), None, "must be a list of mappings"),
     (("param_groups", 0), 3, "must be a list of mappings"),
     (("param_groups", 0, "params"), None, "must be a list of mappings"),

@@ -255,7 +255,7 @@ def test_a_block_that_shares_with_the_outside_has_no_factor_and_says_so(caplog):
     ("names", "message"),
     [
         (["blocks.7"], "no module 'blocks.7'"),
-        (["blocks.0", "blocks.0"], "there twice"),
+        (["blocks.0", "blocks.0"], "a module occurs twice"),
         (["blocks.0", "blocks"], "blocks.0 is inside blocks"),
     ],
 )

@@ -229,7 +229,7 @@ def test_the_dry_run_describes_the_ladder_and_refuses_what_the_run_would(resolve
         "fp8",
         "bf16",
     ]
-    assert "at most" in parts["memory of one process (estimate)"]
+    assert "upper bound" in parts["memory of one process (estimate)"]
     assert "speculation\n" not in describe(resolve())
     with pytest.raises(UserError, match=r"^megalowbit\.speculation: .*'bf16': it quantises nothing"):
         describe(resolve(ON, "megalowbit.recipe=bf16"))

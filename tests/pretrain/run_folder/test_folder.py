@@ -113,7 +113,7 @@ def test_a_lock_that_is_not_ours_is_refused_and_left_as_it_is(tmp_path, kind):
         lock.write_text("x" * 5000)
     else:
         lock.symlink_to(precious if kind == "link" else tmp_path / "none")
-    message = r"\.lock (is a link or no ordinary|was not written by a run)"
+    message = r"\.lock (is a link or not a regular file|was not written by a run)"
     with pytest.raises(UserError, match=message), RunFolder(lock.parent).locked():
         pytest.fail("held")
     assert precious.read_text() == "keep me"

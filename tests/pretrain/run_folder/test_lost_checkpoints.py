@@ -137,7 +137,7 @@ def test_a_run_whose_configuration_is_gone_is_compared_with_its_checkpoint(resol
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"megalowbit": 3}', "config.json is damaged (megalowbit is 3, not an object)"),
+        ('{"megalowbit": 3}', r"config\.json is damaged \(megalowbit is 3, not an object\)"),
         ('{"megalowbit": {"run": [1]}}', r"megalowbit\.run is \[1\], not an object"),
         ("{}", "megalowbit is None, not an object"),
         ("[" * 100_000, "is nested too deeply"),

@@ -160,7 +160,7 @@ def test_the_lowest_threshold_whose_gap_is_allowed_is_suggested():
         ([outcome(5, [0.1])], ["the error of the gap is unknown with one seed: use three or more"]),
         (
             [outcome(5, [0.0, 0.4])],
-            ["within twice its error that gap may exceed 0.3 %: use more seeds or steps"],
+            ["within twice its error, that gap may exceed 0.3 %: use more seeds or steps"],
         ),
         (
             [outcome(5, [0.1, 0.1]), outcome(10, [0.5, 0.6])],

@@ -295,7 +295,7 @@ def test_the_seeds_model_of_one_unquantised_operand():
 @pytest.mark.parametrize("name", ["fp8e4m3", "nvfp4e2m1b", "int8b", "int8e5m2b"])
 def test_the_seeds_model_refuses_other_grids(name):
     of = statistics(with_outliers(32, 13, 1))
-    with pytest.raises(UserError, match=r"even grids under one scale, not quantizer .*calibrated"):
+    with pytest.raises(UserError, match=r"evenly spaced grids with one scale, not quantizer .*calibrated"):
         predict_snr_db((name, of), ("int8", of), model="zeros")
 
 
