@@ -112,7 +112,7 @@ def test_quality_names_a_folder_that_is_none_and_a_run_that_is_damaged(tmp_path)
     cache = {"MEGALOWBIT_CACHE": str(tmp_path / "cache")}
     done = quality(*few, out=tmp_path / "file", **cache)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    assert f"--out {tmp_path / 'file'} cannot be written to as a folder" in done.stderr
+    assert f"--out {tmp_path / 'file'} is not a writable folder (" in done.stderr
     damaged = tmp_path / "out" / "bf16-seed-1"
     damaged.mkdir(parents=True)
     (damaged / "config.json").write_text("{")

@@ -321,6 +321,6 @@ def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(
 
 def test_help_has_defaults_and_an_example(capsys):
     printed = " ".join(call_main(TOOL, "--help", capsys=capsys).stdout.split())
-    for default in ("1, 2, 3", "as configured", "a fifth of them", "0.3", "2"):
+    for default in ("1, 2, 3", "as configured", "a fifth of the steps", "0.3", "2"):
         assert f"(default: {default})" in printed
     assert "python tools/calibrate_speculation.py --ds-config configs/gpt2_tiny_speculative.json" in printed
