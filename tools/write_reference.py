@@ -119,7 +119,7 @@ def reference() -> str:
 
 def _our_block() -> Iterator[str]:
     yield '## All keys of the `"megalowbit"` block'
-    yield "The training loop reads these sections; `mlb.initialize` accepts and ignores them:"
+    yield "The training loop reads these sections; `mlb.initialize` accepts them but does not act on them:"
     yield _table(HEADER, rows_of(SETTINGS_MODEL))
     yield "`mlb.initialize` and the training loop read these keys:"
     yield _table(HEADER, rows_of(EngineSettings))

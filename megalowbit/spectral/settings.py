@@ -50,7 +50,7 @@ class OperandSplit:
         rank: columns of U and V: an integer ≥ 1, or a fraction of the smaller of the layer's two sizes, above
             0 and up to 1.0.
         niter: power steps; for "qb" those of a cold start.
-        power_every: for "qb": one additional power step every so many refreshes; 0: never.
+        power_every: for "qb": interval, in refreshes, of one additional power step; 0: never.
         sample_fraction: for "sampled": share of the rows in the sample.
         refresh_every: minimum number of micro-batches from one factorisation to the next; the first use after
             that computes new factors. A weight quantised once a step is used once in all its micro-batches.

@@ -72,7 +72,7 @@ STARTING = """
 import sys
 from megalowbit.pretrain.stopping import signals
 from megalowbit.pretrain.stopping.signals import StartSignals, block_stop_signals, pending_stop_signal
-signals.SECONDS_BETWEEN_LOOKS = 0.05
+signals.SECONDS_BETWEEN_CHECKS = 0.05
 block_stop_signals()
 start = StartSignals().__enter__()
 if sys.argv[1] == "begun":
