@@ -52,7 +52,7 @@ def test_nccl_ends_a_process_soon_after_the_watchdog_times_out(timeout):
     assert TIMEOUTS_WITHOUT_PROGRESS * timeout + looking < of("nccl", is_watched=True) < 1.5 * timeout
 
 
-def test_other_backends_are_left_alone():
+def test_other_backends_are_ignored():
     assert timeout_of("mpi", timedelta(seconds=8), is_watched=True) is None
 
 
