@@ -88,7 +88,7 @@ def test_a_killed_run_resumes_with_bitwise_equal_losses_and_decisions(killed, re
     assert rows(folder)[-1]["step"] == STEPS
 
 
-def test_a_mistake_on_two_processes_is_one_line(tmp_path):
+def test_a_mistake_on_two_processes_is_a_one_line_error(tmp_path):
     config = write_config(tmp_path, block={**BLOCK, "recipe": "bf16"})
     done = run_ranks("--ds-config", config, "--run-dir", tmp_path / "new", cwd=tmp_path, processes=2)
     assert done.code != 0

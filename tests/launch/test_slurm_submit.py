@@ -232,7 +232,7 @@ def test_a_job_that_submits_another_keeps_its_own_variables(submit, files, capsy
     assert (tmp_path / "run" / "slurm" / "pretrain.sbatch").read_text().startswith("#!/bin/bash\n")
 
 
-def test_mistakes_on_the_command_line_itself_are_one_line():
+def test_mistakes_on_the_command_line_itself_are_one_line_errors():
     check_refusal(
         subprocess.run([sys.executable, SUBMIT, "--dry-run"], capture_output=True, text=True),
         "the following arguments are required: --ds-config; see --help",
