@@ -145,7 +145,7 @@ def test_a_run_without_its_configuration_is_compared_with_its_checkpoint(resolve
         ("[]", "holds a list, not an object"),
     ],
 )
-def test_a_damaged_configuration_of_the_run_is_one_line(resolve, finished, text, message):
+def test_a_damaged_configuration_of_the_run_is_a_one_line_error(resolve, finished, text, message):
     (finished / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
         resume(resolve(*STEPS), finished)
